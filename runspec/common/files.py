@@ -1,0 +1,71 @@
+"""Files that appear whole or not at all, and reads with a bound."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from runspec.common.errors import UserError
+
+_TEMPORARY = ".tmp-"
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Writes a file under a temporary name, syncs it and renames it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}-{path.name}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"cannot write: {error.strerror or error}",
+            place=str(path),
+            remedy="free disk space or mend the permissions, then start again",
+        ) from error
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Yields a temporary directory that becomes `path` by one rename when the block succeeds.
+
+    Raises:
+        FileExistsError: `path` exists already.
+    """
+    if path.exists():
+        raise FileExistsError(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}-{path.name}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what `write_atomic` and `new_directory` of a killed process left in `folder`."""
+    for entry in folder.glob(f"{_TEMPORARY}*"):
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """Reads a whole file, refusing one larger than `max_bytes` before reading it."""
+    with path.open("rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise UserError(f"larger than the {max_bytes} bytes allowed", place=str(path))
+    return data

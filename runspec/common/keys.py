@@ -1,0 +1,72 @@
+"""Ed25519 keys: public keys travel as 64 hexadecimal characters, private keys lie in PEM files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from runspec.common.errors import UserError
+from runspec.common.hashing import is_digest
+
+
+class SigningKey:
+    """A private key and the hexadecimal name of its public half."""
+
+    def __init__(self, private: Ed25519PrivateKey) -> None:
+        self._private = private
+        self.public_hex: str = private.public_key().public_bytes_raw().hex()
+
+    @classmethod
+    def generate(cls) -> SigningKey:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load(cls, path: Path) -> SigningKey:
+        """Reads an unencrypted PKCS#8 PEM file."""
+        try:
+            private = serialization.load_pem_private_key(path.read_bytes(), password=None)
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(
+                f"cannot read a signing key: {error}",
+                place=str(path),
+                remedy="make keys with `python -m broadcast keygen DIR`",
+            ) from error
+        if not isinstance(private, Ed25519PrivateKey):
+            raise UserError(
+                "not an ed25519 key",
+                place=str(path),
+                remedy="make keys with `python -m broadcast keygen DIR`",
+            )
+        return cls(private)
+
+    def save(self, path: Path) -> None:
+        """Writes a PEM file that only its owner can read; refuses to overwrite one."""
+        pem = self._private.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(pem)
+
+    def sign(self, message: bytes) -> str:
+        """The signature, 128 hexadecimal characters."""
+        return self._private.sign(message).hex()
+
+
+def signature_is_valid(public_hex: str, message: bytes, signature_hex: str) -> bool:
+    """Whether the signature is this key's over this message; malformed input is simply false."""
+    if not is_digest(public_hex):  # a public key has the form of a digest: 32 bytes in hex
+        return False
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_hex))
+        key.verify(bytes.fromhex(signature_hex), message)
+    except (InvalidSignature, ValueError, TypeError):
+        return False
+    return True

@@ -1,0 +1,65 @@
+"""What every role process does first: logging, a polite end on SIGTERM, one way to fail."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from runspec.common.errors import UserError
+
+_PR_SET_PDEATHSIG = 1
+EXIT_USER_ERROR = 1
+EXIT_INTERNAL = 3
+
+
+def setup_logging(role: str) -> logging.Logger:
+    """One line an event on standard error: time, level, role, message. The supervisor files it."""
+    logging.basicConfig(
+        level=os.environ.get("RUNSPEC_LOG_LEVEL", "INFO"),
+        format=f"%(asctime)s %(levelname).1s {role} %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    return logging.getLogger(role)
+
+
+def stop_event() -> threading.Event:
+    """An event that SIGTERM and SIGINT set, so that loops end between two pieces of work."""
+    event = threading.Event()
+
+    def handle(number: int, frame: object) -> None:
+        event.set()
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+    return event
+
+
+def die_with_parent() -> None:
+    """Asks Linux to end this process when the one that started it dies, however it dies."""
+    if sys.platform == "linux" and os.environ.get("RUNSPEC_SUPERVISED") == "1":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def run_role(role: str, body: Callable[[logging.Logger], None]) -> int:
+    """Runs a role's body and turns what it raises into one message and an exit code.
+
+    Returns:
+        0 when the body ended by itself, 1 on a UserError, 3 on a fault of our own.
+    """
+    die_with_parent()
+    log = setup_logging(role)
+    try:
+        body(log)
+    except UserError as error:
+        log.error("%s", error)
+        return EXIT_USER_ERROR
+    except Exception:
+        log.exception("internal error")
+        return EXIT_INTERNAL
+    return 0

@@ -1,0 +1,65 @@
+"""The batch manifest: exactly one a step, the coordinator's signed word on what the step trains."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from runspec.common.hashing import is_digest
+from runspec.common.keys import SigningKey
+from runspec.common.signed import BadSignature, open_document, sign_document
+
+KIND = "batch"
+FILE_NAME = "batch.json"
+MAX_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class BatchGroup:
+    """One group to train on: where its tokens and where its rewards are."""
+
+    submission: str
+    verdict: str
+    """Digest of the verdict file's Parquet bytes."""
+    group: int
+    step: int
+    """The step that the lease was for; its folder holds the files."""
+    version: int
+    """The policy version that sampled it."""
+
+
+@dataclass(frozen=True)
+class BatchManifest:
+    run: str
+    step: int
+    groups: list[BatchGroup]
+    """In training order."""
+    complete: bool
+    """False when the step closed with fewer groups than asked for."""
+    stats: dict[str, Any]
+    """What the coordinator saw of the step, for the metrics (see `docs/verify.md`)."""
+
+
+def sign_batch(manifest: BatchManifest, key: SigningKey) -> bytes:
+    return sign_document(KIND, asdict(manifest), key)
+
+
+def open_batch(data: bytes, *, coordinators: frozenset[str], run: str, step: int) -> BatchManifest:
+    """Checks a batch manifest.
+
+    Raises:
+        BadSignature: not the coordinator's, of another run or step, malformed, a group twice.
+    """
+    payload = open_document(data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES).payload
+    try:
+        groups = [BatchGroup(**group) for group in payload["groups"]]
+        manifest = BatchManifest(**{**payload, "groups": groups})
+    except (TypeError, KeyError) as error:
+        raise BadSignature(f"batch: {error}") from error
+    if manifest.run != run or manifest.step != step:
+        raise BadSignature(f"batch: of {manifest.run} step {manifest.step}, not {run} step {step}")
+    if not all(is_digest(g.submission) and is_digest(g.verdict) for g in groups):
+        raise BadSignature("batch: submission and verdict must be 64 hex characters")
+    if len({(g.submission, g.group) for g in groups}) != len(groups):
+        raise BadSignature("batch: a group is named twice")
+    return manifest

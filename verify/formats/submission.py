@@ -1,0 +1,154 @@
+"""A submission: one worker's rollouts for one lease, a signed Parquet file, one row a rollout."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+import pyarrow as pa
+
+from runspec.common.hashing import digest_bytes, is_digest
+from runspec.common.keys import SigningKey
+from runspec.common.signed import BadSignature, open_document, sign_document
+from verify.formats.tables import decode_table, encode_table
+
+KIND = "submission"
+MAX_ENVELOPE_BYTES = 8 * 1024
+
+
+def _required(name: str, kind: pa.DataType) -> pa.Field:
+    return pa.field(name, kind, nullable=False)
+
+
+def _list_of(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", kind, nullable=False))
+
+
+SCHEMA = pa.schema(
+    [
+        _required("run", pa.string()),
+        _required("step", pa.int32()),
+        _required("worker", pa.string()),
+        _required("lease", pa.string()),
+        _required("problem_id", pa.string()),
+        _required("group", pa.int32()),
+        _required("sample", pa.int32()),
+        _required("version", pa.int32()),
+        _required("prompt_tokens", _list_of(pa.int32())),
+        _required("output_tokens", _list_of(pa.int32())),
+        _required("logprobs", _list_of(pa.float32())),
+        _required("finish_reason", pa.string()),
+        _required("temperature", pa.float32()),
+        _required("top_p", pa.float32()),
+        _required("top_k", pa.int32()),
+        pa.field("target", pa.int32()),
+        _required("task_reward", pa.float32()),
+        _required("length_penalty", pa.float32()),
+        _required("proofs", _list_of(pa.binary())),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One row: a prompt, what the policy made of it, and what the worker claims of that."""
+
+    run: str
+    step: int
+    worker: str
+    lease: str
+    """Digest of the signed lease."""
+    problem_id: str
+    group: int
+    sample: int
+    version: int
+    prompt_tokens: np.ndarray
+    """i32 [P]."""
+    output_tokens: np.ndarray
+    """i32 [n], the end token included where there is one."""
+    logprobs: np.ndarray
+    """f32 [n]: of log_softmax(logits / T) after top-k / top-p, before noise."""
+    finish_reason: str
+    """`stop` (the end token) or `length`."""
+    temperature: float
+    top_p: float
+    top_k: int
+    target: int | None
+    task_reward: float
+    length_penalty: float
+    proofs: list[bytes]
+    """TOPLOC proofs, one for each 32 output tokens begun."""
+
+
+@dataclass(frozen=True)
+class SubmissionEnvelope:
+    """The signed statement that goes with the Parquet bytes."""
+
+    run: str
+    step: int
+    worker: str
+    index: int
+    lease: str
+    digest: str
+    """BLAKE3 of the Parquet bytes: the submission's name from here on."""
+    bytes: int
+
+
+def encode_rollouts(rollouts: list[Rollout]) -> bytes:
+    names = [f.name for f in fields(Rollout)]
+    return encode_table([{n: getattr(r, n) for n in names} for r in rollouts], SCHEMA)
+
+
+def decode_rollouts(data: bytes, *, max_rows: int, max_bytes: int) -> list[Rollout]:
+    """Reads a submission's Parquet bytes.
+
+    Raises:
+        MalformedTable: not a table of this format within the limits.
+    """
+    table = decode_table(data, SCHEMA, max_rows=max_rows, max_bytes=max_bytes)
+    rows = []
+    for row in table.to_pylist():
+        for name, dtype in (
+            ("prompt_tokens", np.int32),
+            ("output_tokens", np.int32),
+            ("logprobs", np.float32),
+        ):
+            row[name] = np.asarray(row[name], dtype=dtype)
+        rows.append(Rollout(**row))
+    return rows
+
+
+def sign_submission(
+    data: bytes, *, run: str, step: int, index: int, lease: str, key: SigningKey
+) -> bytes:
+    """The signed envelope of a submission's Parquet bytes."""
+    envelope = SubmissionEnvelope(
+        run, step, key.public_hex, index, lease, digest_bytes(data), len(data)
+    )
+    return sign_document(KIND, asdict(envelope), key)
+
+
+def open_submission(data: bytes) -> SubmissionEnvelope:
+    """Checks an envelope: signed by the worker that it names, fields of the right form.
+
+    Whether that worker holds the lease is the coordinator's question, whether the Parquet bytes
+    match `digest` the reader's.
+
+    Raises:
+        BadSignature: for every reason not to believe it.
+    """
+    document = open_document(data, kind=KIND, keys=None, max_bytes=MAX_ENVELOPE_BYTES)
+    try:
+        envelope = SubmissionEnvelope(**document.payload)
+    except TypeError as error:
+        raise BadSignature(f"submission: {error}") from error
+    if envelope.worker != document.key:
+        raise BadSignature("submission: signed by another key than its worker's")
+    if not (is_digest(envelope.digest) and is_digest(envelope.lease)):
+        raise BadSignature("submission: digest and lease must be 64 hex characters")
+    integers = (envelope.step, envelope.index, envelope.bytes)
+    if not all(type(n) is int and 0 <= n < 2**31 for n in integers):
+        raise BadSignature("submission: step, index and bytes must be natural numbers")
+    if not isinstance(envelope.run, str):
+        raise BadSignature("submission: run must be a name")
+    return envelope

@@ -1,0 +1,65 @@
+"""Parquet tables of an exact schema, written in memory and read with bounds."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+class MalformedTable(ValueError):
+    """Bytes that are not a table of the schema, within the limits."""
+
+
+def encode_table(rows: list[dict[str, Any]], schema: pa.Schema) -> bytes:
+    """Rows as the bytes of a Parquet file."""
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
+    return sink.getvalue()
+
+
+def decode_table(data: bytes, schema: pa.Schema, *, max_rows: int, max_bytes: int) -> pa.Table:
+    """Reads Parquet bytes from outside.
+
+    Args:
+        data: the file's bytes.
+        schema: must match exactly: names, order, types, nullability.
+        max_rows: rows allowed.
+        max_bytes: bytes allowed, of the file and of its decoded columns.
+
+    Raises:
+        MalformedTable: anything else than such a table.
+    """
+    if len(data) > max_bytes:
+        raise MalformedTable(f"{len(data)} bytes, more than the {max_bytes} allowed")
+    try:
+        file = pq.ParquetFile(
+            pa.BufferReader(data),
+            thrift_string_size_limit=1 << 20,
+            thrift_container_size_limit=1 << 16,
+        )
+        if not file.schema_arrow.remove_metadata().equals(schema):
+            raise MalformedTable("the columns are not those of the format")
+        meta = file.metadata
+        if meta.num_rows > max_rows:
+            raise MalformedTable(f"{meta.num_rows} rows, more than the {max_rows} allowed")
+        declared = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
+        if declared > max_bytes:
+            raise MalformedTable(f"{declared} bytes decoded, more than the {max_bytes} allowed")
+        batches, size = [], 0
+        for batch in file.iter_batches(batch_size=64):
+            size += batch.nbytes
+            if size > max_bytes:
+                raise MalformedTable(f"decodes to more than the {max_bytes} bytes allowed")
+            batches.append(batch)
+        table = pa.Table.from_batches(batches, schema=file.schema_arrow).replace_schema_metadata(
+            None
+        )
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        if isinstance(error, MalformedTable):
+            raise
+        raise MalformedTable(f"not a readable Parquet file: {str(error)[:200]}") from error
+    return table

@@ -1,0 +1,134 @@
+"""A verdict file: what a validator found in one submission, a signed Parquet file, one row a rollout."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from runspec.common.hashing import digest_bytes, is_digest
+from runspec.common.keys import SigningKey
+from runspec.common.signed import BadSignature, open_document, sign_document
+from verify.formats.tables import decode_table, encode_table
+
+KIND = "verdict"
+MAX_ENVELOPE_BYTES = 16 * 1024
+MAX_BYTES = 256 * 1024 * 1024
+MAX_ROWS = 65536
+
+_CHECK = pa.struct(
+    [
+        pa.field("name", pa.string(), nullable=False),
+        pa.field("passed", pa.bool_(), nullable=False),
+        pa.field("value", pa.float64(), nullable=False),
+        pa.field("limit", pa.float64(), nullable=False),
+        pa.field("reason", pa.string(), nullable=False),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        pa.field("submission", pa.string(), nullable=False),
+        pa.field("row", pa.int32(), nullable=False),
+        pa.field("group", pa.int32(), nullable=False),
+        pa.field("task_reward", pa.float32(), nullable=False),
+        pa.field("length_penalty", pa.float32(), nullable=False),
+        pa.field("reward", pa.float32(), nullable=False),
+        pa.field("logprobs", pa.list_(pa.field("element", pa.float32(), nullable=False))),
+        pa.field("checks", pa.list_(pa.field("element", _CHECK, nullable=False)), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One check's verdict on one rollout, with the number that decided it and its limit."""
+
+    name: str
+    passed: bool
+    value: float
+    limit: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RolloutVerdict:
+    """What the validator computed for one row of a submission."""
+
+    submission: str
+    row: int
+    group: int
+    task_reward: float
+    length_penalty: float
+    reward: float
+    logprobs: np.ndarray | None
+    """f32 [n] under the sampled version, at the sampling temperature; None where not prefilled."""
+    checks: list[CheckResult]
+
+
+@dataclass(frozen=True)
+class VerdictEnvelope:
+    """The signed statement that goes with the Parquet bytes."""
+
+    run: str
+    step: int
+    submission: str
+    accepted: bool
+    reason: str
+    """Why it was rejected: the failed check, the row, the number; empty when accepted."""
+    dropped_groups: list[int]
+    """Groups lost to a fault of the grader, without blame."""
+    digest: str
+    bytes: int
+
+
+def encode_verdicts(rows: list[RolloutVerdict]) -> bytes:
+    return encode_table([asdict(row) for row in rows], SCHEMA)
+
+
+def decode_verdicts(data: bytes) -> list[RolloutVerdict]:
+    """Reads a verdict file's Parquet bytes.
+
+    Raises:
+        MalformedTable: not a table of this format.
+    """
+    rows = decode_table(data, SCHEMA, max_rows=MAX_ROWS, max_bytes=MAX_BYTES).to_pylist()
+    for row in rows:
+        row["checks"] = [CheckResult(**check) for check in row["checks"]]
+        if row["logprobs"] is not None:
+            row["logprobs"] = np.asarray(row["logprobs"], dtype=np.float32)
+    return [RolloutVerdict(**row) for row in rows]
+
+
+def sign_verdict(
+    data: bytes,
+    *,
+    run: str,
+    step: int,
+    submission: str,
+    accepted: bool,
+    reason: str,
+    dropped_groups: list[int],
+    key: SigningKey,
+) -> bytes:
+    """The signed envelope of a verdict file's Parquet bytes."""
+    envelope = VerdictEnvelope(
+        run, step, submission, accepted, reason, dropped_groups, digest_bytes(data), len(data)
+    )
+    return sign_document(KIND, asdict(envelope), key)
+
+
+def open_verdict(data: bytes, *, validators: frozenset[str]) -> VerdictEnvelope:
+    """Checks an envelope and returns it.
+
+    Raises:
+        BadSignature: not signed by a validator, or its fields are not a verdict's.
+    """
+    document = open_document(data, kind=KIND, keys=validators, max_bytes=MAX_ENVELOPE_BYTES)
+    try:
+        envelope = VerdictEnvelope(**document.payload)
+    except TypeError as error:
+        raise BadSignature(f"verdict: {error}") from error
+    if not (is_digest(envelope.submission) and is_digest(envelope.digest)):
+        raise BadSignature("verdict: submission and digest must be 64 hex characters")
+    return envelope

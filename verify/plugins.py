@@ -1,0 +1,136 @@
+"""What the validator loads by name: the run's task and the prefill engine.
+
+`verify` imports neither samplers nor learners. A package offers them as entry points:
+
+    [project.entry-points."runspec.tasks"]
+    default = "sampler.tasks.task_set:build_task_set"
+
+    [project.entry-points."runspec.prefill"]
+    jax = "learner_jax.prefill:JaxPrefill"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from runspec.common.errors import UserError
+from runspec.spec.schema import RunSpec
+
+TASK_GROUP = "runspec.tasks"
+PREFILL_GROUP = "runspec.prefill"
+
+
+@dataclass(frozen=True)
+class Problem:
+    problem_id: str
+    task_type: str
+    """Names the reward that grades it."""
+    prompt: str
+    verification: Mapping[str, Any]
+    """What the grader needs, and the policy never sees."""
+
+
+@dataclass(frozen=True)
+class Graded:
+    """Reward of one rollout: R = T + P for `exact` (see DESIGN, "The mathematics")."""
+
+    task_reward: float
+    length_penalty: float
+    reward: float
+    reason: str = ""
+
+
+class GraderFault(Exception):
+    """The grader itself failed: the group is dropped and nobody is blamed."""
+
+
+class TaskSet(Protocol):
+    """A run's problems, prompts and grading: the same for sampler, validator and warm start."""
+
+    eos_token_id: int
+    targets: list[int]
+    """Target lengths of the run, empty where it has none."""
+
+    def __len__(self) -> int:
+        """Problems left after the filters (solve rate, over-long prompts)."""
+
+    def problem(self, index: int) -> Problem: ...
+
+    def prompt_tokens(self, index: int, target: int | None) -> list[int]:
+        """The tokens that the policy is given."""
+
+    def grade(self, index: int, target: int | None, output_tokens: Sequence[int]) -> Graded:
+        """Grades an output, its end token included.
+
+        Raises:
+            GraderFault: the grader raised, hung or returned no finite number.
+        """
+
+
+@dataclass(frozen=True)
+class PrefillInput:
+    """One rollout to recompute."""
+
+    prompt_tokens: np.ndarray
+    """i32 [P]."""
+    output_tokens: np.ndarray
+    """i32 [n]."""
+    noise_key: tuple[int, int] | None
+    """Of `verify.noise.noise_key`; None where sampling was not seeded."""
+
+
+@dataclass(frozen=True)
+class PrefillOutput:
+    """What the policy version says of each output token."""
+
+    logprobs: np.ndarray
+    """f32 [n]: log_softmax(logits / T) at the output token."""
+    hidden: np.ndarray
+    """u16 [n, D]: bits of the bf16 final hidden state, after the last norm, that produced it."""
+    seeded_gap: np.ndarray | None
+    """f32 [n]: max_v(logits_v / T + noise_v) - the same at the output token; 0 where it won."""
+
+
+class PrefillEngine(Protocol):
+    """Recomputes rollouts under a policy version."""
+
+    def load(self, version: int, weights_dir: Path) -> None:
+        """Loads published weights; a version already loaded is kept, old ones are let go."""
+
+    def prefill(
+        self, version: int, inputs: Sequence[PrefillInput], *, temperature: float
+    ) -> list[PrefillOutput]: ...
+
+
+def load_task_set(spec: RunSpec, tokenizer_dir: Path) -> TaskSet:
+    """The run's task, by the entry point `default` of `runspec.tasks`.
+
+    Args:
+        spec: the resolved spec.
+        tokenizer_dir: holds tokenizer.json and tokenizer_config.json; any weights directory does.
+    """
+    task_set: TaskSet = _load(TASK_GROUP, "default")(spec, tokenizer_dir)
+    return task_set
+
+
+def load_prefill_engine(spec: RunSpec) -> PrefillEngine:
+    """The prefill engine that `verify.engine` names."""
+    engine: PrefillEngine = _load(PREFILL_GROUP, spec.verify.engine)(spec)
+    return engine
+
+
+def _load(group: str, name: str) -> Any:
+    found = {point.name: point for point in entry_points(group=group)}
+    if name not in found:
+        raise UserError(
+            f"no plug-in {name!r}; installed: {', '.join(sorted(found)) or 'none'}",
+            place=f"entry points of {group}",
+            remedy="install the package that offers it (`make install` for our own)",
+        )
+    return found[name].load()
