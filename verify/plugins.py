@@ -97,15 +97,32 @@ class PrefillOutput:
     """f32 [n]: max_v(logits_v / T + noise_v) - the same at the output token; 0 where it won."""
 
 
+@dataclass(frozen=True)
+class WeightsLocation:
+    """Where a prefill engine finds the published versions, and whom it believes."""
+
+    run: str
+    urls: Sequence[str]
+    """Origin or relays, as `broadcast` serves them."""
+    root_public_key: str
+    cache_dir: Path
+    """Fetched versions are kept here."""
+
+
 class PrefillEngine(Protocol):
     """Recomputes rollouts under a policy version."""
 
-    def load(self, version: int, weights_dir: Path) -> None:
-        """Loads published weights; a version already loaded is kept, old ones are let go."""
+    def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
+        """Fetches a version unless it is there, and returns its weights directory.
+
+        Raises:
+            UserError: not there by the deadline, or not the version that the digest names.
+        """
 
     def prefill(
         self, version: int, inputs: Sequence[PrefillInput], *, temperature: float
-    ) -> list[PrefillOutput]: ...
+    ) -> list[PrefillOutput]:
+        """Recomputes rollouts under a version that `ensure_version` returned."""
 
 
 def load_task_set(spec: RunSpec, tokenizer_dir: Path) -> TaskSet:
@@ -119,9 +136,9 @@ def load_task_set(spec: RunSpec, tokenizer_dir: Path) -> TaskSet:
     return task_set
 
 
-def load_prefill_engine(spec: RunSpec) -> PrefillEngine:
+def load_prefill_engine(spec: RunSpec, weights: WeightsLocation) -> PrefillEngine:
     """The prefill engine that `verify.engine` names."""
-    engine: PrefillEngine = _load(PREFILL_GROUP, spec.verify.engine)(spec)
+    engine: PrefillEngine = _load(PREFILL_GROUP, spec.verify.engine)(spec, weights)
     return engine
 
 

@@ -15,6 +15,11 @@ from runspec.common.errors import UserError
 _PR_SET_PDEATHSIG = 1
 EXIT_USER_ERROR = 1
 EXIT_INTERNAL = 3
+EXIT_FINAL = 4
+
+
+class RunStopped(UserError):
+    """The run cannot go on, and starting the role again would not help: a stalled step, say."""
 
 
 def setup_logging(role: str) -> logging.Logger:
@@ -50,12 +55,16 @@ def run_role(role: str, body: Callable[[logging.Logger], None]) -> int:
     """Runs a role's body and turns what it raises into one message and an exit code.
 
     Returns:
-        0 when the body ended by itself, 1 on a UserError, 3 on a fault of our own.
+        0 when the body ended by itself, 1 on a UserError, 3 on a fault of our own, 4 when the run
+        is to stop (the supervisor starts the role again on every other code but 0).
     """
     die_with_parent()
     log = setup_logging(role)
     try:
         body(log)
+    except RunStopped as error:
+        log.error("%s", error)
+        return EXIT_FINAL
     except UserError as error:
         log.error("%s", error)
         return EXIT_USER_ERROR

@@ -24,7 +24,7 @@ class Block(BaseModel):
 
 
 class ModelShape(Block):
-    """The shape of a model that the run makes itself, in the words of a Hugging Face config.json."""
+    """Shape of a model that the run makes itself, in the words of a Hugging Face config.json."""
 
     model_type: Literal["qwen2"]
     vocab_size: Count
@@ -139,7 +139,7 @@ class Fill(Block):
     max_groups: float = Field(4.0, ge=1.0)
     """Leases at most this many times the groups needed."""
     min_share: Share = 0.5
-    """A step that cannot fill closes with at least this share of its groups, else the run stalls."""
+    """A step that cannot fill closes with at least this share of its groups; else it stalls."""
     deadline: Duration = 5400.0
     """Time from opening a step to giving up on filling it."""
 

@@ -1,4 +1,4 @@
-"""A lease: the coordinator's signed word on what one worker is to sample, and the seed of it all."""
+"""A lease: the coordinator's signed word on what one worker is to sample, and its seed."""
 
 from __future__ import annotations
 

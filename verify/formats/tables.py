@@ -53,10 +53,8 @@ def decode_table(data: bytes, schema: pa.Schema, *, max_rows: int, max_bytes: in
             size += batch.nbytes
             if size > max_bytes:
                 raise MalformedTable(f"decodes to more than the {max_bytes} bytes allowed")
-            batches.append(batch)
-        table = pa.Table.from_batches(batches, schema=file.schema_arrow).replace_schema_metadata(
-            None
-        )
+            batches.append(batch.replace_schema_metadata(None))
+        table = pa.Table.from_batches(batches, schema=schema)
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         if isinstance(error, MalformedTable):

@@ -1,4 +1,4 @@
-"""A verdict file: what a validator found in one submission, a signed Parquet file, one row a rollout."""
+"""A verdict file: a validator's findings on one submission, signed Parquet, a row a rollout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ SCHEMA = pa.schema(
         pa.field("task_reward", pa.float32(), nullable=False),
         pa.field("length_penalty", pa.float32(), nullable=False),
         pa.field("reward", pa.float32(), nullable=False),
+        pa.field("length", pa.int32(), nullable=False),
+        pa.field("target", pa.int32()),
         pa.field("logprobs", pa.list_(pa.field("element", pa.float32(), nullable=False))),
+        pa.field("logprob_diff", pa.float32()),
         pa.field("checks", pa.list_(pa.field("element", _CHECK, nullable=False)), nullable=False),
     ]
 )
@@ -61,8 +64,14 @@ class RolloutVerdict:
     task_reward: float
     length_penalty: float
     reward: float
+    length: int
+    """Output tokens, the end token included."""
+    target: int | None
+    """Length asked for."""
     logprobs: np.ndarray | None
     """f32 [n] under the sampled version, at the sampling temperature; None where not prefilled."""
+    logprob_diff: float | None
+    """Mean |claimed - recomputed| log-prob over the output tokens; None where not prefilled."""
     checks: list[CheckResult]
 
 
