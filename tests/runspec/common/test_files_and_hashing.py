@@ -1,0 +1,87 @@
+"""Files appear whole or not at all; digests and seeds are unambiguous."""
+
+import stat
+
+import pytest
+
+from runspec.common.errors import UserError
+from runspec.common.files import new_directory, read_bounded, remove_leftovers, write_atomic
+from runspec.common.hashing import digest_bytes, digest_file, hash_parts, is_digest
+from runspec.common.keys import SigningKey, signature_is_valid
+
+
+def test_write_atomic_replaces_whole_files(tmp_path):
+    path = tmp_path / "deep" / "file"
+    write_atomic(path, b"one")
+    write_atomic(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert [p.name for p in path.parent.iterdir()] == ["file"]
+
+
+def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path):
+    target = tmp_path / "taken"
+    target.mkdir()  # a directory cannot be replaced by a file
+    with pytest.raises(UserError, match="taken"):
+        write_atomic(target, b"data")
+    assert [p.name for p in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_directory_appears_only_when_the_block_succeeds(tmp_path):
+    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "v1") as folder:
+        (folder / "half").write_bytes(b"x")
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with new_directory(tmp_path / "v1") as folder:
+        (folder / "whole").write_bytes(b"x")
+    assert (tmp_path / "v1" / "whole").read_bytes() == b"x"
+    with pytest.raises(FileExistsError), new_directory(tmp_path / "v1"):
+        pass
+
+
+def test_leftovers_of_a_killed_process_are_removed(tmp_path):
+    (tmp_path / ".tmp-1-a").write_bytes(b"")
+    (tmp_path / ".tmp-2-b").mkdir()
+    (tmp_path / "kept").write_bytes(b"")
+    remove_leftovers(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+def test_read_bounded_refuses_one_byte_too_many(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert read_bounded(path, 5) == b"12345"
+    with pytest.raises(UserError, match="4 bytes allowed"):
+        read_bounded(path, 4)
+
+
+def test_digests_of_bytes_and_files_agree(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"hello" * 1000)
+    assert digest_file(path) == digest_bytes(b"hello" * 1000)
+    assert is_digest(digest_file(path))
+    assert not is_digest("../" + "a" * 61)
+
+
+def test_hash_parts_separates_its_parts():
+    assert hash_parts("ab", "c") != hash_parts("a", "bc")
+    assert hash_parts(1, 2) != hash_parts(2, 1)
+
+
+def test_keys_survive_a_file_and_stay_private(tmp_path):
+    key = SigningKey.generate()
+    path = tmp_path / "worker.key"
+    key.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again = SigningKey.load(path)
+    assert signature_is_valid(key.public_hex, b"message", again.sign(b"message"))
+    assert not signature_is_valid(key.public_hex, b"other", again.sign(b"message"))
+    with pytest.raises(FileExistsError):
+        key.save(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a key", b"\x00" * 100])
+def test_an_unreadable_key_says_how_to_make_one(tmp_path, content):
+    path = tmp_path / "bad.key"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="keygen"):
+        SigningKey.load(path)
