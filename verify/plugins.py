@@ -7,6 +7,9 @@
 
     [project.entry-points."runspec.prefill"]
     jax = "learner_jax.prefill:JaxPrefill"
+
+    [project.entry-points."runspec.warm_start"]
+    default = "sampler.tasks.traces:build_warm_start_data"
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -24,6 +27,7 @@ from runspec.spec.schema import RunSpec
 
 TASK_GROUP = "runspec.tasks"
 PREFILL_GROUP = "runspec.prefill"
+WARM_START_GROUP = "runspec.warm_start"
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,39 @@ class TaskSet(Protocol):
         Raises:
             GraderFault: the grader raised, hung or returned no finite number.
         """
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One supervised example of the warm start."""
+
+    prompt_tokens: list[int]
+    output_tokens: list[int]
+    """Thinking, `</think>`, answer, end token: all that counts as length."""
+    answer_start: int
+    """Index in `output_tokens` of the answer's first token; the answer runs to the end, the end
+    token included, so that the product of its probabilities is that of being graded right."""
+
+
+class WarmStartData(Protocol):
+    """What the warm start trains on, and the tokenizer of the model that it makes."""
+
+    def write_tokenizer(self, directory: Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json into an existing directory."""
+
+    def traces(
+        self, rng: np.random.Generator, count: int, split: Literal["train", "held_out"]
+    ) -> list[Trace]:
+        """Draws traces; the same generator state gives the same traces. No problem is in both
+        splits."""
+
+    @property
+    def eos_token_id(self) -> int:
+        """The end token, for config.json."""
+
+    @property
+    def pad_token_id(self) -> int:
+        """The padding token, for config.json."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +171,12 @@ def load_task_set(spec: RunSpec, tokenizer_dir: Path) -> TaskSet:
     """
     task_set: TaskSet = _load(TASK_GROUP, "default")(spec, tokenizer_dir)
     return task_set
+
+
+def load_warm_start_data(spec: RunSpec) -> WarmStartData:
+    """The traces and the tokenizer of `warm_start`, by the entry point `default`."""
+    data: WarmStartData = _load(WARM_START_GROUP, "default")(spec)
+    return data
 
 
 def load_prefill_engine(spec: RunSpec, weights: WeightsLocation) -> PrefillEngine:
