@@ -22,6 +22,8 @@ class Lease:
     """32 random bytes in hex, drawn when the step opened."""
     worker: str
     """The worker's public key."""
+    pool: str
+    """The sampler pool of the spec that says how to sample."""
     index: int
     """0, 1, 2, ... for each worker and step, without holes."""
     groups: int
@@ -82,8 +84,8 @@ def open_lease(data: bytes, *, coordinators: frozenset[str]) -> Lease:
         raise BadSignature("lease: step, index, groups and version must be natural numbers")
     if not all(is_digest(h) for h in (lease.nonce, lease.worker, lease.manifest_digest)):
         raise BadSignature("lease: nonce, worker and manifest_digest must be 64 hex characters")
-    if not isinstance(lease.run, str):
-        raise BadSignature("lease: run must be a name")
+    if not (isinstance(lease.run, str) and isinstance(lease.pool, str)):
+        raise BadSignature("lease: run and pool must be names")
     return lease
 
 
