@@ -1,0 +1,167 @@
+"""safetensors files: a reader that trusts no header, a writer that streams.
+
+The format: 8 bytes little-endian length, a JSON header {name: {dtype, shape, data_offsets}}, then
+the tensors' bytes without gaps (https://github.com/huggingface/safetensors). The header is known
+before any data is, so tensors are written as they come, one in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bridge.tensors import DTYPES, tensor_bytes
+from runspec.common.canonical import MalformedJson, parse_object
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
+
+MAX_HEADER_BYTES = 64 * 1024 * 1024
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_CODES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"]}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies and what it is."""
+
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def read_headers(directory: Path) -> dict[str, TensorInfo]:
+    """The tensors of a Hugging Face directory, one file or several with an index.
+
+    Raises:
+        UserError: no weights there, a malformed file, a tensor twice, an index that disagrees.
+    """
+    index = directory / INDEX_NAME
+    if not index.exists():
+        return read_header(directory / SINGLE_NAME)
+    try:
+        weight_map = parse_object(
+            read_bounded(index, MAX_HEADER_BYTES), max_bytes=MAX_HEADER_BYTES
+        )["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (OSError, MalformedJson, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"not a safetensors index: {error}", place=str(index)) from error
+    tensors: dict[str, TensorInfo] = {}
+    for name in files:
+        if Path(name).name != name:
+            raise UserError(f"names a file outside its directory: {name!r}", place=str(index))
+        for tensor, info in read_header(directory / name).items():
+            if weight_map.get(tensor) != name or tensor in tensors:
+                raise UserError(f"{tensor} in {name} is not what the index says", place=str(index))
+            tensors[tensor] = info
+    missing = set(weight_map) - set(tensors)
+    if missing:
+        raise UserError(f"tensors in no file: {listed(missing)}", place=str(index))
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one file. Checks every size against the file's own before any is read.
+
+    Raises:
+        UserError: unreadable, not safetensors, truncated, or a dtype other than F32 and BF16.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+                raise UserError("not a safetensors file: its header is cut off", place=str(path))
+            header = parse_object(file.read(length), max_bytes=MAX_HEADER_BYTES)
+    except (OSError, MalformedJson) as error:
+        raise UserError(
+            f"cannot read weights: {error}",
+            place=str(path),
+            remedy="point at a Hugging Face directory with whole safetensors files",
+        ) from error
+    header.pop("__metadata__", None)
+    return {name: _tensor(name, entry, path, 8 + length, size) for name, entry in header.items()}
+
+
+def _tensor(name: str, entry: object, path: Path, start: int, size: int) -> TensorInfo:
+    try:
+        code, shape, (first, last) = (entry[k] for k in ("dtype", "shape", "data_offsets"))  # type: ignore[index]
+        naturals = all(type(n) is int and 0 <= n < 2**48 for n in (*shape, first, last))
+    except (TypeError, KeyError, ValueError) as error:
+        raise UserError(f"tensor {name[:200]}: malformed header", place=str(path)) from error
+    if code not in _CODES:
+        known = ", ".join(_CODES)
+        raise UserError(f"tensor {name[:200]}: dtype {code}, not {known}", place=str(path))
+    if not naturals:
+        raise UserError(f"tensor {name[:200]}: malformed header", place=str(path))
+    info = TensorInfo(path, _CODES[code], tuple(shape), start + first)
+    if last - first != info.nbytes or start + last > size:
+        raise UserError(
+            f"tensor {name[:200]}: {last - first} bytes at {first}, of shape {shape}: "
+            "the file is cut off or its header is wrong",
+            place=str(path),
+        )
+    return info
+
+
+def read_tensor(info: TensorInfo) -> np.ndarray:
+    """Reads one tensor into memory."""
+    count = info.nbytes // info.dtype.itemsize
+    flat = np.fromfile(info.file, dtype=info.dtype, count=count, offset=info.offset)
+    if flat.size != count:
+        raise UserError("the file became shorter while it was read", place=str(info.file))
+    return flat.reshape(info.shape)
+
+
+def write_safetensors(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: np.dtype,
+    tensors: Iterable[np.ndarray],
+) -> None:
+    """Writes a file header first, then the tensors as they come: one at a time in memory.
+
+    The bytes are a function of the arguments alone. The file is synced to disk.
+
+    Args:
+        path: must not exist.
+        shapes: name and shape of every tensor, in the order in which they will come.
+        dtype: of all of them.
+        tensors: yields them in that order.
+    """
+    code = next(code for code, known in _CODES.items() if known == dtype)
+    # transformers refuses a file without this note of the framework that wrote it.
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors start aligned
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ValueError(f"{name}: {tensor.dtype}{tensor.shape}, not {dtype}{shape}")
+            file.write(tensor_bytes(tensor))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def listed(names: Iterable[str], limit: int = 5) -> str:
+    """The first few names, for a message."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + more

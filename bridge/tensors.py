@@ -1,0 +1,86 @@
+"""Dtypes and digests of tensors: what "the same weights" means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from bridge.config import ModelConfig
+from bridge.weight_map import Path, weight_map
+from runspec.common.canonical import canonical_json
+from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
+
+DTYPES: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+"""The types that weights may be stored in, by the name that spec and config.json use."""
+
+
+def dtype_named(name: str) -> np.dtype:
+    """The numpy dtype of a name of `DTYPES`; another name is a UserError."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise UserError(
+            f"dtype {name!r} is not supported", remedy=f"use one of {', '.join(DTYPES)}"
+        ) from None
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """The name of a dtype of `DTYPES`."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def tensor_bytes(array: np.ndarray) -> memoryview:
+    """The little-endian C-order bytes of an array, without a copy where it lies so already."""
+    array = np.ascontiguousarray(array)
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def tensor_digest(array: np.ndarray) -> str:
+    """BLAKE3 of the tensor's little-endian C-order bytes (shape and dtype are not part of it)."""
+    return digest_bytes(tensor_bytes(array))
+
+
+def tensor_record(array: np.ndarray) -> dict[str, Any]:
+    """What a weights manifest says of a tensor: {dtype, shape, blake3}."""
+    return {
+        "dtype": dtype_name(array.dtype),
+        "shape": list(array.shape),
+        "blake3": tensor_digest(array),
+    }
+
+
+def model_digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:
+    """One digest of a whole model: BLAKE3 of the canonical JSON of its tensor records by name."""
+    return digest_bytes(canonical_json(dict(tensors)))
+
+
+def tree_digests(
+    flat: Mapping[Path, np.ndarray], config: ModelConfig, dtype: str
+) -> dict[str, str]:
+    """Digests of a JAX tree's weights as they would be published.
+
+    Args:
+        flat: every leaf of the tree by its path, as host arrays.
+        config: the model's shape.
+        dtype: name of the published type; leaves are cast to it (round to nearest even).
+
+    Returns:
+        For each Hugging Face name the digest that a manifest of these weights carries.
+    """
+    target = dtype_named(dtype)
+    digests = {}
+    for entry in weight_map(config):
+        leaf = flat[entry.path]
+        parts = [leaf] if entry.layers is None else list(leaf)
+        for name, part in zip(entry.tensor_names(), parts, strict=True):
+            digests[name] = tensor_digest(entry.to_hf(part.astype(target, copy=False)))
+    return digests
