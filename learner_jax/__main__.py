@@ -1,0 +1,48 @@
+"""`python -m learner_jax`: the learner's stage and its two role processes."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from runspec.common.process import run_role
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parses the command line and runs one command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m learner_jax", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    start = commands.add_parser("warm-start", help="make version 0 by supervised steps, or reuse it")
+    start.add_argument("run_dir", type=Path, help="run directory with spec.json")
+    start.add_argument("--cache", type=Path, required=True, help="where finished starts are kept")
+    train = commands.add_parser("train", help="train every step that is left, then exit 0")
+    train.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
+    publish = commands.add_parser("publish", help="publish each new policy version until told to end")
+    publish.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
+    options = parser.parse_args(arguments)
+    return run_role(_ROLES[options.command], lambda log: _run(options, log))
+
+
+_ROLES = {"warm-start": "warm-start", "train": "learner", "publish": "publisher"}
+
+
+def _run(options: argparse.Namespace, log: logging.Logger) -> None:
+    # Imported here, so that --help and the publisher wait for no JAX.
+    if options.command == "publish":
+        from learner_jax.publisher import publish_versions
+
+        publish_versions(options.run_dir, log)
+    elif options.command == "train":
+        from learner_jax.runner import train
+
+        train(options.run_dir, log)
+    else:
+        from learner_jax.warm_start import make_initial_model
+
+        make_initial_model(options.run_dir, options.cache, log)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""From a signed batch manifest to rollouts: what the learner reads, and how it is checked.
+
+Tokens come from the submission, rewards and mu from the validator's verdict file. Nothing that the
+manifest does not name is ever read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from learner_jax.advantage import group_advantages
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
+from runspec.common.hashing import digest_bytes
+from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.common.roles import Roles, open_roles
+from runspec.common.signed import BadSignature
+from runspec.spec.schema import RunSpec
+from verify.formats import batch as batch_format
+from verify.formats import submission as submission_format
+from verify.formats import verdict as verdict_format
+from verify.formats.batch import BatchGroup, BatchManifest, open_batch
+from verify.formats.layout import step_folder, submission_files
+from verify.formats.submission import Rollout, decode_rollouts, open_submission
+from verify.formats.tables import MalformedTable
+from verify.formats.verdict import RolloutVerdict, decode_verdicts, open_verdict
+
+POLL_S = 0.02
+REPORT_EVERY_S = 30.0
+DEADLINE_SLACK_S = 120.0
+"""The coordinator closes or stalls a step by `fill.deadline`; past this much more it is gone."""
+MAX_TABLE_BYTES = verdict_format.MAX_BYTES
+MAX_ROWS = verdict_format.MAX_ROWS
+_REMEDY = "see the coordinator's log; a copy of the file from before the damage mends it"
+
+
+@dataclass(frozen=True)
+class TrainingRollout:
+    """One rollout as the learner trains on it."""
+
+    problem_id: str
+    prompt_tokens: np.ndarray
+    """i32 [P]."""
+    output_tokens: np.ndarray
+    """i32 [n], the end token included where there is one."""
+    mu: np.ndarray
+    """f32 [n]: log-probs under the version that sampled it, at the sampling temperature."""
+    advantage: float
+    task_reward: float
+    reward: float
+    target: int | None
+    """Length asked for, in tokens."""
+    version: int
+    """The policy version that sampled it."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step trains: the manifest, and its groups' rollouts in training order."""
+
+    manifest: BatchManifest
+    groups: list[list[TrainingRollout]]
+
+    @property
+    def rollouts(self) -> list[TrainingRollout]:
+        return [rollout for group in self.groups for rollout in group]
+
+    @property
+    def lags(self) -> list[int]:
+        """For each rollout the training step minus the version that sampled it."""
+        return [self.manifest.step - rollout.version for rollout in self.rollouts]
+
+
+class BatchReader:
+    """Waits for the batch manifests of a run, and reads what they name.
+
+    Args:
+        run_dir: the run directory.
+        spec: its resolved spec.
+        root_public_key: pinned; signs `keys/roles.json`.
+    """
+
+    def __init__(self, run_dir: Path, spec: RunSpec, root_public_key: str) -> None:
+        self._run_dir, self._spec = run_dir, spec
+        self._roles = _read_roles(run_dir, spec.name, root_public_key)
+
+    def wait(self, step: int, stop: threading.Event, log: logging.Logger) -> BatchManifest | None:
+        """Waits for the manifest of a step; None when `stop` was set meanwhile.
+
+        Raises:
+            UserError: not there by `fill.deadline` and some slack, or not to be believed.
+        """
+        path = step_folder(self._run_dir, step) / batch_format.FILE_NAME
+        limit = self._spec.algorithm.fill.deadline + DEADLINE_SLACK_S
+        start = time.monotonic()
+        report_at = start + REPORT_EVERY_S
+        while not path.exists():
+            if stop.wait(POLL_S):
+                return None
+            now = time.monotonic()
+            if now > start + limit:
+                raise UserError(
+                    f"the coordinator wrote no batch manifest of step {step} within {limit:.0f} s",
+                    place=str(path),
+                    remedy="see the logs of the coordinator, the validators and the samplers",
+                )
+            if now > report_at:
+                log.info("step %d: %.0f s waiting for the coordinator's batch", step, now - start)
+                report_at = now + REPORT_EVERY_S
+        return self.manifest(step)
+
+    def manifest(self, step: int) -> BatchManifest:
+        """Reads and checks the manifest of a step.
+
+        Raises:
+            UserError: it is not the coordinator's, or breaks a promise of the spec.
+        """
+        path = step_folder(self._run_dir, step) / batch_format.FILE_NAME
+        try:
+            data = read_bounded(path, batch_format.MAX_BYTES)
+            manifest = open_batch(
+                data, coordinators=self._roles.coordinator, run=self._spec.name, step=step
+            )
+        except (OSError, BadSignature) as error:
+            raise UserError(str(error), place=str(path), remedy=_REMEDY) from error
+        for group in manifest.groups:
+            if not 0 <= step - group.version <= self._spec.algorithm.async_level:
+                raise UserError(
+                    f"a group of version {group.version} in step {step}: lag "
+                    f"{step - group.version}, algorithm.async_level is "
+                    f"{self._spec.algorithm.async_level}",
+                    place=str(path),
+                    remedy="the coordinator is at fault: report this with its log",
+                )
+        if not manifest.groups:
+            raise UserError("it names no group", place=str(path), remedy=_REMEDY)
+        return manifest
+
+    def read(self, manifest: BatchManifest) -> Batch:
+        """Reads the files that a manifest names, each once, and computes the advantages.
+
+        Raises:
+            UserError: a file is missing, is not the one named, or does not hold the whole group.
+        """
+        opened: dict[tuple[str, str], dict[int, list[_Row]]] = {}
+        groups = []
+        for named in manifest.groups:
+            key = (named.submission, named.verdict)
+            if key not in opened:
+                opened[key] = self._open(named)
+            rows = opened[key].get(named.group, [])
+            self._check_group(named, rows)
+            groups.append(self._training_group(rows))
+        return Batch(manifest, groups)
+
+    def _open(self, named: BatchGroup) -> dict[int, list[_Row]]:
+        """The rows of one submission with their verdicts, by group."""
+        files = submission_files(self._run_dir, named.step, named.submission)
+        run = self._spec.name
+        try:
+            envelope = open_submission(
+                read_bounded(files.submission_envelope, submission_format.MAX_ENVELOPE_BYTES)
+            )
+            judgement = open_verdict(
+                read_bounded(files.verdict_envelope, verdict_format.MAX_ENVELOPE_BYTES),
+                validators=self._roles.validator,
+            )
+            table = read_bounded(files.submission, MAX_TABLE_BYTES)
+            verdict_table = read_bounded(files.verdict, MAX_TABLE_BYTES)
+            for what, found, expected in (
+                ("the submission's run", envelope.run, run),
+                ("the submission's step", envelope.step, named.step),
+                ("the digest in the submission's envelope", envelope.digest, named.submission),
+                ("the submission's digest", digest_bytes(table), named.submission),
+                ("the verdict's run", judgement.run, run),
+                ("the verdict's step", judgement.step, named.step),
+                ("the submission that the verdict is on", judgement.submission, named.submission),
+                ("the digest in the verdict's envelope", judgement.digest, named.verdict),
+                ("the verdict's digest", digest_bytes(verdict_table), named.verdict),
+                ("the verdict's `accepted`", judgement.accepted, True),
+            ):
+                if found != expected:
+                    raise BadSignature(f"{what} is {found!r}, the manifest says {expected!r}")
+            rollouts = decode_rollouts(table, max_rows=MAX_ROWS, max_bytes=MAX_TABLE_BYTES)
+            verdicts = decode_verdicts(verdict_table)
+        except (OSError, BadSignature, MalformedTable) as error:
+            raise UserError(str(error), place=str(files.submission), remedy=_REMEDY) from error
+        by_group: dict[int, list[_Row]] = {}
+        for verdict in verdicts:
+            if verdict.group in judgement.dropped_groups:
+                continue
+            if not 0 <= verdict.row < len(rollouts):
+                raise UserError(
+                    f"row {verdict.row} of {len(rollouts)}",
+                    place=str(files.verdict),
+                    remedy=_REMEDY,
+                )
+            by_group.setdefault(verdict.group, []).append(_Row(rollouts[verdict.row], verdict))
+        return by_group
+
+    def _check_group(self, named: BatchGroup, rows: list[_Row]) -> None:
+        """A whole group: every sample once, each of the version named, verdict beside rollout."""
+        samples = sorted(row.rollout.sample for row in rows)
+        whole = samples == list(range(self._spec.algorithm.group_size))
+        if not whole or not all(row.belongs_to(named) for row in rows):
+            raise UserError(
+                f"group {named.group} is not whole: samples {samples} with verdicts, "
+                f"{self._spec.algorithm.group_size} expected, all of version {named.version}",
+                place=str(submission_files(self._run_dir, named.step, named.submission).submission),
+                remedy=_REMEDY,
+            )
+
+    def _training_group(self, rows: list[_Row]) -> list[TrainingRollout]:
+        rows = sorted(rows, key=lambda row: row.rollout.sample)
+        advantages = group_advantages(
+            np.array([row.verdict.task_reward for row in rows], np.float64),
+            np.array([row.verdict.length_penalty for row in rows], np.float64),
+            np.array([row.verdict.reward for row in rows], np.float64),
+            normalize=self._spec.algorithm.advantage.normalize,
+        )
+        return [row.training(float(a)) for row, a in zip(rows, advantages, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Row:
+    rollout: Rollout
+    verdict: RolloutVerdict
+
+    def belongs_to(self, named: BatchGroup) -> bool:
+        verdict, rollout, length = self.verdict, self.rollout, len(self.rollout.output_tokens)
+        return (
+            verdict.submission == named.submission
+            and rollout.group == named.group
+            and rollout.version == named.version
+            and verdict.length == length > 0
+            and (verdict.logprobs is None or len(verdict.logprobs) == length)
+            and len(rollout.logprobs) == length
+            and bool(np.isfinite([verdict.task_reward, verdict.reward]).all())
+        )
+
+    def training(self, advantage: float) -> TrainingRollout:
+        verdict, rollout = self.verdict, self.rollout
+        # Where `verify.prefill_share` left the prefill out, the worker's claim is all there is.
+        mu = rollout.logprobs if verdict.logprobs is None else verdict.logprobs
+        return TrainingRollout(
+            problem_id=rollout.problem_id,
+            prompt_tokens=rollout.prompt_tokens,
+            output_tokens=rollout.output_tokens,
+            mu=mu,
+            advantage=advantage,
+            task_reward=verdict.task_reward,
+            reward=verdict.reward,
+            target=verdict.target,
+            version=rollout.version,
+        )
+
+
+def _read_roles(run_dir: Path, run: str, root_public_key: str) -> Roles:
+    path = run_dir / "keys" / "roles.json"
+    try:
+        data = read_bounded(path, MAX_ROLES_BYTES)
+        return open_roles(data, root_public_key=root_public_key, run=run)
+    except (OSError, BadSignature) as error:
+        raise UserError(
+            f"cannot read the run's roles: {error}",
+            place=str(path),
+            remedy="`runspec apply` makes it anew",
+        ) from error

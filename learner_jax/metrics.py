@@ -1,0 +1,118 @@
+"""metrics.jsonl and samples.jsonl: whole lines or none, and each step's lines once."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from runspec.common.errors import UserError
+
+_BLOCK = 64 * 1024
+
+
+class JsonLines:
+    """An append-only file of JSON lines, each with the `step` that it is of.
+
+    A line that a killed process left torn is dropped on opening. Steps come in order, so that the
+    last whole line says which are written already: a replayed step writes nothing twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        _drop_torn_line(path)
+        self.last_step = _last_step(path)
+        """The newest step that has lines; -1 for none."""
+
+    def append(self, step: int, lines: list[dict[str, Any]]) -> bool:
+        """Writes the lines of a step in one write; False when the step has its lines already."""
+        if step <= self.last_step:
+            return False
+        data = "".join(json.dumps({"step": step, **line}) + "\n" for line in lines).encode()
+        with self._path.open("ab", buffering=0) as file:
+            written = file.write(data)
+        if written != len(data):
+            raise UserError(
+                f"only {written} of {len(data)} bytes written",
+                place=str(self._path),
+                remedy="free disk space, then start again",
+            )
+        self.last_step = step
+        return True
+
+
+class Clock:
+    """Splits the learner's time into training and waiting, honestly: each second is one or other.
+
+    `lap` is called at every change of what the learner does; time before the first lap, that of
+    start-up and compilation, is neither.
+    """
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+        self.train_s = 0.0
+        self.wait_s = 0.0
+
+    def skip(self) -> None:
+        """Leaves the time since the last call out."""
+        self._at = time.monotonic()
+
+    def trained(self) -> None:
+        """Counts the time since the last call as training."""
+        self.train_s += self._elapsed()
+
+    def waited(self) -> None:
+        """Counts the time since the last call as waiting."""
+        self.wait_s += self._elapsed()
+
+    def take(self) -> tuple[float, float]:
+        """(train_s, wait_s) since the last `take`, in seconds."""
+        result = self.train_s, self.wait_s
+        self.train_s = self.wait_s = 0.0
+        return result
+
+    def _elapsed(self) -> float:
+        now = time.monotonic()
+        elapsed, self._at = now - self._at, now
+        return elapsed
+
+
+def _drop_torn_line(path: Path) -> None:
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        keep = _after_last_newline(file, end)
+        if keep != end:
+            file.truncate(keep)
+
+
+def _after_last_newline(file: Any, end: int) -> int:
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        file.seek(start)
+        at = file.read(end - start).rfind(b"\n")
+        if at >= 0:
+            return start + at + 1
+        end = start
+    return 0
+
+
+def _last_step(path: Path) -> int:
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        if end == 0:
+            return -1
+        start = _after_last_newline(file, end - 1)
+        file.seek(start)
+        line = file.read()
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"its last line is not one of ours: {line[:80]!r}",
+            place=str(path),
+            remedy="remove that line, then start again",
+        ) from error
