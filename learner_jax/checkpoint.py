@@ -3,7 +3,8 @@
     checkpoints/params/v<N>/        params/ (Orbax, in `broadcast.dtype`) and probe.json
     checkpoints/state/step_<N>/     state/ (Orbax: fp32 masters, moments, count) and state.json
 
-Both appear by one rename. Arrays are chunked so that one layer of a stacked leaf can be read alone,
+Both appear by one rename. Orbax itself writes the arrays, synchronously: 50 ms for the laptop's
+model, less than an asynchronous save costs in threads. Arrays are chunked so that one layer of a stacked leaf can be read alone,
 and restored straight onto the shardings of the target, whatever mesh wrote them.
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from orbax.checkpoint import v1 as ocp
 from learner_jax.layout import PROBE_FILE, numbered
 from runspec.common.canonical import MalformedJson, canonical_json, parse_object
 from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, write_atomic
+from runspec.common.files import new_directory, read_bounded, write_atomic
 from runspec.common.hashing import digest_file
 
+PARAMS, STATE = "params", "state"
 STATE_FILE = "state.json"
 MAX_STATE_FILE_BYTES = 64 * 1024 * 1024
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -52,10 +53,9 @@ def save_params(folder: Path, version: int, params: Any, probe: dict[str, Any]) 
         params: the tree of arrays.
         probe: see `learner_jax.probe`.
     """
-    temporary = _temporary(folder, f"v{version}")
-    _save(temporary, {"params": params})
-    write_atomic(temporary / PROBE_FILE, json.dumps(probe).encode())
-    temporary.rename(folder / f"v{version}")
+    with new_directory(folder / f"v{version}") as directory:
+        _save(directory / PARAMS, params)
+        write_atomic(directory / PROBE_FILE, json.dumps(probe).encode())
 
 
 def load_params(folder: Path, version: int, target: Any) -> Any:
@@ -70,7 +70,7 @@ def load_params(folder: Path, version: int, target: Any) -> Any:
         UserError: unreadable.
     """
     path = folder / f"v{version}"
-    return _load(path, "params", target, remedy=f"remove {path}: the learner writes it again")
+    return _load(path / PARAMS, target, remedy=f"remove {path}: the learner writes it again")
 
 
 def save_state(folder: Path, step: int, state: Any, *, reference: str, keep: int) -> None:
@@ -85,14 +85,13 @@ def save_state(folder: Path, step: int, state: Any, *, reference: str, keep: int
     """
     path = folder / f"step_{step}"
     if not path.exists():
-        temporary = _temporary(folder, path.name)
-        _save(temporary, {"state": state})
-        info = StateInfo(FORMAT, step, reference, _file_digests(temporary / "state"))
-        write_atomic(temporary / STATE_FILE, canonical_json(asdict(info)))
-        temporary.rename(path)
+        with new_directory(path) as directory:
+            _save(directory / STATE, state)
+            info = StateInfo(FORMAT, step, reference, _file_digests(directory / STATE))
+            write_atomic(directory / STATE_FILE, canonical_json(asdict(info)))
     for old in state_steps(folder)[:-keep]:
         # Renamed first: a removal that is cut short must not leave half a state behind.
-        doomed = _temporary(folder, f"step_{old}")
+        doomed = folder / f".tmp-removed-step_{old}"
         (folder / f"step_{old}").rename(doomed)
         shutil.rmtree(doomed)
 
@@ -137,7 +136,7 @@ def load_state(folder: Path, step: int, target: Any, *, reference: str) -> Any:
             place=str(path),
             remedy="give the run another name, or delete it with `runspec delete`",
         )
-    found = _file_digests(path / "state")
+    found = _file_digests(path / STATE)
     wrong = sorted(
         name for name in {*found, *info.files} if found.get(name) != info.files.get(name)
     )
@@ -147,17 +146,12 @@ def load_state(folder: Path, step: int, target: Any, *, reference: str) -> Any:
             place=str(path),
             remedy=remedy,
         )
-    return _load(path, "state", target, remedy=remedy)
+    return _load(path / STATE, target, remedy=remedy)
 
 
 def state_steps(folder: Path) -> list[int]:
     """The steps whose full states lie in `checkpoints/state`, in order."""
     return numbered(folder, "step_")
-
-
-def _temporary(folder: Path, name: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f".tmp-{uuid.uuid4().hex}-{name}"
 
 
 def _context() -> ocp.Context:
@@ -171,23 +165,22 @@ def _context() -> ocp.Context:
     return context
 
 
-def _save(path: Path, trees: dict[str, Any]) -> None:
+def _save(path: Path, tree: Any) -> None:
     try:
         with _context():
-            ocp.save_checkpointables(path, trees)
+            ocp.save(path, tree)
     except (OSError, ValueError) as error:
-        shutil.rmtree(path, ignore_errors=True)
         raise UserError(
             f"cannot write a checkpoint: {error}",
-            place=str(path.parent),
+            place=str(path),
             remedy="free disk space or mend the permissions, then start again",
         ) from error
 
 
-def _load(path: Path, name: str, target: Any, *, remedy: str) -> Any:
+def _load(path: Path, target: Any, *, remedy: str) -> Any:
     try:
         with _context():
-            return ocp.load_checkpointables(path, {name: target})[name]
+            return ocp.load(path, target)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"unreadable checkpoint: {str(error)[:400]}", place=str(path), remedy=remedy

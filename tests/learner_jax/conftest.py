@@ -1,0 +1,235 @@
+"""A run directory with real keys, real signatures and real files, for the learner's tests."""
+
+from __future__ import annotations
+
+import os
+
+# Before the first import of JAX: the sharded path is the only path, on virtual devices too.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runspec.common.hashing import digest_bytes
+from runspec.common.keys import SigningKey
+from runspec.common.roles import sign_roles
+from runspec.spec.resolved import dump_resolved
+from runspec.spec.schema import RunSpec
+from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
+from verify.formats.layout import step_folder, submission_files
+from verify.formats.submission import Rollout, encode_rollouts, sign_submission
+from verify.formats.verdict import RolloutVerdict, encode_verdicts, sign_verdict
+
+GROUP_SIZE = 4
+VOCABULARY = 32
+
+
+def tiny_spec(**changes: Any) -> RunSpec:
+    """A run of two-layer models; `changes` replace whole top-level blocks."""
+    shape = {
+        "model_type": "qwen2",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    pool = {
+        "name": "local",
+        "hardware": {"kind": "cpu"},
+        "dtype": "float32",
+        "max_model_len": 64,
+        "max_new_tokens": 16,
+    }
+    source = {
+        "name": "words",
+        "kind": "reasoning_gym",
+        "dataset": "spell_backward",
+        "params": {"min_word_len": 3, "max_word_len": 6},
+        "size": 400,
+    }
+    blocks: dict[str, Any] = {
+        "version": "runspec/v1",
+        "name": "tiny",
+        "seed": 7,
+        "steps": 4,
+        "model": {"shape": shape, "max_context": 64},
+        "data": {"max_prompt_tokens": 48, "sources": [source]},
+        "algorithm": {
+            "prompts_per_step": 4,
+            "group_size": GROUP_SIZE,
+            "updates_per_step": 2,
+            "advantage": {"normalize": "none"},
+            "filters": {"zero_variance": False},
+            "fill": {"deadline": "60s"},
+        },
+        "optimizer": {"lr": 1e-3, "clip_norm": 0.5},
+        "reward": [{"name": "task", "kind": "reasoning_gym"}],
+        "learner": {
+            "hardware": {"kind": "cpu", "count": 2},
+            "mesh": {"fsdp": 2},
+            "packing": {"tokens": 64, "rows": 4},
+            "compute_dtype": "float32",
+        },
+        "samplers": [pool],
+        "broadcast": {"dtype": "float32", "keep_versions": 3},
+        "checkpoints": {"every": 2, "keep": 2},
+    }
+    return RunSpec.model_validate({**blocks, **changes})
+
+
+@dataclass
+class Run:
+    """A run directory and the keys of everyone who writes into it."""
+
+    path: Path
+    spec: RunSpec
+    root: SigningKey = field(default_factory=SigningKey.generate)
+    coordinator: SigningKey = field(default_factory=SigningKey.generate)
+    validator: SigningKey = field(default_factory=SigningKey.generate)
+    publisher: SigningKey = field(default_factory=SigningKey.generate)
+    worker: SigningKey = field(default_factory=SigningKey.generate)
+
+    def __post_init__(self) -> None:
+        keys = self.path / "keys"
+        self.root.save(keys / "root.key")
+        self.publisher.save(keys / "publisher.key")
+        self.sign_roles()
+        (self.path / "spec.json").write_bytes(dump_resolved(self.spec))
+
+    def sign_roles(self) -> None:
+        roles = {
+            "publisher": [self.publisher.public_hex],
+            "coordinator": [self.coordinator.public_hex],
+            "validator": [self.validator.public_hex],
+        }
+        data = sign_roles(self.spec.name, roles, self.root, valid_s=3600.0)
+        (self.path / "keys" / "roles.json").write_bytes(data)
+
+    def add_submission(
+        self, step: int, rollouts: list[Rollout], verdicts: list[RolloutVerdict] | None = None
+    ) -> tuple[str, str]:
+        """Files a submission and an accepting verdict; returns their digests."""
+        table = encode_rollouts(rollouts)
+        digest = digest_bytes(table)
+        envelope = sign_submission(
+            table, run=self.spec.name, step=step, index=0, lease="0" * 64, key=self.worker
+        )
+        if verdicts is None:
+            verdicts = [verdict_on(digest, row, rollout) for row, rollout in enumerate(rollouts)]
+        verdict_table = encode_verdicts(verdicts)
+        self.file_submission(step, digest, table, envelope)
+        self.file_verdict(step, digest, verdict_table)
+        return digest, digest_bytes(verdict_table)
+
+    def file_submission(self, step: int, digest: str, table: bytes, envelope: bytes) -> None:
+        files = submission_files(self.path, step, digest)
+        files.submission.parent.mkdir(parents=True, exist_ok=True)
+        files.submission.write_bytes(table)
+        files.submission_envelope.write_bytes(envelope)
+
+    def file_verdict(
+        self,
+        step: int,
+        digest: str,
+        table: bytes,
+        *,
+        key: SigningKey | None = None,
+        accepted: bool = True,
+    ) -> None:
+        files = submission_files(self.path, step, digest)
+        files.verdict.write_bytes(table)
+        files.verdict_envelope.write_bytes(
+            sign_verdict(
+                table,
+                run=self.spec.name,
+                step=step,
+                submission=digest,
+                accepted=accepted,
+                reason="" if accepted else "toploc",
+                dropped_groups=[],
+                key=key or self.validator,
+            )
+        )
+
+    def add_batch(
+        self, step: int, groups: list[BatchGroup], *, key: SigningKey | None = None
+    ) -> None:
+        """Signs the batch manifest of a step."""
+        manifest = BatchManifest(self.spec.name, step, groups, complete=True, stats={})
+        path = step_folder(self.path, step) / "batch.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(sign_batch(manifest, key or self.coordinator))
+
+    def add_step(self, step: int, *, version: int, groups: int = 4) -> list[BatchGroup]:
+        """Files one submission of random groups, and the batch manifest that trains them."""
+        rng = np.random.default_rng(step)
+        rollouts = [
+            random_rollout(self.spec.name, step, group, sample, version, rng)
+            for group in range(groups)
+            for sample in range(GROUP_SIZE)
+        ]
+        submission, verdict = self.add_submission(step, rollouts)
+        named = [BatchGroup(submission, verdict, g, step, version) for g in range(groups)]
+        self.add_batch(step, named)
+        return named
+
+
+def random_rollout(
+    run: str, step: int, group: int, sample: int, version: int, rng: np.random.Generator
+) -> Rollout:
+    length = int(rng.integers(2, 12))
+    return Rollout(
+        run=run,
+        step=step,
+        worker="0" * 64,
+        lease="0" * 64,
+        problem_id=f"p{group}",
+        group=group,
+        sample=sample,
+        version=version,
+        prompt_tokens=rng.integers(0, VOCABULARY, 5).astype(np.int32),
+        output_tokens=rng.integers(0, VOCABULARY, length).astype(np.int32),
+        logprobs=np.full(length, -3.5, np.float32),
+        finish_reason="stop",
+        temperature=1.0,
+        top_p=1.0,
+        top_k=-1,
+        target=8,
+        task_reward=1.0,
+        length_penalty=0.0,
+        proofs=[b""],
+    )
+
+
+def verdict_on(
+    submission: str, row: int, rollout: Rollout, *, logprob: float | None = -3.4
+) -> RolloutVerdict:
+    """A verdict whose numbers differ from the worker's claims, so that a test sees which is used."""
+    length = len(rollout.output_tokens)
+    task_reward = float(rollout.sample % 2)
+    penalty = -0.05 * abs(8 - length)
+    return RolloutVerdict(
+        submission=submission,
+        row=row,
+        group=rollout.group,
+        task_reward=task_reward,
+        length_penalty=penalty,
+        reward=task_reward + penalty,
+        length=length,
+        target=8,
+        logprobs=None if logprob is None else np.full(length, logprob, np.float32),
+        logprob_diff=None if logprob is None else 0.1,
+        checks=[],
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run", tiny_spec())
