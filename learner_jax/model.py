@@ -1,0 +1,182 @@
+"""A Qwen2 decoder as pure functions over a nested dict of arrays.
+
+`abstract_params` is the one description of the parameters: shapes, logical axes and initial
+scales. Initialisation, shardings and restores follow from it. The layers are stacked on axis 0 and
+scanned. Letters: B rows, T positions, D hidden size, H query heads, K key/value heads, h head
+size, F MLP size, L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from bridge.config import ModelConfig
+from learner_jax.attention import packed_attention
+from learner_jax.sharding import constrain
+
+Params = Mapping[str, Any]
+"""Nested dict of arrays, the tree that `bridge.weight_map` maps to Hugging Face names."""
+OUTPUT_SCALE = 0.1
+"""Factor on the initial scale of matrices that write to the residual stream."""
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One array of the tree before it exists."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    """Logical axis of each dimension, a key of `sharding.MESH_AXES`."""
+    std: float = 0.0
+    """Initial values are mean + std * normal."""
+    mean: float = 0.0
+
+
+def abstract_params(config: ModelConfig) -> dict[str, Any]:
+    """The tree of `ParamSpec`; `head` is absent where the embedding is tied.
+
+    Initial scales: embedding 1/sqrt(D), matrices 1/sqrt(fan-in), `o` and `down` a tenth of that.
+    """
+    d, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
+    n, h = config.num_hidden_layers, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+
+    def layer(axes: tuple[str, ...], *shape: int, std: float = 0.0, mean: float = 0.0) -> ParamSpec:
+        return ParamSpec((n, *shape), ("layers", *axes), std, mean)
+
+    query, key_value = ("heads", "head_dim"), ("kv_heads", "head_dim")
+    tree: dict[str, Any] = {
+        "embed": ParamSpec((v, d), ("vocab", "embed"), std=d**-0.5),
+        "layers": {
+            "attn_norm": layer(("norm",), d, mean=1.0),
+            "q": layer(("embed", *query), d, heads, h, std=d**-0.5),
+            "q_bias": layer(query, heads, h),
+            "k": layer(("embed", *key_value), d, kv_heads, h, std=d**-0.5),
+            "k_bias": layer(key_value, kv_heads, h),
+            "v": layer(("embed", *key_value), d, kv_heads, h, std=d**-0.5),
+            "v_bias": layer(key_value, kv_heads, h),
+            "o": layer((*query, "embed"), heads, h, d, std=OUTPUT_SCALE * (heads * h) ** -0.5),
+            "mlp_norm": layer(("norm",), d, mean=1.0),
+            "gate": layer(("embed", "mlp"), d, f, std=d**-0.5),
+            "up": layer(("embed", "mlp"), d, f, std=d**-0.5),
+            "down": layer(("mlp", "embed"), f, d, std=OUTPUT_SCALE * f**-0.5),
+        },
+        "final_norm": ParamSpec((d,), ("norm",), mean=1.0),
+    }
+    if not config.tie_word_embeddings:
+        tree["head"] = ParamSpec((d, v), ("embed", "vocab"), std=d**-0.5)
+    return tree
+
+
+def init_params(config: ModelConfig, key: Array) -> dict[str, Any]:
+    """Draws initial parameters, float32 (float64 under `jax_enable_x64`)."""
+    specs, tree = jax.tree.flatten(abstract_params(config))
+    keys = jax.random.split(key, len(specs))
+    return jax.tree.unflatten(
+        tree,
+        [s.mean + s.std * jax.random.normal(k, s.shape) for s, k in zip(specs, keys, strict=True)],
+    )
+
+
+def head_weight(params: Params) -> Float[Array, "D V"]:
+    """The output head, the transposed embedding where it is tied; in the type it is stored in."""
+    return params["head"] if "head" in params else params["embed"].T
+
+
+def final_hidden(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    *,
+    compute_dtype: jnp.dtype | type,
+    remat: Literal["none", "full"],
+    mesh: Mesh | None = None,
+) -> Float[Array, "B T D"]:
+    """Hidden states after the last norm, from which `head_weight` makes logits.
+
+    Args:
+        params: in any type; cast to `compute_dtype` on use.
+        config: the shape.
+        tokens: ids in [0, V).
+        segment_ids: 1, 2, ... for the samples of a row, 0 for padding.
+        positions: of each token in its own sample, from 0.
+        compute_dtype: type of activations and matrix products; norms, RoPE and softmax are
+            computed in at least float32.
+        remat: `full` keeps only the layers' inputs for the backward pass.
+        mesh: activations are sharded over it; None leaves that to the compiler.
+
+    Returns:
+        [B, T, D] in `compute_dtype`. Padding positions hold finite values that mean nothing.
+    """
+    x = params["embed"][tokens].astype(compute_dtype)  # [B, T, D]
+    x = constrain(x, mesh, "batch", "sequence", None)
+    rotation = _rope_angles(positions, config)
+    body = partial(_layer, config=config, segment_ids=segment_ids, rotation=rotation, mesh=mesh)
+    if remat == "full":
+        body = jax.checkpoint(body, prevent_cse=False)  # a scan's body is not merged with another
+    layers = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), params["layers"])
+    x, _ = jax.lax.scan(body, x, layers)
+    return _rms_norm(x, params["final_norm"].astype(compute_dtype), config.rms_norm_eps)
+
+
+def _layer(
+    x: Float[Array, "B T D"],
+    layer: Params,
+    *,
+    config: ModelConfig,
+    segment_ids: Int[Array, "B T"],
+    rotation: tuple[Array, Array],
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "B T D"], None]:
+    y = _rms_norm(x, layer["attn_norm"], config.rms_norm_eps)  # [B, T, D]
+    q = jnp.einsum("btd,dnh->btnh", y, layer["q"]) + layer["q_bias"]  # [B, T, H, h]
+    k = jnp.einsum("btd,dnh->btnh", y, layer["k"]) + layer["k_bias"]  # [B, T, K, h]
+    v = jnp.einsum("btd,dnh->btnh", y, layer["v"]) + layer["v_bias"]  # [B, T, K, h]
+    mixed = packed_attention(_rotate(q, rotation), _rotate(k, rotation), v, segment_ids)
+    x = x + jnp.einsum("btnh,nhd->btd", mixed, layer["o"])  # [B, T, D]
+    x = constrain(x, mesh, "batch", "sequence", None)
+    y = _rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)  # [B, T, D]
+    gated = jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])  # [B, T, F]
+    return constrain(x + gated @ layer["down"], mesh, "batch", "sequence", None), None
+
+
+def widen(x: Array) -> Array:
+    """`x` in at least float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _rms_norm(
+    x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float
+) -> Float[Array, "*B D"]:
+    wide = widen(x)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    # Rounded before the weight, as transformers and vLLM do.
+    return weight * wide.astype(x.dtype)
+
+
+def _rope_angles(
+    positions: Int[Array, "B T"], config: ModelConfig
+) -> tuple[Float[Array, "B T 1 h2"], Float[Array, "B T 1 h2"]]:
+    """Cosine and sine of position * theta^(-2i/h), for the h/2 pairs (i, i + h/2)."""
+    half = config.head_dim // 2
+    wide = jnp.result_type(float)  # float32, or float64 under jax_enable_x64
+    frequency = config.rope_theta ** (-jnp.arange(half, dtype=wide) / half)  # [h/2]
+    angles = positions[:, :, None, None].astype(wide) * frequency  # [B, T, 1, h/2]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _rotate(x: Float[Array, "B T N h"], rotation: tuple[Array, Array]) -> Float[Array, "B T N h"]:
+    cos, sin = rotation
+    first, second = jnp.split(widen(x), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
