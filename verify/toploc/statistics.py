@@ -1,0 +1,124 @@
+"""How far a proof is from recomputed activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verify.toploc.field import canonical, evaluate
+from verify.toploc.proof import MalformedProof, Proof, parse_proof
+from verify.toploc.selection import MAGNITUDE, TOP_K, Selection, blocks, select, split
+
+_EXPONENT, _MANTISSA, _SIGN = 0x7F80, 0x007F, 0x8000
+_FAR = 1 << 17  # beyond any distance between two bf16
+
+
+@dataclass(frozen=True)
+class ChunkStatistics:
+    """Disagreement of one proof with the top k activations of the recomputed chunk.
+
+    The first three are the published ones (arXiv 2501.16007, section 4); each grows with the error.
+    """
+
+    k: int
+    exponent_mismatches: int
+    """Positions whose exponents differ."""
+    mantissa_error_mean: float
+    """Mean |difference of the 7 mantissa bits| where exponents agree; inf where none do."""
+    mantissa_error_median: float
+    """Upper median of the same."""
+    sign_mismatches: int
+    """Positions whose exponents agree and whose signs do not."""
+    error_median: float
+    """Upper median over all k positions of the distance in units in the last place, sign included."""
+    constant_error: float
+    """The least `error_median` that one magnitude for all positions could reach, signs given."""
+
+
+def verify_proofs(hidden_bits: np.ndarray, proofs: Sequence[bytes]) -> list[ChunkStatistics]:
+    """Compares the proofs of one rollout with recomputed activations.
+
+    Args:
+        hidden_bits: u16 [n, D], as for `build_proofs`.
+        proofs: as a worker sent them, one for each 32 rows begun.
+
+    Raises:
+        MalformedProof: a proof that is none, or too few or too many.
+    """
+    return verify_proofs_batch([hidden_bits], [proofs])[0]
+
+
+def verify_proofs_batch(
+    rollouts: Sequence[np.ndarray], proofs: Sequence[Sequence[bytes]]
+) -> list[list[ChunkStatistics]]:
+    """`verify_proofs` of many rollouts at once, which is cheaper than one by one."""
+    chunks = [split(hidden) for hidden in rollouts]
+    parsed = iter([p for c, sent in zip(chunks, proofs, strict=True) for p in _parse(c, sent)])
+    flat = [chunk for rollout in chunks for chunk in rollout]
+    found = iter(
+        [s for block in blocks(flat) for s in _compare(block, [next(parsed) for _ in block])]
+    )
+    return [[next(found) for _ in rollout] for rollout in chunks]
+
+
+def _parse(chunks: list[np.ndarray], proofs: Sequence[bytes]) -> list[Proof]:
+    if len(proofs) != len(chunks):
+        raise MalformedProof(f"{len(proofs)} proofs for {len(chunks)} chunks")
+    return [parse_proof(p, k=min(TOP_K, c.size)) for c, p in zip(chunks, proofs, strict=True)]
+
+
+def _compare(chunks: list[np.ndarray], proofs: list[Proof]) -> list[ChunkStatistics]:
+    selection = select(chunks)
+    moduli = np.array([proof.modulus for proof in proofs])
+    coefficients = np.stack([proof.coefficients for proof in proofs]).astype(np.float64)
+    values = evaluate(coefficients, selection.indices % moduli[:, None])
+    return _statistics(selection, canonical(values))
+
+
+def _statistics(selection: Selection, claimed: np.ndarray) -> list[ChunkStatistics]:
+    """Of bits at the selected positions against the bits that the proofs claim there: [C, 128]."""
+    true, used, k = selection.bits, selection.used, selection.k
+    differing = true ^ claimed
+    agree = used & (differing & _EXPONENT == 0)
+    agreeing = agree.sum(axis=1)
+    mantissa = np.abs((true & _MANTISSA) - (claimed & _MANTISSA))
+    total = np.where(agree, mantissa, 0).sum(axis=1)
+    middle = _upper_median(np.where(agree, mantissa, _FAR), agreeing)
+    signs = (agree & (differing & _SIGN != 0)).sum(axis=1)
+    error = _upper_median(np.where(used, np.abs(_signed(true) - _signed(claimed)), _FAR), k)
+    constant = _constant_error(true & MAGNITUDE, used, k)
+    return [
+        ChunkStatistics(
+            k=int(k[c]),
+            exponent_mismatches=int(k[c] - agreeing[c]),
+            mantissa_error_mean=float(total[c] / agreeing[c]) if agreeing[c] else math.inf,
+            mantissa_error_median=float(middle[c]) if agreeing[c] else math.inf,
+            sign_mismatches=int(signs[c]),
+            error_median=float(error[c]),
+            constant_error=float(constant[c]),
+        )
+        for c in range(len(k))
+    ]
+
+
+def _signed(bits: np.ndarray) -> np.ndarray:
+    """bf16 bits as integers in the order of the numbers: neighbours differ by 1."""
+    magnitude = bits & MAGNITUDE
+    return np.where(bits & _SIGN, -magnitude, magnitude)
+
+
+def _upper_median(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Element number counts // 2 of each row in ascending order."""
+    middle = np.minimum(counts // 2, TOP_K - 1)
+    return np.take_along_axis(np.sort(values, axis=1), middle[:, None], axis=1)[:, 0]
+
+
+def _constant_error(magnitudes: np.ndarray, used: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """min over c of the upper median of |magnitude - c|: half the shortest span of k // 2 + 1."""
+    ordered = np.sort(np.where(used, magnitudes, _FAR), axis=1)
+    last = np.arange(TOP_K) + (k // 2)[:, None]
+    spans = np.take_along_axis(ordered, np.minimum(last, TOP_K - 1), axis=1) - ordered
+    return np.where(last < k[:, None], spans, _FAR).min(axis=1) / 2
