@@ -1,0 +1,319 @@
+"""The coordinator's HTTP API from the caller's side: for samplers and for validators.
+
+Synchronous; one instance may be shared by threads (a heartbeat beside the work). Every request is
+signed (see `verify.request_auth`), every answer bounded and checked: the spec and the leases are
+believed because the coordinator signed them and the pinned root key names the coordinator.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from runspec.common.canonical import MalformedJson, canonical_json, parse_object
+from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
+from runspec.common.keys import SigningKey
+from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.common.roles import Roles, open_roles
+from runspec.common.signed import BadSignature, open_document
+from runspec.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
+from runspec.spec.resolved import parse_resolved
+from runspec.spec.schema import RunSpec
+from verify.formats.lease import open_lease
+from verify.formats.submission import open_submission
+from verify.formats.verdict import open_verdict
+from verify.limits import largest_submission_bytes
+from verify.request_auth import ENVELOPE, sign_request
+
+_log = logging.getLogger(__name__)
+
+SPEC_KIND = "spec"
+"""Kind of the signed document that `GET /v1/spec` answers."""
+ROLES_REFRESH_S = 300.0
+_MAX_ANSWER_BYTES = 64 * 1024
+_TIMEOUT_S = 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+
+
+class RunFinished(Exception):
+    """The run has its last batch: there is no more work, and the caller may exit 0."""
+
+
+class SubmissionRefused(UserError):
+    """The coordinator will not take this submission (its lease expired, say); the next may do."""
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """A submission that a validator is to check."""
+
+    step: int
+    """The step that the lease was for."""
+    submission: str
+    """Digest of the Parquet bytes; `download` fetches them."""
+    lease: bytes
+    """The signed lease."""
+    envelope: bytes
+    """The signed submission envelope."""
+
+
+class CoordinatorClient:
+    """Talks to one coordinator in the name of one key.
+
+    Args:
+        url: like http://127.0.0.1:8000.
+        key: the caller's; a validator's must be named in roles.json.
+        run: the run's name.
+        root_public_key: the pinned root key (hex).
+        deadline_s: how long one call goes on trying while the coordinator cannot be reached or
+            answers 5xx; then UserError.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: SigningKey,
+        *,
+        run: str,
+        root_public_key: str,
+        deadline_s: float = 300.0,
+    ) -> None:
+        self._url, self._key, self._run = url.rstrip("/"), key, run
+        self._root_public_key, self._deadline_s = root_public_key, deadline_s
+        self._http = httpx.Client(base_url=self._url, timeout=_TIMEOUT_S, trust_env=False)
+        self._roles: Roles | None = None
+        self._roles_read = 0.0
+        self._spec: RunSpec | None = None
+        self._holding: set[str] = set()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def roles(self) -> Roles:
+        """The run's roles, read again every few minutes."""
+        if self._roles is None or time.monotonic() - self._roles_read > ROLES_REFRESH_S:
+            data = self._call("GET", "/v1/roles", max_bytes=MAX_ROLES_BYTES).content
+            try:
+                self._roles = open_roles(data, root_public_key=self._root_public_key, run=self._run)
+            except BadSignature as error:
+                raise self._not_believed(error) from error
+            self._roles_read = time.monotonic()
+        return self._roles
+
+    def spec(self) -> RunSpec:
+        """The run's resolved spec, as the coordinator signed it."""
+        if self._spec is None:
+            data = self._call("GET", "/v1/spec", max_bytes=2 * MAX_SPEC_BYTES).content
+            try:
+                document = open_document(
+                    data,
+                    kind=SPEC_KIND,
+                    keys=self.roles().coordinator,
+                    max_bytes=2 * MAX_SPEC_BYTES,
+                )
+            except BadSignature as error:
+                raise self._not_believed(error) from error
+            spec = parse_resolved(canonical_json(document.payload), place=f"{self._url}/v1/spec")
+            if spec.name != self._run:
+                raise UserError(
+                    f"serves run {spec.name!r}, not {self._run!r}",
+                    place=self._url,
+                    remedy="check --coordinator and --run",
+                )
+            self._spec = spec
+        return self._spec
+
+    def register(self, pool: str, info: Mapping[str, Any]) -> None:
+        """Makes the key known as a worker of a pool of the spec; doing it again is harmless.
+
+        Args:
+            pool: name of the pool.
+            info: a few scalars about the worker (software versions, hardware) for people.
+        """
+        self._post("/v1/workers", {"pool": pool, "info": dict(info)})
+
+    def lease(self, wait_s: float) -> bytes | None:
+        """A signed lease (checked), or None when there was no work within `wait_s` seconds.
+
+        A worker holds at most one lease that it has not answered: until its submission is taken or
+        the lease expires, the same bytes come again, so that a restarted worker goes on with it.
+
+        Raises:
+            RunFinished: the run needs no more rollouts.
+        """
+        answer = self._post("/v1/leases", {"wait": wait_s}, wait_s=wait_s)
+        if answer.status_code == httpx.codes.NO_CONTENT:
+            return None
+        try:
+            lease = open_lease(answer.content, coordinators=self.roles().coordinator)
+        except BadSignature as error:
+            raise self._not_believed(error) from error
+        if lease.worker != self._key.public_hex or lease.run != self._run:
+            raise self._not_believed(BadSignature("a lease for another worker or run"))
+        return answer.content
+
+    def submit(self, envelope: bytes, table: bytes) -> None:
+        """Hands in a submission: its signed envelope and its Parquet bytes.
+
+        Sending the same bytes again is harmless.
+
+        Raises:
+            SubmissionRefused: the lease expired, or was answered with other bytes.
+            RunFinished: the run needs no more rollouts.
+        """
+        self._call("POST", "/v1/submissions", body=table, envelope=envelope)
+
+    def heartbeat(self, state: Mapping[str, Any]) -> None:
+        """Says that the caller lives, and what it has done since its process began.
+
+        Args:
+            state: scalars. Workers: `version` (loaded), `busy_s` (seconds spent sampling) and
+                `tokens` (output tokens), both cumulative. Validators: `busy_s` and `checked`.
+        """
+        self._post("/v1/heartbeat", {"state": dict(state)})
+
+    def next_submission(self, wait_s: float) -> WorkItem | None:
+        """The next submission to check, or None when none came within `wait_s` seconds.
+
+        It is this validator's until `verdict`, or until the coordinator's claim deadline. Several
+        may be held at once; what a process that died had held is offered again.
+
+        Raises:
+            RunFinished: every batch is closed.
+        """
+        body = {"wait": wait_s, "holding": sorted(self._holding)}
+        answer = self._post("/v1/validator/next", body, wait_s=wait_s)
+        if answer.status_code == httpx.codes.NO_CONTENT:
+            return None
+        item = self._work_item(answer.content)
+        self._holding.add(item.submission)
+        return item
+
+    def download(self, digest: str) -> bytes:
+        """The Parquet bytes of a submission; their digest is checked, their contents are not."""
+        data = self._call(
+            "GET",
+            f"/v1/submissions/{digest}",
+            max_bytes=largest_submission_bytes(self.spec()),
+        ).content
+        if digest_bytes(data) != digest:
+            raise self._not_believed(BadSignature(f"bytes that are not those of {digest}"))
+        return data
+
+    def verdict(self, envelope: bytes, table: bytes) -> None:
+        """Hands in a verdict file: its signed envelope and its Parquet bytes.
+
+        A second verdict on a submission is taken note of and changes nothing.
+        """
+        self._call("POST", "/v1/verdicts", body=table, envelope=envelope)
+        own = open_verdict(envelope, validators=frozenset({self._key.public_hex}))
+        self._holding.discard(own.submission)
+
+    def _work_item(self, data: bytes) -> WorkItem:
+        try:
+            answer = parse_object(data, max_bytes=_MAX_ANSWER_BYTES)
+            lease, envelope = (str(answer[name]).encode() for name in ("lease", "envelope"))
+            known = open_lease(lease, coordinators=self.roles().coordinator)
+            submitted = open_submission(envelope)
+        except (MalformedJson, KeyError, BadSignature) as error:
+            raise self._not_believed(error) from error
+        return WorkItem(known.step, submitted.digest, lease, envelope)
+
+    def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> httpx.Response:
+        return self._call("POST", path, body=canonical_json(dict(body)), wait_s=wait_s)
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes = b"",
+        envelope: bytes | None = None,
+        wait_s: float = 0.0,
+        max_bytes: int = _MAX_ANSWER_BYTES,
+    ) -> httpx.Response:
+        """One request, signed anew and tried again until it is answered or the deadline passes."""
+        deadline, pause, waiting = (
+            time.monotonic() + self._deadline_s + wait_s,
+            _FIRST_PAUSE_S,
+            False,
+        )
+        while True:
+            try:
+                answer = self._try(method, path, body, envelope, wait_s, max_bytes)
+                if not answer.is_server_error:
+                    break
+                trouble = f"answers {answer.status_code}: {_words(answer)}"
+            except httpx.TransportError as error:
+                trouble = f"cannot be reached: {error or type(error).__name__}"
+            if time.monotonic() + pause > deadline:
+                raise UserError(
+                    f"{trouble} (tried {method} {path} for {self._deadline_s:.0f} s)",
+                    place=f"coordinator {self._url}",
+                    remedy="check that the coordinator runs and that its address is right",
+                )
+            if not waiting:
+                _log.warning("waiting for the coordinator %s: %s", self._url, trouble)
+                waiting = True
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        if waiting:
+            _log.info("the coordinator %s answers again", self._url)
+        return self._checked(answer, f"{method} {path}")
+
+    def _try(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        envelope: bytes | None,
+        wait_s: float,
+        max_bytes: int,
+    ) -> httpx.Response:
+        headers = sign_request(self._key, run=self._run, method=method, path=path, body=body)
+        if envelope is not None:
+            headers[ENVELOPE] = base64.b64encode(envelope).decode()
+        timeout = httpx.Timeout(_TIMEOUT_S, read=_TIMEOUT_S + wait_s)
+        with self._http.stream(
+            method, path, content=body, headers=headers, timeout=timeout
+        ) as answer:
+            content = bytearray()
+            for piece in answer.iter_raw():
+                content += piece
+                if len(content) > max_bytes:
+                    raise self._not_believed(
+                        BadSignature(f"{method} {path}: more than {max_bytes} bytes")
+                    )
+        # Without the headers: an answer is what came over the wire, never decompressed.
+        return httpx.Response(answer.status_code, content=bytes(content))
+
+    def _checked(self, answer: httpx.Response, request: str) -> httpx.Response:
+        if answer.status_code == httpx.codes.GONE:
+            raise RunFinished(_words(answer))
+        if answer.is_success:
+            return answer
+        refused = SubmissionRefused if answer.status_code == httpx.codes.CONFLICT else UserError
+        raise refused(
+            f"{request}: {answer.status_code}, {_words(answer)}", place=f"coordinator {self._url}"
+        )
+
+    def _not_believed(self, error: Exception) -> UserError:
+        return UserError(
+            f"an answer that is not to be believed: {error}",
+            place=f"coordinator {self._url}",
+            remedy="check --coordinator, --run and --public-key",
+        )
+
+
+def _words(answer: httpx.Response) -> str:
+    try:
+        return str(parse_object(answer.content, max_bytes=_MAX_ANSWER_BYTES)["error"])
+    except (MalformedJson, KeyError):
+        return answer.text[:200]

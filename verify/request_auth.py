@@ -1,0 +1,127 @@
+"""Signed HTTP requests: who asks, for what, when, and never twice.
+
+A request carries four headers. The signature (ed25519) covers the run, the method, the path with
+its query, the BLAKE3 of the body, the time and the nonce, each length-prefixed, so that a captured
+request fits no other run, no other path and no other body, goes stale within `CLOCK_SKEW_S`, and
+within that time is refused as a replay. The body's digest is a header, so that a server can refuse
+a stranger before it has read a byte of the body.
+
+    Runspec-Key         the signer's public key, 64 hex characters
+    Runspec-Time        seconds since the epoch, a decimal integer
+    Runspec-Nonce       16 random bytes, 32 hex characters
+    Runspec-Body        BLAKE3 of the body, 64 hex characters
+    Runspec-Signature   128 hex characters
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from runspec.common.hashing import digest_bytes, hash_parts, is_digest
+from runspec.common.keys import SigningKey, signature_is_valid
+from runspec.common.roles import CLOCK_SKEW_S
+
+KEY, TIME, NONCE = "Runspec-Key", "Runspec-Time", "Runspec-Nonce"
+BODY, SIGNATURE = "Runspec-Body", "Runspec-Signature"
+ENVELOPE = "Runspec-Envelope"
+"""Base64 of the signed envelope that goes with a Parquet body."""
+
+_NONCE = re.compile(r"[0-9a-f]{32}")
+_TIME = re.compile(r"[0-9]{1,12}")
+_MAX_REMEMBERED = 1_000_000
+
+
+class Unauthorised(Exception):
+    """A request that is not believed, and why."""
+
+
+@dataclass(frozen=True)
+class SignedRequest:
+    """Who asks, and the digest that the body must have."""
+
+    key: str
+    body_digest: str
+
+
+def sign_request(
+    key: SigningKey, *, run: str, method: str, path: str, body: bytes, now: float | None = None
+) -> dict[str, str]:
+    """Headers that sign one attempt of a request; a retry must be signed anew.
+
+    Args:
+        key: the caller's.
+        run: the run that the server serves.
+        method: in capitals.
+        path: as sent, with its query if there is one.
+        body: as sent; empty for GET.
+        now: seconds since the epoch; the clock when None.
+    """
+    moment = str(int(time.time() if now is None else now))
+    nonce, body_digest = secrets.token_hex(16), digest_bytes(body)
+    message = _message(run, method, path, body_digest, moment, nonce)
+    return {
+        KEY: key.public_hex,
+        TIME: moment,
+        NONCE: nonce,
+        BODY: body_digest,
+        SIGNATURE: key.sign(message),
+    }
+
+
+class RequestChecker:
+    """Checks the headers of signed requests and remembers them until they are stale.
+
+    The memory is lost with the process. What is replayed in the seconds after a restart meets a
+    server whose transitions can be repeated without harm, so nothing is gained by it.
+    """
+
+    def __init__(self, run: str, *, skew_s: float = CLOCK_SKEW_S) -> None:
+        self._run, self._skew_s = run, skew_s
+        self._seen: set[tuple[str, str]] = set()
+        self._order: deque[tuple[float, tuple[str, str]]] = deque()
+
+    def check(
+        self, headers: Mapping[str, str], *, method: str, path: str, now: float | None = None
+    ) -> SignedRequest:
+        """Who signed the request; the caller still compares the body with `body_digest`.
+
+        Raises:
+            Unauthorised: malformed, of another time, run, path or method, or seen before.
+        """
+        now = time.time() if now is None else now
+        key, moment, nonce = (headers.get(name, "") for name in (KEY, TIME, NONCE))
+        body_digest, signature = headers.get(BODY, ""), headers.get(SIGNATURE, "")
+        if not (is_digest(key) and is_digest(body_digest)):
+            raise Unauthorised(f"{KEY} and {BODY} must be 64 hex characters each")
+        if not (_TIME.fullmatch(moment) and _NONCE.fullmatch(nonce)):
+            raise Unauthorised(f"{TIME} must be seconds since the epoch, {NONCE} 32 hex characters")
+        if abs(now - int(moment)) > self._skew_s:
+            raise Unauthorised(
+                f"signed {now - int(moment):.0f} s ago by this clock, {self._skew_s:.0f} s are "
+                "allowed: set the clock"
+            )
+        message = _message(self._run, method, path, body_digest, moment, nonce)
+        if not signature_is_valid(key, message, signature):
+            raise Unauthorised(f"the signature of {key[:16]} does not match this request")
+        self._remember((key, nonce), int(moment) + self._skew_s, now)
+        return SignedRequest(key, body_digest)
+
+    def _remember(self, request: tuple[str, str], stale_at: float, now: float) -> None:
+        # `_order` is by arrival, `stale_at` may be a little out of order: entries then stay longer.
+        while self._order and self._order[0][0] < now:
+            self._seen.discard(self._order.popleft()[1])
+        if request in self._seen:
+            raise Unauthorised("this request was made before; sign each attempt anew")
+        if len(self._seen) >= _MAX_REMEMBERED:
+            raise Unauthorised("too many requests within the allowed clock skew; try again later")
+        self._seen.add(request)
+        self._order.append((stale_at, request))
+
+
+def _message(run: str, method: str, path: str, body_digest: str, moment: str, nonce: str) -> bytes:
+    return hash_parts("runspec/v1 request", run, method, path, body_digest, moment, nonce)
