@@ -1,0 +1,166 @@
+"""Role processes as the operating system sees them: start, look, signal, read the log's end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from runspec.common.errors import UserError
+from runspec.local.endpoints import port_answers
+from runspec.local.processes import RoleSpec
+from runspec.local.state import RoleRow
+
+_TAIL_BYTES = 64 * 1024
+_POLL_S = 0.05
+
+
+@dataclass
+class Child:
+    """A started role. It leads a process group, which goes when it goes."""
+
+    role: RoleSpec
+    process: subprocess.Popen[bytes]
+    log: Path
+    log_start: int
+    """Size of the log when it was started."""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def exit_code(self) -> int | None:
+        """Its exit code (negative: the signal that ended it), or None while it runs."""
+        if self.process.returncode is None:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return None
+            # Not reaped yet, so that the group still is its own: what it had started goes too.
+            self.send(signal.SIGKILL)
+        return self.process.wait()
+
+    def ready(self) -> bool:
+        """Whether its port answers, or, for a role without one, whether it has logged anything."""
+        if self.role.listen is not None:
+            return port_answers(*self.role.listen)
+        return self.log.stat().st_size > self.log_start
+
+    def send(self, number: signal.Signals) -> None:
+        """Signals the whole group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+def start_child(role: RoleSpec, logs: Path) -> Child:
+    """Starts a role in a process group of its own, its output appended to logs/<role>.log.
+
+    Raises:
+        UserError: the log cannot be written or the command cannot be started.
+    """
+    path = logs / f"{role.name}.log"
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        with path.open("ab", buffering=0) as log:
+            log.write(f"--- {stamp} starting: {shlex.join(role.command)}\n".encode())
+            start = log.seek(0, os.SEEK_END)
+            with _pinned(role.cores):
+                process = subprocess.Popen(
+                    role.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **role.env, "RUNSPEC_SUPERVISED": "1"},
+                    # A Ctrl-C at the terminal is for the supervisor, which stops them in order.
+                    start_new_session=True,
+                )
+    except OSError as error:
+        raise UserError(
+            f"cannot start {role.name}: {error}",
+            place=str(path),
+            remedy="free disk space or mend what the message names, then apply again",
+        ) from error
+    return Child(role, process, path, start)
+
+
+def stop_children(children: Sequence[Child], patience_s: float) -> None:
+    """Ends children whose supervisor cannot go on: SIGTERM, then SIGKILL."""
+    for child in children:
+        child.send(signal.SIGTERM)
+    _await_end(lambda: all(child.exit_code() is not None for child in children), patience_s)
+    for child in children:
+        if child.exit_code() is None:
+            child.send(signal.SIGKILL)
+            child.process.wait()
+
+
+def end_leftovers(rows: Sequence[RoleRow], patience_s: float) -> list[str]:
+    """Ends the roles of a supervisor that was killed, so that no role ever runs twice.
+
+    They die with their parent by themselves; this waits for that, and kills what hangs.
+
+    Args:
+        rows: the roles as the killed supervisor left them.
+        patience_s: seconds between SIGTERM and SIGKILL.
+
+    Returns:
+        The names of the roles that were still alive.
+    """
+    alive = [row for row in rows if row.pid and row.born and birth(row.pid) == row.born]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for row in alive:
+            if row.pid and birth(row.pid) == row.born:
+                with suppress(ProcessLookupError):
+                    os.killpg(row.pid, number)
+        _await_end(lambda: all(birth(r.pid or 0) != r.born for r in alive), patience_s)
+    return [row.name for row in alive]
+
+
+def birth(pid: int) -> int | None:
+    """When a process started, in the kernel's ticks; None where it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = stat[stat.rindex(")") + 2 :].split()
+    return None if state == "Z" else int(fields[18])
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a log, of at most 64 KiB."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            data = file.read(_TAIL_BYTES)
+    except FileNotFoundError:
+        return []
+    return data.decode(errors="replace").splitlines()[-count:]
+
+
+@contextmanager
+def _pinned(cores: Sequence[int]) -> Iterator[None]:
+    """What this thread starts inside the block runs on these cores: a child inherits the mask.
+
+    Set before the child exists, so that no thread pool of its is ever sized by all cores.
+    """
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _await_end(ended: Callable[[], bool], patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while not ended() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)

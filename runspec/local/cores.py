@@ -1,0 +1,78 @@
+"""Which role runs on which cores, and how many threads it may start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+def assign_cores(busy: Sequence[str], cores: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Spreads the roles that compute all the time over the cores; the others stay unpinned.
+
+    Three busy processes on two cores slow each other twofold (moved from core to core, with cold
+    caches), so the first role (the learner) never shares its core while there are two, and where
+    there are plenty an equal share is left for the roles that are not pinned.
+
+    Args:
+        busy: names of the busy roles, the learner first.
+        cores: the cores this process may use.
+
+    Returns:
+        Cores by role; a role that is not named is not pinned. On one core nothing is.
+    """
+    if len(cores) < 2 or not busy:
+        return {}
+    share = max(1, len(cores) // (len(busy) + 1))
+    if share * len(busy) <= len(cores):
+        return {
+            role: tuple(cores[i * share : (i + 1) * share]) for i, role in enumerate(busy)
+        }
+    first, *others = busy
+    rest = cores[1:]
+    return {first: (cores[0],)} | {
+        role: (rest[i % len(rest)],) for i, role in enumerate(others)
+    }
+
+
+def thread_limits(cores: Sequence[int]) -> dict[str, str]:
+    """Environment of every role: no thread pool larger than the cores it was given."""
+    return {
+        "OMP_NUM_THREADS": str(max(1, len(cores))),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def jax_environment(inherited: Mapping[str, str], *, on_cpu: bool, devices: int) -> dict[str, str]:
+    """Environment of a role that runs JAX.
+
+    Args:
+        inherited: the supervisor's environment, whose XLA_FLAGS are kept.
+        on_cpu: whether its hardware is `cpu`.
+        devices: virtual CPU devices: the product of the mesh.
+    """
+    if not on_cpu:
+        return {}
+    flags = [
+        *inherited.get("XLA_FLAGS", "").split(),
+        "--xla_cpu_multi_thread_eigen=false",
+        f"--xla_force_host_platform_device_count={devices}",
+    ]
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+
+
+def vllm_environment(cores: Sequence[int], *, on_cpu: bool, tensor: int) -> dict[str, str]:
+    """Environment of a vLLM sampler.
+
+    Args:
+        cores: the cores it is pinned to.
+        on_cpu: whether its hardware is `cpu`.
+        tensor: tensor-parallel ranks; several share the process's cores as the kernel sees fit.
+    """
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    if on_cpu:
+        pinned = bool(cores) and tensor == 1
+        variables["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = (
+            ",".join(str(core) for core in cores) if pinned else "nobind"
+        )
+    return variables

@@ -1,0 +1,196 @@
+"""Where the servers of a run listen: chosen once, written to endpoints.json, kept over restarts."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from runspec.common.canonical import MalformedJson, canonical_json, parse_object
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded, write_atomic
+from runspec.spec.schema import RunSpec
+
+FILE_NAME = "endpoints.json"
+MAX_BYTES = 64 * 1024
+# Below Linux's ephemeral range (32768 up): a port from there may be another connection's source
+# port at the very moment when a killed server wants it back.
+_PORTS = range(20000, 32000)
+_TRIES = 200
+
+IsFree = Callable[[str, int], bool]
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Base URLs without a trailing slash."""
+
+    coordinator: str
+    origin: str
+    relays: dict[str, str]
+    """By the relay's name in the spec."""
+
+    def all(self) -> dict[str, str]:
+        """URL by role name."""
+        named = {f"relay-{name}": url for name, url in self.relays.items()}
+        return {"coordinator": self.coordinator, "origin": self.origin} | named
+
+
+def address(url: str) -> tuple[str, int]:
+    """Host and port of an endpoint.
+
+    Raises:
+        UserError: the URL is no http://host:port.
+    """
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme != "http" or not host or not port:
+        raise UserError(
+            f"not an address to listen on: {url!r}",
+            place=FILE_NAME,
+            remedy="the local backend's servers have URLs like http://127.0.0.1:8000",
+        )
+    return host, port
+
+
+def plan_endpoints(
+    spec: RunSpec, previous: Endpoints | None, is_free: IsFree, rng: random.Random
+) -> Endpoints:
+    """Chooses a port for each server.
+
+    Args:
+        spec: `placement.base_port` fixes consecutive ports; a relay's `url` fixes its own.
+        previous: the run's endpoints so far, kept where they are free.
+        is_free: whether a server could listen there.
+        rng: draws the ports that nothing fixes.
+
+    Raises:
+        UserError: a fixed port is taken, or no free one was found.
+    """
+    host = spec.placement.host
+    fixed_relays = {relay.name: relay.url for relay in spec.broadcast.relays if relay.url}
+    taken: set[int] = set()
+
+    def place(role: str, position: int, before: str | None, url: str | None) -> str:
+        if url is None and spec.placement.base_port is not None:
+            url = f"http://{host}:{spec.placement.base_port + position}"
+        if url is not None:
+            at = address(url)
+            if at[1] in taken or not is_free(*at):
+                raise port_taken(role, *at)
+        elif before is not None and address(before)[1] not in taken and is_free(*address(before)):
+            url = before
+        else:
+            url = f"http://{host}:{_draw(host, is_free, rng, taken)}"
+        taken.add(address(url)[1])
+        return url.rstrip("/")
+
+    return Endpoints(
+        coordinator=place("coordinator", 0, previous and previous.coordinator, None),
+        origin=place("origin", 1, previous and previous.origin, None),
+        relays={
+            relay.name: place(
+                f"relay-{relay.name}",
+                2 + i,
+                previous and previous.relays.get(relay.name),
+                fixed_relays.get(relay.name),
+            )
+            for i, relay in enumerate(spec.broadcast.relays)
+        },
+    )
+
+
+def load_endpoints(run_dir: Path) -> Endpoints | None:
+    """Reads endpoints.json; None where there is none yet."""
+    path = run_dir / FILE_NAME
+    if not path.exists():
+        return None
+    try:
+        endpoints = Endpoints(**parse_object(read_bounded(path, MAX_BYTES), max_bytes=MAX_BYTES))
+        for url in endpoints.all().values():
+            address(url)
+    except (MalformedJson, TypeError, AttributeError) as error:
+        raise UserError(
+            f"not the endpoints of a run: {error}", place=str(path), remedy="remove the file"
+        ) from error
+    return endpoints
+
+
+def save_endpoints(run_dir: Path, endpoints: Endpoints) -> None:
+    write_atomic(run_dir / FILE_NAME, canonical_json(asdict(endpoints)))
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def port_answers(host: str, port: int, timeout_s: float = 0.2) -> bool:
+    """Whether something accepts connections there."""
+    try:
+        socket.create_connection((host, port), timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def port_taken(role: str, host: str, port: int) -> UserError:
+    """The error that says which port is taken, and by whom as far as this user may see."""
+    owner = _listener(port)
+    return UserError(
+        f"port {port} is taken{f' by {owner}' if owner else ''}",
+        place=f"{role} at {host}:{port}",
+        remedy="stop that process, or choose others with --set placement.base_port=PORT",
+    )
+
+
+def _draw(host: str, is_free: IsFree, rng: random.Random, taken: set[int]) -> int:
+    for _ in range(_TRIES):
+        port = rng.choice(_PORTS)
+        if port not in taken and is_free(host, port):
+            return port
+    raise UserError(
+        f"no free port found in {_PORTS.start}-{_PORTS.stop - 1}",
+        place=f"placement.host {host}",
+        remedy="bind to an address of this machine, or set placement.base_port",
+    )
+
+
+def _listener(port: int) -> str:
+    """`python (process 123)` for the process that listens on a port; empty if it cannot be told."""
+    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            links = {str(link.readlink()) for link in (process / "fd").iterdir()}
+            if links & sockets:
+                return f"{(process / 'comm').read_text().strip()} (process {process.name})"
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return ""
+
+
+def _listening_inodes(port: int) -> list[str]:
+    listening, inodes = "0A", []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            rows = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            fields = row.split()
+            if fields[3] == listening and int(fields[1].rsplit(":", 1)[1], 16) == port:
+                inodes.append(fields[9])
+    return inodes

@@ -1,0 +1,270 @@
+"""The supervisor's rules as a pure state machine: what to start, stop and give up, and when.
+
+Invariants:
+- A role is started only by `Start`, and only while the run is up or draining.
+- A role that dies is started again after a pause that doubles with each death in a row; a trained
+  step ends the row. One death more than `rules.restarts` in a row ends the run.
+- The run ends once: by the role that ends it with 0, by a role that may not go on, or on request.
+  Whatever came first is the outcome.
+- It is done only when no process is alive: stopped politely, and killed after a deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from runspec.common.process import EXIT_FINAL
+
+BACKOFF_FIRST_S = 0.5
+BACKOFF_MAX_S = 10.0
+DRAIN_S = 30.0
+STOP_S = 20.0
+
+
+class State(StrEnum):
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    BACKOFF = "backoff"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class Phase(StrEnum):
+    UP = "up"
+    DRAINING = "draining"
+    """Trained: the others may end what they are at."""
+    STOPPING = "stopping"
+    KILLING = "killing"
+
+
+@dataclass(frozen=True)
+class RoleState:
+    """What is known of one role; times are seconds of one monotonic clock."""
+
+    state: State = State.WAITING
+    restarts: int = 0
+    """Over this session."""
+    deaths_in_a_row: int = 0
+    """Since the last trained step."""
+    retry_at: float = 0.0
+    """While in backoff: when it is started again."""
+
+    @property
+    def alive(self) -> bool:
+        return self.state in (State.STARTING, State.RUNNING)
+
+
+@dataclass(frozen=True)
+class Rules:
+    restarts: int
+    """Deaths in a row of one role that are forgiven."""
+    ends_run: frozenset[str] = frozenset()
+    """Roles whose exit 0 ends the run."""
+    ends_when_sampled: frozenset[str] = frozenset()
+    """Roles whose exit 0 is no death once every step has its rollouts."""
+    drain_s: float = DRAIN_S
+    stop_s: float = STOP_S
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Why the run ended."""
+
+    kind: str
+    """`finished`, `failed` (a role kept dying), `stopped` (a role said so) or `interrupted`."""
+    role: str = ""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """All roles of a run, and how far the run itself is."""
+
+    roles: Mapping[str, RoleState]
+    rules: Rules
+    phase: Phase = Phase.UP
+    deadline: float = 0.0
+    """Of draining or stopping."""
+    sampled: bool = False
+    published: bool = False
+    outcome: Outcome | None = None
+
+    @property
+    def done(self) -> bool:
+        ending = self.phase in (Phase.STOPPING, Phase.KILLING)
+        return ending and not any(role.alive for role in self.roles.values())
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A role has shown a first sign of life: its port answers, or it has logged something."""
+
+    role: str
+
+
+@dataclass(frozen=True)
+class Exited:
+    role: str
+    code: int
+    """Exit code; negative: the signal that ended it."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A step was trained."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Every step of the run has its rollouts."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """The last policy version is out."""
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """Ctrl-C or SIGTERM; the second one kills."""
+
+
+Event = Tick | Ready | Exited | Progress | Sampled | Published | StopRequested
+
+
+@dataclass(frozen=True)
+class Start:
+    role: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """SIGTERM."""
+
+    role: str
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL."""
+
+    role: str
+
+
+Action = Start | Stop | Kill
+
+
+def advance(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, list[Action]]:
+    """The one transition function.
+
+    Args:
+        fleet: the state before.
+        event: what happened.
+        now: seconds of the monotonic clock that the fleet's times are of.
+
+    Returns:
+        The state after, and what to do about it, in order.
+    """
+    match event:
+        case Tick():
+            return _tick(fleet, now)
+        case Ready(role):
+            if fleet.roles[role].state is State.STARTING:
+                fleet = _with(fleet, role, state=State.RUNNING)
+        case Progress():
+            for role in fleet.roles:
+                fleet = _with(fleet, role, deaths_in_a_row=0)
+        case Sampled():
+            fleet = replace(fleet, sampled=True)
+        case Published():
+            fleet = replace(fleet, published=True)
+        case Exited(role, code):
+            return _exited(fleet, role, code, now)
+        case StopRequested():
+            if fleet.phase in (Phase.STOPPING, Phase.KILLING):
+                return _kill(fleet)
+            return _stop(fleet, Outcome("interrupted"), now)
+    return fleet, []
+
+
+def _tick(fleet: Fleet, now: float) -> tuple[Fleet, list[Action]]:
+    if fleet.phase is Phase.STOPPING and now >= fleet.deadline:
+        return _kill(fleet)
+    if fleet.phase in (Phase.STOPPING, Phase.KILLING):
+        return fleet, []
+    if fleet.phase is Phase.DRAINING and (_drained(fleet) or now >= fleet.deadline):
+        return _stop(fleet, fleet.outcome or Outcome("finished"), now)
+    actions: list[Action] = []
+    for name, role in fleet.roles.items():
+        due = role.state is State.BACKOFF and now >= role.retry_at
+        if due or role.state is State.WAITING:
+            fleet = _with(
+                fleet, name, state=State.STARTING, restarts=role.restarts + (1 if due else 0)
+            )
+            actions.append(Start(name))
+    return fleet, actions
+
+
+def _drained(fleet: Fleet) -> bool:
+    workers_left = any(fleet.roles[role].alive for role in fleet.rules.ends_when_sampled)
+    return fleet.published and not workers_left
+
+
+def _exited(fleet: Fleet, role: str, code: int, now: float) -> tuple[Fleet, list[Action]]:
+    if fleet.phase in (Phase.STOPPING, Phase.KILLING):
+        return _with(fleet, role, state=_at_rest(fleet.outcome)), []
+    if code == 0 and role in fleet.rules.ends_run:
+        fleet = _with(fleet, role, state=State.FINISHED)
+        deadline = now + fleet.rules.drain_s
+        return replace(
+            fleet, phase=Phase.DRAINING, deadline=deadline, outcome=Outcome("finished", role)
+        ), []
+    if code == 0 and role in fleet.rules.ends_when_sampled and fleet.sampled:
+        return _with(fleet, role, state=State.FINISHED), []
+    # Exit 0 of any other role is a death too: someone sent it SIGTERM, and the run needs it.
+    if code == EXIT_FINAL:
+        fleet = _with(fleet, role, state=State.FAILED)
+        return _stop(fleet, fleet.outcome or Outcome("stopped", role, code), now)
+    deaths = fleet.roles[role].deaths_in_a_row + 1
+    if deaths > fleet.rules.restarts:
+        fleet = _with(fleet, role, state=State.FAILED, deaths_in_a_row=deaths)
+        return _stop(fleet, fleet.outcome or Outcome("failed", role, code), now)
+    pause = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (deaths - 1))
+    return _with(
+        fleet, role, state=State.BACKOFF, deaths_in_a_row=deaths, retry_at=now + pause
+    ), []
+
+
+def _stop(fleet: Fleet, outcome: Outcome, now: float) -> tuple[Fleet, list[Action]]:
+    actions: list[Action] = []
+    for name, role in fleet.roles.items():
+        if role.alive:
+            actions.append(Stop(name))
+        elif role.state is State.BACKOFF:
+            fleet = _with(fleet, name, state=_at_rest(outcome))
+    return replace(
+        fleet, phase=Phase.STOPPING, outcome=outcome, deadline=now + fleet.rules.stop_s
+    ), actions
+
+
+def _at_rest(outcome: Outcome | None) -> State:
+    """What a role is that was stopped: finished with the run, or waiting for the next `apply`."""
+    return State.FINISHED if outcome and outcome.kind == "finished" else State.WAITING
+
+
+def _kill(fleet: Fleet) -> tuple[Fleet, list[Action]]:
+    alive = [name for name, role in fleet.roles.items() if role.alive]
+    return replace(fleet, phase=Phase.KILLING), [Kill(name) for name in alive]
+
+
+def _with(fleet: Fleet, role: str, **changes: object) -> Fleet:
+    changed = replace(fleet.roles[role], **changes)  # type: ignore[arg-type]
+    return replace(fleet, roles={**fleet.roles, role: changed})

@@ -1,0 +1,130 @@
+"""Keys of a run on one machine: a throw-away root, a key a role, and the roles.json it signs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded, write_atomic
+from runspec.common.keys import SigningKey
+from runspec.common.roles import MAX_BYTES, open_roles, sign_roles
+from runspec.common.signed import BadSignature
+from runspec.spec.schema import RunSpec
+
+YEAR_S = 365 * 86400.0
+_SHORTEST_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who may sign what in this run; all files lie in `folder`."""
+
+    folder: Path
+    root_public_key: str
+
+    @property
+    def roles_file(self) -> Path:
+        return self.folder / "roles.json"
+
+    def key(self, role: str) -> Path:
+        """The private key of a role: publisher, coordinator, validator-<i> or <pool>-<i>."""
+        return self.folder / f"{role}.key"
+
+
+def validator_names(spec: RunSpec) -> list[str]:
+    return [f"validator-{i}" for i in range(spec.verify.validators)]
+
+
+def worker_names(spec: RunSpec) -> dict[str, str]:
+    """Pool by worker, in the order of the spec."""
+    return {f"{pool.name}-{i}": pool.name for pool in spec.samplers for i in range(pool.replicas)}
+
+
+def make_identity(
+    run_dir: Path, spec: RunSpec, *, now: Callable[[], float] = time.time
+) -> Identity:
+    """Makes the keys that are missing, and signs roles.json where it is missing or half expired.
+
+    A spec that pins a root brings its own keys: the publisher's, the coordinator's and the
+    validators', and the roles.json in which that root names them. Workers' keys are always made.
+
+    Raises:
+        UserError: the pinned root's files are missing or not its own.
+    """
+    folder = run_dir / "keys"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    pinned = spec.identity.root_public_key
+    if pinned is not None:
+        problem = pinned_root_problem(run_dir, spec)
+        if problem is not None:
+            raise problem
+        identity = Identity(folder, pinned)
+    else:
+        root = _key(folder / "root.key")
+        identity = Identity(folder, root.public_hex)
+        held = {
+            "publisher": [_key(identity.key("publisher")).public_hex],
+            "coordinator": [_key(identity.key("coordinator")).public_hex],
+            "validator": [_key(identity.key(name)).public_hex for name in validator_names(spec)],
+        }
+        hours = spec.budget.max_hours
+        valid_s = YEAR_S if hours is None else max(_SHORTEST_S, hours * 3600.0)
+        if not _still_good(identity, spec.name, held, now() + valid_s / 2):
+            write_atomic(
+                identity.roles_file, sign_roles(spec.name, held, root, valid_s=valid_s, now=now())
+            )
+    for worker in worker_names(spec):
+        _key(identity.key(worker))
+    return identity
+
+
+def pinned_root_problem(run_dir: Path, spec: RunSpec) -> UserError | None:
+    """What keeps a run with a pinned root from starting here; None when all its files are there."""
+    pinned = spec.identity.root_public_key
+    if pinned is None:
+        return None
+    folder = run_dir / "keys"
+    try:
+        data = read_bounded(folder / "roles.json", MAX_BYTES)
+        roles = open_roles(data, root_public_key=pinned, run=spec.name)
+    except (OSError, UserError, BadSignature) as error:
+        return UserError(
+            f"no roles.json signed by this root: {error}",
+            place="identity.root_public_key",
+            remedy=f"put roles.json and the keys it names into {folder}, or leave the root out",
+        )
+    wanted = {"publisher": roles.publisher, "coordinator": roles.coordinator}
+    wanted |= dict.fromkeys(validator_names(spec), roles.validator)
+    for role, allowed in wanted.items():
+        try:
+            key = SigningKey.load(folder / f"{role}.key")
+        except UserError as error:
+            return error
+        if key.public_hex not in allowed:
+            return UserError(
+                f"roles.json does not name this key as {role}",
+                place=str(folder / f"{role}.key"),
+                remedy="sign a roles.json that does, or bring the right key",
+            )
+    return None
+
+
+def _still_good(identity: Identity, run: str, held: dict[str, list[str]], then: float) -> bool:
+    try:
+        data = read_bounded(identity.roles_file, MAX_BYTES)
+        roles = open_roles(data, root_public_key=identity.root_public_key, run=run)
+    except (OSError, UserError, BadSignature):
+        return False
+    named = {name: frozenset(keys) for name, keys in held.items()}
+    same = named == {name: getattr(roles, name) for name in named}
+    return same and roles.expires >= then
+
+
+def _key(path: Path) -> SigningKey:
+    """The key in a file, made on first use."""
+    if not path.exists():
+        SigningKey.generate().save(path)
+    return SigningKey.load(path)

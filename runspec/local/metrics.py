@@ -1,0 +1,125 @@
+"""metrics.jsonl as it grows, and what a whole run's rows add up to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runspec.common.canonical import MalformedJson, parse_object
+from runspec.common.files import read_bounded
+
+FILE_NAME = "metrics.jsonl"
+MAX_LINE_BYTES = 1024 * 1024
+ENDS = 10
+"""Rows at either end of a run that are averaged for `first` and `last`."""
+
+Row = Mapping[str, Any]
+
+
+class JsonLines:
+    """Reads the whole lines that were appended to a file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new_rows(self) -> list[dict[str, Any]]:
+        """Rows since the last call; a line still being written waits for the next call.
+
+        A line that is no JSON object (a crash in the middle of writing it) is left out. A file
+        that became shorter is read from its start: the learner cut off steps that it trains again.
+        """
+        try:
+            with self._path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                data = file.read(size - self._offset)
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return list(_objects(whole.splitlines()))
+
+
+def read_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """A row a step, in order: the last one written where a step was trained again after a crash."""
+    return latest_by_step(JsonLines(run_dir / FILE_NAME).new_rows())
+
+
+def latest_by_step(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def summarise(rows: Sequence[Row], *, wall_s: float, weights_bytes_sent: int) -> dict[str, Any]:
+    """The contents of summary.json.
+
+    `first` and `last` are means over the first and last ten steps. The mean lag weighs each step by
+    its rollouts; busy shares weigh each step by its time. A figure that no row has is null.
+
+    Args:
+        rows: metrics.jsonl, a row a step, in order.
+        wall_s: seconds that the run was up, over all its sessions.
+        weights_bytes_sent: bytes of weights that origin and relays served.
+    """
+    first, last = rows[:ENDS], rows[-ENDS:]
+    seconds = [(row.get("train_s") or 0.0) + (row.get("wait_s") or 0.0) for row in rows]
+    rollouts = [float(row.get("trained_rollouts") or 0) for row in rows]
+    lags = [row["lag_max"] for row in rows if row.get("lag_max") is not None]
+    return {
+        "steps": len(rows),
+        "task_reward_first": mean(first, "task_reward"),
+        "task_reward_last": mean(last, "task_reward"),
+        "reward_first": mean(first, "reward"),
+        "reward_last": mean(last, "reward"),
+        "length_error_first": mean(first, "length_error"),
+        "length_error_last": mean(last, "length_error"),
+        "rollouts_accepted": sum(row.get("accepted_rollouts") or 0 for row in rows),
+        "rollouts_rejected": sum(row.get("rejected_rollouts") or 0 for row in rows),
+        "max_lag": max(lags, default=None),
+        "mean_lag": mean(rows, "lag_mean", rollouts),
+        "learner_busy_fraction": mean(rows, "learner_busy_fraction", seconds),
+        "sampler_busy_fraction": mean(rows, "sampler_busy_fraction", seconds),
+        "wall_s": round(wall_s, 3),
+        "weights_bytes_sent": weights_bytes_sent,
+    }
+
+
+def mean(rows: Sequence[Row], key: str, weights: Sequence[float] | None = None) -> float | None:
+    """Weighted mean over the rows that have the figure; None where none has."""
+    weights = [1.0] * len(rows) if weights is None else weights
+    pairs = [(row[key], w) for row, w in zip(rows, weights, strict=True) if row.get(key) is not None]
+    total = sum(weight for _, weight in pairs)
+    if not pairs:
+        return None
+    if total == 0.0:
+        return float(sum(value for value, _ in pairs) / len(pairs))
+    return float(sum(value * weight for value, weight in pairs) / total)
+
+
+def weights_bytes_sent(run_dir: Path) -> int:
+    """Bytes of weights that origin and relays served, from their served.json."""
+    sent = 0
+    for path in sorted((run_dir / "store").glob("*/served.json")):
+        try:
+            served = parse_object(read_bounded(path, 4096), max_bytes=4096).get("bytes")
+        except MalformedJson:
+            continue
+        sent += served if isinstance(served, int) else 0
+    return sent
+
+
+def _objects(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
+    for line in lines:
+        if len(line) > MAX_LINE_BYTES:
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value

@@ -1,0 +1,222 @@
+"""The thin rim around `fleet`: turns processes and files into events, and actions into signals."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from runspec.local.children import Child, birth, start_child, stop_children
+from runspec.local.fleet import (
+    Action,
+    Event,
+    Exited,
+    Fleet,
+    Kill,
+    Outcome,
+    Phase,
+    Ready,
+    RoleState,
+    Rules,
+    Start,
+    State,
+    Stop,
+    StopRequested,
+    Tick,
+    advance,
+)
+from runspec.local.metrics import Row
+from runspec.local.processes import RoleSpec
+from runspec.local.state import RunState
+
+POLL_S = 0.1
+SEEN_EVERY_S = 2.0
+_CRASH_PATIENCE_S = 5.0
+
+
+class Progress(Protocol):
+    """What the run itself has to say, apart from its processes."""
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """A row a trained step."""
+
+    @property
+    def note(self) -> str:
+        """One line on what the run is at; may be empty."""
+
+    def poll(self) -> list[Event]:
+        """What has happened since the last call."""
+
+
+@dataclass(frozen=True)
+class RoleView:
+    """One role, to be shown."""
+
+    name: str
+    state: str
+    restarts: int
+    pid: int | None
+
+
+class Watcher(Protocol):
+    """Shows a run to whoever started it."""
+
+    def event(self, role: str, text: str) -> None:
+        """A role changed its state."""
+
+    def show(self, rows: Sequence[Row], roles: Sequence[RoleView], note: str) -> None:
+        """The state of things, several times a second."""
+
+
+class Supervisor:
+    """Keeps the roles of a run alive until it ends.
+
+    Call it from the main thread: Linux ends children with the thread that started them.
+
+    Args:
+        roles: what to keep alive.
+        logs: folder of the roles' logs.
+        rules: restarts and deadlines.
+        state: told of every change.
+        progress: asked for steps, every turn.
+        watcher: shown the state of things, every turn.
+        stop_requests: how many times the run was asked to stop; the second time kills.
+    """
+
+    def __init__(
+        self,
+        roles: Sequence[RoleSpec],
+        *,
+        logs: Path,
+        rules: Rules,
+        state: RunState,
+        progress: Progress,
+        watcher: Watcher,
+        stop_requests: Callable[[], int],
+    ) -> None:
+        self._specs = {role.name: role for role in roles}
+        self._logs = logs
+        self._state = state
+        self._progress = progress
+        self._watcher = watcher
+        self._stop_requests = stop_requests
+        self._requests_handled = 0
+        self._children: dict[str, Child] = {}
+        self._seen = 0.0
+        self._fleet = Fleet({role.name: RoleState() for role in roles}, rules)
+
+    def run(self) -> Outcome:
+        """Starts everything, watches it, and returns once no process is left.
+
+        Raises:
+            UserError: a process cannot be started, or the run's state cannot be written.
+        """
+        self._logs.mkdir(parents=True, exist_ok=True)
+        try:
+            while not self._fleet.done:
+                for event in [*self._exits_and_signs(), *self._requests(), *self._progress.poll()]:
+                    self._handle(event)
+                self._handle(Tick())
+                self._report()
+                if not self._fleet.done:
+                    time.sleep(POLL_S)
+        finally:
+            stop_children(list(self._children.values()), _CRASH_PATIENCE_S)
+        outcome = self._fleet.outcome
+        assert outcome is not None, "a fleet is done only by an outcome"
+        return outcome
+
+    def _exits_and_signs(self) -> list[Event]:
+        events: list[Event] = []
+        for name, child in list(self._children.items()):
+            code = child.exit_code()
+            if code is not None:
+                del self._children[name]
+                events.append(Exited(name, code))
+            elif self._fleet.roles[name].state is State.STARTING and child.ready():
+                events.append(Ready(name))
+        return events
+
+    def _requests(self) -> list[Event]:
+        new = self._stop_requests() - self._requests_handled
+        self._requests_handled += new
+        return [StopRequested()] * new
+
+    def _handle(self, event: Event) -> None:
+        before = self._fleet
+        self._fleet, actions = advance(before, event, time.monotonic())
+        for action in actions:
+            self._act(action)
+        for name, role in self._fleet.roles.items():
+            if role.state is not before.roles[name].state:
+                self._tell(name, role, event)
+        if self._fleet.phase is Phase.STOPPING and before.phase is Phase.DRAINING:
+            self._tell_what_drained_not(before)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Start(role):
+                self._children[role] = start_child(self._specs[role], self._logs)
+            case Stop(role):
+                self._children[role].send(signal.SIGTERM)
+            case Kill(role):
+                self._children[role].send(signal.SIGKILL)
+
+    def _tell(self, name: str, role: RoleState, event: Event) -> None:
+        child = self._children.get(name)
+        pid = child.pid if child else None
+        self._state.set_role(name, role.state, role.restarts, pid, birth(pid) if pid else None)
+        text = _describe(role, pid, event if isinstance(event, Exited) else None)
+        self._state.add_event(name, text)
+        self._watcher.event(name, text)
+
+    def _tell_what_drained_not(self, drained: Fleet) -> None:
+        workers = [name for name in drained.rules.ends_when_sampled if drained.roles[name].alive]
+        missing = sorted(workers) + ([] if drained.published else ["the last version's publication"])
+        if missing and drained.outcome is not None and drained.outcome.kind == "finished":
+            text = f"waited {drained.rules.drain_s:.0f} s in vain for {', '.join(missing)}"
+            self._state.add_event("supervisor", text)
+            self._watcher.event("supervisor", text)
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now - self._seen >= SEEN_EVERY_S or self._fleet.done:
+            self._state.seen()
+            self._seen = now
+        self._watcher.show(self._progress.rows, self._views(), self._progress.note)
+
+    def _views(self) -> list[RoleView]:
+        children: Mapping[str, Child] = self._children
+        return [
+            RoleView(name, role.state, role.restarts, children[name].pid if name in children else None)
+            for name, role in self._fleet.roles.items()
+        ]
+
+
+def _describe(role: RoleState, pid: int | None, exited: Exited | None) -> str:
+    how = f"{_ended(exited.code)}, " if exited else ""
+    match role.state:
+        case State.STARTING:
+            again = f", restart {role.restarts}" if role.restarts else ""
+            return f"starting (process {pid}{again})"
+        case State.BACKOFF:
+            return f"{how}starts again"
+        case State.FAILED:
+            return f"{how}given up after {role.deaths_in_a_row} in a row" if (
+                role.deaths_in_a_row
+            ) else f"{how}stops the run"
+        case _:
+            return f"{how}{role.state}"
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
