@@ -2,11 +2,56 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from bridge.config import ModelConfig, load_config
+from bridge.orbax_io import open_checkpoint, read_parts
+from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, write_safetensors
+from bridge.tensors import dtype_named, model_digest, tensor_record
+from bridge.weight_map import Path as LeafPath
+from bridge.weight_map import hf_shapes, weight_map
+from runspec.common.canonical import canonical_json
+from runspec.common.errors import UserError
+from runspec.common.files import new_directory, write_atomic
+
+TENSORS_NAME = "tensors.json"
+PROBE_NAME = "probe.json"
+MAX_SHARD_BYTES = 5 * 10**9
+TOKENIZER_NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+_LOG = logging.getLogger(__name__)
 
 
-def export_checkpoint(orbax_dir: Path, out_dir: Path, *, model_dir: Path, dtype: str) -> None:
+def export_checkpoint(
+    orbax_dir: Path,
+    out_dir: Path,
+    *,
+    model_dir: Path,
+    dtype: str,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
     """Writes a checkpoint's parameters as a Hugging Face directory, which appears by one rename.
+
+    Memory: the tensors that share one stored chunk of the checkpoint, and one cast copy. The
+    bytes written are a function of the parameters, the config and `dtype` alone.
 
     Args:
         orbax_dir: what `orbax.checkpoint.v1.save` wrote of the parameter tree.
@@ -15,8 +60,99 @@ def export_checkpoint(orbax_dir: Path, out_dir: Path, *, model_dir: Path, dtype:
             `tensors.json` {"model_digest", "tensors": {name: {dtype, shape, blake3}}}.
         model_dir: Hugging Face directory with the config and the tokenizer.
         dtype: `float32` or `bfloat16`; wider values are rounded to nearest even.
+        max_shard_bytes: weights beyond it are split into several files with an index.
 
     Raises:
         UserError: unreadable or partial checkpoint, another model's, disk full, `out_dir` exists.
     """
-    raise NotImplementedError
+    target = dtype_named(dtype)
+    config = load_config(model_dir)
+    stores = open_checkpoint(orbax_dir, config)
+    try:
+        with new_directory(out_dir) as folder:
+            records = _write_weights(folder, orbax_dir, stores, config, target, max_shard_bytes)
+            write_atomic(
+                folder / TENSORS_NAME,
+                canonical_json({"model_digest": model_digest(records), "tensors": records}),
+            )
+            _write_config(folder, model_dir, dtype)
+            probe = orbax_dir.parent / PROBE_NAME
+            for source in [*(model_dir / name for name in TOKENIZER_NAMES), probe]:
+                if source.exists():
+                    shutil.copyfile(source, folder / source.name)
+    except FileExistsError as error:
+        raise UserError(
+            "exists already", place=str(out_dir), remedy="name a new directory, or remove it"
+        ) from error
+    except OSError as error:
+        raise UserError(
+            f"cannot write: {error.strerror or error}",
+            place=str(out_dir),
+            remedy="free disk space or mend the permissions, then export again",
+        ) from error
+
+
+def _write_weights(
+    folder: Path,
+    orbax_dir: Path,
+    stores: dict[LeafPath, ts.TensorStore],
+    config: ModelConfig,
+    dtype: np.dtype,
+    max_shard_bytes: int,
+) -> dict[str, dict[str, Any]]:
+    """Writes the safetensors file or files; returns each tensor's record by name."""
+    shards = plan_shards(dict(hf_shapes(config)), dtype.itemsize, max_shard_bytes)
+    records: dict[str, dict[str, Any]] = {}
+    stream = _tensors(orbax_dir, stores, config, dtype)
+    index = {}
+    for number, shapes in enumerate(shards, 1):
+        name = SINGLE_NAME
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        # The names come first: zip must not take a tensor that belongs to the next shard.
+        recorded = (_record(records, n, tensor) for n, tensor in zip(shapes, stream, strict=False))
+        write_safetensors(folder / name, shapes, dtype, recorded)
+        index.update(dict.fromkeys(shapes, name))
+        _LOG.info("exported %s: %d tensors", name, len(shapes))
+    if len(shards) > 1:
+        total = sum(int(np.prod(r["shape"])) for r in records.values()) * dtype.itemsize
+        listing = {"metadata": {"total_size": total}, "weight_map": index}
+        (folder / INDEX_NAME).write_text(json.dumps(listing, indent=2, sort_keys=True) + "\n")
+    return records
+
+
+def plan_shards(
+    shapes: dict[str, tuple[int, ...]], itemsize: int, max_bytes: int
+) -> list[dict[str, tuple[int, ...]]]:
+    """Cuts the tensors, in order, into files of at most `max_bytes` (or of one tensor)."""
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for name, shape in shapes.items():
+        nbytes = int(np.prod(shape)) * itemsize
+        if shards[-1] and size + nbytes > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = shape
+        size += nbytes
+    return shards
+
+
+def _tensors(
+    orbax_dir: Path, stores: dict[LeafPath, ts.TensorStore], config: ModelConfig, dtype: np.dtype
+) -> Iterator[np.ndarray]:
+    """Every Hugging Face tensor in the map's order, C-contiguous, in the target dtype."""
+    for entry in weight_map(config):
+        for part in read_parts(stores[entry.path], entry, place=orbax_dir):
+            yield np.ascontiguousarray(entry.to_hf(part.astype(dtype, copy=False)))
+
+
+def _record(records: dict[str, dict[str, Any]], name: str, tensor: np.ndarray) -> np.ndarray:
+    records[name] = tensor_record(tensor)
+    return tensor
+
+
+def _write_config(folder: Path, model_dir: Path, dtype: str) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    config.pop("torch_dtype", None)  # the older name of the same field
+    config["dtype"] = dtype
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

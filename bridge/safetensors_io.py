@@ -8,6 +8,7 @@ before any data is, so tensors are written as they come, one in memory at a time
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_headers(directory: Path) -> dict[str, TensorInfo]:
@@ -145,7 +146,7 @@ def write_safetensors(
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
-        end = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        end = offset + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -41,7 +41,7 @@ def tensor_bytes(array: np.ndarray) -> memoryview:
     array = np.ascontiguousarray(array)
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 def tensor_digest(array: np.ndarray) -> str:

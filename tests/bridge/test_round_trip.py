@@ -1,0 +1,158 @@
+"""Hugging Face -> tree -> Orbax -> Hugging Face changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bridge.compare import differences
+from bridge.config import load_config
+from bridge.export import export_checkpoint
+from bridge.load import iter_leaves
+from bridge.orbax_io import write_checkpoint
+from bridge.safetensors_io import read_headers, read_tensor
+from bridge.tensors import model_digest, tree_digests
+from bridge.weight_map import weight_map
+
+from .conftest import MakeModel
+
+
+def imported(hf_dir: Path) -> Path:
+    checkpoint = hf_dir.parent / "v0" / "params"
+    write_checkpoint(checkpoint, iter_leaves(hf_dir, load_config(hf_dir)))
+    return checkpoint
+
+
+def logits(directory: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        return model(torch.arange(12).reshape(2, 6)).logits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_bits_and_logits_survive_the_round_trip(
+    make_model: MakeModel, tmp_path: Path, tied: bool, dtype: str
+) -> None:
+    hf_dir = make_model(tied=tied, dtype=dtype)
+    out = tmp_path / "out"
+
+    export_checkpoint(imported(hf_dir), out, model_dir=hf_dir, dtype=dtype)
+
+    assert differences(hf_dir, out) == []
+    assert ("lm_head.weight" in read_headers(out)) is not tied
+    assert json.loads((out / "config.json").read_text())["dtype"] == dtype
+    before, after = logits(hf_dir), logits(out)
+    assert after.dtype == getattr(torch, dtype)
+    assert torch.equal(before, after)
+
+
+def test_a_narrower_export_rounds_to_nearest_even(make_model: MakeModel, tmp_path: Path) -> None:
+    hf_dir = make_model(tied=False, dtype="float32")
+    out = tmp_path / "out"
+
+    export_checkpoint(imported(hf_dir), out, model_dir=hf_dir, dtype="bfloat16")
+
+    wide, narrow = read_headers(hf_dir), read_headers(out)
+    for name, info in narrow.items():
+        rounded = torch.from_numpy(read_tensor(wide[name])).bfloat16().view(torch.int16).numpy()
+        np.testing.assert_array_equal(read_tensor(info).view(np.int16), rounded)
+
+
+def test_exports_are_deterministic_and_describe_themselves(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    hf_dir = make_model(tied=True, dtype="float32")
+    checkpoint = imported(hf_dir)
+    (checkpoint.parent / "probe.json").write_text('{"tokens": [1]}')
+
+    for name in ("a", "b"):
+        export_checkpoint(checkpoint, tmp_path / name, model_dir=hf_dir, dtype="float32")
+
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert files == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "probe.json",
+        "tensors.json",
+        "tokenizer.json",
+    ]
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    config = load_config(hf_dir)
+    said = json.loads((tmp_path / "a" / "tensors.json").read_text())
+    flat = dict(iter_leaves(hf_dir, config))
+    digests = {name: record["blake3"] for name, record in said["tensors"].items()}
+    assert tree_digests(flat, config, "float32") == digests
+    assert said["model_digest"] == model_digest(said["tensors"])
+
+
+def test_sharded_files_are_read_and_written(make_model: MakeModel, tmp_path: Path) -> None:
+    hf_dir = make_model(tied=False, dtype="float32", max_shard_size="4KB")
+    assert (hf_dir / "model.safetensors.index.json").exists()
+    out = tmp_path / "out"
+
+    export_checkpoint(
+        imported(hf_dir), out, model_dir=hf_dir, dtype="float32", max_shard_bytes=5000
+    )
+
+    assert len(list(out.glob("model-*.safetensors"))) > 3
+    assert all(path.stat().st_size < 8000 for path in out.glob("model-*.safetensors"))
+    assert differences(hf_dir, out) == []
+    assert torch.equal(logits(hf_dir), logits(out))
+
+
+def test_layers_are_read_by_stored_chunk(make_model: MakeModel, tmp_path: Path) -> None:
+    """A checkpoint cut into chunks of two layers gives the same export as one in whole leaves."""
+    from orbax.checkpoint import v1 as ocp
+
+    hf_dir = make_model(tied=True, dtype="float32")
+    leaves = list(iter_leaves(hf_dir, load_config(hf_dir)))
+    options = ocp.options.ArrayOptions(
+        saving=ocp.options.ArrayOptions.Saving(
+            storage_options=ocp.options.ArrayOptions.Saving.StorageOptions(
+                chunk_byte_size=2 * 20 * 20 * 4, shard_axes=(0,)
+            )
+        )
+    )
+
+    with ocp.Context(array_options=options):
+        write_checkpoint(tmp_path / "params", leaves)
+    export_checkpoint(tmp_path / "params", tmp_path / "out", model_dir=hf_dir, dtype="float32")
+
+    assert differences(hf_dir, tmp_path / "out") == []
+
+
+def test_the_map_covers_each_leaf_once_and_inverts_itself(make_model: MakeModel) -> None:
+    config = load_config(make_model(tied=False, dtype="float32"))
+    entries = weight_map(config)
+    assert len({entry.path for entry in entries}) == len(entries) == 15
+    for entry in entries:
+        part = np.arange(np.prod(entry.shape)).reshape(entry.shape).astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(entry.to_tree(entry.to_hf(part)), part)
+        assert entry.to_hf(part).shape == entry.hf_shape
+
+
+def test_linear_layers_are_stored_out_by_in(make_model: MakeModel) -> None:
+    """Against the formula, not against our own inverse: y = x W^T + b is einsum with the leaf."""
+    hf_dir = make_model(tied=False, dtype="float32")
+    flat = dict(iter_leaves(hf_dir, load_config(hf_dir)))
+    model = AutoModelForCausalLM.from_pretrained(hf_dir)
+    attention = model.model.layers[1].self_attn
+    x = torch.linspace(-1, 1, 20)
+    with torch.no_grad():
+        expected = attention.q_proj(x).reshape(5, 4).numpy()
+        merged = attention.o_proj(torch.linspace(-1, 1, 20)).numpy()
+
+    q = np.einsum("d,dhk->hk", x.numpy(), flat["layers", "q"][1]) + flat["layers", "q_bias"][1]
+    o = np.einsum("hk,hkd->d", x.numpy().reshape(5, 4), flat["layers", "o"][1])
+
+    np.testing.assert_allclose(q, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(o, merged, rtol=1e-5, atol=1e-6)
