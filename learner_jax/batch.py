@@ -84,10 +84,19 @@ class BatchReader:
         run_dir: the run directory.
         spec: its resolved spec.
         root_public_key: pinned; signs `keys/roles.json`.
+        slack_s: what `wait` grants the coordinator beyond `fill.deadline`, in seconds.
     """
 
-    def __init__(self, run_dir: Path, spec: RunSpec, root_public_key: str) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        spec: RunSpec,
+        root_public_key: str,
+        *,
+        slack_s: float = DEADLINE_SLACK_S,
+    ) -> None:
         self._run_dir, self._spec = run_dir, spec
+        self._limit_s = spec.algorithm.fill.deadline + slack_s
         self._roles = _read_roles(run_dir, spec.name, root_public_key)
 
     def wait(self, step: int, stop: threading.Event, log: logging.Logger) -> BatchManifest | None:
@@ -97,16 +106,16 @@ class BatchReader:
             UserError: not there by `fill.deadline` and some slack, or not to be believed.
         """
         path = step_folder(self._run_dir, step) / batch_format.FILE_NAME
-        limit = self._spec.algorithm.fill.deadline + DEADLINE_SLACK_S
         start = time.monotonic()
         report_at = start + REPORT_EVERY_S
         while not path.exists():
             if stop.wait(POLL_S):
                 return None
             now = time.monotonic()
-            if now > start + limit:
+            if now > start + self._limit_s:
                 raise UserError(
-                    f"the coordinator wrote no batch manifest of step {step} within {limit:.0f} s",
+                    f"the coordinator wrote no batch manifest of step {step} "
+                    f"within {self._limit_s:.0f} s",
                     place=str(path),
                     remedy="see the logs of the coordinator, the validators and the samplers",
                 )
@@ -219,9 +228,9 @@ class BatchReader:
     def _training_group(self, rows: list[_Row]) -> list[TrainingRollout]:
         rows = sorted(rows, key=lambda row: row.rollout.sample)
         advantages = group_advantages(
-            np.array([row.verdict.task_reward for row in rows], np.float64),
-            np.array([row.verdict.length_penalty for row in rows], np.float64),
-            np.array([row.verdict.reward for row in rows], np.float64),
+            reward=np.array([row.verdict.reward for row in rows]),
+            task_reward=np.array([row.verdict.task_reward for row in rows]),
+            length_penalty=np.array([row.verdict.length_penalty for row in rows]),
             normalize=self._spec.algorithm.advantage.normalize,
         )
         return [row.training(float(a)) for row, a in zip(rows, advantages, strict=True)]

@@ -4,8 +4,8 @@
     checkpoints/state/step_<N>/     state/ (Orbax: fp32 masters, moments, count) and state.json
 
 Both appear by one rename. Orbax itself writes the arrays, synchronously: 50 ms for the laptop's
-model, less than an asynchronous save costs in threads. Arrays are chunked so that one layer of a stacked leaf can be read alone,
-and restored straight onto the shardings of the target, whatever mesh wrote them.
+model. They are chunked so that one layer of a stacked leaf can be read alone, and are restored
+straight onto the shardings of the target, whatever mesh wrote them.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def random_rollout(
         top_p=1.0,
         top_k=-1,
         target=8,
-        task_reward=1.0,
+        task_reward=2.0,
         length_penalty=0.0,
         proofs=[b""],
     )
@@ -211,7 +211,7 @@ def random_rollout(
 def verdict_on(
     submission: str, row: int, rollout: Rollout, *, logprob: float | None = -3.4
 ) -> RolloutVerdict:
-    """A verdict whose numbers differ from the worker's claims, so that a test sees which is used."""
+    """A verdict whose numbers all differ from the worker's claims."""
     length = len(rollout.output_tokens)
     task_reward = float(rollout.sample % 2)
     penalty = -0.05 * abs(8 - length)

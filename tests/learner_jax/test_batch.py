@@ -1,0 +1,209 @@
+"""What the learner reads of a step: all that the manifest names, checked, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from learner_jax.batch import BatchReader
+from runspec.common.errors import UserError
+from runspec.common.keys import SigningKey
+from verify.formats.batch import BatchGroup
+from verify.formats.layout import submission_files
+from verify.formats.submission import decode_rollouts, sign_submission
+from verify.formats.verdict import decode_verdicts, encode_verdicts
+
+LOG = logging.getLogger("test")
+
+
+def reader_of(run: Any) -> BatchReader:
+    return BatchReader(run.path, run.spec, run.root.public_hex)
+
+
+def test_tokens_come_from_the_submission_rewards_and_mu_from_the_verdict(run: Any) -> None:
+    # given a step whose verdicts disagree with the worker's claims
+    named = run.add_step(0, version=0)
+    files = submission_files(run.path, 0, named[0].submission)
+    rows = decode_rollouts(files.submission.read_bytes(), max_rows=99, max_bytes=10**6)
+    verdicts = decode_verdicts(files.verdict.read_bytes())
+    # when the learner reads it
+    reader = reader_of(run)
+    batch = reader.read(reader.manifest(0))
+    # then every rollout has the submission's tokens and the verdict's numbers, in order
+    assert [len(group) for group in batch.groups] == [4, 4, 4, 4]
+    for rollout, row, verdict in zip(batch.rollouts, rows, verdicts, strict=True):
+        np.testing.assert_array_equal(rollout.output_tokens, row.output_tokens)
+        np.testing.assert_array_equal(rollout.mu, verdict.logprobs)
+        assert rollout.reward == verdict.reward != row.task_reward + row.length_penalty
+    # and advantages are the reward's distance from its group's mean
+    group = batch.groups[2]
+    mean = np.mean([rollout.reward for rollout in group])
+    assert [r.advantage for r in group] == pytest.approx([r.reward - mean for r in group])
+
+
+def test_the_order_is_the_manifests_not_the_files(run: Any) -> None:
+    named = run.add_step(0, version=0)
+    run.add_batch(0, [named[3], named[1]])
+    reader = reader_of(run)
+    batch = reader.read(reader.manifest(0))
+    assert [group[0].problem_id for group in batch.groups] == ["p3", "p1"]
+
+
+def test_a_submission_that_no_manifest_names_is_not_opened(run: Any) -> None:
+    # given a step, and beside its files a submission and a verdict of garbage
+    named = run.add_step(0, version=0)
+    stranger = submission_files(run.path, 0, "ab" * 32)
+    for path in (stranger.submission, stranger.submission_envelope, stranger.verdict):
+        path.write_bytes(b"not a submission")
+    reader = reader_of(run)
+    # when the step is read, then nobody minds
+    assert len(reader.read(reader.manifest(0)).groups) == len(named)
+
+
+def test_rollouts_that_were_not_prefilled_carry_the_workers_mu(run: Any) -> None:
+    named = run.add_step(0, version=0)
+    files = submission_files(run.path, 0, named[0].submission)
+    verdicts = decode_verdicts(files.verdict.read_bytes())
+    without = [type(v)(**{**vars(v), "logprobs": None, "logprob_diff": None}) for v in verdicts]
+    refile_verdict(run, named, encode_verdicts(without))
+    reader = reader_of(run)
+    assert reader.read(reader.manifest(0)).rollouts[0].mu[0] == np.float32(-3.5)
+
+
+def refile_verdict(run: Any, named: list[BatchGroup], table: bytes, **how: Any) -> None:
+    """Files another verdict on the same submission and signs a manifest that names it."""
+    from runspec.common.hashing import digest_bytes
+
+    run.file_verdict(0, named[0].submission, table, **how)
+    groups = [
+        BatchGroup(g.submission, digest_bytes(table), g.group, g.step, g.version) for g in named
+    ]
+    run.add_batch(0, groups)
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def edited_submission(run: Any, named: list[BatchGroup]) -> None:
+    flip_a_byte(submission_files(run.path, 0, named[0].submission).submission)
+
+
+def edited_verdict(run: Any, named: list[BatchGroup]) -> None:
+    flip_a_byte(submission_files(run.path, 0, named[0].submission).verdict)
+
+
+def rejected(run: Any, named: list[BatchGroup]) -> None:
+    table = submission_files(run.path, 0, named[0].submission).verdict.read_bytes()
+    refile_verdict(run, named, table, accepted=False)
+
+
+def signed_by_a_worker(run: Any, named: list[BatchGroup]) -> None:
+    table = submission_files(run.path, 0, named[0].submission).verdict.read_bytes()
+    refile_verdict(run, named, table, key=run.worker)
+
+
+def verdict_on_another(run: Any, named: list[BatchGroup]) -> None:
+    other, _ = run.add_submission(0, other_rollouts(run, named))
+    files, others = (submission_files(run.path, 0, d) for d in (named[0].submission, other))
+    files.verdict.write_bytes(others.verdict.read_bytes())
+    files.verdict_envelope.write_bytes(others.verdict_envelope.read_bytes())
+
+
+def other_rollouts(run: Any, named: list[BatchGroup]) -> list[Any]:
+    files = submission_files(run.path, 0, named[0].submission)
+    rows = decode_rollouts(files.submission.read_bytes(), max_rows=99, max_bytes=10**6)
+    return [type(r)(**{**vars(r), "problem_id": "another"}) for r in rows]
+
+
+def half_a_group(run: Any, named: list[BatchGroup]) -> None:
+    table = submission_files(run.path, 0, named[0].submission).verdict.read_bytes()
+    refile_verdict(run, named, encode_verdicts(decode_verdicts(table)[1:]))
+
+
+def sample_twice(run: Any, named: list[BatchGroup]) -> None:
+    table = submission_files(run.path, 0, named[0].submission).verdict.read_bytes()
+    first, _, *rest = decode_verdicts(table)
+    refile_verdict(run, named, encode_verdicts([first, first, *rest]))
+
+
+def envelope_of_another_run(run: Any, named: list[BatchGroup]) -> None:
+    files = submission_files(run.path, 0, named[0].submission)
+    files.submission_envelope.write_bytes(
+        sign_submission(
+            files.submission.read_bytes(), run="other", step=0, index=0, lease="0" * 64,
+            key=run.worker,
+        )
+    )  # fmt: skip
+
+
+def missing(run: Any, named: list[BatchGroup]) -> None:
+    submission_files(run.path, 0, named[0].submission).submission.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (edited_submission, "submission's digest"),
+        (edited_verdict, "verdict's digest"),
+        (rejected, "accepted"),
+        (signed_by_a_worker, "may not sign"),
+        (verdict_on_another, "submission that the verdict is on"),
+        (half_a_group, "not whole"),
+        (sample_twice, "not whole"),
+        (envelope_of_another_run, "submission's run"),
+        (missing, "No such file"),
+    ],
+)
+def test_files_that_are_not_what_the_manifest_names_are_refused(
+    run: Any, damage: Callable[[Any, list[BatchGroup]], None], word: str
+) -> None:
+    # given a good step, one thing of it damaged
+    damage(run, run.add_step(0, version=0))
+    reader = reader_of(run)
+    # when it is read, then the error names the submission and what is wrong with it
+    with pytest.raises(UserError, match=word) as caught:
+        reader.read(reader.manifest(0))
+    assert "rollouts/step_0/" in caught.value.place
+
+
+def test_a_manifest_counts_only_with_the_coordinators_signature(run: Any) -> None:
+    run.add_batch(0, run.add_step(0, version=0), key=SigningKey.generate())
+    with pytest.raises(UserError, match="may not sign"):
+        reader_of(run).manifest(0)
+
+
+@pytest.mark.parametrize("version", [0, 5])
+def test_lag_beyond_the_async_level_or_below_zero_is_refused(run: Any, version: int) -> None:
+    named = [
+        BatchGroup(g.submission, g.verdict, g.group, g.step, version)
+        for g in run.add_step(4, version=4)
+    ]
+    run.add_batch(4, named)
+    with pytest.raises(UserError, match="lag"):
+        reader_of(run).manifest(4)
+
+
+def test_waiting_ends_when_the_manifest_appears_or_the_role_is_told_to_stop(run: Any) -> None:
+    stop, reader = threading.Event(), reader_of(run)
+    timer = threading.Timer(0.1, run.add_step, args=(0,), kwargs={"version": 0})
+    timer.start()
+    manifest = reader.wait(0, stop, LOG)
+    timer.join()
+    assert manifest is not None and manifest.step == 0
+    stop.set()
+    assert reader.wait(1, stop, LOG) is None
+
+
+def test_waiting_has_a_deadline_that_names_the_coordinator(run: Any) -> None:
+    reader = BatchReader(run.path, run.spec, run.root.public_hex, slack_s=-59.9)
+    with pytest.raises(UserError, match="the coordinator wrote no batch manifest of step 3"):
+        reader.wait(3, threading.Event(), LOG)

@@ -1,0 +1,143 @@
+"""Checkpoints: what comes back is what was written, onto any mesh, or an error that names it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from learner_jax.checkpoint import (
+    load_params,
+    load_state,
+    save_params,
+    save_state,
+    state_steps,
+)
+from learner_jax.layout import clear_unfinished, versions_in
+from runspec.common.errors import UserError
+
+REFERENCE = "ab" * 32
+
+
+def mesh_of(count: int) -> Mesh:
+    return jax.make_mesh((count,), ("fsdp",), devices=jax.devices()[:count])
+
+
+def sharded(array: Any, mesh: Mesh) -> jax.Array:
+    return jax.device_put(array, NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+
+
+def tree(mesh: Mesh, dtype: Any = jnp.float32) -> dict[str, Any]:
+    values = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
+    return {
+        "layers": {"q": sharded(jnp.asarray(values, dtype), mesh)},
+        "updates": jnp.asarray(5, jnp.int32),
+    }
+
+
+def like(value: dict[str, Any], mesh: Mesh) -> Any:
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+            if leaf.ndim == 2
+            else replicated,
+        ),
+        value,
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_a_state_comes_back_bit_for_bit_onto_another_mesh(tmp_path: Path, devices: int) -> None:
+    # given a state written by two devices
+    written = tree(mesh_of(2))
+    save_state(tmp_path, 10, written, reference=REFERENCE, keep=3)
+    # when a mesh of another size restores it
+    target = like(written, mesh_of(devices))
+    read = load_state(tmp_path, 10, target, reference=REFERENCE)
+    # then every bit is there, and lies where the target says
+    for a, b, t in zip(*map(jax.tree.leaves, (read, written, target)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        assert a.dtype == b.dtype and a.sharding.is_equivalent_to(t.sharding, a.ndim)
+
+
+def test_parameters_keep_their_type_and_lie_beside_their_probe(tmp_path: Path) -> None:
+    written = tree(mesh_of(2), jnp.bfloat16)
+    save_params(tmp_path, 4, written, {"sequences": [[1]], "logprobs": [[]]})
+    read = load_params(tmp_path, 4, like(written, mesh_of(1)))
+    assert read["layers"]["q"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+        np.asarray(read["layers"]["q"]), np.asarray(written["layers"]["q"])
+    )
+    assert json.loads((tmp_path / "v4" / "probe.json").read_bytes())["sequences"] == [[1]]
+    assert versions_in(tmp_path) == [4]
+
+
+def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:
+    for step in (1, 9, 10, 11):
+        save_state(tmp_path, step, tree(mesh_of(1)), reference=REFERENCE, keep=2)
+    assert state_steps(tmp_path) == [10, 11]
+
+
+def test_saving_a_step_again_leaves_the_first_as_it_is(tmp_path: Path) -> None:
+    save_state(tmp_path, 2, tree(mesh_of(1)), reference=REFERENCE, keep=2)
+    before = (tmp_path / "step_2" / "state.json").read_bytes()
+    save_state(tmp_path, 2, tree(mesh_of(1)), reference=REFERENCE, keep=2)
+    assert (tmp_path / "step_2" / "state.json").read_bytes() == before
+
+
+def test_unfinished_checkpoints_are_not_seen_and_are_cleared(tmp_path: Path) -> None:
+    # given what a killed learner leaves: a directory under a temporary name
+    save_state(tmp_path, 2, tree(mesh_of(1)), reference=REFERENCE, keep=2)
+    (tmp_path / ".tmp-0123-step_4" / "state").mkdir(parents=True)
+    assert state_steps(tmp_path) == [2]
+    # when the learner starts again, then it is gone
+    clear_unfinished(tmp_path, logging.getLogger("test"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_2"]
+
+
+def damage_every_file(state: Path) -> list[Path]:
+    return sorted(path for path in state.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+def test_a_flipped_bit_anywhere_in_a_state_is_found_and_named(tmp_path: Path) -> None:
+    written = tree(mesh_of(2))
+    save_state(tmp_path, 10, written, reference=REFERENCE, keep=3)
+    target = like(written, mesh_of(2))
+    for path in damage_every_file(tmp_path / "step_10"):
+        # given one bit of one file flipped
+        whole = path.read_bytes()
+        path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        # when the state is read, then the error names the checkpoint and what to do
+        with pytest.raises(UserError, match="unreadable checkpoint") as caught:
+            load_state(tmp_path, 10, target, reference=REFERENCE)
+        assert "step_10" in caught.value.place and "put" in caught.value.remedy
+        path.write_bytes(whole)
+    load_state(tmp_path, 10, target, reference=REFERENCE)
+
+
+def test_a_missing_file_is_an_error_not_zeros(tmp_path: Path) -> None:
+    written = tree(mesh_of(1))
+    save_state(tmp_path, 1, written, reference=REFERENCE, keep=3)
+    damage_every_file(tmp_path / "step_1" / "state")[-1].unlink()
+    with pytest.raises(UserError, match="unreadable checkpoint"):
+        load_state(tmp_path, 1, like(written, mesh_of(1)), reference=REFERENCE)
+
+
+def test_a_state_of_another_model_or_shape_is_refused(tmp_path: Path) -> None:
+    written = tree(mesh_of(1))
+    save_state(tmp_path, 1, written, reference=REFERENCE, keep=3)
+    with pytest.raises(UserError, match="another starting model"):
+        load_state(tmp_path, 1, like(written, mesh_of(1)), reference="cd" * 32)
+    larger = {"layers": {"q": jnp.zeros((3, 16))}, "updates": jnp.zeros((), jnp.int32)}
+    with pytest.raises(UserError, match="unreadable checkpoint"):
+        load_state(tmp_path, 1, like(larger, mesh_of(1)), reference=REFERENCE)

@@ -1,0 +1,52 @@
+"""Metrics files survive a kill at any byte, and no step has its lines twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from learner_jax.metrics import JsonLines
+from runspec.common.errors import UserError
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_lines_are_appended_once_a_step(tmp_path: Path) -> None:
+    # given a file with two steps, the second with two lines
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    assert lines.append(0, [{"loss": 1.0}])
+    assert lines.append(1, [{"loss": 0.5}, {"loss": 0.4}])
+    # when the learner starts again and replays step 1
+    again = JsonLines(path)
+    assert again.last_step == 1
+    assert not again.append(1, [{"loss": 0.5}])
+    assert again.append(2, [{"loss": 0.3}])
+    # then nothing is there twice
+    assert steps_in(path) == [0, 1, 1, 2]
+
+
+def test_a_torn_last_line_is_dropped_wherever_it_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = b'{"step": 0, "loss": 1.5}\n'
+    torn = b'{"step": 1, "text": "' + b"x" * 70_000 + b'"}\n'
+    for cut in (1, 2, 30, 66_000, len(torn) - 1):
+        path.write_bytes(whole + torn[:cut])
+        assert JsonLines(path).last_step == 0
+        assert path.read_bytes() == whole
+    path.write_bytes(torn[:40])
+    assert JsonLines(path).last_step == -1
+    assert path.read_bytes() == b""
+
+
+def test_a_file_that_is_not_ours_is_named_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"hello\n")
+    with pytest.raises(UserError, match=r"not one of ours") as caught:
+        JsonLines(path)
+    assert caught.value.place == str(path)
+    assert path.read_bytes() == b"hello\n"
