@@ -1,0 +1,256 @@
+"""Real vLLM behind two calls: load a policy version, sample a batch of requests.
+
+The engine runs in this process (its tensor-parallel ranks, where there are several, in children).
+Each load is an in-place reload followed by checks: weights read back and compared with the files,
+log-probs of the learner's probe recomputed. A stale or corrupt tensor stops the worker by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.config import load_config
+from runspec.common.errors import UserError
+from runspec.spec.schema import SamplerPool
+from sampler.probe import check_probe, read_probe
+from sampler.readback import LoadReport
+from sampler.requests import GenerationAborted, Sampled, SampleRequest
+
+MAX_SEQUENCES = 256
+CPU_BLOCK_TOKENS = 32
+"""Smallest block that vLLM's CPU attention runs well on: a short prompt is shared in a group."""
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no second start, no IPC
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner that CPUs have: one interface everywhere
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings speak of choices that are ours; loads are checked
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_CPU_ENVIRONMENT = {
+    "TORCH_COMPILE_DISABLE": "1",  # eager anyway; vLLM's small helpers would call a C++ compiler
+}
+
+
+def prepare_environment(pool: SamplerPool) -> None:
+    """Sets what vLLM and torch read from the environment at import; what is set already stays."""
+    variables = _ENVIRONMENT | (_CPU_ENVIRONMENT if pool.hardware.kind == "cpu" else {})
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+class Engine:
+    """A vLLM engine that samples from one policy version at a time. Not thread-safe.
+
+    Args:
+        pool: dtype, context length, parallelism and sampling come from here.
+        eos_token_id: the one token that ends a sequence; it is part of the output.
+        options: further arguments of vLLM's `EngineArgs`.
+    """
+
+    def __init__(
+        self, pool: SamplerPool, *, eos_token_id: int, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._pool = pool
+        self._eos_token_id = eos_token_id
+        self._options = dict(options or {})
+        self._engine: Any = None
+        self._counter = itertools.count()
+        self.version: int | None = None
+
+    def load(self, weights_dir: Path, version: int) -> LoadReport:
+        """Makes a policy version the one that is sampled from.
+
+        Args:
+            weights_dir: a published version (Hugging Face files, `probe.json`).
+            version: its number, for messages.
+
+        Returns:
+            What the first rank compared; of other ranks only the differences are added.
+
+        Raises:
+            UserError: a tensor differs from the files, or the probe's log-probs from the learner's.
+        """
+        self.version = None
+        if self._engine is None:
+            self._engine = self._start(weights_dir)
+        else:
+            self._rpc("reload_weights", weights_path=str(weights_dir))
+            self._rpc("repack_tied_head")
+            if not self._engine.reset_prefix_cache():  # it holds keys and values of old weights
+                raise RuntimeError("the prefix cache is in use during a load")
+        report = _merge(self._rpc("compare_weights", weights_dir=str(weights_dir)))
+        if report.different:
+            raise UserError(
+                f"version {version}: after the load the engine holds other bytes than the files in "
+                f"{len(report.different)} tensors: {', '.join(report.different[:5])}",
+                place=str(weights_dir),
+                remedy="restart the worker; if it happens again, report the vLLM version",
+            )
+        probe = read_probe(weights_dir)
+        check_probe(
+            probe,
+            self.prompt_logprobs([sequence.tokens for sequence in probe.sequences]),
+            dtype=self._pool.dtype,
+            version=version,
+            suspects=report.repacked,
+        )
+        self.version = version
+        return report
+
+    def generate(
+        self, requests: Sequence[SampleRequest], *, stop: threading.Event | None = None
+    ) -> list[Sampled]:
+        """Samples every request, batched as vLLM sees fit; the order does not matter to the result.
+
+        Raises:
+            GenerationAborted: `stop` was set.
+        """
+        from vllm import SamplingParams
+
+        from sampler.seeded import sampling_arguments
+
+        params = [
+            SamplingParams(
+                temperature=0.0,  # the noise is in the logits
+                max_tokens=request.max_new_tokens,
+                stop_token_ids=[self._eos_token_id],
+                ignore_eos=True,  # one rule for the end, ours
+                extra_args=sampling_arguments(
+                    slot,
+                    request.noise_key or _random_key(),
+                    self._pool.sampling.temperature,
+                ),
+            )
+            for slot, request in enumerate(requests)
+        ]
+        outputs = self._run([r.prompt_tokens for r in requests], params, stop)
+        results = [output.outputs[0] for output in outputs]
+        lengths = [len(result.token_ids) for result in results]
+        recorded = next(r for r in self._rpc("take_recorded", lengths=lengths) if r is not None)
+        tokens = np.frombuffer(recorded.tokens, dtype=np.int32)
+        if tokens.tolist() != [token for result in results for token in result.token_ids]:
+            raise RuntimeError("the recorded tokens are not the ones that vLLM returned")
+        total = len(tokens)
+        logprobs = np.frombuffer(recorded.logprobs, dtype=np.float32)
+        hidden = np.frombuffer(recorded.hidden, dtype=np.uint16).reshape(total, -1)
+        ends = np.cumsum(lengths)
+        return [
+            Sampled(
+                tokens[end - n : end], logprobs[end - n : end], str(reason), hidden[end - n : end]
+            )
+            for end, n, reason in zip(
+                ends, lengths, [r.finish_reason for r in results], strict=True
+            )
+        ]
+
+    def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Log-probs of given tokens, by prefill, at temperature 1.
+
+        Returns:
+            For each sequence f32 [n - 1]: of token i + 1 given the tokens up to i.
+        """
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        outputs = self._run(sequences, [params] * len(sequences), None)
+        return [
+            np.array(
+                [
+                    entry[token].logprob
+                    for token, entry in zip(sequence[1:], output.prompt_logprobs[1:], strict=True)
+                ],
+                dtype=np.float32,
+            )
+            for sequence, output in zip(sequences, outputs, strict=True)
+        ]
+
+    def _run(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[Any], stop: threading.Event | None
+    ) -> list[Any]:
+        """Adds the requests, steps the engine until all are finished, returns them in order."""
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._engine
+        batch = next(self._counter)
+        finished: dict[int, Any] = {}
+        live = []
+        try:
+            for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+                param.output_kind = RequestOutputKind.FINAL_ONLY
+                param.detokenize = False
+                live.append(
+                    engine.add_request(f"{batch}-{index}", tokens_input(list(prompt)), param)
+                )
+            while engine.has_unfinished_requests():
+                if stop is not None and stop.is_set():
+                    raise GenerationAborted
+                for output in engine.step():
+                    if output.finished:
+                        finished[int(output.request_id.split("-")[1])] = output
+        except BaseException:
+            engine.abort_request(live, internal=True)
+            self._rpc("clear_recorded")
+            raise
+        return [finished[index] for index in range(len(prompts))]
+
+    def _start(self, weights_dir: Path) -> Any:
+        prepare_environment(self._pool)
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        pool = self._pool
+        arguments: dict[str, Any] = {
+            "model": str(weights_dir),
+            "dtype": pool.dtype,
+            "max_model_len": pool.max_model_len,
+            "tensor_parallel_size": pool.parallel.tensor,
+            "max_num_seqs": MAX_SEQUENCES,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,  # tokens in, tokens out
+            "generation_config": "vllm",  # not the model's own taste in temperature and top-p
+            "hf_overrides": {"head_dtype": "float32"},  # logits unrounded, as the learner's are
+            "logits_processors": ["sampler.seeded:SeededSampler"],
+            "worker_extension_cls": "sampler.worker_extension.SamplerExtension",
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if pool.hardware.kind == "cpu":
+            arguments["block_size"] = CPU_BLOCK_TOKENS
+            arguments["kv_cache_memory_bytes"] = _cpu_kv_bytes(pool, weights_dir)
+        engine = LLMEngine.from_engine_args(EngineArgs(**(arguments | self._options)))
+        engine.collective_rpc("start_capture")
+        return engine
+
+    def _rpc(self, method: str, **kwargs: Any) -> list[Any]:
+        """Calls a method on every rank."""
+        return self._engine.collective_rpc(method, kwargs=kwargs)
+
+
+def _cpu_kv_bytes(pool: SamplerPool, weights_dir: Path) -> int:
+    """Keys and values of MAX_SEQUENCES full-length sequences, between 64 MiB and 4 GiB."""
+    config = load_config(weights_dir)
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    blocks = -(-pool.max_model_len // CPU_BLOCK_TOKENS)
+    item = 4 if pool.dtype == "float32" else 2
+    wanted = MAX_SEQUENCES * blocks * CPU_BLOCK_TOKENS * per_token * item
+    return min(max(wanted, 64 << 20), 4 << 30)
+
+
+def _merge(reports: Sequence[LoadReport]) -> LoadReport:
+    different = sorted({name for report in reports for name in report.different})
+    return LoadReport(reports[0].compared, reports[0].repacked, different)
+
+
+def _random_key() -> tuple[int, int]:
+    """Words that nobody can predict, for pools that are not seeded."""
+    return secrets.randbits(32) - 2**31, secrets.randbits(32) - 2**31

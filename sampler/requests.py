@@ -1,0 +1,36 @@
+"""What the engine is asked and what it answers: plain data, free of torch and vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One sequence to sample. A group is several requests that differ in `noise_key` alone."""
+
+    prompt_tokens: Sequence[int]
+    max_new_tokens: int
+    noise_key: tuple[int, int] | None
+    """Of `verify.noise.noise_key`; None where sampling is not seeded (the engine draws a key)."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One sampled sequence, row t of each array belonging to output token t."""
+
+    output_tokens: np.ndarray
+    """i32 [n], the end token included where there is one."""
+    logprobs: np.ndarray
+    """f32 [n]: log_softmax(logits / T) at the output token, before any noise."""
+    finish_reason: str
+    """`stop` (the end token) or `length`."""
+    hidden: np.ndarray
+    """u16 [n, D]: bits of the bf16 final hidden state, after the last norm, that produced it."""
+
+
+class GenerationAborted(Exception):
+    """Generation ended early because the caller asked for it; nothing was sampled."""

@@ -1,0 +1,63 @@
+"""Methods that vLLM mixes into its worker on every tensor-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sampler.readback import LoadReport, compare_weights
+from sampler.recorder import Recorded
+from sampler.seeded import SeededSampler
+
+
+class SamplerExtension:
+    """The `worker_extension_cls`: called through `collective_rpc`; `self` is the vLLM worker."""
+
+    model_runner: Any
+
+    def start_capture(self) -> None:
+        """Shows the sampling processor the hidden states from which each step's logits are made."""
+        processor = self._processor()
+
+        def see(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            processor.see_hidden(args[1])  # forward(lm_head, hidden_states)
+
+        self._model().logits_processor.register_forward_pre_hook(see)
+
+    def take_recorded(self, lengths: Sequence[int]) -> Recorded | None:
+        """See `TokenRecorder.take`; None on ranks that keep no record."""
+        processor = self._processor()
+        return processor.recorder.take(lengths) if processor.records else None
+
+    def clear_recorded(self) -> None:
+        self._processor().recorder.clear()
+
+    def repack_tied_head(self) -> None:
+        """Makes the head's packed copy anew where it shares the embedding's tensor.
+
+        vLLM's reload copies the embedding into place and never processes the head, which the
+        checkpoint does not hold; on CPUs the head multiplies by a packed copy made at load.
+        """
+        model = self._model()
+        if model.config.tie_word_embeddings:
+            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+    def compare_weights(self, weights_dir: str) -> LoadReport:
+        """Reads the weights back and compares them with the files; see `sampler.readback`."""
+        return compare_weights(self._model(), Path(weights_dir))
+
+    def _model(self) -> Any:
+        return self.model_runner.get_model()
+
+    def _processor(self) -> SeededSampler:
+        found = [
+            processor
+            for processor in self.model_runner.input_batch.logitsprocs.all
+            if isinstance(processor, SeededSampler)
+        ]
+        if len(found) != 1:
+            raise RuntimeError(f"{len(found)} seeded samplers in the engine instead of one")
+        return found[0]
