@@ -10,14 +10,15 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value was written; line and column count from 1."""
+    """Where something was written."""
 
     file: str
     line: int
+    """Counts from 1."""
     column: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}:{self.column}"
+    """Counts from 1."""
+    source: str = ""
+    """The line's text, for the caret."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,52 @@ class Finding:
     """Stable name of the rule, like `unknown-key`."""
     severity: Severity
     path: str
-    """The value's place in the spec, like `samplers.volunteers.dtype`; empty for the whole."""
+    """Where in the spec, like `samplers.volunteers.dtype`; empty for the whole."""
     message: str
     file: str
     """The file of the layer that wrote the value; `--set` for overrides, one line each."""
     line: int
     column: int
     suggestion: str = ""
+    source: str = ""
+    """Text of the line."""
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}:{self.column}"
         path = f"{self.path}: " if self.path else ""
         hint = f" ({self.suggestion})" if self.suggestion else ""
         return f"{place}: {self.severity} {self.code}: {path}{self.message}{hint}"
+
+
+def finding_at(
+    place: Place,
+    code: str,
+    message: str,
+    *,
+    path: str = "",
+    suggestion: str = "",
+    severity: Severity = "error",
+) -> Finding:
+    """A finding at a place."""
+    return Finding(
+        code=code,
+        severity=severity,
+        path=path,
+        message=message,
+        file=place.file,
+        line=place.line,
+        column=place.column,
+        suggestion=suggestion,
+        source=place.source,
+    )
+
+
+def format_finding(finding: Finding) -> str:
+    """The finding, the line it is about, and a caret under the place."""
+    if not finding.source.strip():
+        return str(finding)
+    # Tabs stay tabs under tabs, so that the caret meets its column on any terminal.
+    before = "".join("\t" if c == "\t" else " " for c in finding.source[: finding.column - 1])
+    number = str(finding.line)
+    margin = " " * len(number)
+    return f"{finding}\n {number} | {finding.source}\n {margin} | {before}^"

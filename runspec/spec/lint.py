@@ -1,29 +1,28 @@
-"""`runspec lint`: findings over files, and how they are shown."""
+"""`runspec lint`: the findings of many specs, each once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from runspec.spec.findings import Finding
+from runspec.spec.load import load_spec
 
 
 def lint_files(
     paths: Sequence[Path], *, profile: str | None = None, overrides: Sequence[str] = ()
 ) -> list[Finding]:
-    """Findings of every spec, each once, in order of file and line.
+    """Findings of every spec, each once, in order of file, line and column.
+
+    A finding in a file that several specs extend is named once. Show them with
+    `findings.format_finding`.
 
     Raises:
         UserError: as `load_spec`: a file that cannot be read, or bad usage.
     """
-    raise NotImplementedError
-
-
-def format_findings(findings: Sequence[Finding], sources: Mapping[str, str]) -> str:
-    """Findings as text: the finding, the source line, a caret under the place.
-
-    Args:
-        findings: what to show.
-        sources: text by file name, as in `LoadedSpec.sources`; files not in it are read from disk.
-    """
-    raise NotImplementedError
+    findings = {
+        finding
+        for path in paths
+        for finding in load_spec(path, profile=profile, overrides=overrides).findings
+    }
+    return sorted(findings, key=lambda f: (f.file, f.line, f.column, f.code, f.path))

@@ -1,0 +1,88 @@
+"""`${VAR}` and `${VAR:?message}` in values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from runspec.spec.findings import Finding, finding_at
+from runspec.spec.yaml_nodes import (
+    Entry,
+    ListNode,
+    MapNode,
+    Node,
+    ScalarNode,
+    object_name,
+    resolve_scalar,
+)
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::\?([^}]*))?\}")
+
+
+def interpolate(
+    root: MapNode, environ: Mapping[str, str], findings: list[Finding]
+) -> tuple[MapNode, dict[str, ScalarNode]]:
+    """The tree with its variables filled in, and where each variable was used.
+
+    Only the values that survived the merge are looked at. A plain scalar takes the type of what it
+    became (`steps: ${STEPS}` is a number), a quoted one stays text; a variable never brings
+    structure. `${VAR:?message}` refuses an empty variable too, with its own message.
+    """
+    filler = _Filler(environ, findings)
+    filled = filler.node(root, "")
+    assert isinstance(filled, MapNode)
+    return filled, filler.used
+
+
+class _Filler:
+    def __init__(self, environ: Mapping[str, str], findings: list[Finding]) -> None:
+        self.used: dict[str, ScalarNode] = {}
+        self._environ = environ
+        self._findings = findings
+
+    def node(self, node: Node, path: str) -> Node:
+        if isinstance(node, MapNode):
+            dot = f"{path}." if path else ""
+            entries = {
+                key: Entry(entry.key_place, self.node(entry.value, f"{dot}{key}"))
+                for key, entry in node.entries.items()
+            }
+            return MapNode(entries, node.place)
+        if isinstance(node, ListNode):
+            items = [
+                self.node(item, f"{path}.{object_name(item) or index}")
+                for index, item in enumerate(node.items)
+            ]
+            return ListNode(tuple(items), node.place)
+        if isinstance(node.value, str) and "${" in node.value:
+            return self._scalar(node, node.value, path)
+        return node
+
+    def _scalar(self, node: ScalarNode, text: str, path: str) -> ScalarNode:
+        before = len(self._findings)
+        if "${" in _VARIABLE.sub("", text):
+            message = "a variable is written ${NAME} or ${NAME:?message}"
+            self._findings.append(finding_at(node.place, "variable", message, path=path))
+        filled = _VARIABLE.sub(lambda match: self._value(match, node, path), text)
+        try:
+            value = resolve_scalar(filled) if node.plain else filled
+        except ValueError as error:
+            self._findings.append(finding_at(node.place, "variable", str(error), path=path))
+            value = None
+        if len(self._findings) > before:
+            # The text as it was, so that its type gives no second finding where text is right.
+            return node
+        return ScalarNode(value, node.place, node.plain)
+
+    def _value(self, match: re.Match[str], node: ScalarNode, path: str) -> str:
+        name, message = match[1], match[2]
+        self.used[name] = node
+        value = self._environ.get(name)
+        if value is None or (message is not None and not value):
+            state = "not set" if value is None else "empty"
+            text = f"variable {name} is {state}" + (f": {message}" if message else "")
+            self._findings.append(
+                finding_at(node.place, "variable", text, path=path, suggestion=f"export {name}=...")
+            )
+            return ""
+        return value

@@ -1,0 +1,150 @@
+"""The layers of a spec, read from files and from the command line, lowest first."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
+from runspec.spec.findings import Finding, Place, finding_at
+from runspec.spec.yaml_nodes import (
+    MAX_CHARACTERS,
+    Entry,
+    ListNode,
+    MapNode,
+    Node,
+    ScalarNode,
+    parse_yaml,
+)
+
+SET_FILE = "--set"
+MAX_FILES = 32
+_OVERRIDE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+
+
+class LayerReader:
+    """Reads files and collects what is wrong with them."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        self._findings = findings
+        self._read = 0
+
+    def spec(self, path: Path) -> list[MapNode]:
+        """The spec's own layer, after those that it extends."""
+        return self._file(path, (), _text(path))
+
+    def profile(self, path: Path, name: str) -> list[MapNode]:
+        """The layers of `profiles/NAME.yaml` beside the spec."""
+        folder = path.parent / "profiles"
+        there = sorted(p.stem for p in folder.glob("*.yaml"))
+        if name not in there:
+            raise UserError(
+                f"no profile {name!r}; there are: {', '.join(there) or 'none'}",
+                place=str(folder),
+                remedy="choose one of them, or leave --profile out",
+            )
+        file = folder / f"{name}.yaml"
+        return self._file(file, (), _text(file))
+
+    def override(self, text: str, number: int) -> list[MapNode]:
+        """The layer of the `number`-th `--set path=value`, the value a YAML scalar or flow."""
+        path, equals, value_text = text.partition("=")
+        if not equals or not _OVERRIDE.fullmatch(path) or "\n" in text or "\r" in text:
+            raise UserError(
+                f"{text[:200]!r} is no path=value",
+                place=SET_FILE,
+                remedy="write --set algorithm.group_size=8, or --set samplers.NAME.dtype=float32",
+            )
+        # Empty lines and blanks in place of the path, so that lines and columns count.
+        before = "\n" * (number - 1)
+        value = before + " " * (len(path) + 1) + value_text
+        document = parse_yaml(value, SET_FILE, shown=before + text)
+        self._findings += [replace(finding, path=path) for finding in document.findings]
+        if document.findings:
+            return []
+        place = Place(SET_FILE, number, 1, text)
+        node = document.root or ScalarNode(None, replace(place, column=len(path) + 2), plain=True)
+        for key in reversed(path.split(".")):
+            node = MapNode({key: Entry(place, node)}, place)
+        assert isinstance(node, MapNode)
+        return [node]
+
+    def _file(self, path: Path, stack: tuple[Path, ...], text: str) -> list[MapNode]:
+        self._read += 1
+        document = parse_yaml(text, str(path))
+        self._findings += document.findings
+        root = document.root
+        if root is None and not document.findings:
+            self._findings.append(finding_at(Place(str(path), 1, 1), "yaml", "an empty file"))
+        if root is None:
+            return []
+        if not isinstance(root, MapNode):
+            self._findings.append(
+                finding_at(root.place, "yaml", "a spec is a map from keys to values")
+            )
+            return []
+        entries = dict(root.entries)
+        extends = entries.pop("extends", None)
+        layers: list[MapNode] = []
+        if extends is not None:
+            stack = (*stack, path.resolve())
+            for item in self._extended(extends.value):
+                layers += self._extend(path, item, stack)
+        return [*layers, MapNode(entries, root.place)]
+
+    def _extended(self, node: Node) -> list[ScalarNode]:
+        if not isinstance(node, ListNode):
+            self._report(node.place, "a list of files was expected")
+            return []
+        names = []
+        for item in node.items:
+            if isinstance(item, ScalarNode) and isinstance(item.value, str):
+                names.append(item)
+            else:
+                self._report(item.place, "a file name was expected")
+        return names
+
+    def _extend(self, path: Path, item: ScalarNode, stack: tuple[Path, ...]) -> list[MapNode]:
+        file = Path(os.path.normpath(path.parent / str(item.value)))
+        if file.resolve() in stack:
+            chain = " -> ".join(p.name for p in (*stack, file))
+            self._report(item.place, f"a cycle: {chain}")
+            return []
+        if self._read >= MAX_FILES:
+            self._report(item.place, f"more than {MAX_FILES} files in all")
+            return []
+        try:
+            text = _text(file)
+        except UserError as error:
+            self._report(item.place, error.thing)
+            return []
+        return self._file(file, stack, text)
+
+    def _report(self, place: Place, message: str) -> None:
+        self._findings.append(finding_at(place, "extends", message, path="extends"))
+
+
+def _text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        UserError: no file, too large, or not UTF-8.
+    """
+    remedy = "name a YAML file that can be read"
+    if not path.is_file():
+        raise UserError(f"no file {str(path)!r}", place=str(path), remedy=remedy)
+    try:
+        return read_bounded(path, MAX_CHARACTERS).decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(
+            f"cannot read {str(path)!r}: {error.strerror}", place=str(path), remedy=remedy
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{str(path)!r} is not UTF-8: {error.reason} at byte {error.start}",
+            place=str(path),
+            remedy=remedy,
+        ) from error

@@ -1,0 +1,138 @@
+"""One layer over another: maps merge, lists of named objects merge by name, null deletes.
+
+The schema says which lists are named, so a list merges by what it is, not by how it looks.
+Values keep the place of the layer that wrote them. Unknown keys are found here, layer by layer:
+a misspelt key is an error even where a later layer, or a null, hides it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runspec.spec.findings import Finding, Place, finding_at
+from runspec.spec.schema import Block, RunSpec
+from runspec.spec.schema_keys import block_in, close_match, keys_of, named_item, suggest_key
+from runspec.spec.yaml_nodes import Entry, ListNode, MapNode, Node, ScalarNode, object_name
+
+EMPTY = MapNode({}, Place("", 1, 1))
+
+
+def merge_layers(layers: list[MapNode], findings: list[Finding]) -> MapNode:
+    """All layers, the first lowest, as one tree that has known keys and no nulls in maps."""
+    merger = _Merger(findings)
+    merged = EMPTY
+    for layer in layers:
+        merged = merger.maps(merged, layer, RunSpec, "")
+    return merged
+
+
+class _Merger:
+    def __init__(self, findings: list[Finding]) -> None:
+        self._findings = findings
+
+    def value(self, base: Node | None, overlay: Node, annotation: Any, path: str) -> Node | None:
+        """`overlay` over `base`; None where it deletes."""
+        if isinstance(overlay, ScalarNode) and overlay.value is None:
+            return None
+        if item := named_item(annotation):
+            return self._named_list(base, overlay, item, path)
+        if isinstance(overlay, MapNode):
+            below = base if isinstance(base, MapNode) else EMPTY
+            return self.maps(below, overlay, block_in(annotation), path)
+        return overlay
+
+    def maps(
+        self, base: MapNode, overlay: MapNode, block: type[Block] | None, path: str
+    ) -> MapNode:
+        """Merges two maps; `block` is None for maps whose keys are free."""
+        entries = dict(base.entries)
+        known = keys_of(block) if block else {}
+        for key, entry in overlay.entries.items():
+            inner = _join(path, key)
+            if block and key not in known:
+                self._report(
+                    entry.key_place, "unknown-key", inner, "unknown key", suggest_key(key, block)
+                )
+                continue
+            below = entries[key].value if key in entries else None
+            merged = self.value(below, entry.value, known.get(key), inner)
+            if merged is None:
+                entries.pop(key, None)
+            else:
+                entries[key] = Entry(entry.key_place, merged)
+        return MapNode(entries, overlay.place)
+
+    def _named_list(
+        self, base: Node | None, overlay: Node, block: type[Block], path: str
+    ) -> Node | None:
+        if isinstance(overlay, MapNode):
+            named = self._items_of_map(overlay, path)
+        elif isinstance(overlay, ListNode) and overlay.items:
+            named = self._items_of_list(overlay, path)
+        else:
+            return overlay  # the empty list, or something that validation will refuse
+        items = list(base.items) if isinstance(base, ListNode) else []
+        for name, place, item in named:
+            index = next(
+                (i for i, old in enumerate(items) if name and object_name(old) == name), None
+            )
+            if item is None:
+                if index is None:
+                    match = close_match(name, [object_name(old) for old in items])
+                    hint = f"did you mean {match}?" if match else ""
+                    self._report(place, "unknown-name", path, f"no {name!r} to delete", hint)
+                else:
+                    del items[index]
+            elif isinstance(item, MapNode):
+                below = items[index] if index is not None else EMPTY
+                assert isinstance(below, MapNode)
+                inner = _join(path, name or str(len(items)))
+                merged = self.maps(below, item, block, inner)
+                items[slice(len(items), None) if index is None else slice(index, index + 1)] = [
+                    merged
+                ]
+            else:
+                items.append(item)  # not an object: validation says so
+        return ListNode(tuple(items), overlay.place)
+
+    def _items_of_list(self, overlay: ListNode, path: str) -> list[tuple[str, Place, Node | None]]:
+        result: list[tuple[str, Place, Node | None]] = []
+        seen: dict[str, Place] = {}
+        for item in overlay.items:
+            name = object_name(item)
+            if name and name in seen:
+                message = f"the name {name!r} twice, first in line {seen[name].line}"
+                self._report(item.place, "duplicate-name", path, message)
+                continue
+            seen[name] = item.place
+            result.append((name, item.place, item))
+        return result
+
+    def _items_of_map(self, overlay: MapNode, path: str) -> list[tuple[str, Place, Node | None]]:
+        result: list[tuple[str, Place, Node | None]] = []
+        for name, entry in overlay.entries.items():
+            item = entry.value
+            if isinstance(item, MapNode):
+                if object_name(item) not in ("", name):
+                    message = f"is called {object_name(item)!r} inside"
+                    self._report(item.place, "bad-value", _join(path, name), message)
+                key = Entry(entry.key_place, ScalarNode(name, entry.key_place, plain=False))
+                result.append(
+                    (name, entry.key_place, MapNode({**item.entries, "name": key}, item.place))
+                )
+            elif isinstance(item, ScalarNode) and item.value is None:
+                result.append((name, entry.key_place, None))
+            else:
+                self._report(
+                    item.place, "wrong-type", _join(path, name), "a map or null was expected"
+                )
+        return result
+
+    def _report(
+        self, place: Place, code: str, path: str, message: str, suggestion: str = ""
+    ) -> None:
+        self._findings.append(finding_at(place, code, message, path=path, suggestion=suggestion))
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

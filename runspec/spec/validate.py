@@ -1,0 +1,128 @@
+"""A merged tree against the schema: pydantic's errors, each at the place that wrote the value."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+
+from runspec.spec.findings import Finding, Place, finding_at
+from runspec.spec.schema import RunSpec
+from runspec.spec.schema_keys import close_match
+from runspec.spec.yaml_nodes import ListNode, MapNode, Node, ScalarNode, object_name, resolve_scalar
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a map",
+    "model_type": "a map",
+    "model_attributes_type": "a map",
+    "finite_number": "a finite number",
+}
+
+
+def validate(root: MapNode, findings: list[Finding]) -> RunSpec | None:
+    """The spec that the tree makes, or None with a finding for everything that is in the way."""
+    try:
+        return RunSpec.model_validate(to_python(root))
+    except ValidationError as error:
+        # One value can fail every branch of a union, or hold a variable that is not set: one
+        # finding is enough.
+        seen = {(f.path, f.file, f.line, f.column) for f in findings}
+        for item in error.errors(include_url=False):
+            finding = _finding(root, item)
+            key = (finding.path, finding.file, finding.line, finding.column)
+            if key not in seen:
+                seen.add(key)
+                findings.append(finding)
+        return None
+
+
+def to_python(node: Node) -> Any:
+    """Plain dicts, lists and scalars."""
+    if isinstance(node, MapNode):
+        return {key: to_python(entry.value) for key, entry in node.entries.items()}
+    if isinstance(node, ListNode):
+        return [to_python(item) for item in node.items]
+    return node.value
+
+
+def locate(root: Node, location: tuple[int | str, ...]) -> tuple[Place, str, Node, bool]:
+    """Follows pydantic's location, or a rule's, as far as the tree has it.
+
+    Items of named lists are reached by index or by name, and shown by name.
+
+    Returns:
+        the place, the path as people write it, the node there, and whether the whole location was
+        found.
+    """
+    node, shown = root, []
+    for step in location:
+        if isinstance(node, MapNode) and step in node.entries:
+            node = node.entries[str(step)].value
+            shown.append(str(step))
+        elif isinstance(node, ListNode) and (item := _item(node, step)) is not None:
+            node = item
+            shown.append(object_name(item) or str(step))
+        else:
+            return node.place, ".".join(shown), node, False
+    return node.place, ".".join(shown), node, True
+
+
+def _item(node: ListNode, step: int | str) -> Node | None:
+    if isinstance(step, int):
+        return node.items[step] if step < len(node.items) else None
+    return next((item for item in node.items if object_name(item) == step), None)
+
+
+def _finding(root: MapNode, error: Any) -> Finding:
+    location, kind = error["loc"], error["type"]
+    place, path, node, found = locate(root, location)
+    if kind == "missing":
+        key = ".".join(part for part in (path, str(location[-1])) if part)
+        return finding_at(place, "missing-key", "a required key is missing", path=key)
+    got = _shown(node)
+    if not found:
+        return finding_at(place, "wrong-type", f"a single value was expected, got {got}", path=path)
+    if kind in _EXPECTED:
+        message = f"{_EXPECTED[kind]} was expected, got {got}"
+        return finding_at(place, "wrong-type", message, path=path, suggestion=_unquote(node, kind))
+    if kind == "literal_error":
+        expected = error["ctx"]["expected"]
+        match = close_match(str(to_python(node)), re.findall(r"'([^']*)'", expected))
+        hint = f"did you mean {match}?" if match else ""
+        message = f"{expected} was expected, got {got}"
+        return finding_at(place, "bad-value", message, path=path, suggestion=hint)
+    message = error["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    return finding_at(place, "bad-value", f"{message}, got {got}", path=path)
+
+
+def _shown(node: Node) -> str:
+    if isinstance(node, MapNode):
+        return "a map"
+    if isinstance(node, ListNode):
+        return f"a list of {len(node.items)}"
+    if node.value is None:
+        return "null"
+    if isinstance(node.value, bool):
+        return str(node.value).lower()
+    text = repr(node.value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _unquote(node: Node, kind: str) -> str:
+    """The hint for a number or bool that was written as text."""
+    if not isinstance(node, ScalarNode) or node.plain or not isinstance(node.value, str):
+        return ""
+    try:
+        value = resolve_scalar(node.value)
+    except ValueError:
+        return ""
+    fits = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}.get(kind, ())
+    return "leave the quotes out" if type(value) in fits else ""
