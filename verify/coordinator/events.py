@@ -1,0 +1,140 @@
+"""The facts of a run, in the order in which they became true: what the ledger stores.
+
+Each is plain frozen data; `at` is seconds since the epoch. Nothing else is ever stored: the state
+of a coordinator is the fold of its events (`state.apply`), so that a restart, and an audit, see
+exactly what the process before saw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from verify.formats.lease import Lease
+
+
+@dataclass(frozen=True)
+class CoordinatorStarted:
+    """The process began (again). Deadlines do not count the time in which nobody could work."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class WorkerRegistered:
+    at: float
+    worker: str
+    """Public key."""
+    pool: str
+
+
+@dataclass(frozen=True)
+class VersionPublished:
+    """The publisher's latest.json named a new version."""
+
+    at: float
+    version: int
+    manifest_digest: str
+
+
+@dataclass(frozen=True)
+class NonceDrawn:
+    """Opens a step, or admits to an open step the keys registered since its last draw."""
+
+    at: float
+    step: int
+    nonce: str
+    workers: int
+    """How many keys were registered when it was drawn: it covers those and no later one."""
+
+
+@dataclass(frozen=True)
+class LeaseGranted:
+    at: float
+    lease: Lease
+    digest: str
+    document: str
+    """The signed bytes, which are UTF-8 text."""
+
+
+@dataclass(frozen=True)
+class LeaseExpired:
+    """No submission came in time: withheld."""
+
+    at: float
+    lease: str
+
+
+@dataclass(frozen=True)
+class SubmissionReceived:
+    """The files lie under their final names."""
+
+    at: float
+    lease: str
+    submission: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class GroupGrade:
+    """What a verdict says of one group; rewards are the validator's, means over its rollouts."""
+
+    group: int
+    outcome: Literal["usable", "filtered", "dropped"]
+    """`filtered`: all task rewards equal; `dropped`: the grader failed, nobody is to blame."""
+    rollouts: int
+    tokens: int
+    """Output tokens of all rollouts."""
+    target: int | None
+    task_reward: float
+    reward: float
+    length_error: float | None
+    """Mean |target - length| in tokens."""
+    logprob_diff: float | None
+    """Mean |claimed - recomputed| log-prob; None where nothing was prefilled."""
+
+
+@dataclass(frozen=True)
+class SubmissionJudged:
+    """The verdict files lie under their final names."""
+
+    at: float
+    lease: str
+    submission: str
+    verdict: str
+    validator: str
+    accepted: bool
+    reason: str
+    groups: tuple[GroupGrade, ...]
+    """Empty when rejected."""
+
+
+@dataclass(frozen=True)
+class TrainedGroup:
+    lease: str
+    group: int
+
+
+@dataclass(frozen=True)
+class StepClosed:
+    """The step's one batch manifest is signed."""
+
+    at: float
+    step: int
+    trained: tuple[TrainedGroup, ...]
+    """In training order."""
+    document: str
+    """The signed batch manifest."""
+
+
+Event = (
+    CoordinatorStarted
+    | WorkerRegistered
+    | VersionPublished
+    | NonceDrawn
+    | LeaseGranted
+    | LeaseExpired
+    | SubmissionReceived
+    | SubmissionJudged
+    | StepClosed
+)

@@ -1,0 +1,214 @@
+"""The decisions of the coordinator: what to lease, when to close a step. Pure functions of a State.
+
+The rules (DESIGN, "Filling a step"):
+- A lease names the newest published version v, and step s is leased only while
+  s - v <= async_level. So steps overlap as far as the lag allows and no further.
+- The lowest step that still needs groups is leased first. A step never has more groups outstanding
+  than it needs: failed, filtered and dropped groups are replaced by further leases.
+- Groups train in lease order, not in order of arrival, which would favour short outputs. So a lease
+  without a verdict holds back every group leased after it, until it is decided or expires.
+- A step opens when a worker asks and nothing below it needs groups. Its nonce is drawn then, over
+  the keys that are registered. A key registered later is covered by a draw of its own: no key can
+  be chosen to suit a nonce, and no step depends on the workers that happened to come first.
+- A worker that failed a whole step's worth of groups is leased no more of that step, so that a
+  single bad worker cannot use up `max_groups`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verify.coordinator.events import TrainedGroup
+from verify.coordinator.state import LeaseRecord, OpenStep, State
+
+IDLE_DEADLINE_S = 900.0
+"""The least that a run waits for its first worker or next version: engines start slowly."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The worker holds this lease already."""
+
+    record: LeaseRecord
+
+
+@dataclass(frozen=True)
+class NonceNeeded:
+    """Draw a nonce for this step over all registered keys, then ask again."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Sign this lease for the worker."""
+
+    step: int
+    nonce: str
+    index: int
+    groups: int
+    version: int
+    manifest_digest: str
+
+
+@dataclass(frozen=True)
+class Close:
+    """Sign the batch of the next step to close."""
+
+    step: int
+    groups: tuple[TrainedGroup, ...]
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """The run cannot go on."""
+
+    reason: str
+
+
+def decide_lease(state: State, key: str, now: float) -> Held | NonceNeeded | Grant | None:
+    """What to answer a registered worker that asks for work; None: nothing now."""
+    policy, worker = state.policy, state.workers[key]
+    for record in state.leases.values():
+        if record.lease.worker == key and record.status == "open" and record.lease.expires > now:
+            return Held(record)
+    for number in range(state.next_close, policy.steps):
+        if state.newest is None or number - state.newest.version > policy.async_level:
+            return None
+        step = state.steps.get(number)
+        if step is None:
+            return NonceNeeded(number)
+        groups = min(policy.groups_per_submission[worker.pool], leasable_groups(state, number))
+        if groups <= 0 or step.failed.get(key, 0) >= policy.groups:
+            continue
+        nonce = step.nonce_for(worker)
+        if nonce is None:
+            return NonceNeeded(number)
+        newest = state.newest
+        index = step.next_index.get(key, 0)
+        return Grant(number, nonce, index, groups, newest.version, newest.manifest_digest)
+    return None
+
+
+def needed_groups(state: State, number: int) -> int:
+    """Groups that an open step has neither trainable nor outstanding."""
+    held = 0
+    for record in state.leases.values():
+        if record.lease.step == number and record.outstanding:
+            held += record.lease.groups
+        elif record.lease.step == number or number == state.next_close > record.lease.step:
+            held += len(record.usable)  # its own, and late ones of closed steps
+    return max(0, state.policy.groups - held)
+
+
+def leasable_groups(state: State, number: int) -> int:
+    """Groups of an open step that may be leased now."""
+    room = state.policy.max_groups - state.steps[number].leased
+    return min(needed_groups(state, number), room)
+
+
+def expired_leases(state: State, now: float) -> list[LeaseRecord]:
+    """Open leases whose time has run out."""
+    return [r for r in state.leases.values() if r.status == "open" and r.lease.expires <= now]
+
+
+def decide_close(state: State, now: float) -> Close | Stalled | None:
+    """Whether the next step to close can be closed, or never will be; None: not yet."""
+    policy, number = state.policy, state.next_close
+    if state.finished:
+        return None
+    step = state.steps.get(number)
+    if step is None:
+        return _idle(state, now)
+    groups = _groups_in_lease_order(state, past_outstanding=False)
+    if len(groups) >= policy.groups:
+        return Close(number, groups[: policy.groups], complete=True)
+    if now < step.since + policy.deadline_s and not _exhausted(state, number):
+        return None
+    groups = _groups_in_lease_order(state, past_outstanding=True)[: policy.groups]
+    if len(groups) >= policy.min_groups:
+        return Close(number, groups, complete=len(groups) == policy.groups)
+    return Stalled(_why_stalled(state, number, step, len(groups), now))
+
+
+def next_due(state: State) -> float | None:
+    """When time alone will next change a decision, in seconds since the epoch."""
+    if state.finished:
+        return None
+    step = state.steps.get(state.next_close)
+    closing = step.since + state.policy.deadline_s if step else state.progress + _idle_s(state)
+    return min([closing, *(r.lease.expires for r in state.leases.values() if r.status == "open")])
+
+
+def _groups_in_lease_order(state: State, *, past_outstanding: bool) -> tuple[TrainedGroup, ...]:
+    """The groups that the next step to close may train, up to its first undecided lease.
+
+    Late leases of steps that are closed hold nothing back: they have had their time.
+    """
+    groups: list[TrainedGroup] = []
+    for record in state.leases.values():
+        if record.lease.step > state.next_close or state.lag(record) > state.policy.async_level:
+            continue
+        own = record.lease.step == state.next_close
+        if own and record.outstanding and not past_outstanding:
+            break
+        groups += [TrainedGroup(record.digest, group) for group in record.usable]
+        if len(groups) >= state.policy.groups:
+            break
+    return tuple(groups)
+
+
+def _exhausted(state: State, number: int) -> bool:
+    """Whether all that may be leased was leased and decided, and was not enough."""
+    outstanding = any(r.outstanding for r in state.leases.values() if r.lease.step == number)
+    return not outstanding and state.steps[number].leased >= state.policy.max_groups
+
+
+def _why_stalled(state: State, number: int, step: OpenStep, had: int, now: float) -> str:
+    policy = state.policy
+    tally = state.tallies.get(number)
+    waiting = sorted(
+        {
+            f"{r.lease.worker[:16]} ({'sampling' if r.status == 'open' else 'being validated'})"
+            for r in state.leases.values()
+            if r.lease.step == number and r.outstanding
+        }
+    )
+    parts = [
+        f"step {number} stalled: {had} of {policy.groups} groups, at least {policy.min_groups} "
+        f"needed, after {now - step.since:.0f} s and {step.leased} groups leased "
+        f"(max_groups allows {policy.max_groups})"
+    ]
+    if tally is not None:
+        filtered = sum(g.outcome == "filtered" for g in tally.grades)
+        parts.append(
+            f"{tally.rejected_submissions} submissions rejected, {tally.expired_groups} groups "
+            f"withheld or late, {filtered} filtered (all rewards equal)"
+        )
+        if tally.last_rejection:
+            parts.append(f"last rejection: {tally.last_rejection}")
+    parts.append(f"waited for {', '.join(waiting) or 'workers to ask for leases'}")
+    return "; ".join(parts)
+
+
+def _idle_s(state: State) -> float:
+    return max(state.policy.deadline_s, IDLE_DEADLINE_S)
+
+
+def _idle(state: State, now: float) -> Stalled | None:
+    """No step is open: the run waits for its publisher or for its first worker."""
+    if now < state.progress + _idle_s(state):
+        return None
+    oldest = max(0, state.next_close - state.policy.async_level)
+    if state.newest is None or state.newest.version < oldest:
+        newest = "none" if state.newest is None else state.newest.version
+        what = f"the publisher: version {oldest} is needed, the newest published is {newest}"
+    elif state.workers:
+        what = f"a lease request of any of the {len(state.workers)} registered workers"
+    else:
+        what = "a worker to register"
+    waited = now - state.progress
+    return Stalled(
+        f"step {state.next_close} stalled: not opened after {waited:.0f} s; waited for {what}"
+    )

@@ -1,0 +1,356 @@
+"""What is true of a run after a sequence of events: `apply`, a pure function.
+
+Invariants, which `apply` refuses to break and the property tests look for:
+- A group is trained at most once, and at a step that is at most `async_level` after its version.
+- Steps open in order and close in order, each once.
+- The leases of one worker and one step are numbered 0, 1, 2, ... under one nonce, which was drawn
+  after the worker's key was registered; so no two leases share a seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from runspec.spec.schema import RunSpec
+from verify.coordinator.events import (
+    CoordinatorStarted,
+    Event,
+    GroupGrade,
+    LeaseExpired,
+    LeaseGranted,
+    NonceDrawn,
+    StepClosed,
+    SubmissionJudged,
+    SubmissionReceived,
+    VersionPublished,
+    WorkerRegistered,
+)
+from verify.formats.lease import Lease
+
+
+class IllegalTransition(Exception):
+    """An event that cannot follow: a fault of the coordinator, or a ledger tampered with."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the spec says about filling steps; durations in seconds."""
+
+    steps: int
+    groups: int
+    """Groups a step asks for (`prompts_per_step`)."""
+    group_size: int
+    async_level: int
+    zero_variance_filter: bool
+    max_groups: int
+    """Groups leased a step at most."""
+    min_groups: int
+    """Fewer than these are no batch."""
+    deadline_s: float
+    lease_timeout_s: float
+    groups_per_submission: Mapping[str, int]
+    """For each pool."""
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Policy:
+        algorithm, fill = spec.algorithm, spec.algorithm.fill
+        groups = algorithm.prompts_per_step
+        return cls(
+            steps=spec.steps,
+            groups=groups,
+            group_size=algorithm.group_size,
+            async_level=algorithm.async_level,
+            zero_variance_filter=algorithm.filters.zero_variance,
+            max_groups=int(fill.max_groups * groups),
+            min_groups=max(1, math.ceil(fill.min_share * groups - 1e-9)),
+            deadline_s=fill.deadline,
+            lease_timeout_s=spec.verify.lease_timeout,
+            groups_per_submission={p.name: p.groups_per_submission for p in spec.samplers},
+        )
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A registered key and what it has earned."""
+
+    number: int
+    """0, 1, 2, ... in the order of registration."""
+    pool: str
+    accepted_rollouts: int = 0
+    accepted_tokens: int = 0
+    rejected_submissions: int = 0
+    withheld_leases: int = 0
+
+
+@dataclass(frozen=True)
+class Draw:
+    nonce: str
+    workers: int
+    """Covers workers with a smaller number that no earlier draw of the step covers."""
+
+
+@dataclass(frozen=True)
+class OpenStep:
+    opened: float
+    since: float
+    """What the deadline counts from: `opened`, or the coordinator's last start."""
+    draws: tuple[Draw, ...]
+    leased: int = 0
+    """Groups, failed ones included."""
+    next_index: Mapping[str, int] = field(default_factory=dict)
+    failed: Mapping[str, int] = field(default_factory=dict)
+    """For each worker the groups that were rejected or withheld."""
+
+    def nonce_for(self, worker: Worker) -> str | None:
+        return next((d.nonce for d in self.draws if worker.number < d.workers), None)
+
+
+@dataclass(frozen=True)
+class LeaseRecord:
+    lease: Lease
+    digest: str
+    document: str
+    status: Literal["open", "submitted", "accepted", "rejected", "expired"] = "open"
+    submission: str | None = None
+    verdict: str | None = None
+    usable: tuple[int, ...] = ()
+    """Groups that may be trained on and have not been."""
+
+    @property
+    def outstanding(self) -> bool:
+        return self.status in ("open", "submitted")
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What one batch manifest reports; late work counts where it was decided."""
+
+    leased_groups: int = 0
+    expired_groups: int = 0
+    """Withheld, or accepted too late to train within the lag."""
+    rejected_submissions: int = 0
+    rejected_rollouts: int = 0
+    last_rejection: str = ""
+    grades: tuple[GroupGrade, ...] = ()
+
+
+@dataclass(frozen=True)
+class State:
+    policy: Policy
+    newest: VersionPublished | None = None
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+    steps: Mapping[int, OpenStep] = field(default_factory=dict)
+    """The open ones, in order."""
+    leases: Mapping[str, LeaseRecord] = field(default_factory=dict)
+    """By digest, in lease order; those of steps long closed are forgotten."""
+    tallies: Mapping[int, Tally] = field(default_factory=dict)
+    next_step: int = 0
+    """The next to open."""
+    next_close: int = 0
+    progress: float = 0.0
+    """When something last happened that lets the run go on: a start, a version, a closing."""
+
+    @property
+    def finished(self) -> bool:
+        return self.next_close >= self.policy.steps
+
+    def lag(self, record: LeaseRecord) -> int:
+        """Lag of the record's groups if the next step to close trains them."""
+        return self.next_close - record.lease.version
+
+
+def replay(policy: Policy, events: Iterable[Event]) -> State:
+    state = State(policy)
+    for event in events:
+        state = apply(state, event)
+    return state
+
+
+def apply(state: State, event: Event) -> State:
+    """The state after an event.
+
+    Raises:
+        IllegalTransition: the event cannot follow.
+    """
+    match event:
+        case CoordinatorStarted():
+            steps = {n: replace(s, since=event.at) for n, s in state.steps.items()}
+            return replace(state, steps=steps, progress=event.at)
+        case WorkerRegistered():
+            _require(event.worker not in state.workers, "a key is registered twice")
+            worker = Worker(len(state.workers), event.pool)
+            return replace(state, workers={**state.workers, event.worker: worker})
+        case VersionPublished():
+            newer = state.newest is None or event.version > state.newest.version
+            _require(newer, f"version {event.version} is not newer")
+            return replace(state, newest=event, progress=event.at)
+        case NonceDrawn():
+            return _draw(state, event)
+        case LeaseGranted():
+            return _grant(state, event)
+        case LeaseExpired():
+            return _expire(state, event)
+        case SubmissionReceived():
+            record = _record(state, event.lease, "open")
+            return _with_lease(
+                state, replace(record, status="submitted", submission=event.submission)
+            )
+        case SubmissionJudged():
+            return _judge(state, event)
+        case StepClosed():
+            return _close(state, event)
+
+
+def _draw(state: State, event: NonceDrawn) -> State:
+    draw = Draw(event.nonce, event.workers)
+    _require(event.workers == len(state.workers) > 0, "a draw covers the keys registered so far")
+    if event.step in state.steps:
+        step = state.steps[event.step]
+        _require(draw.workers > step.draws[-1].workers, "a draw that admits nobody")
+        step = replace(step, draws=(*step.draws, draw))
+    else:
+        _require(event.step == state.next_step < state.policy.steps, "steps open in order")
+        step = OpenStep(opened=event.at, since=event.at, draws=(draw,))
+        state = replace(state, next_step=event.step + 1)
+    return replace(state, steps={**state.steps, event.step: step})
+
+
+def _grant(state: State, event: LeaseGranted) -> State:
+    lease = event.lease
+    step, worker = state.steps.get(lease.step), state.workers.get(lease.worker)
+    if step is None or worker is None or event.digest in state.leases:
+        raise IllegalTransition(f"lease {event.digest[:16]} of no open step or no known worker")
+    _require(step.nonce_for(worker) == lease.nonce, "a lease under a nonce that is not its own")
+    _require(step.next_index.get(lease.worker, 0) == lease.index, "lease indices have no holes")
+    _require(lease.step - lease.version <= state.policy.async_level, "a lease beyond the lag")
+    step = replace(
+        step,
+        leased=step.leased + lease.groups,
+        next_index={**step.next_index, lease.worker: lease.index + 1},
+    )
+    record = LeaseRecord(lease, event.digest, event.document)
+    state = _with_lease(replace(state, steps={**state.steps, lease.step: step}), record)
+    tally = state.tallies.get(lease.step, Tally())
+    tally = replace(tally, leased_groups=tally.leased_groups + lease.groups)
+    return replace(state, tallies={**state.tallies, lease.step: tally})
+
+
+def _expire(state: State, event: LeaseExpired) -> State:
+    record = _record(state, event.lease, "open")
+    state = _with_lease(state, replace(record, status="expired"))
+    worker = state.workers[record.lease.worker]
+    worker = replace(worker, withheld_leases=worker.withheld_leases + 1)
+    state = _failed(_with_worker(state, record, worker), record)
+    tally = _tally(state, record)
+    return _with_tally(
+        state, record, replace(tally, expired_groups=tally.expired_groups + record.lease.groups)
+    )
+
+
+def _judge(state: State, event: SubmissionJudged) -> State:
+    record = _record(state, event.lease, "submitted")
+    _require(record.submission == event.submission, "a verdict on another submission")
+    worker, tally, lease = state.workers[record.lease.worker], _tally(state, record), record.lease
+    if not event.accepted:
+        worker = replace(worker, rejected_submissions=worker.rejected_submissions + 1)
+        tally = replace(
+            tally,
+            rejected_submissions=tally.rejected_submissions + 1,
+            rejected_rollouts=tally.rejected_rollouts + lease.groups * state.policy.group_size,
+            last_rejection=event.reason[:300],
+        )
+        record = replace(record, status="rejected", verdict=event.verdict)
+        state = _failed(state, record)
+    else:
+        earned = [g for g in event.groups if g.outcome != "dropped"]
+        worker = replace(
+            worker,
+            accepted_rollouts=worker.accepted_rollouts + sum(g.rollouts for g in earned),
+            accepted_tokens=worker.accepted_tokens + sum(g.tokens for g in earned),
+        )
+        tally = replace(tally, grades=tally.grades + event.groups)
+        usable = tuple(g.group for g in event.groups if g.outcome == "usable")
+        record = replace(record, status="accepted", verdict=event.verdict, usable=usable)
+    state = _with_worker(_with_lease(state, record), record, worker)
+    return _lapse(_with_tally(state, record, tally))
+
+
+def _close(state: State, event: StepClosed) -> State:
+    _require(event.step == state.next_close and event.step in state.steps, "steps close in order")
+    leases = dict(state.leases)
+    for group in event.trained:
+        record = leases.get(group.lease)
+        if record is None or group.group not in record.usable:
+            raise IllegalTransition(f"group {group.group} of {group.lease[:16]} cannot be trained")
+        _require(state.lag(record) <= state.policy.async_level, "a group beyond the lag")
+        usable = tuple(g for g in record.usable if g != group.group)
+        leases[group.lease] = replace(record, usable=usable)
+    next_close = event.step + 1
+    # No group of a step this old can train any more. One step longer, so that a submission sent
+    # again finds its lease; and what a validator still holds until it is judged.
+    oldest = next_close - state.policy.async_level - 1
+    kept = {d: r for d, r in leases.items() if r.lease.step >= oldest or r.status == "submitted"}
+    return _lapse(
+        replace(
+            state,
+            leases=kept,
+            steps={n: s for n, s in state.steps.items() if n != event.step},
+            tallies={n: t for n, t in state.tallies.items() if n != event.step},
+            next_close=next_close,
+            progress=event.at,
+        )
+    )
+
+
+def _lapse(state: State) -> State:
+    """Gives up the groups that no step still to close may train."""
+    lapsed = [
+        r for r in state.leases.values() if r.usable and state.lag(r) > state.policy.async_level
+    ]
+    for record in lapsed:
+        tally = _tally(state, record)
+        expired = tally.expired_groups + len(record.usable)
+        state = _with_tally(state, record, replace(tally, expired_groups=expired))
+        state = _with_lease(state, replace(record, usable=()))
+    return state
+
+
+def _failed(state: State, record: LeaseRecord) -> State:
+    step = state.steps.get(record.lease.step)
+    if step is None:
+        return state
+    worker = record.lease.worker
+    failed = {**step.failed, worker: step.failed.get(worker, 0) + record.lease.groups}
+    return replace(state, steps={**state.steps, record.lease.step: replace(step, failed=failed)})
+
+
+def _record(state: State, lease: str, status: str) -> LeaseRecord:
+    record = state.leases.get(lease)
+    if record is None or record.status != status:
+        raise IllegalTransition(f"lease {lease[:16]} is not {status}")
+    return record
+
+
+def _tally(state: State, record: LeaseRecord) -> Tally:
+    return state.tallies.get(max(record.lease.step, state.next_close), Tally())
+
+
+def _with_tally(state: State, record: LeaseRecord, tally: Tally) -> State:
+    step = max(record.lease.step, state.next_close)
+    return replace(state, tallies={**state.tallies, step: tally})
+
+
+def _with_lease(state: State, record: LeaseRecord) -> State:
+    return replace(state, leases={**state.leases, record.digest: record})
+
+
+def _with_worker(state: State, record: LeaseRecord, worker: Worker) -> State:
+    return replace(state, workers={**state.workers, record.lease.worker: worker})
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise IllegalTransition(otherwise)

@@ -1,0 +1,163 @@
+"""The ledger: an append-only table of events, chained by hashes, in SQLite.
+
+One row an event: {seq, kind, body (JSON), chain}, where chain = BLAKE3(previous chain, seq, kind,
+body), each length-prefixed. What is appended in one call is one transaction, synced to disk before
+the call returns, so that an answer once given holds over `kill -9` and a loss of power. The table
+lives in the run's `state.db` beside the tables of others.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from runspec.common.errors import UserError
+from runspec.common.hashing import hash_parts
+from verify.coordinator.events import (
+    CoordinatorStarted,
+    Event,
+    LeaseExpired,
+    LeaseGranted,
+    NonceDrawn,
+    StepClosed,
+    SubmissionJudged,
+    SubmissionReceived,
+    VersionPublished,
+    WorkerRegistered,
+)
+
+FILE_NAME = "state.db"
+_BUSY_TIMEOUT_S = 10.0
+_FIRST_CHAIN = bytes(32).hex()
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS ledger (
+    seq INTEGER PRIMARY KEY,
+    kind TEXT NOT NULL,
+    body TEXT NOT NULL,
+    chain TEXT NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS banned_keys (
+    key TEXT PRIMARY KEY,
+    reason TEXT NOT NULL
+) STRICT;
+"""
+_KINDS: dict[str, type[Event]] = {
+    kind.__name__: kind
+    for kind in (
+        CoordinatorStarted,
+        WorkerRegistered,
+        VersionPublished,
+        NonceDrawn,
+        LeaseGranted,
+        LeaseExpired,
+        SubmissionReceived,
+        SubmissionJudged,
+        StepClosed,
+    )
+}
+_CODECS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
+
+
+class Ledger:
+    """Single writer: the coordinator process. Others may read, and may ban keys.
+
+    Raises:
+        UserError: from every method, when the database cannot be read or written (a full disk).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(
+                path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = FULL")
+            self._database.executescript(_SCHEMA)
+            last = self._database.execute(
+                "SELECT seq, chain FROM ledger ORDER BY seq DESC LIMIT 1"
+            ).fetchone()
+        except (OSError, sqlite3.Error) as error:
+            raise self._unusable(error) from error
+        self._seq, self._chain = last or (0, _FIRST_CHAIN)
+
+    def close(self) -> None:
+        self._database.close()
+
+    def append(self, events: Sequence[Event]) -> None:
+        """Stores events, all or none, durably."""
+        rows, seq, chain = [], self._seq, self._chain
+        for event in events:
+            kind = type(event).__name__
+            body = _CODECS[kind].dump_json(event).decode()
+            seq += 1
+            chain = _link(chain, seq, kind, body)
+            rows.append((seq, kind, body, chain))
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                self._database.executemany("INSERT INTO ledger VALUES (?, ?, ?, ?)", rows)
+                self._database.execute("COMMIT")
+            except sqlite3.Error:
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+        self._seq, self._chain = seq, chain
+
+    def events(self) -> Iterator[Event]:
+        """All events from the first, each checked against the chain."""
+        chain = _FIRST_CHAIN
+        for position, row in enumerate(self._rows(), start=1):
+            seq, kind, body, linked = row
+            chain = _link(chain, position, kind, body)
+            if seq != position or linked != chain or kind not in _CODECS:
+                raise UserError(
+                    f"the ledger's row {seq} does not follow from the rows before it",
+                    place=str(self._path),
+                    remedy="the file was changed or damaged: restore it, or delete the run",
+                )
+            yield _CODECS[kind].validate_json(body)
+
+    def ban(self, key: str, reason: str) -> None:
+        """From now on the key's requests are refused."""
+        try:
+            self._database.execute(
+                "INSERT OR REPLACE INTO banned_keys VALUES (?, ?)", (key, reason)
+            )
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def ban_reason(self, key: str) -> str | None:
+        """Why a key is banned; None when it is not."""
+        try:
+            row = self._database.execute(
+                "SELECT reason FROM banned_keys WHERE key = ?", (key,)
+            ).fetchone()
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+        return None if row is None else row[0]
+
+    def _rows(self) -> Iterable[tuple[int, str, str, str]]:
+        try:
+            yield from self._database.execute(
+                "SELECT seq, kind, body, chain FROM ledger ORDER BY seq"
+            )
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> UserError:
+        return UserError(
+            f"the ledger cannot be used: {error}",
+            place=str(self._path),
+            remedy="free disk space or mend the permissions, then start again",
+        )
+
+
+def _link(chain: str, seq: int, kind: str, body: str) -> str:
+    return hash_parts(bytes.fromhex(chain), seq, kind, body).hex()
