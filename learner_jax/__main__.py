@@ -14,12 +14,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Parses the command line and runs one command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m learner_jax", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    start = commands.add_parser("warm-start", help="make version 0 by supervised steps, or reuse it")
+    start = commands.add_parser(
+        "warm-start", help="make version 0 by supervised steps, or reuse it"
+    )
     start.add_argument("run_dir", type=Path, help="run directory with spec.json")
     start.add_argument("--cache", type=Path, required=True, help="where finished starts are kept")
     train = commands.add_parser("train", help="train every step that is left, then exit 0")
     train.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
-    publish = commands.add_parser("publish", help="publish each new policy version until told to end")
+    publish = commands.add_parser(
+        "publish", help="publish each new policy version until told to end"
+    )
     publish.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
     options = parser.parse_args(arguments)
     return run_role(_ROLES[options.command], lambda log: _run(options, log))

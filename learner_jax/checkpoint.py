@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from orbax.checkpoint import v1 as ocp
 
 from learner_jax.layout import PROBE_FILE, numbered
@@ -157,19 +158,26 @@ def state_steps(folder: Path) -> list[int]:
 def _context() -> ocp.Context:
     context = ocp.Context()
     saving = context.array.saving
-    saving.storage_options.chunk_byte_size = CHUNK_BYTES
-    saving.storage_options.shard_axes = (0,)
+    saving.scoped_storage_options_creator = _storage_options
     saving.use_zarr3 = True
     # Float weights hardly compress; without it a save costs a third less.
     saving.use_compression = False
     return context
 
 
+def _storage_options(keys: Any, leaf: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions:
+    # Cut along the stacked layers; anything else, cut along axis 0, would be a chunk a row.
+    stacked = any(getattr(key, "key", None) == "layers" for key in keys)
+    return ocp.options.ArrayOptions.Saving.StorageOptions(
+        chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if stacked else None
+    )
+
+
 def _save(path: Path, tree: Any) -> None:
     try:
         with _context():
             ocp.save(path, tree)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # TensorStore reports a full disk as a ValueError
         raise UserError(
             f"cannot write a checkpoint: {error}",
             place=str(path),
@@ -180,11 +188,29 @@ def _save(path: Path, tree: Any) -> None:
 def _load(path: Path, target: Any, *, remedy: str) -> Any:
     try:
         with _context():
+            _check_shapes(path, target)
             return ocp.load(path, target)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"unreadable checkpoint: {str(error)[:400]}", place=str(path), remedy=remedy
         ) from error
+
+
+def _check_shapes(path: Path, target: Any) -> None:
+    """Names the leaf that differs, before any data is read."""
+    stored = _shapes(ocp.metadata(path).metadata)
+    wanted = _shapes(target)
+    for name in sorted({*stored, *wanted}):
+        if stored.get(name) != wanted.get(name):
+            raise ValueError(f"{name} is {stored.get(name)} there, {wanted.get(name)} in this run")
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{leaf.shape}"
+        for path, leaf in leaves
+    }
 
 
 def _file_digests(root: Path) -> dict[str, str]:
