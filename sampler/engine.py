@@ -20,13 +20,17 @@ import numpy as np
 from bridge.config import load_config
 from runspec.common.errors import UserError
 from runspec.spec.schema import SamplerPool
-from sampler.probe import check_probe, read_probe
+from sampler.probe import FILE_NAME as PROBE_FILE
+from sampler.probe import LIMITS as PROBE_LIMITS
+from sampler.probe import probe_difference, read_probe
 from sampler.readback import LoadReport
 from sampler.requests import GenerationAborted, Sampled, SampleRequest
 
 MAX_SEQUENCES = 256
 CPU_BLOCK_TOKENS = 32
 """Smallest block that vLLM's CPU attention runs well on: a short prompt is shared in a group."""
+
+_RELOAD_REMEDY = "restart the worker; if it happens again, report it with vLLM's version"
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no second start, no IPC
@@ -35,7 +39,9 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-_CPU_ENVIRONMENT = {
+_CPU_RELOAD_REMEDY = "restart the worker; if it happens again, report it with vLLM's version"
+
+_ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",  # eager anyway; vLLM's small helpers would call a C++ compiler
 }
 
@@ -67,17 +73,14 @@ class Engine:
         self.version: int | None = None
 
     def load(self, weights_dir: Path, version: int) -> LoadReport:
-        """Makes a policy version the one that is sampled from.
+        """Makes a policy version the one that is sampled from, and checks that it is.
 
         Args:
             weights_dir: a published version (Hugging Face files, `probe.json`).
             version: its number, for messages.
 
-        Returns:
-            What the first rank compared; of other ranks only the differences are added.
-
         Raises:
-            UserError: a tensor differs from the files, or the probe's log-probs from the learner's.
+            UserError: see `check`.
         """
         self.version = None
         if self._engine is None:
@@ -87,23 +90,39 @@ class Engine:
             self._rpc("repack_tied_head")
             if not self._engine.reset_prefix_cache():  # it holds keys and values of old weights
                 raise RuntimeError("the prefix cache is in use during a load")
+        report = self.check(weights_dir, version)
+        self.version = version
+        return report
+
+    def check(self, weights_dir: Path, version: int) -> LoadReport:
+        """Compares what the engine holds with a version's files and probe.
+
+        Returns:
+            What the first rank compared, and the differences of all of them.
+
+        Raises:
+            UserError: a tensor differs from the files, or the probe's log-probs from the learner's.
+        """
         report = _merge(self._rpc("compare_weights", weights_dir=str(weights_dir)))
         if report.different:
             raise UserError(
                 f"version {version}: after the load the engine holds other bytes than the files in "
                 f"{len(report.different)} tensors: {', '.join(report.different[:5])}",
                 place=str(weights_dir),
-                remedy="restart the worker; if it happens again, report the vLLM version",
+                remedy=_RELOAD_REMEDY,
             )
         probe = read_probe(weights_dir)
-        check_probe(
-            probe,
-            self.prompt_logprobs([sequence.tokens for sequence in probe.sequences]),
-            dtype=self._pool.dtype,
-            version=version,
-            suspects=report.repacked,
-        )
-        self.version = version
+        logprobs = self.prompt_logprobs([sequence.tokens for sequence in probe])
+        difference = probe_difference(probe, logprobs)
+        limit = PROBE_LIMITS[self._pool.dtype]
+        if not difference <= limit:  # NaN is no agreement
+            raise UserError(
+                f"version {version}: the engine's log-probs differ from the learner's by "
+                f"{difference:.2e} on average (limit {limit:.0e}); perhaps stale: "
+                f"{', '.join(report.repacked[:5]) or 'nothing that could not be read back'}",
+                place=str(weights_dir / PROBE_FILE),
+                remedy=_RELOAD_REMEDY,
+            )
         return report
 
     def generate(

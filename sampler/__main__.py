@@ -1,0 +1,54 @@
+"""`python -m sampler`: a sampling worker."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+
+from runspec.common.process import run_role, stop_event
+
+GRACE_S = 2.0
+"""Longest time from SIGTERM to the end: a worker killed anywhere loses nothing."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parses the command line and runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m sampler", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    work = commands.add_parser("work", help="sample for a run until it is finished")
+    work.add_argument("--run", required=True, help="the run's name")
+    work.add_argument("--coordinator", required=True, metavar="URL")
+    work.add_argument(
+        "--weights", required=True, action="append", metavar="URL", help="relay; may be repeated"
+    )
+    work.add_argument("--public-key", required=True, metavar="HEX", help="the run's root key")
+    work.add_argument("--key", required=True, type=Path, metavar="FILE", help="the worker's own")
+    work.add_argument("--dir", required=True, type=Path, help="keeps fetched versions")
+    work.add_argument("--pool", required=True, metavar="NAME", help="sampler pool of the spec")
+    options = parser.parse_args(arguments)
+    return run_role(f"sampler {options.pool}", lambda log: _work(options, log))
+
+
+def _work(options: argparse.Namespace, log: logging.Logger) -> None:
+    stop = stop_event()
+    threading.Thread(target=_leave, args=(stop,), daemon=True).start()
+    from sampler.worker import WorkerOptions, work  # after the signals: its imports take seconds
+
+    values = vars(options)
+    work(WorkerOptions(**{k: v for k, v in values.items() if k != "command"}), log, stop)
+
+
+def _leave(stop: threading.Event) -> None:
+    """Ends the process where a wait (for a coordinator that is away, an engine that starts)
+    outlasts the grace."""
+    stop.wait()
+    threading.Event().wait(GRACE_S)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""From a lease to requests, and from what was sampled to the rows of a submission: pure functions.
+
+The worker chooses nothing: problem, target length and noise all follow from the lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from runspec.common.errors import UserError
+from runspec.spec.schema import SamplerPool
+from sampler.requests import Sampled, SampleRequest
+from verify.formats.lease import Lease, assignments
+from verify.formats.submission import Rollout
+from verify.noise import noise_key
+from verify.plugins import Graded, GraderFault, TaskSet
+
+
+@dataclass(frozen=True)
+class PlannedRollout:
+    """One rollout that a lease asks for."""
+
+    group: int
+    sample: int
+    problem: int
+    """Index into the task set."""
+    target: int | None
+    request: SampleRequest
+
+
+def plan_rollouts(
+    lease: Lease, tasks: TaskSet, pool: SamplerPool, *, group_size: int
+) -> list[PlannedRollout]:
+    """The rollouts of a lease, group by group, sample by sample.
+
+    Raises:
+        UserError: a prompt leaves no room for an answer in the pool's context.
+    """
+    plan = []
+    for assignment in assignments(lease, n_problems=len(tasks), targets=tasks.targets):
+        prompt = tasks.prompt_tokens(assignment.problem, assignment.target)
+        room = pool.max_model_len - len(prompt)
+        if room < pool.max_new_tokens:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens leaves {room} of {pool.max_model_len} for the "
+                f"{pool.max_new_tokens} new ones",
+                place=f"samplers.{pool.name}",
+                remedy="raise max_model_len, or lower max_new_tokens or data.max_prompt_tokens",
+            )
+        for sample in range(group_size):
+            seeded = pool.sampling.seeded
+            key = noise_key(lease.seed, assignment.group, sample) if seeded else None
+            request = SampleRequest(prompt, pool.max_new_tokens, key)
+            plan.append(
+                PlannedRollout(
+                    assignment.group, sample, assignment.problem, assignment.target, request
+                )
+            )
+    return plan
+
+
+def claim_rewards(
+    plan: Sequence[PlannedRollout], sampled: Sequence[Sampled], tasks: TaskSet
+) -> list[Graded]:
+    """Grades each rollout; where the grader fails, claims nothing (the validator drops the group)."""
+    return [_grade(tasks, planned, result) for planned, result in zip(plan, sampled, strict=True)]
+
+
+def make_rollouts(
+    lease: Lease,
+    lease_digest: str,
+    plan: Sequence[PlannedRollout],
+    sampled: Sequence[Sampled],
+    graded: Sequence[Graded],
+    proofs: Sequence[list[bytes]],
+    *,
+    tasks: TaskSet,
+    pool: SamplerPool,
+) -> list[Rollout]:
+    """The rows of a submission, in the order of the plan."""
+    return [
+        Rollout(
+            run=lease.run,
+            step=lease.step,
+            worker=lease.worker,
+            lease=lease_digest,
+            problem_id=tasks.problem(planned.problem).problem_id,
+            group=planned.group,
+            sample=planned.sample,
+            version=lease.version,
+            prompt_tokens=np.asarray(planned.request.prompt_tokens, dtype=np.int32),
+            output_tokens=result.output_tokens,
+            logprobs=result.logprobs,
+            finish_reason=result.finish_reason,
+            temperature=pool.sampling.temperature,
+            top_p=pool.sampling.top_p,
+            top_k=pool.sampling.top_k,
+            target=planned.target,
+            task_reward=claim.task_reward,
+            length_penalty=claim.length_penalty,
+            proofs=proof,
+        )
+        for planned, result, claim, proof in zip(plan, sampled, graded, proofs, strict=True)
+    ]
+
+
+def _grade(tasks: TaskSet, planned: PlannedRollout, result: Sampled) -> Graded:
+    try:
+        return tasks.grade(planned.problem, planned.target, result.output_tokens.tolist())
+    except GraderFault as fault:
+        return Graded(0.0, 0.0, 0.0, reason=str(fault))

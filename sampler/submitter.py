@@ -1,0 +1,68 @@
+"""Hands submissions in behind the sampling: the next lease samples while the last one travels."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from verify.client import SubmissionRefused
+
+MAX_IN_FLIGHT = 2
+
+
+class Submitter:
+    """One thread that finishes leases in order.
+
+    Args:
+        log: told of refused submissions.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        # One being worked on and the rest waiting.
+        self._queue: queue.Queue[tuple[str, Callable[[], None]]] = queue.Queue(MAX_IN_FLIGHT - 1)
+        self._changed = threading.Condition()
+        self._open: set[str] = set()
+        self._failure: BaseException | None = None
+        threading.Thread(target=self._work, name="submit", daemon=True).start()
+
+    def add(self, lease: str, finish: Callable[[], None]) -> None:
+        """Queues the rest of a lease's work; blocks while `MAX_IN_FLIGHT` are under way.
+
+        Args:
+            lease: its digest.
+            finish: makes the submission and hands it in; bounds its own time.
+        """
+        with self._changed:
+            self._open.add(lease)
+        self._queue.put((lease, finish))
+
+    def check(self) -> None:
+        """Raises what a submission failed with, a `RunFinished` included."""
+        if self._failure is not None:
+            raise self._failure
+
+    def is_open(self, lease: str) -> bool:
+        """Whether a lease is queued or being handed in."""
+        with self._changed:
+            return lease in self._open
+
+    def wait(self, lease: str, timeout_s: float) -> None:
+        """Waits until a lease is handed in, but no longer than `timeout_s` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: lease not in self._open, timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            lease, finish = self._queue.get()
+            try:
+                finish()
+            except SubmissionRefused as error:
+                self._log.warning("submission refused, going on: %s", error)
+            except BaseException as error:  # noqa: BLE001 - raised again by `check`
+                self._failure = self._failure or error
+            with self._changed:
+                self._open.discard(lease)
+                self._changed.notify_all()

@@ -1,0 +1,97 @@
+"""Policy versions on this machine: the newest is fetched while the current one samples."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from broadcast.client import WeightsClient
+from runspec.common.errors import UserError
+
+_POLL_S = 20.0
+"""How long one question for a newer version stays open."""
+_RETRY_S = 1.0
+
+
+class Versions:
+    """Fetches versions from relays into `cache_dir/v<N>`.
+
+    Args:
+        urls: of relays or origins.
+        run, root_public_key: whose versions are believed.
+        cache_dir: where they are kept; only the current and the newest stay.
+        fetch_s: seconds after which a fetch is given up.
+        log: told of what keeps the prefetch waiting.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        run: str,
+        root_public_key: str,
+        cache_dir: Path,
+        fetch_s: float,
+        log: logging.Logger,
+    ) -> None:
+        def client() -> WeightsClient:
+            return WeightsClient(
+                urls, run=run, root_public_key=root_public_key, cache_dir=cache_dir
+            )
+
+        self._news, self._client = client(), client()  # a long poll holds no fetch up
+        self._fetching = threading.Lock()
+        self._fetch_s, self._log = fetch_s, log
+        self._newest: int | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True)
+
+    def first(self) -> tuple[int, Path]:
+        """Waits for the newest version there is, fetches it, and begins to prefetch later ones.
+
+        Raises:
+            UserError: none by the deadline; the message names the relays.
+        """
+        latest = self._news.latest(None, self._fetch_s)
+        if latest is None:
+            raise UserError(
+                f"no version published within {self._fetch_s:.0f} s",
+                place="weights",
+                remedy="check the learner and the publisher",
+            )
+        path = self.get(latest.version, latest.manifest_digest)
+        self._newest = latest.version
+        self._thread.start()
+        return latest.version, path
+
+    def get(self, version: int, manifest_digest: str) -> Path:
+        """The directory of a version: at once where it is here.
+
+        Raises:
+            UserError: not there in time, or not the version that the digest names.
+        """
+        with self._fetching:
+            return self._client.fetch(
+                version, manifest_digest=manifest_digest, deadline_s=self._fetch_s
+            )
+
+    def keep(self, version: int) -> None:
+        """Removes every version but this one and the newest."""
+        with self._fetching:
+            self._client.prune({version} if self._newest is None else {version, self._newest})
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _prefetch(self) -> None:
+        while not self._stop.is_set():
+            try:
+                latest = self._news.latest(self._newest, _POLL_S)
+                if latest is not None:
+                    self.get(latest.version, latest.manifest_digest)
+                    self._newest = latest.version
+            except UserError as error:  # what a lease needs is fetched, and fails, in the open
+                self._log.warning("prefetch: %s", error)
+                self._stop.wait(_RETRY_S)
