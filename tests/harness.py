@@ -1,0 +1,128 @@
+"""Runs as a user starts them: the `runspec` command, its files, and waits that name what they await."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET_SHORT = ROOT / "specs" / "target_short.yaml"
+
+SMALL: Mapping[str, Any] = {
+    "steps": 6,
+    "algorithm.prompts_per_step": 4,
+    "algorithm.group_size": 4,
+    "warm_start.stop_answer_probability": 0.02,
+    "checkpoints.every": 2,
+    "verify.lease_timeout": "20s",
+}
+"""The laptop profile, cut down until a run takes seconds once its engines are up."""
+
+
+def runspec(*arguments: str | Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end and returns what it printed."""
+    return subprocess.run(
+        [sys.executable, "-m", "runspec", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+@dataclass
+class LiveRun:
+    """A run that `runspec apply` drives in a child process; leaving the `with` block ends it."""
+
+    runs_dir: Path
+    name: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LiveRun:
+        self.apply()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    @property
+    def dir(self) -> Path:
+        return self.runs_dir / self.name
+
+    def apply(self) -> None:
+        """Starts, or starts again, `runspec apply`."""
+        values = {**SMALL, **self.overrides, "name": self.name}
+        sets = [text for path, value in values.items() for text in ("--set", f"{path}={value}")]
+        self.runs_dir.mkdir(parents=True, exist_ok=True)
+        with self._output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "runspec", "apply", str(TARGET_SHORT)]
+                + ["--profile", "laptop", "--runs-dir", str(self.runs_dir), *sets],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def stop(self) -> None:
+        """Ctrl-C, then the end of patience."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def finish(self, deadline_s: float = 240) -> dict[str, Any]:
+        """Waits for the run's own end and returns summary.json."""
+        assert self.process is not None
+        code = self.process.wait(deadline_s)
+        assert code == 0, self.output()
+        return json.loads((self.dir / "summary.json").read_text())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.dir / "metrics.jsonl"
+        if not path.exists():
+            return []
+        whole = path.read_text().rpartition("\n")[0]
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def wait_until(
+        self, condition: Callable[[], Any], what: str, deadline_s: float = 150
+    ) -> None:
+        """Waits for a condition while the run is alive."""
+        deadline = time.monotonic() + deadline_s
+        while not condition():
+            assert self.process is not None
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"{deadline_s} s without {what}:\n{self.output()}"
+            time.sleep(0.1)
+
+    def wait_for_step(self, step: int) -> None:
+        """Waits until `step` steps have been trained."""
+        self.wait_until(lambda: len(self.metrics()) >= step, f"step {step}")
+
+    def status(self) -> dict[str, Any]:
+        done = runspec("status", self.name, "--runs-dir", self.runs_dir, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def output(self) -> str:
+        """The end of what `apply` printed and of every role's log."""
+        texts = {"apply": self._output.read_text(errors="replace")[-3000:]}
+        for log in sorted((self.dir / "logs").glob("*.log")):
+            texts[log.stem] = log.read_text(errors="replace")[-1500:]
+        return "\n".join(f"--- {name}\n{text}" for name, text in texts.items())
+
+    @property
+    def _output(self) -> Path:
+        return self.runs_dir / f"{self.name}.out"
