@@ -65,6 +65,8 @@ class Rules:
     """Roles whose exit 0 ends the run."""
     ends_when_sampled: frozenset[str] = frozenset()
     """Roles whose exit 0 is no death once every step has its rollouts."""
+    budget_ends_at: float | None = None
+    """When the run's budget of time is used up."""
     drain_s: float = DRAIN_S
     stop_s: float = STOP_S
 
@@ -74,7 +76,8 @@ class Outcome:
     """Why the run ended."""
 
     kind: str
-    """`finished`, `failed` (a role kept dying), `stopped` (a role said so) or `interrupted`."""
+    """`finished`, `failed` (a role kept dying), `stopped` (a role said so), `interrupted`, or
+    `over_budget`."""
     role: str = ""
     exit_code: int = 0
 
@@ -202,6 +205,9 @@ def _tick(fleet: Fleet, now: float) -> tuple[Fleet, list[Action]]:
         return fleet, []
     if fleet.phase is Phase.DRAINING and (_drained(fleet) or now >= fleet.deadline):
         return _stop(fleet, fleet.outcome or Outcome("finished"), now)
+    ends_at = fleet.rules.budget_ends_at
+    if fleet.phase is Phase.UP and ends_at is not None and now >= ends_at:
+        return _stop(fleet, Outcome("over_budget"), now)
     actions: list[Action] = []
     for name, role in fleet.roles.items():
         due = role.state is State.BACKOFF and now >= role.retry_at
@@ -238,9 +244,7 @@ def _exited(fleet: Fleet, role: str, code: int, now: float) -> tuple[Fleet, list
         fleet = _with(fleet, role, state=State.FAILED, deaths_in_a_row=deaths)
         return _stop(fleet, fleet.outcome or Outcome("failed", role, code), now)
     pause = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (deaths - 1))
-    return _with(
-        fleet, role, state=State.BACKOFF, deaths_in_a_row=deaths, retry_at=now + pause
-    ), []
+    return _with(fleet, role, state=State.BACKOFF, deaths_in_a_row=deaths, retry_at=now + pause), []
 
 
 def _stop(fleet: Fleet, outcome: Outcome, now: float) -> tuple[Fleet, list[Action]]:

@@ -92,7 +92,9 @@ def summarise(rows: Sequence[Row], *, wall_s: float, weights_bytes_sent: int) ->
 def mean(rows: Sequence[Row], key: str, weights: Sequence[float] | None = None) -> float | None:
     """Weighted mean over the rows that have the figure; None where none has."""
     weights = [1.0] * len(rows) if weights is None else weights
-    pairs = [(row[key], w) for row, w in zip(rows, weights, strict=True) if row.get(key) is not None]
+    pairs = [
+        (row[key], w) for row, w in zip(rows, weights, strict=True) if row.get(key) is not None
+    ]
     total = sum(weight for _, weight in pairs)
     if not pairs:
         return None

@@ -80,7 +80,7 @@ def role_specs(
 
     roles = [serve("origin", "broadcast", "origin", str(run_dir / "store" / "origin"))]
     for relay in spec.broadcast.relays:
-        upstream = [_upstream(name, endpoints, relay.name) for name in relay.upstream]
+        upstream = [at.get(f"relay-{name}", endpoints.origin) for name in relay.upstream]
         roles.append(
             serve(
                 f"relay-{relay.name}",
@@ -157,9 +157,7 @@ def mesh_devices(mesh: Mesh) -> int:
 
 def _learner_env(spec: RunSpec, machine: Machine, cores: tuple[int, ...]) -> dict[str, str]:
     devices = mesh_devices(spec.learner.mesh)
-    return thread_limits(cores) | jax_environment(
-        machine.env, on_cpu=_cpu(spec), devices=devices
-    )
+    return thread_limits(cores) | jax_environment(machine.env, on_cpu=_cpu(spec), devices=devices)
 
 
 def _cpu(spec: RunSpec) -> bool:
@@ -171,17 +169,6 @@ def _weights(endpoints: Endpoints, index: int) -> list[str]:
     relays = list(endpoints.relays.values())
     turn = index % len(relays) if relays else 0
     return [*relays[turn:], *relays[:turn], endpoints.origin]
-
-
-def _upstream(name: str, endpoints: Endpoints, relay: str) -> str:
-    known = {"origin": endpoints.origin} | endpoints.relays
-    if name not in known or name == relay:
-        raise UserError(
-            f"unknown upstream {name!r}",
-            place=f"broadcast.relays.{relay}.upstream",
-            remedy=f"one of: {', '.join(sorted(set(known) - {relay}))}",
-        )
-    return known[name]
 
 
 def _refuse_equal_names(roles: Sequence[RoleSpec]) -> None:

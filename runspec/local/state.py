@@ -116,7 +116,9 @@ class RunState:
         )
 
     def run(self) -> RunRow | None:
-        rows = self._read("SELECT name, spec_digest, steps, state, reason, started, finished FROM run")
+        rows = self._read(
+            "SELECT name, spec_digest, steps, state, reason, started, finished FROM run"
+        )
         return RunRow(*rows[0]) if rows else None
 
     def roles(self) -> list[RoleRow]:

@@ -118,7 +118,10 @@ class Supervisor:
         self._logs.mkdir(parents=True, exist_ok=True)
         try:
             while not self._fleet.done:
-                for event in [*self._exits_and_signs(), *self._requests(), *self._progress.poll()]:
+                exits = self._exits_and_signs()
+                # Looked at after the exits and handled before them: a worker ends because the last
+                # step has its rollouts, so by then the file that says so is there.
+                for event in [*self._progress.poll(), *self._requests(), *exits]:
                     self._handle(event)
                 self._handle(Tick())
                 self._report()
@@ -176,7 +179,9 @@ class Supervisor:
 
     def _tell_what_drained_not(self, drained: Fleet) -> None:
         workers = [name for name in drained.rules.ends_when_sampled if drained.roles[name].alive]
-        missing = sorted(workers) + ([] if drained.published else ["the last version's publication"])
+        missing = sorted(workers) + (
+            [] if drained.published else ["the last version's publication"]
+        )
         if missing and drained.outcome is not None and drained.outcome.kind == "finished":
             text = f"waited {drained.rules.drain_s:.0f} s in vain for {', '.join(missing)}"
             self._state.add_event("supervisor", text)
@@ -192,13 +197,15 @@ class Supervisor:
     def _views(self) -> list[RoleView]:
         children: Mapping[str, Child] = self._children
         return [
-            RoleView(name, role.state, role.restarts, children[name].pid if name in children else None)
+            RoleView(
+                name, role.state, role.restarts, children[name].pid if name in children else None
+            )
             for name, role in self._fleet.roles.items()
         ]
 
 
 def _describe(role: RoleState, pid: int | None, exited: Exited | None) -> str:
-    how = f"{_ended(exited.code)}, " if exited else ""
+    how = f"{describe_exit(exited.code)}, " if exited else ""
     match role.state:
         case State.STARTING:
             again = f", restart {role.restarts}" if role.restarts else ""
@@ -206,14 +213,17 @@ def _describe(role: RoleState, pid: int | None, exited: Exited | None) -> str:
         case State.BACKOFF:
             return f"{how}starts again"
         case State.FAILED:
-            return f"{how}given up after {role.deaths_in_a_row} in a row" if (
-                role.deaths_in_a_row
-            ) else f"{how}stops the run"
+            return (
+                f"{how}given up after {role.deaths_in_a_row} in a row"
+                if (role.deaths_in_a_row)
+                else f"{how}stops the run"
+            )
         case _:
             return f"{how}{role.state}"
 
 
-def _ended(code: int) -> str:
+def describe_exit(code: int) -> str:
+    """An exit code in words; negative codes are signals."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

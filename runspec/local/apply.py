@@ -1,0 +1,234 @@
+"""`runspec apply` on one machine: opens the run directory, supervises its roles, sums it up."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from runspec.common.errors import UserError
+from runspec.common.files import write_atomic
+from runspec.common.process import EXIT_FINAL, EXIT_USER_ERROR
+from runspec.local.children import end_leftovers, last_lines
+from runspec.local.conclude import conclude
+from runspec.local.endpoints import (
+    Endpoints,
+    load_endpoints,
+    plan_endpoints,
+    port_is_free,
+    save_endpoints,
+)
+from runspec.local.fleet import Outcome, Rules
+from runspec.local.identity import make_identity
+from runspec.local.machine import find_model, this_machine
+from runspec.local.preflight import Missing, look, missing
+from runspec.local.processes import Machine, RoleSpec, role_specs, warm_start_role
+from runspec.local.progress import RunProgress, StageProgress
+from runspec.local.run_dir import hold, refuse_other_spec
+from runspec.local.state import RunState
+from runspec.local.supervisor import Progress, Supervisor, Watcher, describe_exit
+from runspec.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.spec.resolved import dump_resolved, load_resolved, spec_digest
+from runspec.spec.schema import RunSpec
+
+LOG_LINES = 20
+_LEFTOVER_PATIENCE_S = 10.0
+
+
+class NotReady(UserError):
+    """The machine lacks things that the run needs."""
+
+    def __init__(self, spec: RunSpec, lacking: Sequence[Missing]) -> None:
+        self.lacking = list(lacking)
+        listed = "\n".join(f"  {item.path}: {item.thing}" for item in lacking)
+        super().__init__(f"{spec.name} cannot start on this machine:\n{listed}")
+
+
+class RunFailed(UserError):
+    """A role ended the run; `exit_code` is what `apply` exits with."""
+
+    def __init__(self, thing: str, *, place: str, remedy: str, exit_code: int) -> None:
+        super().__init__(thing, place=place, remedy=remedy)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run directory that this process holds the lock of."""
+
+    directory: Path
+    spec: RunSpec
+    endpoints: Endpoints
+    lock: int
+    """File descriptor."""
+
+
+def is_finished(spec: RunSpec, runs_dir: Path) -> bool:
+    """Whether this run has been trained to its last step already.
+
+    Raises:
+        UserError: the directory is another spec's.
+    """
+    run_dir = runs_dir / spec.name
+    if not (run_dir / SPEC_FILE).exists():
+        return False
+    refuse_other_spec(load_resolved(run_dir), spec, run_dir)
+    with closing(RunState(run_dir)) as state:
+        row = state.run()
+    return row is not None and row.state == "finished" and row.steps >= spec.steps
+
+
+@contextmanager
+def open_run(spec: RunSpec, runs_dir: Path) -> Iterator[OpenRun]:
+    """Makes or opens the run's directory, and holds it.
+
+    Raises:
+        NotReady: this machine cannot start it; nothing was made.
+        RunLocked: it is alive elsewhere.
+        UserError: a port is taken, or the directory is another spec's.
+    """
+    run_dir = (runs_dir / spec.name).absolute()
+    if not (run_dir / SPEC_FILE).exists():
+        # Asked before the first file is made: a run that cannot start leaves nothing behind.
+        _require_ready(spec, run_dir)
+        _plan(spec, run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with hold(run_dir) as lock:
+        if (run_dir / SPEC_FILE).exists():
+            refuse_other_spec(load_resolved(run_dir), spec, run_dir)
+            _require_ready(spec, run_dir)
+        with closing(RunState(run_dir)) as state:
+            end_leftovers(state.roles(), _LEFTOVER_PATIENCE_S)
+        endpoints = _plan(spec, run_dir)
+        save_endpoints(run_dir, endpoints)
+        write_atomic(run_dir / SPEC_FILE, dump_resolved(spec))
+        yield OpenRun(run_dir, spec, endpoints, lock)
+
+
+def supervise(run: OpenRun, watcher: Watcher, stop_requests: Callable[[], int]) -> Outcome:
+    """Runs the stages and then the roles of an open run until it ends, and writes its summary.
+
+    Returns:
+        The outcome, `finished` or `interrupted`.
+
+    Raises:
+        RunFailed: a role kept dying, or said that the run cannot go on; with its last lines.
+        UserError: a process cannot be started or a file cannot be written.
+    """
+    with closing(RunState(run.directory)) as state:
+        state.begin(run.spec.name, spec_digest(run.spec), run.spec.steps)
+        identity = make_identity(run.directory, run.spec)
+        machine = this_machine()
+        roles = role_specs(
+            run.spec, run.directory, endpoints=run.endpoints, identity=identity, machine=machine
+        )
+        return drive(run, _stages(run, machine), roles, state, watcher, stop_requests)
+
+
+def drive(
+    run: OpenRun,
+    stages: Sequence[RoleSpec],
+    roles: Sequence[RoleSpec],
+    state: RunState,
+    watcher: Watcher,
+    stop_requests: Callable[[], int],
+) -> Outcome:
+    """`supervise` with the processes given: each stage by itself, then all roles at once."""
+    hours = run.spec.budget.max_hours
+    left_s = None if hours is None else hours * 3600.0 - state.wall_s()
+    ends_at = None if left_s is None else time.monotonic() + left_s
+
+    def until_end(specs: Sequence[RoleSpec], progress: Progress) -> Outcome:
+        rules = Rules(
+            restarts=run.spec.placement.restarts,
+            ends_run=frozenset(role.name for role in specs if role.ends_run),
+            ends_when_sampled=frozenset(role.name for role in specs if role.ends_when_sampled),
+            budget_ends_at=ends_at,
+        )
+        return Supervisor(
+            specs,
+            logs=run.directory / "logs",
+            rules=rules,
+            state=state,
+            progress=progress,
+            watcher=watcher,
+            stop_requests=stop_requests,
+        ).run()
+
+    try:
+        outcome = Outcome("finished")
+        for stage in stages:
+            state.set_run("starting", stage.name)
+            outcome = until_end([stage], StageProgress(f"{stage.name} (see logs/{stage.name}.log)"))
+            if outcome.kind != "finished":
+                break
+        else:
+            state.set_run("running")
+            outcome = until_end(roles, RunProgress(run.directory, run.spec))
+        failure = _failure(run, outcome)
+        if failure is not None:
+            raise failure
+        state.set_run(outcome.kind)
+    except UserError as error:
+        with suppress(UserError):  # a full disk; the first error is the one to read
+            state.set_run("failed", error.thing.splitlines()[0])
+            conclude(run.directory, state.wall_s())
+        raise
+    conclude(run.directory, state.wall_s())
+    return outcome
+
+
+def _require_ready(spec: RunSpec, run_dir: Path) -> None:
+    lacking = missing(spec, run_dir, look(run_dir))
+    if lacking:
+        raise NotReady(spec, lacking)
+
+
+def _plan(spec: RunSpec, run_dir: Path) -> Endpoints:
+    return plan_endpoints(spec, load_endpoints(run_dir), port_is_free, random.Random())
+
+
+def _stages(run: OpenRun, machine: Machine) -> list[RoleSpec]:
+    """What must run before version 0 exists: nothing where the starting model is there already."""
+    initial = run.directory / "initial"
+    if (initial / "config.json").exists():
+        return []
+    if run.spec.warm_start is not None:
+        # Beside the runs, so that a second run finds the start that the first one made.
+        cache = run.directory.parent.parent / ".cache" / "warm_start"
+        return [warm_start_role(run.spec, run.directory, cache=cache, machine=machine)]
+    assert run.spec.model.hf is not None, "the linter sees to it: a shape has a warm start"
+    found = find_model(run.spec.model.hf, run.spec.model.revision, machine.env)
+    assert found is not None, "the preflight sees to it"
+    initial.unlink(missing_ok=True)  # a link to a directory that is gone
+    initial.symlink_to(found)
+    return []
+
+
+def _failure(run: OpenRun, outcome: Outcome) -> RunFailed | None:
+    """The error that an outcome is, with the role's last words."""
+    if outcome.kind in ("finished", "interrupted"):
+        return None
+    if outcome.kind == "over_budget":
+        return RunFailed(
+            f"the budget of {run.spec.budget.max_hours:g} hours is used up",
+            place="budget.max_hours",
+            remedy="apply again with --set budget.max_hours=HOURS to go on",
+            exit_code=EXIT_USER_ERROR,
+        )
+    log = run.directory / "logs" / f"{outcome.role}.log"
+    why = (
+        f"{outcome.role} says that the run cannot go on"
+        if outcome.kind == "stopped"
+        else f"{outcome.role} kept dying ({describe_exit(outcome.exit_code)})"
+    )
+    lines = "\n".join(f"  | {line}" for line in last_lines(log, LOG_LINES))
+    return RunFailed(
+        f"{why}; its last lines:\n{lines}",
+        place=str(log),
+        remedy="mend what they say, then apply again: the run goes on from its newest checkpoint",
+        exit_code=EXIT_FINAL if outcome.kind == "stopped" else EXIT_USER_ERROR,
+    )

@@ -1,0 +1,85 @@
+"""What this machine has: cores, accelerators, disk, Python packages, model weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from runspec.local.processes import Machine
+
+_SMI_PATIENCE_S = 10.0
+
+
+def this_machine() -> Machine:
+    cores = (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+    return Machine(python=sys.executable, cores=tuple(sorted(cores)), env=dict(os.environ))
+
+
+def gpu_names() -> list[str]:
+    """Names of the NVIDIA GPUs that the driver's own tool lists; empty without one."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    try:
+        listed = subprocess.run(
+            [tool, "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=_SMI_PATIENCE_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return listed.stdout.split("\n")[:-1]
+
+
+def tpu_chips() -> int:
+    """TPU chips of this host, by their device files."""
+    return len(list(Path("/dev").glob("accel[0-9]*")))
+
+
+def module_is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def free_bytes(folder: Path) -> int:
+    """Free disk space where a folder lies or will lie."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def find_model(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | None:
+    """The directory with a model's weights: a local one, or a snapshot in the Hugging Face cache.
+
+    Args:
+        hf: a directory, or a repository like Qwen/QwQ-32B.
+        revision: commit of the repository; its `main` as last downloaded when None.
+        env: HF_HUB_CACHE and HF_HOME say where the cache lies.
+    """
+    local = Path(hf).expanduser()
+    if _has_weights(local):
+        return local.resolve()
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", hf):
+        return None
+    home = Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    repository = Path(env.get("HF_HUB_CACHE") or home / "hub") / f"models--{hf.replace('/', '--')}"
+    main = repository / "refs" / "main"
+    if revision is None and main.is_file():
+        revision = main.read_text().strip()
+    if revision is None or not re.fullmatch(r"[0-9a-f]{40}", revision):
+        return None
+    snapshot = repository / "snapshots" / revision
+    return snapshot.resolve() if _has_weights(snapshot) else None
+
+
+def _has_weights(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))

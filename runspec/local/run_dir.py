@@ -1,0 +1,153 @@
+"""A run's directory: who holds it, which spec it is of, how a name on the command line finds it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from runspec.common.errors import UserError
+from runspec.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.spec.schema import RunSpec
+
+LOCK_FILE = "lock"
+EXIT_LOCKED = 5
+_LOCK_PATIENCE_S = 1.0
+# What a run in progress may change: it decides where and how long, not what is learned.
+_CHANGEABLE = ("placement", "budget", "secrets", "checkpoints.every", "checkpoints.keep")
+
+
+class RunLocked(UserError):
+    """The run is alive elsewhere."""
+
+
+@contextmanager
+def hold(run_dir: Path) -> Iterator[int]:
+    """Holds a run's lock, which the kernel lets go when its last holder dies.
+
+    Yields:
+        The lock's file descriptor; a process that inherits it holds the lock too.
+
+    Raises:
+        RunLocked: someone else holds it.
+    """
+    path = run_dir / LOCK_FILE
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if not _lock(descriptor):
+            raise RunLocked(
+                f"the run is alive: held by {_holder(path)}",
+                place=str(run_dir),
+                remedy=f"watch it with `runspec status {run_dir.name}`, or stop that process first",
+            )
+        sign_lock(descriptor)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def sign_lock(descriptor: int) -> None:
+    """Writes into the lock who holds it."""
+    holder = {"process": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def holder(run_dir: Path) -> str | None:
+    """Who holds the run, in words; None when nobody does."""
+    path = run_dir / LOCK_FILE
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(path)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def find_run(run: str, runs_dir: Path) -> Path:
+    """The directory of a run given by name or path.
+
+    Raises:
+        UserError: there is none.
+    """
+    for candidate in (runs_dir / run, Path(run)):
+        if (candidate / SPEC_FILE).is_file():
+            return candidate.absolute()
+    known = sorted(path.parent.name for path in runs_dir.glob(f"*/{SPEC_FILE}"))
+    raise UserError(
+        f"no run {run!r}",
+        place=str(runs_dir),
+        remedy=f"one of: {', '.join(known)}" if known else "start one with `runspec apply`",
+    )
+
+
+def refuse_other_spec(old: RunSpec, new: RunSpec, run_dir: Path) -> None:
+    """Raises UserError when a run directory is of a spec that learns something else."""
+    before, after = _flat(old), _flat(new)
+    lines = []
+    for path in sorted(before.keys() | after.keys()):
+        a, b = before.get(path, "unset"), after.get(path, "unset")
+        if a == b or any(path == free or path.startswith(f"{free}.") for free in _CHANGEABLE):
+            continue
+        if path == "steps" and new.steps > old.steps:
+            continue
+        lines.append(f"  {path}: {json.dumps(a)} there, {json.dumps(b)} now")
+    if lines:
+        raise UserError(
+            "this run was started with another spec (only more `steps` may be asked for):\n"
+            + "\n".join(lines),
+            place=str(run_dir),
+            remedy=f"`runspec delete {run_dir.name}`, or start another run with --set name=NAME",
+        )
+
+
+def _flat(spec: RunSpec) -> dict[str, Any]:
+    return dict(_leaves(spec.model_dump(mode="json", by_alias=True), ""))
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(v, dict) and "name" in v for v in value)
+    ):
+        value = {item["name"]: item for item in value}
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def _lock(descriptor: int) -> bool:
+    # `holder` looks by taking the lock for a moment: outwait it.
+    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+        else:
+            return True
+
+
+def _holder(path: Path) -> str:
+    try:
+        held = json.loads(path.read_bytes()[:4096])
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held["since"]))
+        return f"process {held['process']} on {held['host']} since {since}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "a process that has not said who it is"
