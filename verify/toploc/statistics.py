@@ -33,7 +33,8 @@ class ChunkStatistics:
     sign_mismatches: int
     """Positions whose exponents agree and whose signs do not."""
     error_median: float
-    """Upper median over all k positions of the distance in units in the last place, sign included."""
+    """Upper median over the k positions of the distance in units in the last place, signs counted.
+    """
     constant_error: float
     """The least `error_median` that one magnitude for all positions could reach, signs given."""
 
@@ -48,26 +49,47 @@ def verify_proofs(hidden_bits: np.ndarray, proofs: Sequence[bytes]) -> list[Chun
     Raises:
         MalformedProof: a proof that is none, or too few or too many.
     """
-    return verify_proofs_batch([hidden_bits], [proofs])[0]
+    result = verify_proofs_batch([hidden_bits], [proofs])[0]
+    if isinstance(result, MalformedProof):
+        raise result
+    return result
 
 
 def verify_proofs_batch(
     rollouts: Sequence[np.ndarray], proofs: Sequence[Sequence[bytes]]
-) -> list[list[ChunkStatistics]]:
-    """`verify_proofs` of many rollouts at once, which is cheaper than one by one."""
+) -> list[list[ChunkStatistics] | MalformedProof]:
+    """`verify_proofs` of many rollouts at once, which is cheaper than one by one.
+
+    Returns:
+        For each rollout its statistics, or why its proofs are malformed: one worker's bad bytes
+        do not cost the others their result.
+    """
     chunks = [split(hidden) for hidden in rollouts]
-    parsed = iter([p for c, sent in zip(chunks, proofs, strict=True) for p in _parse(c, sent)])
-    flat = [chunk for rollout in chunks for chunk in rollout]
+    parsed = [_parse(c, sent) for c, sent in zip(chunks, proofs, strict=True)]
+    pairs = [
+        pair
+        for c, p in zip(chunks, parsed, strict=True)
+        if not isinstance(p, MalformedProof)
+        for pair in zip(c, p, strict=True)
+    ]
+    claims = iter([proof for _, proof in pairs])
     found = iter(
-        [s for block in blocks(flat) for s in _compare(block, [next(parsed) for _ in block])]
+        [
+            statistics
+            for block in blocks([chunk for chunk, _ in pairs])
+            for statistics in _compare(block, [next(claims) for _ in block])
+        ]
     )
-    return [[next(found) for _ in rollout] for rollout in chunks]
+    return [p if isinstance(p, MalformedProof) else [next(found) for _ in p] for p in parsed]
 
 
-def _parse(chunks: list[np.ndarray], proofs: Sequence[bytes]) -> list[Proof]:
+def _parse(chunks: list[np.ndarray], proofs: Sequence[bytes]) -> list[Proof] | MalformedProof:
     if len(proofs) != len(chunks):
-        raise MalformedProof(f"{len(proofs)} proofs for {len(chunks)} chunks")
-    return [parse_proof(p, k=min(TOP_K, c.size)) for c, p in zip(chunks, proofs, strict=True)]
+        return MalformedProof(f"{len(proofs)} proofs for {len(chunks)} chunks")
+    try:
+        return [parse_proof(p, k=min(TOP_K, c.size)) for c, p in zip(chunks, proofs, strict=True)]
+    except MalformedProof as error:
+        return error
 
 
 def _compare(chunks: list[np.ndarray], proofs: list[Proof]) -> list[ChunkStatistics]:

@@ -1,0 +1,39 @@
+"""Every check of a submission, cheap ones first, behind one interface."""
+
+from runspec.spec.schema import SamplerPool
+from verify.checks.assignment import AssignmentCheck
+from verify.checks.base import Check, Examination, Subject, examine
+from verify.checks.intake import Rejected, open_rows
+from verify.checks.prefill import (
+    ProofCheck,
+    RolloutLogprobCheck,
+    SeededSamplingCheck,
+    SubmissionLogprobCheck,
+    logprob_diff,
+)
+from verify.checks.rewards import RewardCheck
+from verify.checks.values import BoundsCheck, ProofFormatCheck, TerminationCheck
+
+__all__ = [
+    "GRADE_CHECKS",
+    "ROW_CHECKS",
+    "Check",
+    "Examination",
+    "Rejected",
+    "Subject",
+    "examine",
+    "logprob_diff",
+    "open_rows",
+    "prefill_checks",
+]
+
+ROW_CHECKS: list[Check] = [AssignmentCheck(), BoundsCheck(), TerminationCheck(), ProofFormatCheck()]
+"""What the rows alone must satisfy."""
+GRADE_CHECKS: list[Check] = [RewardCheck()]
+"""What needs the validator's grades."""
+
+
+def prefill_checks(pool: SamplerPool) -> list[Check]:
+    """What needs the prefill."""
+    seeded: list[Check] = [SeededSamplingCheck()] if pool.sampling.seeded else []
+    return [SubmissionLogprobCheck(), RolloutLogprobCheck(), *seeded, ProofCheck()]

@@ -1,0 +1,120 @@
+"""Checks against the prefill: claimed log-probs, the seeded choice of tokens, TOPLOC proofs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from verify.checks.base import Subject, at_most
+from verify.formats.submission import Rollout
+from verify.formats.verdict import CheckResult
+from verify.recompute import Recomputed
+from verify.thresholds import Limits
+from verify.toploc import ChunkStatistics, MalformedProof
+
+
+def logprob_diff(row: Rollout, recomputed: Recomputed) -> float:
+    """Mean |claimed - recomputed| log-prob over the output tokens."""
+    return float(_distances(row, recomputed).mean())
+
+
+class RolloutLogprobCheck:
+    """(1/n) sum_t |log mu_claimed(o_t) - log pi_v(o_t)| over a rollout."""
+
+    name = "logprobs"
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        limit = subject.limits.logprob_rollout
+        return [
+            at_most(self.name, logprob_diff(*pair), limit, "claimed against recomputed log-probs")
+            for pair in zip(subject.rollouts, subject.recomputed, strict=True)
+        ]
+
+
+class SubmissionLogprobCheck:
+    """The same mean over all tokens of the submission: a tighter limit, since it averages more."""
+
+    name = "logprobs_submission"
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        pairs = zip(subject.rollouts, subject.recomputed, strict=True)
+        mean = float(np.concatenate([_distances(*pair) for pair in pairs]).mean())
+        result = at_most(
+            self.name, mean, subject.limits.logprob_submission, "mean over the submission"
+        )
+        return [result] * len(subject.rollouts)
+
+
+class SeededSamplingCheck:
+    """Each token must be the argmax of logits / T + noise, or lie close below it.
+
+    The gap g_t is the recomputed maximum minus the chosen token's value. At most
+    floor(gap_share * n) tokens may have g_t > gap, none g_t > gap_max.
+    """
+
+    name = "seeded_sampling"
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        return [self._row(found, subject.limits) for found in subject.recomputed]
+
+    def _row(self, recomputed: Recomputed, limits: Limits) -> CheckResult:
+        gaps = recomputed.seeded_gap
+        if gaps is None:
+            raise RuntimeError("the prefill engine gave no gaps for a seeded pool")
+        allowed = int(limits.gap_share * len(gaps))
+        worst = int(np.argmax(gaps))
+        largest = at_most(
+            self.name,
+            gaps[worst],
+            limits.gap_max if allowed else limits.gap,
+            f"gap of token {worst}, below the sampled one",
+        )
+        if not largest.passed or not allowed:
+            return largest
+        over = int((~(gaps <= limits.gap)).sum())
+        return at_most(self.name, over, allowed, f"tokens with a gap above {limits.gap}")
+
+
+class ProofCheck:
+    """TOPLOC: the proofs must speak of the recomputed activations.
+
+    Of each chunk: positions that differ in exponent or sign (limit scaled with k), mean and median
+    mantissa error where exponents agree, and the median error against what a constant proof could
+    reach. The value and limit reported are those nearest to failing.
+    """
+
+    name = "toploc"
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        return [self._row(found, subject.limits) for found in subject.recomputed]
+
+    def _row(self, recomputed: Recomputed, limits: Limits) -> CheckResult:
+        if isinstance(recomputed.proof, MalformedProof):
+            return CheckResult(self.name, False, 1.0, 0.0, str(recomputed.proof))
+        results = [
+            at_most(self.name, value, limit, f"{what} of chunk {number}")
+            for number, chunk in enumerate(recomputed.proof)
+            for what, value, limit in _measures(chunk, limits)
+        ]
+        return max(results, key=_nearness)
+
+
+def _measures(chunk: ChunkStatistics, limits: Limits) -> list[tuple[str, float, float]]:
+    mismatches = chunk.exponent_mismatches + chunk.sign_mismatches
+    return [
+        ("exponent or sign mismatches", mismatches, limits.mismatch_share * chunk.k),
+        ("mean mantissa error", chunk.mantissa_error_mean, limits.mantissa_mean),
+        ("median mantissa error", chunk.mantissa_error_median, limits.mantissa_median),
+        (
+            "median error against a constant's",
+            chunk.error_median,
+            limits.constant_ratio * chunk.constant_error,
+        ),
+    ]
+
+
+def _nearness(result: CheckResult) -> tuple[bool, float]:
+    return not result.passed, result.value / result.limit if result.limit else 0.0
+
+
+def _distances(row: Rollout, recomputed: Recomputed) -> np.ndarray:
+    return np.abs(row.logprobs.astype(np.float64) - recomputed.logprobs)

@@ -1,0 +1,85 @@
+"""Bounds that every honest row keeps: lengths, tokens, log-probs, rewards, proofs, the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from verify.checks.base import Subject, no_faults
+from verify.formats.submission import Rollout
+from verify.formats.verdict import CheckResult
+from verify.thresholds import LOGPROB_CEILING
+from verify.toploc import CHUNK_ROWS, MalformedProof, parse_proof
+
+
+class BoundsCheck:
+    """Lengths that agree, tokens of the vocabulary, finite numbers. The value counts the faults."""
+
+    name = "bounds"
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        return [no_faults(self.name, list(_faults(r, subject))) for r in subject.rollouts]
+
+
+class TerminationCheck:
+    """`stop` with the end token last and nowhere else, or `length` at the longest output."""
+
+    name = "termination"
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        return [no_faults(self.name, list(_ending(r, subject))) for r in subject.rollouts]
+
+
+class ProofFormatCheck:
+    """As many well-formed proofs as the output has chunks."""
+
+    name = "proof_format"
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        return [no_faults(self.name, list(_proof_faults(r))) for r in subject.rollouts]
+
+
+def _faults(row: Rollout, subject: Subject) -> Iterator[str]:
+    tokens, logprobs = row.output_tokens, row.logprobs
+    longest = subject.max_output(row)
+    if not 1 <= len(tokens) <= longest:
+        yield f"{len(tokens)} output tokens, outside [1, {longest}]"
+    if len(logprobs) != len(tokens):
+        yield f"{len(logprobs)} log-probs for {len(tokens)} output tokens"
+    outside = tokens[(tokens < 0) | (tokens >= subject.vocab_size)]
+    if outside.size:
+        yield f"token {outside[0]} outside the vocabulary of {subject.vocab_size}"
+    impossible = logprobs[~np.isfinite(logprobs) | (logprobs > LOGPROB_CEILING)]
+    if impossible.size:
+        yield f"log-prob {impossible[0]}"
+    for name, value in (("task_reward", row.task_reward), ("length_penalty", row.length_penalty)):
+        if not math.isfinite(value):
+            yield f"{name} {value}"
+
+
+def _ending(row: Rollout, subject: Subject) -> Iterator[str]:
+    ends = np.flatnonzero(row.output_tokens == subject.task_set.eos_token_id)
+    length, longest = len(row.output_tokens), subject.max_output(row)
+    if row.finish_reason == "stop":
+        if ends.tolist() != [length - 1]:
+            yield f"stopped, with end tokens at {ends[:4].tolist()} of {length}"
+    elif row.finish_reason == "length":
+        if ends.size:
+            yield f"went on after the end token at {ends[0]}"
+        if length != longest:
+            yield f"cut at {length} tokens, not at {longest}"
+    else:
+        yield f"finish reason {row.finish_reason[:40]!r}"
+
+
+def _proof_faults(row: Rollout) -> Iterator[str]:
+    chunks = -(-len(row.output_tokens) // CHUNK_ROWS)
+    if len(row.proofs) != chunks:
+        yield f"{len(row.proofs)} proofs for {chunks} chunks"
+    for number, proof in enumerate(row.proofs):
+        try:
+            parse_proof(proof)
+        except MalformedProof as error:
+            yield f"proof {number}: {error}"

@@ -1,0 +1,231 @@
+"""From a submission's bytes to a verdict: everything a validator thinks, nothing it sends."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from runspec.common.errors import UserError
+from runspec.spec.schema import RunSpec, SamplerPool
+from verify.checks import (
+    GRADE_CHECKS,
+    ROW_CHECKS,
+    Examination,
+    Rejected,
+    Subject,
+    examine,
+    logprob_diff,
+    open_rows,
+    prefill_checks,
+)
+from verify.formats.lease import Lease, assignments
+from verify.formats.submission import Rollout
+from verify.formats.verdict import RolloutVerdict
+from verify.limits import max_submission_bytes
+from verify.plugins import Graded, PrefillEngine, TaskSet
+from verify.recompute import Recomputed, grade, prefill_request, recompute
+from verify.thresholds import limits_for
+
+WEIGHTS_DEADLINE_S = 600.0
+_NOT_GRADED = Graded(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class SubmissionFile:
+    """A submission as the coordinator hands it out."""
+
+    submission: str
+    """Digest of `table`."""
+    lease: Lease
+    """Its signature checked."""
+    lease_digest: str
+    envelope: bytes
+    table: bytes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a validator says of a submission."""
+
+    submission: str
+    step: int
+    accepted: bool
+    reason: str
+    """Why not: check, row, number, limit."""
+    dropped_groups: list[int]
+    """Groups lost to the grader's fault."""
+    rows: list[RolloutVerdict]
+    """Empty where not even the rows could be read."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A submission between two stages."""
+
+    subject: Subject
+    examination: Examination
+    dropped: list[int]
+
+
+class Examiner:
+    """Examines submissions of one run.
+
+    Args:
+        spec: the run's resolved spec.
+        task_set: the run's problems and graders.
+        engine: recomputes rollouts.
+        vocab_size: rows of the model's output head.
+        wants_prefill: whether a submission (its digest) is recomputed; see `verify.prefill_share`.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        task_set: TaskSet,
+        engine: PrefillEngine,
+        vocab_size: int,
+        wants_prefill: Callable[[str], bool],
+    ) -> None:
+        for pool in spec.samplers:
+            _require_whole_distribution(pool)
+        self._spec, self._task_set, self._engine = spec, task_set, engine
+        self._vocab_size, self._wants_prefill = vocab_size, wants_prefill
+        self._pools = {pool.name: pool for pool in spec.samplers}
+
+    def examine(self, files: Sequence[SubmissionFile]) -> list[Verdict]:
+        """Examines submissions together; those of one version share a prefill.
+
+        Raises:
+            UserError: the weights of a version cannot be fetched, or a lease names no pool.
+        """
+        verdicts: dict[str, Verdict] = {}
+        cases: list[_Case] = []
+        for file in files:
+            try:
+                cases.append(self._before_prefill(file))
+            except Rejected as rejected:
+                verdicts[file.submission] = Verdict(
+                    file.submission, file.lease.step, False, str(rejected), [], []
+                )
+        for case in self._after_prefill(cases):
+            verdicts[case.subject.submission] = _verdict(case)
+        return [verdicts[file.submission] for file in files]
+
+    def _before_prefill(self, file: SubmissionFile) -> _Case:
+        """The checks that need no model, up to the first that fails."""
+        subject = self._open(file)
+        found = examine(ROW_CHECKS, subject)
+        if found.reason:
+            return _Case(subject, found, [])
+        grades, faults = grade(subject.rollouts, subject.assignments, self._task_set)
+        subject = replace(subject, grades=grades)
+        return _Case(subject, examine(GRADE_CHECKS, subject, found), sorted(faults))
+
+    def _open(self, file: SubmissionFile) -> Subject:
+        lease, spec = file.lease, self._spec
+        if lease.pool not in self._pools:
+            raise UserError(
+                f"a lease of pool {lease.pool[:80]!r}; the spec has {', '.join(self._pools)}",
+                place="coordinator",
+                remedy="coordinator and validator must serve the same run",
+            )
+        pool = self._pools[lease.pool]
+        rollouts = open_rows(
+            file.envelope,
+            file.table,
+            lease=lease,
+            lease_digest=file.lease_digest,
+            max_rows=lease.groups * spec.algorithm.group_size,
+            max_bytes=max_submission_bytes(spec, pool),
+        )
+        return Subject(
+            submission=file.submission,
+            rollouts=rollouts,
+            lease=lease,
+            lease_digest=file.lease_digest,
+            pool=pool,
+            group_size=spec.algorithm.group_size,
+            vocab_size=self._vocab_size,
+            task_set=self._task_set,
+            assignments=assignments(
+                lease, n_problems=len(self._task_set), targets=self._task_set.targets
+            ),
+            limits=limits_for(pool.dtype, spec.learner.compute_dtype),
+        )
+
+    def _after_prefill(self, cases: list[_Case]) -> list[_Case]:
+        """Recomputes what is still standing and drawn for it, a version at a time."""
+        done = []
+        together: dict[tuple[int, str, float], list[_Case]] = defaultdict(list)
+        for case in cases:
+            lease, pool = case.subject.lease, case.subject.pool
+            if not case.examination.reason and self._wants_prefill(case.subject.submission):
+                key = (lease.version, lease.manifest_digest, pool.sampling.temperature)
+                together[key].append(case)
+            else:
+                done.append(case)
+        for (version, manifest, temperature), alike in together.items():
+            self._engine.ensure_version(version, manifest, deadline_s=WEIGHTS_DEADLINE_S)
+            requests = [
+                prefill_request(r, c.subject.lease, seeded=c.subject.pool.sampling.seeded)
+                for c in alike
+                for r in c.subject.rollouts
+            ]
+            found = iter(recompute(self._engine, version, requests, temperature=temperature))
+            for case in alike:
+                done.append(_against_prefill(case, [next(found) for _ in case.subject.rollouts]))
+        return done
+
+
+def _against_prefill(case: _Case, recomputed: list[Recomputed]) -> _Case:
+    subject = replace(case.subject, recomputed=recomputed)
+    found = examine(prefill_checks(subject.pool), subject, case.examination)
+    return replace(case, subject=subject, examination=found)
+
+
+def _verdict(case: _Case) -> Verdict:
+    subject, found = case.subject, case.examination
+    rows = [_row_verdict(case, number, rollout) for number, rollout in enumerate(subject.rollouts)]
+    return Verdict(
+        subject.submission,
+        subject.lease.step,
+        not found.reason,
+        found.reason,
+        case.dropped,
+        rows,
+    )
+
+
+def _row_verdict(case: _Case, number: int, rollout: Rollout) -> RolloutVerdict:
+    subject = case.subject
+    graded = subject.grades[number] if subject.grades else None
+    graded = graded or _NOT_GRADED
+    recomputed = subject.recomputed[number] if subject.recomputed else None
+    return RolloutVerdict(
+        submission=subject.submission,
+        row=number,
+        group=rollout.group,
+        task_reward=graded.task_reward,
+        length_penalty=graded.length_penalty,
+        reward=graded.reward,
+        length=len(rollout.output_tokens),
+        target=rollout.target,
+        logprobs=None if recomputed is None else np.asarray(recomputed.logprobs, np.float32),
+        logprob_diff=None if recomputed is None else logprob_diff(rollout, recomputed),
+        checks=case.examination.results[number],
+    )
+
+
+def _require_whole_distribution(pool: SamplerPool) -> None:
+    """The prefill gives log softmax(logits / T); truncated sampling would need another."""
+    if pool.sampling.top_p != 1.0 or pool.sampling.top_k > 0:
+        raise UserError(
+            f"pool {pool.name!r} truncates its distribution (top_p {pool.sampling.top_p}, "
+            f"top_k {pool.sampling.top_k}), whose log-probs a validator cannot recompute",
+            place="samplers[].sampling",
+            remedy="set top_p: 1.0 and top_k: -1",
+        )

@@ -1,0 +1,95 @@
+"""What the validator computes for itself of a rollout: rewards, log-probs, choices, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verify.formats.lease import Assignment, Lease
+from verify.formats.submission import Rollout
+from verify.noise import noise_key
+from verify.plugins import Graded, GraderFault, PrefillEngine, PrefillInput, TaskSet
+from verify.toploc import ChunkStatistics, MalformedProof, verify_proofs_batch
+
+PORTION_TOKENS = 1 << 16
+"""Tokens whose hidden states are held at once (671 MB at a hidden size of 5120)."""
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """One rollout under the policy version that the lease names."""
+
+    logprobs: np.ndarray
+    """f32 [n]: log_softmax(logits / T) at the output tokens."""
+    seeded_gap: np.ndarray | None
+    """f32 [n]: how far the token lay below the recomputed maximum; None where not seeded."""
+    proof: list[ChunkStatistics] | MalformedProof
+    """Of each chunk; or why the proofs are none."""
+
+
+@dataclass(frozen=True)
+class PrefillRequest:
+    """One rollout to recompute, with the proofs that it came with."""
+
+    input: PrefillInput
+    proofs: list[bytes]
+
+
+def prefill_request(rollout: Rollout, lease: Lease, *, seeded: bool) -> PrefillRequest:
+    key = noise_key(lease.seed, rollout.group, rollout.sample) if seeded else None
+    return PrefillRequest(
+        PrefillInput(rollout.prompt_tokens, rollout.output_tokens, key), rollout.proofs
+    )
+
+
+def recompute(
+    engine: PrefillEngine, version: int, requests: Sequence[PrefillRequest], *, temperature: float
+) -> list[Recomputed]:
+    """Prefills rollouts in portions, so that hidden states never pile up."""
+    results: list[Recomputed] = []
+    for portion in _portions(requests):
+        outputs = engine.prefill(version, [r.input for r in portion], temperature=temperature)
+        proofs = verify_proofs_batch([o.hidden for o in outputs], [r.proofs for r in portion])
+        results += [
+            Recomputed(output.logprobs, output.seeded_gap, proof)
+            for output, proof in zip(outputs, proofs, strict=True)
+        ]
+    return results
+
+
+def grade(
+    rollouts: Sequence[Rollout], given: Sequence[Assignment], task_set: TaskSet
+) -> tuple[list[Graded | None], dict[int, str]]:
+    """Grades every rollout.
+
+    Returns:
+        The grades (None in groups whose grader failed), and why those groups are dropped.
+    """
+    faults: dict[int, str] = {}
+    grades: list[Graded | None] = []
+    for rollout in rollouts:
+        task = given[rollout.group]
+        try:
+            graded = task_set.grade(task.problem, task.target, rollout.output_tokens.tolist())
+        except GraderFault as fault:
+            faults[rollout.group] = str(fault)
+            graded = None
+        grades.append(graded)
+    kept = [None if r.group in faults else g for r, g in zip(rollouts, grades, strict=True)]
+    return kept, faults
+
+
+def _portions(requests: Sequence[PrefillRequest]) -> Iterator[list[PrefillRequest]]:
+    portion: list[PrefillRequest] = []
+    tokens = 0
+    for request in requests:
+        size = len(request.input.prompt_tokens) + len(request.input.output_tokens)
+        if portion and tokens + size > PORTION_TOKENS:
+            yield portion
+            portion, tokens = [], 0
+        portion.append(request)
+        tokens += size
+    if portion:
+        yield portion

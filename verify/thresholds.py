@@ -1,0 +1,72 @@
+"""Limits of the checks, by the precisions that sampler and validator compute in.
+
+The figures are chosen from measurements (see `docs/verify.md`): between what honest rollouts of a
+pair of precisions show and what the attacks show, nearer to the former.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runspec.spec.schema import FloatType
+
+REWARD_TOLERANCE = 1e-4
+"""Largest |claimed - re-graded| reward: float32 rounding, nothing more."""
+LOGPROB_CEILING = 1e-4
+"""Largest claimed log-prob: 0, and rounding."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A value passes when it is at most its limit."""
+
+    logprob_submission: float
+    """Mean |claimed - recomputed| log-prob over all output tokens of a submission, nats."""
+    logprob_rollout: float
+    """The same over one rollout, nats."""
+    gap: float
+    """tau: how far below the recomputed maximum a seeded choice may lie, nats."""
+    gap_share: float
+    """Share of a rollout's tokens that may exceed `gap` (rounded down to whole tokens)."""
+    gap_max: float
+    """What no token may exceed."""
+    mismatch_share: float
+    """TOPLOC: share of the k positions that may differ in exponent or sign."""
+    mantissa_mean: float
+    """TOPLOC: mean mantissa error, of 128."""
+    mantissa_median: float
+    """TOPLOC: median mantissa error, of 128."""
+    constant_ratio: float
+    """Median error over the least that a constant proof could reach; below 1, so none passes."""
+
+
+FLOAT32 = Limits(
+    logprob_submission=2e-3,
+    logprob_rollout=5e-3,
+    gap=1e-3,
+    gap_share=0.0,
+    gap_max=1e-3,
+    mismatch_share=16 / 128,
+    mantissa_mean=2.0,
+    mantissa_median=1.0,
+    constant_ratio=0.5,
+)
+"""float32 on both sides: only the order of summation differs."""
+
+BFLOAT16 = Limits(
+    logprob_submission=0.03,
+    logprob_rollout=0.1,
+    gap=0.25,
+    gap_share=0.01,
+    gap_max=2.0,
+    mismatch_share=38 / 128,
+    mantissa_mean=10.0,
+    mantissa_median=8.0,
+    constant_ratio=0.8,
+)
+"""bfloat16 on either side; the TOPLOC limits are the published ones (arXiv 2501.16007)."""
+
+
+def limits_for(sampler: FloatType, validator: FloatType) -> Limits:
+    """The limits for a pool's precision and that of the prefill engine."""
+    return FLOAT32 if sampler == validator == "float32" else BFLOAT16

@@ -1,0 +1,268 @@
+"""The validator process: claims submissions, examines them, signs a verdict file on each.
+
+Whatever a worker sent ends as a verdict. What is not the worker's doing (a coordinator or weights
+that cannot be reached, a fault of our own) ends the process, and what it had claimed is offered
+again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from runspec.common.canonical import MalformedJson, parse_object
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
+from runspec.common.hashing import hash_parts
+from runspec.common.keys import SigningKey
+from runspec.common.process import stop_event
+from runspec.common.roles import Roles
+from runspec.common.signed import BadSignature
+from runspec.spec.schema import RunSpec
+from verify.client import CoordinatorClient, RunFinished, WorkItem
+from verify.examiner import WEIGHTS_DEADLINE_S, Examiner, SubmissionFile, Verdict
+from verify.formats.lease import lease_digest, open_lease
+from verify.formats.verdict import encode_verdicts, sign_verdict
+from verify.plugins import (
+    PrefillEngine,
+    TaskSet,
+    WeightsLocation,
+    load_prefill_engine,
+    load_task_set,
+)
+
+MAX_CLAIMS = 8
+"""Submissions held at once: those of one policy version share a prefill."""
+WAIT_S = 5.0
+"""Length of one long-poll, and so the longest that a polite end takes while idle."""
+HEARTBEAT_S = 10.0
+_MAX_CONFIG_BYTES = 1024 * 1024
+
+
+class Coordinator(Protocol):
+    """What a validator asks of the coordinator; `verify.client.CoordinatorClient` answers it."""
+
+    def roles(self) -> Roles: ...
+
+    def next_submission(self, wait_s: float) -> WorkItem | None: ...
+
+    def download(self, digest: str) -> bytes: ...
+
+    def verdict(self, envelope: bytes, table: bytes) -> None: ...
+
+
+class Validator:
+    """Serves one run until it is finished.
+
+    Args:
+        spec: the run's resolved spec.
+        key: signs the verdicts; roles.json names its public half.
+        coordinator: hands out submissions and takes verdicts.
+        engine: recomputes rollouts.
+        task_set_of: makes the run's task from a weights directory (its tokenizer).
+        log: one line a verdict.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        key: SigningKey,
+        coordinator: Coordinator,
+        engine: PrefillEngine,
+        *,
+        task_set_of: Callable[[Path], TaskSet],
+        log: logging.Logger,
+    ) -> None:
+        self._spec, self._key, self._log = spec, key, log
+        self._task_set_of = task_set_of
+        self._coordinator, self._engine = coordinator, engine
+        self._examiner: Examiner | None = None
+        self.checked = 0
+        """Submissions given a verdict."""
+        self.busy_s = 0.0
+        """Seconds spent on them."""
+
+    def serve(self, stop: threading.Event) -> None:
+        """Claims and checks until the run is finished or `stop` is set."""
+        try:
+            while not stop.is_set():
+                items = self._claim(stop)
+                if items:
+                    self._check(items)
+        except RunFinished:
+            self._log.info("the run is finished; %d submissions checked", self.checked)
+
+    def _claim(self, stop: threading.Event) -> list[WorkItem]:
+        """Waits for a submission and takes along what else is queued."""
+        items: list[WorkItem] = []
+        while len(items) < MAX_CLAIMS and not stop.is_set():
+            item = self._coordinator.next_submission(0.0 if items else WAIT_S)
+            if item is None:
+                break
+            items.append(item)
+        return items
+
+    def _check(self, items: list[WorkItem]) -> None:
+        begun = time.monotonic()
+        files = [self._file(item) for item in items]
+        examiner = self._examiner or self._prepare(files[0])
+        for file, verdict in zip(files, examiner.examine(files), strict=True):
+            self._send(verdict)
+            self._report(file, verdict)
+        self.checked += len(items)
+        self.busy_s += time.monotonic() - begun
+
+    def _file(self, item: WorkItem) -> SubmissionFile:
+        try:
+            lease = open_lease(item.lease, coordinators=self._coordinator.roles().coordinator)
+        except BadSignature as error:
+            raise UserError(
+                f"handed out submission {item.submission} with a bad lease: {error}",
+                place="coordinator",
+                remedy="see the coordinator's log; its key must be the one in roles.json",
+            ) from error
+        table = self._coordinator.download(item.submission)
+        return SubmissionFile(
+            item.submission, lease, lease_digest(item.lease), item.envelope, table
+        )
+
+    def _prepare(self, file: SubmissionFile) -> Examiner:
+        """Loads the task with the tokenizer of the first version seen: all have the same."""
+        directory = self._engine.ensure_version(
+            file.lease.version, file.lease.manifest_digest, deadline_s=WEIGHTS_DEADLINE_S
+        )
+        self._examiner = Examiner(
+            self._spec,
+            task_set=self._task_set_of(directory),
+            engine=self._engine,
+            vocab_size=vocab_size(directory),
+            wants_prefill=self._wants_prefill,
+        )
+        return self._examiner
+
+    def _wants_prefill(self, submission: str) -> bool:
+        return is_drawn(self._key, submission, self._spec.verify.prefill_share)
+
+    def _send(self, verdict: Verdict) -> None:
+        table = encode_verdicts(verdict.rows)
+        envelope = sign_verdict(
+            table,
+            run=self._spec.name,
+            step=verdict.step,
+            submission=verdict.submission,
+            accepted=verdict.accepted,
+            reason=verdict.reason,
+            dropped_groups=verdict.dropped_groups,
+            key=self._key,
+        )
+        self._coordinator.verdict(envelope, table)
+
+    def _report(self, file: SubmissionFile, verdict: Verdict) -> None:
+        what = f"submission {verdict.submission[:12]} of {file.lease.worker[:12]}"
+        if not verdict.accepted:
+            self._log.warning("step %d: rejected %s: %s", verdict.step, what, verdict.reason)
+            return
+        rollouts = len(verdict.rows)
+        self._log.info("step %d: accepted %s, %d rollouts", verdict.step, what, rollouts)
+        if verdict.dropped_groups:
+            self._log.warning("the grader failed: groups %s dropped", verdict.dropped_groups)
+
+
+def is_drawn(key: SigningKey, submission: str, share: float) -> bool:
+    """Whether a submission is fully prefilled: a draw that nobody without the key can foresee.
+
+    Args:
+        key: the validator's. Ed25519 signatures are deterministic and this one is never sent.
+        submission: digest of the submission.
+        share: probability, `verify.prefill_share`.
+    """
+    secret = key.sign(b"runspec/v1\x00prefill\x00" + submission.encode())
+    draw = int.from_bytes(hash_parts("prefill", secret)[:8], "big")
+    return draw < share * 2.0**64
+
+
+def vocab_size(weights: Path) -> int:
+    """Tokens that the model can output, by the `config.json` of a weights directory.
+
+    Raises:
+        UserError: the file does not say.
+    """
+    path = weights / "config.json"
+    try:
+        size = parse_object(read_bounded(path, _MAX_CONFIG_BYTES), max_bytes=_MAX_CONFIG_BYTES).get(
+            "vocab_size"
+        )
+    except (OSError, MalformedJson) as error:
+        raise UserError(f"cannot read the model's config: {error}", place=str(path)) from error
+    if not isinstance(size, int) or size < 1:
+        raise UserError(f"vocab_size is {size!r}", place=str(path))
+    return size
+
+
+def run(
+    *,
+    run: str,
+    coordinator: str,
+    weights: Sequence[str],
+    public_key: str,
+    key_file: Path,
+    directory: Path,
+    log: logging.Logger,
+) -> None:
+    """Body of `python -m verify validator`; returns when the run is finished or on SIGTERM.
+
+    Args:
+        run: name of the run.
+        coordinator: URL of the coordinator.
+        weights: URLs of origin or relays.
+        public_key: the pinned root key (hex).
+        key_file: the validator's private key.
+        directory: weights are cached below it.
+    """
+    stop = stop_event()
+    key = SigningKey.load(key_file)
+    client = CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)
+    spec = client.spec()
+    location = WeightsLocation(run, weights, public_key, directory / "weights")
+    validator = Validator(
+        spec,
+        key,
+        client,
+        load_prefill_engine(spec, location),
+        task_set_of=partial(load_task_set, spec),
+        log=log,
+    )
+    log.info("validator %s serves run %s", key.public_hex[:12], run)
+    with _heartbeat(client, validator, log):
+        validator.serve(stop)
+
+
+@contextmanager
+def _heartbeat(
+    client: CoordinatorClient, validator: Validator, log: logging.Logger
+) -> Iterator[None]:
+    """Tells the coordinator every few seconds that this process lives, long prefills included."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.is_set():
+            try:
+                client.heartbeat({"busy_s": validator.busy_s, "checked": validator.checked})
+            except RunFinished:
+                return
+            except UserError as error:  # the main thread meets it too, and ends the process
+                log.warning("no heartbeat: %s", error)
+            ended.wait(HEARTBEAT_S)
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
