@@ -7,6 +7,7 @@ log-probs of the learner's probe recomputed. A stale or corrupt tensor stops the
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import secrets
@@ -39,17 +40,11 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-_CPU_RELOAD_REMEDY = "restart the worker; if it happens again, report it with vLLM's version"
-
-_ENVIRONMENT = {
-    "TORCH_COMPILE_DISABLE": "1",  # eager anyway; vLLM's small helpers would call a C++ compiler
-}
 
 
-def prepare_environment(pool: SamplerPool) -> None:
-    """Sets what vLLM and torch read from the environment at import; what is set already stays."""
-    variables = _ENVIRONMENT | (_CPU_ENVIRONMENT if pool.hardware.kind == "cpu" else {})
-    for name, value in variables.items():
+def prepare_environment() -> None:
+    """Sets what vLLM reads from the environment at import; what is set already stays."""
+    for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
@@ -57,16 +52,15 @@ class Engine:
     """A vLLM engine that samples from one policy version at a time. Not thread-safe.
 
     Args:
-        pool: dtype, context length, parallelism and sampling come from here.
-        eos_token_id: the one token that ends a sequence; it is part of the output.
+        pool: dtype, context length and parallelism come from here.
         options: further arguments of vLLM's `EngineArgs`.
     """
 
-    def __init__(
-        self, pool: SamplerPool, *, eos_token_id: int, options: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, pool: SamplerPool, *, options: Mapping[str, Any] | None = None) -> None:
+        prepare_environment()
+        # Its import takes seconds, in which the first version may arrive.
+        importlib.import_module("vllm.v1.engine.llm_engine")
         self._pool = pool
-        self._eos_token_id = eos_token_id
         self._options = dict(options or {})
         self._engine: Any = None
         self._counter = itertools.count()
@@ -141,12 +135,10 @@ class Engine:
             SamplingParams(
                 temperature=0.0,  # the noise is in the logits
                 max_tokens=request.max_new_tokens,
-                stop_token_ids=[self._eos_token_id],
+                stop_token_ids=[request.end_token],
                 ignore_eos=True,  # one rule for the end, ours
                 extra_args=sampling_arguments(
-                    slot,
-                    request.noise_key or _random_key(),
-                    self._pool.sampling.temperature,
+                    slot, request.noise_key or _random_key(), request.temperature
                 ),
             )
             for slot, request in enumerate(requests)
@@ -223,7 +215,6 @@ class Engine:
         return [finished[index] for index in range(len(prompts))]
 
     def _start(self, weights_dir: Path) -> Any:
-        prepare_environment(self._pool)
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 

@@ -1,4 +1,4 @@
-"""What a worker tells the coordinator of its work: cumulative, so that a lost heartbeat is no loss."""
+"""What a worker tells of its work: cumulative, so that a lost heartbeat loses nothing."""
 
 from __future__ import annotations
 

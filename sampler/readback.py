@@ -55,8 +55,8 @@ def compare_weights(model: Any, weights_dir: Path) -> LoadReport:
         theirs, ours = _cut(module, kind, position, parameter, _as_torch(read_tensor(info)))
         same = torch.equal(_bits(theirs), _bits(ours.to(parameter.dtype)))
         (report.compared if same else report.different).append(name)
-        if getattr(module, "cpu_linear", None) is not None and kind == "weight":
-            # The head keeps its tensor beside the packed copy that it multiplies by.
+        if parameter is model.lm_head.weight and hasattr(model.lm_head, "cpu_linear"):
+            # On CPUs the head keeps its tensor beside the packed copy that it multiplies by.
             report.repacked.append(name)
     return report
 

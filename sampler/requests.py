@@ -14,6 +14,10 @@ class SampleRequest:
 
     prompt_tokens: Sequence[int]
     max_new_tokens: int
+    end_token: int
+    """The one token that ends the sequence; it is part of the output."""
+    temperature: float
+    """T > 0."""
     noise_key: tuple[int, int] | None
     """Of `verify.noise.noise_key`; None where sampling is not seeded (the engine draws a key)."""
 

@@ -53,7 +53,13 @@ def plan_rollouts(
         for sample in range(group_size):
             seeded = pool.sampling.seeded
             key = noise_key(lease.seed, assignment.group, sample) if seeded else None
-            request = SampleRequest(prompt, pool.max_new_tokens, key)
+            request = SampleRequest(
+                prompt_tokens=prompt,
+                max_new_tokens=pool.max_new_tokens,
+                end_token=tasks.eos_token_id,
+                temperature=pool.sampling.temperature,
+                noise_key=key,
+            )
             plan.append(
                 PlannedRollout(
                     assignment.group, sample, assignment.problem, assignment.target, request
@@ -65,7 +71,7 @@ def plan_rollouts(
 def claim_rewards(
     plan: Sequence[PlannedRollout], sampled: Sequence[Sampled], tasks: TaskSet
 ) -> list[Graded]:
-    """Grades each rollout; where the grader fails, claims nothing (the validator drops the group)."""
+    """Grades each rollout. Where the grader fails it claims 0: the validator drops the group."""
     return [_grade(tasks, planned, result) for planned, result in zip(plan, sampled, strict=True)]
 
 

@@ -209,6 +209,7 @@ def work(
         fetch_s=spec.verify.lease_timeout,
         log=log,
     )
+    made = engine(pool)
     version, path = versions.first()
     tasks = load_task_set(spec, path)
     log.info("starting vLLM with version %d, %d problems", version, len(tasks))
@@ -216,7 +217,7 @@ def work(
         client=client,
         key=key,
         versions=versions,
-        engine=engine(pool, eos_token_id=tasks.eos_token_id),
+        engine=made,
         tasks=tasks,
         spec=spec,
         pool=pool,

@@ -17,9 +17,13 @@ class SamplerExtension:
     """The `worker_extension_cls`: called through `collective_rpc`; `self` is the vLLM worker."""
 
     model_runner: Any
+    device: torch.device
 
     def start_capture(self) -> None:
         """Shows the sampling processor the hidden states from which each step's logits are made."""
+        if self.device.type == "cpu":
+            # vLLM compiles small helpers even in eager mode; a CPU may have no compiler at hand.
+            torch.compiler.set_stance("force_eager")
         processor = self._processor()
 
         def see(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
