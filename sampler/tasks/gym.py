@@ -1,0 +1,97 @@
+"""Problems that reasoning-gym generates, graded by its own scorers."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import reasoning_gym
+
+from runspec.common.errors import UserError
+from runspec.common.hashing import hash_parts
+from runspec.spec.schema import Reward, Source
+from sampler.tasks.interfaces import Keep
+from verify.plugins import Problem
+
+TASK_TYPE = "reasoning_gym"
+ATTEMPTS = 1000
+
+
+class GymSource:
+    """A generator of reasoning-gym: problem i is made when it is asked for.
+
+    A problem that `keep` refuses is replaced by one at an index hashed from (seed, i, attempt).
+
+    Raises:
+        UserError: no such generator, or it refuses its parameters.
+    """
+
+    task_types = frozenset({TASK_TYPE})
+
+    def __init__(self, source: Source, seed: int, keep: Keep) -> None:
+        self._name = source.name
+        self._size = source.size or 0
+        self._keep = keep
+        self._seed = int.from_bytes(hash_parts("source", seed, source.name)[:4], "big")
+        place = f"data.sources.{source.name}"
+        if source.dataset is None or not self._size:
+            raise UserError("kind reasoning_gym needs dataset and size", place=place)
+        try:
+            self._dataset = reasoning_gym.create_dataset(
+                source.dataset, seed=self._seed, size=self._size, **source.params
+            )
+        except (ValueError, TypeError, AssertionError) as error:
+            raise UserError(
+                f"reasoning-gym refuses {source.dataset!r} with {source.params}: {error}",
+                place=place,
+                remedy="see the generator's parameters in reasoning-gym's gallery",
+            ) from error
+
+    def __len__(self) -> int:
+        return self._size
+
+    def problem(self, index: int) -> Problem:
+        """Problem `index`.
+
+        Raises:
+            UserError: `keep` refused a thousand candidates.
+        """
+        candidate = index
+        for attempt in range(ATTEMPTS):
+            entry = self._dataset[candidate]
+            if self._keep(entry["question"]):
+                return Problem(
+                    problem_id=f"{self._name}-{index}",
+                    task_type=TASK_TYPE,
+                    prompt=entry["question"],
+                    verification={"entry": entry, "score_answer": self._dataset.score_answer},
+                )
+            word = hash_parts("replacement", self._seed, index, attempt)[:8]
+            candidate = int.from_bytes(word, "big") % self._size
+        raise UserError(
+            f"none of {ATTEMPTS} problems fits the prompt limit and the split",
+            place=f"data.sources.{self._name}",
+            remedy="raise data.max_prompt_tokens or the source's size",
+        )
+
+
+class GymReward:
+    """The scorer of the problem's own generator, made binary: full credit or none.
+
+    Partial credit would pay for guesses: a word that ends in the right letters, say.
+    """
+
+    role: ClassVar[Literal["task", "length"]] = "task"
+
+    def __init__(self, reward: Reward) -> None:
+        """There is nothing to set."""
+
+    def score(self, problem: Problem, answer: str) -> float:
+        """1.0 for the generator's full credit, else 0.0; what is not a number is passed on, for
+        the caller to refuse.
+
+        Full credit is exactly 1: scorers that add up shares reach 1.0000000000000002 for a long
+        answer that only begins right.
+        """
+        score = float(problem.verification["score_answer"](answer, problem.verification["entry"]))
+        return float(score == 1.0) if math.isfinite(score) else score

@@ -1,0 +1,82 @@
+"""What sources and reward terms offer, and how they are found: entry points by kind.
+
+[project.entry-points."runspec.sources"]
+reasoning_gym = "sampler.tasks.gym:GymSource"
+
+[project.entry-points."runspec.rewards"]
+reasoning_gym = "sampler.tasks.gym:GymReward"
+target_length = "sampler.tasks.target_length:TargetLengthReward"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, Literal, Protocol
+
+from runspec.common.errors import UserError
+from runspec.spec.plugins import REWARD_GROUP, SOURCE_GROUP, installed_kinds
+from runspec.spec.schema import Reward, Source
+from verify.plugins import Problem
+
+Keep = Callable[[str], bool]
+"""Whether a problem, by its text, belongs to the run: not over-long, and of the right split."""
+
+
+class ProblemSource(Protocol):
+    """Problems by index. Made as `kind(source, seed, keep)`, and deterministic in those.
+
+    A source leaves out the problems that `keep` refuses: a file drops the rows, a generator makes
+    another problem.
+    """
+
+    task_types: frozenset[str]
+    """Every `Problem.task_type` that it gives."""
+
+    def __len__(self) -> int: ...
+
+    def problem(self, index: int) -> Problem:
+        """The problem at 0 <= index < len(self)."""
+
+
+class TaskTerm(Protocol):
+    """Grades answers: the task reward T. Made as `kind(reward)`."""
+
+    role: ClassVar[Literal["task", "length"]]
+
+    def score(self, problem: Problem, answer: str) -> float:
+        """T of an answer (the text after `</think>`). What it raises counts as a fault of its own,
+        not of the answer."""
+
+
+class LengthTerm(Protocol):
+    """Judges lengths: the length term P. Made as `kind(reward)`."""
+
+    role: ClassVar[Literal["task", "length"]]
+
+    def penalty(self, task_reward: float, target: int, length: int) -> float:
+        """P such that the reward is R = T + P; length counts all output tokens."""
+
+
+def make_source(source: Source, seed: int, keep: Keep) -> ProblemSource:
+    made: ProblemSource = _plugin(SOURCE_GROUP, source.kind, f"data.sources.{source.name}")(
+        source, seed, keep
+    )
+    return made
+
+
+def make_term(reward: Reward) -> Any:
+    """A `TaskTerm` or a `LengthTerm`; its `role` says which."""
+    return _plugin(REWARD_GROUP, reward.kind, f"reward.{reward.name}")(reward)
+
+
+def _plugin(group: str, kind: str, place: str) -> Any:
+    found = {point.name: point for point in entry_points(group=group)}
+    if kind not in found:
+        raise UserError(
+            f"no plug-in offers kind {kind!r}; installed: "
+            f"{', '.join(installed_kinds(group)) or 'none'}",
+            place=place,
+            remedy=f"install a package with an entry point {kind!r} in {group}",
+        )
+    return found[kind].load()

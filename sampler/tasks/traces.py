@@ -1,0 +1,125 @@
+"""Supervised traces for a warm start: thinking of the asked length, then the answer.
+
+The thinking is drafts of the answer, cut anywhere: `ymed,ymed,ym</think>ymed<eos>`. It teaches
+the form, and only by some share that the length follows the prompt: that, and being right more
+often, is left to reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from runspec.common.errors import UserError
+from runspec.common.files import write_atomic
+from runspec.spec.schema import RunSpec
+from sampler.tasks.prompts import THINK_END, PromptCodec, user_message
+from sampler.tasks.task_set import Problems, Split, keeper, split_of, target_lengths
+from sampler.tasks.tokenizer import (
+    EOS,
+    PAD,
+    boilerplate,
+    build_tokenizer,
+    tokenizer_config,
+)
+from verify.plugins import Trace
+
+_SAMPLED_PROBLEMS = 64
+_SHORTEST = 4
+
+
+class WarmStartTraces:
+    """Implements `verify.plugins.WarmStartData` for problems that come with an answer."""
+
+    def __init__(self, spec: RunSpec, obey_share: float, tokenizer: Tokenizer) -> None:
+        self._obey_share = obey_share
+        self._targets = target_lengths(spec)
+        self._longest = min(pool.max_new_tokens for pool in spec.samplers)
+        self._tokenizer = tokenizer
+        self._codec = PromptCodec(
+            tokenizer,
+            tokenizer_config(),
+            length_prompt=spec.data.length_prompt,
+            place="the warm start's tokenizer",
+        )
+        splits: tuple[Split, ...] = ("train", "held_out")
+        self._problems = {
+            split: Problems(spec, keeper(spec, self._codec, split)) for split in splits
+        }
+        self.eos_token_id: int = self._codec.eos_token_id
+        self.pad_token_id: int = self._codec.token(PAD)
+
+    def write_tokenizer(self, directory: Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json into an existing directory."""
+        write_atomic(directory / "tokenizer.json", self._tokenizer.to_str(pretty=True).encode())
+        config = json.dumps(tokenizer_config(), indent=2)
+        write_atomic(directory / "tokenizer_config.json", config.encode())
+
+    def traces(
+        self, rng: np.random.Generator, count: int, split: Literal["train", "held_out"]
+    ) -> list[Trace]:
+        """`count` traces of problems drawn with replacement."""
+        problems = self._problems[split]
+        return [self._trace(rng, problems, int(rng.integers(len(problems)))) for _ in range(count)]
+
+    def _trace(self, rng: np.random.Generator, problems: Problems, index: int) -> Trace:
+        problem = problems.problem(index)
+        target = int(rng.choice(self._targets)) if self._targets else None
+        answer = self._codec.encode(problem.verification["entry"]["answer"])
+        length = self._length(rng, target, shortest=len(answer) + 2)
+        thinking = length - len(answer) - 2
+        draft = [*answer, *self._codec.encode(",")]
+        drafts = (draft * (thinking // len(draft) + 1))[:thinking]
+        output = [*drafts, self._codec.token(THINK_END), *answer, self._codec.token(EOS)]
+        return Trace(
+            prompt_tokens=self._codec.prompt_tokens(problem.prompt, target),
+            output_tokens=output,
+            answer_start=thinking + 1,
+        )
+
+    def _length(self, rng: np.random.Generator, target: int | None, *, shortest: int) -> int:
+        """Output tokens: the target for `obey_share` of the traces, else uniform from 4 to a
+        quarter above the longest target; never under what the answer takes."""
+        if shortest > self._longest:
+            raise UserError(
+                f"an answer takes {shortest} tokens, more than max_new_tokens = {self._longest}",
+                place="samplers",
+                remedy="raise max_new_tokens, or choose problems with shorter answers",
+            )
+        most = min(self._longest, max(self._targets, default=self._longest) * 5 // 4)
+        if target is not None and rng.random() < self._obey_share:
+            length = target
+        else:
+            length = int(rng.integers(_SHORTEST, max(_SHORTEST, most) + 1))
+        return max(shortest, min(length, self._longest))
+
+
+def build_warm_start_data(spec: RunSpec) -> WarmStartTraces:
+    """The traces and the tokenizer that `spec.warm_start` trains on.
+
+    Raises:
+        UserError: the spec has no warm start, its tasks cannot be built, or the vocabulary is too
+            small for their words.
+    """
+    if spec.warm_start is None or spec.model.shape is None:
+        raise UserError(
+            "the spec has no warm start",
+            place="warm_start",
+            remedy="give model.shape and warm_start, or a model with weights",
+        )
+    problems = Problems(spec, lambda text: split_of(text) == "train")
+    sample = [problems.problem(i).prompt for i in range(min(_SAMPLED_PROBLEMS, len(problems)))]
+    targets: list[int | None] = [*target_lengths(spec)] or [None]
+    words = {
+        word
+        for target in targets
+        for word in boilerplate(
+            [user_message(text, target, spec.data.length_prompt) for text in sample]
+        )
+    }
+    tokenizer = build_tokenizer(sorted(words), spec.model.shape.vocab_size)
+    return WarmStartTraces(spec, spec.warm_start.obey_share, tokenizer)
