@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from runspec.spec.findings import Finding, finding_at
 from runspec.spec.yaml_nodes import (
@@ -47,7 +48,7 @@ class _Filler:
                 key: Entry(entry.key_place, self.node(entry.value, f"{dot}{key}"))
                 for key, entry in node.entries.items()
             }
-            return MapNode(entries, node.place)
+            return replace(node, entries=entries)
         if isinstance(node, ListNode):
             items = [
                 self.node(item, f"{path}.{object_name(item) or index}")

@@ -45,7 +45,7 @@ class _Merger:
         self, base: MapNode, overlay: MapNode, block: type[Block] | None, path: str
     ) -> MapNode:
         """Merges two maps; `block` is None for maps whose keys are free."""
-        entries = dict(base.entries)
+        entries, deleted = dict(base.entries), dict(base.deleted)
         known = keys_of(block) if block else {}
         for key, entry in overlay.entries.items():
             inner = _join(path, key)
@@ -58,9 +58,10 @@ class _Merger:
             merged = self.value(below, entry.value, known.get(key), inner)
             if merged is None:
                 entries.pop(key, None)
+                deleted[key] = entry.value.place
             else:
                 entries[key] = Entry(entry.key_place, merged)
-        return MapNode(entries, overlay.place)
+        return MapNode(entries, overlay.place, deleted=deleted)
 
     def _named_list(
         self, base: Node | None, overlay: Node, block: type[Block], path: str
@@ -71,29 +72,27 @@ class _Merger:
             named = self._items_of_list(overlay, path)
         else:
             return overlay  # the empty list, or something that validation will refuse
-        items = list(base.items) if isinstance(base, ListNode) else []
+        below = base.items if isinstance(base, ListNode) else ()
+        items: dict[str | Place, Node] = {object_name(old) or old.place: old for old in below}
         for name, place, item in named:
-            index = next(
-                (i for i, old in enumerate(items) if name and object_name(old) == name), None
-            )
+            key = name or place
             if item is None:
-                if index is None:
-                    match = close_match(name, [object_name(old) for old in items])
-                    hint = f"did you mean {match}?" if match else ""
-                    self._report(place, "unknown-name", path, f"no {name!r} to delete", hint)
-                else:
-                    del items[index]
+                self._delete(items, name, place, path)
             elif isinstance(item, MapNode):
-                below = items[index] if index is not None else EMPTY
-                assert isinstance(below, MapNode)
-                inner = _join(path, name or str(len(items)))
-                merged = self.maps(below, item, block, inner)
-                items[slice(len(items), None) if index is None else slice(index, index + 1)] = [
-                    merged
-                ]
+                old = items.get(key)
+                inner = _join(path, name or "?")
+                items[key] = self.maps(
+                    old if isinstance(old, MapNode) else EMPTY, item, block, inner
+                )
             else:
-                items.append(item)  # not an object: validation says so
-        return ListNode(tuple(items), overlay.place)
+                items[key] = item  # not an object: validation says so
+        return ListNode(tuple(items.values()), overlay.place)
+
+    def _delete(self, items: dict[str | Place, Node], name: str, place: Place, path: str) -> None:
+        if items.pop(name, None) is None:
+            match = close_match(name, [object_name(item) for item in items.values()])
+            hint = f"did you mean {match}?" if match else ""
+            self._report(place, "unknown-name", path, f"no {name!r} to delete", hint)
 
     def _items_of_list(self, overlay: ListNode, path: str) -> list[tuple[str, Place, Node | None]]:
         result: list[tuple[str, Place, Node | None]] = []

@@ -142,14 +142,21 @@ def target_length(spec: RunSpec) -> Iterator[Violation]:
         for field in needed:
             if not getattr(term, field):
                 yield Violation(("reward", term.name), f"kind target_length needs {field}")
-    for term in terms[1:]:
-        yield Violation(
-            ("reward", term.name), f"a second length term; {terms[0].name} is the first"
-        )
     if len(terms) == len(spec.reward):
         yield Violation(("reward",), "no term grades the task itself")
     if terms and "{target}" not in spec.data.length_prompt:
         yield Violation(("data", "length_prompt"), "must say {target}, the length asked for")
+
+
+def one_term_a_kind(spec: RunSpec) -> Iterator[Violation]:
+    first: dict[str, str] = {}
+    for term in spec.reward:
+        if term.kind in first:
+            yield Violation(
+                ("reward", term.name, "kind"),
+                f"a second term of kind {term.kind}; {first[term.kind]} is the first",
+            )
+        first.setdefault(term.kind, term.name)
 
 
 def targets_reachable(spec: RunSpec) -> Iterator[Violation]:
@@ -289,6 +296,7 @@ RULES: dict[str, Rule] = {
     "task-advantage": task_advantage,
     "context-fits": context_fits,
     "target-length": target_length,
+    "one-term-a-kind": one_term_a_kind,
     "targets-reachable": targets_reachable,
     "source-fields": source_fields,
     "recomputable-sampling": recomputable_sampling,

@@ -84,8 +84,12 @@ def _finding(root: MapNode, error: Any) -> Finding:
     location, kind = error["loc"], error["type"]
     place, path, node, found = locate(root, location)
     if kind == "missing":
-        key = ".".join(part for part in (path, str(location[-1])) if part)
-        return finding_at(place, "missing-key", "a required key is missing", path=key)
+        key = str(location[-1])
+        deleted = node.deleted.get(key) if isinstance(node, MapNode) else None
+        what = "a value" if isinstance(node, ListNode) else "a required key"
+        message = f"{what} is missing" + (", deleted by this null" if deleted else "")
+        path = f"{path}.{key}" if path else key
+        return finding_at(deleted or place, "missing-key", message, path=path)
     got = _shown(node)
     if not found:
         return finding_at(place, "wrong-type", f"a single value was expected, got {got}", path=path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -60,6 +60,8 @@ class MapNode:
     """Nodes in it, aliases expanded."""
     height: int = 1
     """Levels below it."""
+    deleted: dict[str, Place] = field(default_factory=dict)
+    """Keys that a null took away when layers were merged, and where."""
 
 
 Node = ScalarNode | ListNode | MapNode
