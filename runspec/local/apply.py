@@ -34,6 +34,7 @@ from runspec.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.spec.resolved import dump_resolved, load_resolved, spec_digest
 from runspec.spec.schema import RunSpec
 
+INITIAL = "initial"
 LOG_LINES = 20
 _LEFTOVER_PATIENCE_S = 10.0
 
@@ -42,7 +43,7 @@ class NotReady(UserError):
     """The machine lacks things that the run needs."""
 
     def __init__(self, spec: RunSpec, lacking: Sequence[Missing]) -> None:
-        self.lacking = list(lacking)
+        self.name, self.lacking = spec.name, list(lacking)
         listed = "\n".join(f"  {item.path}: {item.thing}" for item in lacking)
         super().__init__(f"{spec.name} cannot start on this machine:\n{listed}")
 
@@ -162,7 +163,10 @@ def drive(
         outcome = Outcome("finished")
         for stage in stages:
             state.set_run("starting", stage.name)
-            outcome = until_end([stage], StageProgress(f"{stage.name} (see logs/{stage.name}.log)"))
+            outcome = until_end(
+                [stage],
+                StageProgress(_starting_model(run), run.directory / "logs" / f"{stage.name}.log"),
+            )
             if outcome.kind != "finished":
                 break
         else:
@@ -193,8 +197,8 @@ def _plan(spec: RunSpec, run_dir: Path) -> Endpoints:
 
 def _stages(run: OpenRun, machine: Machine) -> list[RoleSpec]:
     """What must run before version 0 exists: nothing where the starting model is there already."""
-    initial = run.directory / "initial"
-    if (initial / "config.json").exists():
+    initial = run.directory / INITIAL
+    if _starting_model(run).exists():
         return []
     if run.spec.warm_start is not None:
         # Beside the runs, so that a second run finds the start that the first one made.
@@ -208,6 +212,11 @@ def _stages(run: OpenRun, machine: Machine) -> list[RoleSpec]:
     return []
 
 
+def _starting_model(run: OpenRun) -> Path:
+    """A file that is there once version 0 is."""
+    return run.directory / INITIAL / "config.json"
+
+
 def _failure(run: OpenRun, outcome: Outcome) -> RunFailed | None:
     """The error that an outcome is, with the role's last words."""
     if outcome.kind in ("finished", "interrupted"):
@@ -217,6 +226,13 @@ def _failure(run: OpenRun, outcome: Outcome) -> RunFailed | None:
             f"the budget of {run.spec.budget.max_hours:g} hours is used up",
             place="budget.max_hours",
             remedy="apply again with --set budget.max_hours=HOURS to go on",
+            exit_code=EXIT_USER_ERROR,
+        )
+    if outcome.kind == "unpublished":
+        return RunFailed(
+            f"every step is trained, but version {run.spec.steps} was not published",
+            place=str(run.directory / "logs" / "publisher.log"),
+            remedy="see what it waits for, then apply again",
             exit_code=EXIT_USER_ERROR,
         )
     log = run.directory / "logs" / f"{outcome.role}.log"

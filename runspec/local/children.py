@@ -52,7 +52,9 @@ class Child:
         return self.log.stat().st_size > self.log_start
 
     def send(self, number: signal.Signals) -> None:
-        """Signals the whole group."""
+        """Signals the whole group, unless it was reaped: its number may be another's by now."""
+        if self.process.returncode is not None:
+            return
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 

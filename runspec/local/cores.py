@@ -26,7 +26,8 @@ def assign_cores(busy: Sequence[str], cores: Sequence[int]) -> dict[str, tuple[i
         return {role: tuple(cores[i * share : (i + 1) * share]) for i, role in enumerate(busy)}
     first, *others = busy
     rest = cores[1:]
-    return {first: (cores[0],)} | {role: (rest[i % len(rest)],) for i, role in enumerate(others)}
+    shared = {role: (rest[i % len(rest)],) for i, role in enumerate(others)}
+    return {first: (cores[0],), **shared}
 
 
 def thread_limits(cores: Sequence[int]) -> dict[str, str]:

@@ -74,10 +74,12 @@ def plan_endpoints(
         UserError: a fixed port is taken, or no free one was found.
     """
     host = spec.placement.host
-    fixed_relays = {relay.name: relay.url for relay in spec.broadcast.relays if relay.url}
     taken: set[int] = set()
 
-    def place(role: str, position: int, before: str | None, url: str | None) -> str:
+    kept = previous.all() if previous else {}
+
+    def place(role: str, position: int, url: str | None = None) -> str:
+        before = kept.get(role)
         if url is None and spec.placement.base_port is not None:
             url = f"http://{host}:{spec.placement.base_port + position}"
         if url is not None:
@@ -92,15 +94,10 @@ def plan_endpoints(
         return url.rstrip("/")
 
     return Endpoints(
-        coordinator=place("coordinator", 0, previous and previous.coordinator, None),
-        origin=place("origin", 1, previous and previous.origin, None),
+        coordinator=place("coordinator", 0),
+        origin=place("origin", 1),
         relays={
-            relay.name: place(
-                f"relay-{relay.name}",
-                2 + i,
-                previous and previous.relays.get(relay.name),
-                fixed_relays.get(relay.name),
-            )
+            relay.name: place(f"relay-{relay.name}", 2 + i, relay.url)
             for i, relay in enumerate(spec.broadcast.relays)
         },
     )

@@ -4,8 +4,8 @@ Invariants:
 - A role is started only by `Start`, and only while the run is up or draining.
 - A role that dies is started again after a pause that doubles with each death in a row; a trained
   step ends the row. One death more than `rules.restarts` in a row ends the run.
-- The run ends once: by the role that ends it with 0, by a role that may not go on, or on request.
-  Whatever came first is the outcome.
+- The run ends once: trained and published, by a role that cannot go on, by its budget, or on
+  request. What began the stopping is the outcome.
 - It is done only when no process is alive: stopped politely, and killed after a deadline.
 """
 
@@ -20,6 +20,7 @@ from runspec.common.process import EXIT_FINAL
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 10.0
 DRAIN_S = 30.0
+PUBLISH_S = 1800.0
 STOP_S = 20.0
 
 
@@ -35,7 +36,7 @@ class State(StrEnum):
 class Phase(StrEnum):
     UP = "up"
     DRAINING = "draining"
-    """Trained: the others may end what they are at."""
+    """Trained: the workers may end what they are at, and the last version is published."""
     STOPPING = "stopping"
     KILLING = "killing"
 
@@ -62,13 +63,17 @@ class Rules:
     restarts: int
     """Deaths in a row of one role that are forgiven."""
     ends_run: frozenset[str] = frozenset()
-    """Roles whose exit 0 ends the run."""
+    """Roles whose exit 0 ends the run, once it is trained."""
     ends_when_sampled: frozenset[str] = frozenset()
     """Roles whose exit 0 is no death once every step has its rollouts."""
     budget_ends_at: float | None = None
     """When the run's budget of time is used up."""
     drain_s: float = DRAIN_S
+    """How long a trained run waits for its workers to end by themselves."""
+    publish_s: float = PUBLISH_S
+    """How long a trained run waits for its last version to be published."""
     stop_s: float = STOP_S
+    """Time between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,8 @@ class Outcome:
     """Why the run ended."""
 
     kind: str
-    """`finished`, `failed` (a role kept dying), `stopped` (a role said so), `interrupted`, or
-    `over_budget`."""
+    """`finished`, `interrupted`, `failed` (a role kept dying), `stopped` (a role said so),
+    `over_budget`, or `unpublished` (trained, but the last version did not come out)."""
     role: str = ""
     exit_code: int = 0
 
@@ -89,9 +94,10 @@ class Fleet:
     roles: Mapping[str, RoleState]
     rules: Rules
     phase: Phase = Phase.UP
-    deadline: float = 0.0
-    """Of draining or stopping."""
+    since: float = 0.0
+    """When the phase began."""
     sampled: bool = False
+    trained: bool = False
     published: bool = False
     outcome: Outcome | None = None
 
@@ -131,6 +137,11 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class Trained:
+    """Every step of the run is trained."""
+
+
+@dataclass(frozen=True)
 class Published:
     """The last policy version is out."""
 
@@ -140,7 +151,7 @@ class StopRequested:
     """Ctrl-C or SIGTERM; the second one kills."""
 
 
-Event = Tick | Ready | Exited | Progress | Sampled | Published | StopRequested
+Event = Tick | Ready | Exited | Progress | Sampled | Trained | Published | StopRequested
 
 
 @dataclass(frozen=True)
@@ -187,6 +198,8 @@ def advance(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, list[Action]
                 fleet = _with(fleet, role, deaths_in_a_row=0)
         case Sampled():
             fleet = replace(fleet, sampled=True)
+        case Trained():
+            fleet = replace(fleet, trained=True)
         case Published():
             fleet = replace(fleet, published=True)
         case Exited(role, code):
@@ -199,15 +212,20 @@ def advance(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, list[Action]
 
 
 def _tick(fleet: Fleet, now: float) -> tuple[Fleet, list[Action]]:
-    if fleet.phase is Phase.STOPPING and now >= fleet.deadline:
-        return _kill(fleet)
-    if fleet.phase in (Phase.STOPPING, Phase.KILLING):
-        return fleet, []
-    if fleet.phase is Phase.DRAINING and (_drained(fleet) or now >= fleet.deadline):
-        return _stop(fleet, fleet.outcome or Outcome("finished"), now)
-    ends_at = fleet.rules.budget_ends_at
-    if fleet.phase is Phase.UP and ends_at is not None and now >= ends_at:
-        return _stop(fleet, Outcome("over_budget"), now)
+    waited, rules = now - fleet.since, fleet.rules
+    match fleet.phase:
+        case Phase.STOPPING | Phase.KILLING:
+            overdue = fleet.phase is Phase.STOPPING and waited >= rules.stop_s
+            return _kill(fleet) if overdue else (fleet, [])
+        case Phase.DRAINING:
+            workers_left = any(fleet.roles[role].alive for role in rules.ends_when_sampled)
+            if fleet.published and (not workers_left or waited >= rules.drain_s):
+                return _stop(fleet, Outcome("finished"), now)
+            if waited >= rules.publish_s:
+                return _stop(fleet, Outcome("unpublished"), now)
+        case Phase.UP:
+            if rules.budget_ends_at is not None and now >= rules.budget_ends_at:
+                return _stop(fleet, Outcome("over_budget"), now)
     actions: list[Action] = []
     for name, role in fleet.roles.items():
         due = role.state is State.BACKOFF and now >= role.retry_at
@@ -219,30 +237,23 @@ def _tick(fleet: Fleet, now: float) -> tuple[Fleet, list[Action]]:
     return fleet, actions
 
 
-def _drained(fleet: Fleet) -> bool:
-    workers_left = any(fleet.roles[role].alive for role in fleet.rules.ends_when_sampled)
-    return fleet.published and not workers_left
-
-
 def _exited(fleet: Fleet, role: str, code: int, now: float) -> tuple[Fleet, list[Action]]:
     if fleet.phase in (Phase.STOPPING, Phase.KILLING):
         return _with(fleet, role, state=_at_rest(fleet.outcome)), []
-    if code == 0 and role in fleet.rules.ends_run:
+    if code == 0 and role in fleet.rules.ends_run and fleet.trained:
         fleet = _with(fleet, role, state=State.FINISHED)
-        deadline = now + fleet.rules.drain_s
-        return replace(
-            fleet, phase=Phase.DRAINING, deadline=deadline, outcome=Outcome("finished", role)
-        ), []
-    if code == 0 and role in fleet.rules.ends_when_sampled and fleet.sampled:
+        return replace(fleet, phase=Phase.DRAINING, since=now), []
+    draining = fleet.phase is Phase.DRAINING
+    if role in fleet.rules.ends_when_sampled and (draining or (code == 0 and fleet.sampled)):
         return _with(fleet, role, state=State.FINISHED), []
-    # Exit 0 of any other role is a death too: someone sent it SIGTERM, and the run needs it.
+    # Any other exit 0 is a death too: someone sent it SIGTERM, and the run needs it.
     if code == EXIT_FINAL:
         fleet = _with(fleet, role, state=State.FAILED)
-        return _stop(fleet, fleet.outcome or Outcome("stopped", role, code), now)
+        return _stop(fleet, Outcome("stopped", role, code), now)
     deaths = fleet.roles[role].deaths_in_a_row + 1
     if deaths > fleet.rules.restarts:
         fleet = _with(fleet, role, state=State.FAILED, deaths_in_a_row=deaths)
-        return _stop(fleet, fleet.outcome or Outcome("failed", role, code), now)
+        return _stop(fleet, Outcome("failed", role, code), now)
     pause = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (deaths - 1))
     return _with(fleet, role, state=State.BACKOFF, deaths_in_a_row=deaths, retry_at=now + pause), []
 
@@ -254,9 +265,7 @@ def _stop(fleet: Fleet, outcome: Outcome, now: float) -> tuple[Fleet, list[Actio
             actions.append(Stop(name))
         elif role.state is State.BACKOFF:
             fleet = _with(fleet, name, state=_at_rest(outcome))
-    return replace(
-        fleet, phase=Phase.STOPPING, outcome=outcome, deadline=now + fleet.rules.stop_s
-    ), actions
+    return replace(fleet, phase=Phase.STOPPING, outcome=outcome, since=now), actions
 
 
 def _at_rest(outcome: Outcome | None) -> State:

@@ -1,4 +1,4 @@
-"""Line plots as SVG text that takes its ink from the page, so that light and dark both read well."""
+"""Line plots as SVG that takes its ink from the page, so that light and dark both read well."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # Drawn in this colour, then replaced: in SVG `currentColor` is the colour of the text around it.
 _INK = "#0a0b0c"
@@ -67,10 +68,7 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
     ]
 
 
-def _dress(axes: object, *, legend: bool) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
+def _dress(axes: Any, *, legend: bool) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):

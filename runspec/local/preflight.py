@@ -93,8 +93,8 @@ def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
         model = spec.model.hf or "the model"
         yield Missing(
             "verify.validators",
-            f"{spec.verify.validators} with engine {spec.verify.engine} recompute rollouts of {model}: "
-            "they need the learner's kind of hardware too",
+            f"{spec.verify.validators} with engine {spec.verify.engine} recompute rollouts of "
+            f"{model}: they need accelerators too",
         )
 
 
@@ -182,7 +182,8 @@ def _disk(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     if needed > facts.free_bytes:
         yield Missing(
             "checkpoints",
-            f"about {needed / GIB:.1f} GiB of disk are needed, {facts.free_bytes / GIB:.1f} are free",
+            f"about {needed / GIB:.1f} GiB of disk are needed, "
+            f"{facts.free_bytes / GIB:.1f} are free",
             "free some, keep less (checkpoints.keep), or use another --runs-dir",
         )
 

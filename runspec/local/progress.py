@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runspec.local.fleet import Event, Progress, Published, Sampled
+from runspec.local.children import last_lines
+from runspec.local.fleet import Event, Progress, Published, Sampled, Trained
 from runspec.local.metrics import FILE_NAME, JsonLines, Row, latest_by_step
 from runspec.spec.schema import RunSpec
 from verify.formats.batch import FILE_NAME as BATCH_FILE
@@ -19,6 +20,7 @@ class RunProgress:
     def __init__(self, run_dir: Path, spec: RunSpec) -> None:
         self._lines = JsonLines(run_dir / FILE_NAME)
         self._rows: list[dict[str, Any]] = []
+        self._steps = spec.steps
         self._last_batch = step_folder(run_dir, spec.steps - 1) / BATCH_FILE
         versions = run_dir / "store" / "origin" / spec.name / "versions"
         self._last_version = versions / str(spec.steps) / "manifest.json"
@@ -37,6 +39,8 @@ class RunProgress:
         if new:
             self._rows = latest_by_step([*self._rows, *new])
             events.append(Progress())
+        if self._rows and self._rows[-1]["step"] >= self._steps - 1:
+            events.append(Trained())
         if self._last_batch.exists():
             events.append(Sampled())
         if self._last_version.exists():
@@ -45,12 +49,18 @@ class RunProgress:
 
 
 class StageProgress:
-    """A stage before the run: no steps yet, and its process ending is all that is awaited."""
+    """A stage before the run, done once the file that it makes is there."""
 
     rows: Sequence[Row] = ()
 
-    def __init__(self, note: str) -> None:
-        self.note = note
+    def __init__(self, product: Path, log: Path) -> None:
+        self._product = product
+        self._log = log
+
+    @property
+    def note(self) -> str:
+        """The last line that the stage has logged."""
+        return "".join(last_lines(self._log, 1))
 
     def poll(self) -> list[Event]:
-        return [Sampled(), Published()]
+        return [Sampled(), Trained(), Published()] if self._product.exists() else []

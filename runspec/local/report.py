@@ -177,7 +177,7 @@ def _rollouts(samples: Sequence[Row]) -> list[str]:
     steps = sorted({sample["step"] for sample in known})
     if not steps:
         return []
-    last = [step for step in steps[_STEPS_SHOWN:]][-_STEPS_SHOWN:]
+    last = steps[_STEPS_SHOWN:][-_STEPS_SHOWN:]
     parts = []
     for title, chosen in (("First steps", steps[:_STEPS_SHOWN]), ("Last steps", last)):
         shown = [

@@ -117,11 +117,8 @@ def _flat(spec: RunSpec) -> dict[str, Any]:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(v, dict) and "name" in v for v in value)
-    ):
+    named = isinstance(value, list) and all(isinstance(v, dict) and "name" in v for v in value)
+    if named and value:
         value = {item["name"]: item for item in value}
     if isinstance(value, Mapping) and value:
         for key, item in value.items():

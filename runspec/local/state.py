@@ -1,4 +1,4 @@
-"""What `status` knows of a run: a few tables of its state.db, which the coordinator's ledger shares.
+"""What `status` knows of a run: tables of its state.db, which the coordinator's ledger shares.
 
 The supervisor alone writes these tables, on changes only; WAL lets anyone read meanwhile.
 """
@@ -129,6 +129,10 @@ class RunState:
         """The newest events, oldest first."""
         rows = self._read("SELECT time, role, text FROM event ORDER BY id DESC LIMIT ?", (limit,))
         return [EventRow(*row) for row in reversed(rows)]
+
+    def sessions(self) -> int:
+        """How often the run was started."""
+        return int(self._read("SELECT count(*) FROM session")[0][0])
 
     def wall_s(self) -> float:
         """Seconds that the run was up, over all its sessions."""

@@ -17,7 +17,6 @@ from runspec.local.fleet import (
     Fleet,
     Kill,
     Outcome,
-    Phase,
     Ready,
     RoleState,
     Rules,
@@ -138,7 +137,6 @@ class Supervisor:
         for name, child in list(self._children.items()):
             code = child.exit_code()
             if code is not None:
-                del self._children[name]
                 events.append(Exited(name, code))
             elif self._fleet.roles[name].state is State.STARTING and child.ready():
                 events.append(Ready(name))
@@ -150,6 +148,8 @@ class Supervisor:
         return [StopRequested()] * new
 
     def _handle(self, event: Event) -> None:
+        if isinstance(event, Exited):
+            del self._children[event.role]
         before = self._fleet
         self._fleet, actions = advance(before, event, time.monotonic())
         for action in actions:
@@ -157,8 +157,6 @@ class Supervisor:
         for name, role in self._fleet.roles.items():
             if role.state is not before.roles[name].state:
                 self._tell(name, role, event)
-        if self._fleet.phase is Phase.STOPPING and before.phase is Phase.DRAINING:
-            self._tell_what_drained_not(before)
 
     def _act(self, action: Action) -> None:
         match action:
@@ -176,16 +174,6 @@ class Supervisor:
         text = _describe(role, pid, event if isinstance(event, Exited) else None)
         self._state.add_event(name, text)
         self._watcher.event(name, text)
-
-    def _tell_what_drained_not(self, drained: Fleet) -> None:
-        workers = [name for name in drained.rules.ends_when_sampled if drained.roles[name].alive]
-        missing = sorted(workers) + (
-            [] if drained.published else ["the last version's publication"]
-        )
-        if missing and drained.outcome is not None and drained.outcome.kind == "finished":
-            text = f"waited {drained.rules.drain_s:.0f} s in vain for {', '.join(missing)}"
-            self._state.add_event("supervisor", text)
-            self._watcher.event("supervisor", text)
 
     def _report(self) -> None:
         now = time.monotonic()

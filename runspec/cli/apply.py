@@ -1,0 +1,128 @@
+"""`runspec apply`: from a spec to a finished run, or to one screen on why not."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from runspec.cli.background import start_in_background
+from runspec.cli.text import duration, number
+from runspec.cli.view import watching
+from runspec.common.errors import UserError
+from runspec.local.apply import NotReady, is_finished, open_run, supervise
+from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
+from runspec.local.run_dir import EXIT_LOCKED, RunLocked
+from runspec.spec.load import load_spec
+
+EXIT_FAILED = 1
+EXIT_UNREADABLE = 2
+EXIT_INTERRUPTED = 130
+LAPTOP = "laptop"
+
+
+def apply_command(
+    file: Path, profile: str | None, overrides: Sequence[str], detach: bool, runs_dir: Path
+) -> int:
+    """Starts or continues the run; returns the exit code."""
+    try:
+        loaded = load_spec(file, profile=profile, overrides=overrides)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_UNREADABLE
+    spec = loaded.require()
+    run_dir = runs_dir / spec.name
+    again = _command_line(file, profile, overrides, runs_dir)
+    try:
+        if is_finished(spec, runs_dir):
+            print(f"{spec.name} is finished: all {spec.steps} steps are trained.")
+            show_result(run_dir)
+            return 0
+        with open_run(spec, runs_dir) as run:
+            if detach:
+                return start_in_background(run)
+            with stop_signals() as requests, watching(spec.name, spec.steps) as view:
+                outcome = supervise(run, view, requests)
+    except NotReady as error:
+        _show_missing(error, file, profile)
+        return EXIT_FAILED
+    except RunLocked as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_LOCKED
+    show_result(run_dir)
+    if outcome.kind == "interrupted":
+        print(f"Interrupted. To go on from the newest checkpoint: {again}")
+        return EXIT_INTERRUPTED
+    return 0
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], int]]:
+    """Counts Ctrl-C, SIGTERM and a closed terminal instead of dying of them."""
+    count = 0
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield lambda: count
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def show_result(run_dir: Path) -> None:
+    """The first and last figures of a run, and where to look further."""
+    path = run_dir / SUMMARY_FILE
+    if not path.exists():
+        print(f"No step has been trained yet; logs are in {run_dir / 'logs'}")
+        return
+    summary: dict[str, Any] = json.loads(path.read_bytes())
+    table = Table(title=f"{summary['steps']} steps in {duration(summary['wall_s'])}")
+    table.add_column("mean of ten steps")
+    table.add_column("first", justify="right")
+    table.add_column("last", justify="right")
+    for label, key in (
+        ("task reward", "task_reward"),
+        ("length error, tokens", "length_error"),
+        ("reward", "reward"),
+    ):
+        table.add_row(label, number(summary[f"{key}_first"]), number(summary[f"{key}_last"]))
+    Console().print(table)
+    print(f"Plots and rollouts: {run_dir / REPORT_FILE}   logs: {run_dir / 'logs'}")
+
+
+def _show_missing(error: NotReady, file: Path, profile: str | None) -> None:
+    console = Console(stderr=True)
+    console.print(Text(f"{error.name} cannot start on this machine. Missing:", style="bold"))
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for item in error.lacking:
+        remedy = f"\n{item.remedy}" if item.remedy else ""
+        table.add_row(Text(item.path, style="cyan"), Text(item.thing) + Text(remedy, style="dim"))
+    console.print(table)
+    if profile is None and (file.parent / "profiles" / f"{LAPTOP}.yaml").exists():
+        command = shlex.join(["runspec", "apply", str(file), "--profile", LAPTOP])
+        console.print(f"The same loop, small enough for this machine: {command}", soft_wrap=True)
+
+
+def _command_line(file: Path, profile: str | None, overrides: Sequence[str], runs_dir: Path) -> str:
+    words = ["runspec", "apply", str(file)]
+    words += ["--profile", profile] if profile else []
+    words += [word for override in overrides for word in ("--set", override)]
+    words += ["--runs-dir", str(runs_dir)] if runs_dir != Path("runs") else []
+    return shlex.join(words)

@@ -1,0 +1,87 @@
+"""`runspec apply --detach`: the supervisor as a process of its own.
+
+python -m runspec.cli.background RUN_DIR LOCK    (started by `apply`, which hands the lock over)
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+from runspec.common.errors import UserError
+from runspec.common.process import EXIT_USER_ERROR
+from runspec.local.apply import OpenRun, supervise
+from runspec.local.children import last_lines
+from runspec.local.endpoints import load_endpoints
+from runspec.local.run_dir import sign_lock
+from runspec.local.state import RunState
+from runspec.spec.resolved import load_resolved
+
+LOG = "supervisor.log"
+START_PATIENCE_S = 600.0
+_LINES = 20
+_POLL_S = 0.2
+
+
+def start_in_background(run: OpenRun) -> int:
+    """Starts the supervisor of an open run and waits until its roles have started.
+
+    Returns:
+        0; or the supervisor's exit code where it has ended by then.
+    """
+    log = run.directory / "logs" / LOG
+    log.parent.mkdir(exist_ok=True)
+    with closing(RunState(run.directory)) as state:
+        before = state.sessions()
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "runspec.cli.background", str(run.directory), str(run.lock)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(run.lock,),
+            )
+        deadline = time.monotonic() + START_PATIENCE_S
+        while time.monotonic() < deadline:
+            code = process.poll()
+            row = state.run()
+            if code is not None:
+                print("\n".join(last_lines(log, _LINES)), file=sys.stderr)
+                return code
+            if state.sessions() > before and row is not None and row.state == "running":
+                break
+            time.sleep(_POLL_S)
+        else:
+            print(f"The roles have not started within {START_PATIENCE_S:.0f} s; it goes on.")
+    name = run.spec.name
+    print(f"{name} runs in the background, watched by process {process.pid}. To follow it:")
+    print(f"  runspec status {run.directory}\n  runspec logs {run.directory} -f")
+    print(f"To stop it: kill {process.pid}; to go on: apply it again.")
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Supervises a run whose lock this process was started with."""
+    from runspec.cli.apply import EXIT_INTERRUPTED, stop_signals
+    from runspec.cli.view import PlainView
+
+    run_dir, lock = Path(arguments[0]), int(arguments[1])
+    sign_lock(lock)
+    spec, endpoints = load_resolved(run_dir), load_endpoints(run_dir)
+    assert endpoints is not None, "`apply` wrote them before it started this process"
+    run = OpenRun(run_dir, spec, endpoints, lock)
+    try:
+        with stop_signals() as requests:
+            outcome = supervise(run, PlainView(spec.steps, sys.stdout), requests)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return getattr(error, "exit_code", EXIT_USER_ERROR)
+    return EXIT_INTERRUPTED if outcome.kind == "interrupted" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

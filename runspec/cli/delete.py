@@ -1,0 +1,30 @@
+"""`runspec delete`: removes a run's directory."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import typer
+
+from runspec.local.run_dir import EXIT_LOCKED, RunLocked, find_run, hold
+
+
+def delete_command(run: str, yes: bool, runs_dir: Path) -> int:
+    """Removes the directory unless the run is alive; returns the exit code."""
+    run_dir = find_run(run, runs_dir)
+    try:
+        with hold(run_dir):
+            if not yes:
+                typer.confirm(f"Remove {run_dir} with everything in it?", abort=True)
+            # Renamed first: a removal cut short leaves nothing that looks like a run.
+            doomed = run_dir.with_name(f".tmp-deleted-{run_dir.name}")
+            shutil.rmtree(doomed, ignore_errors=True)
+            run_dir.rename(doomed)
+            shutil.rmtree(doomed)
+    except RunLocked as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_LOCKED
+    print(f"Removed {run_dir}")
+    return 0

@@ -1,0 +1,58 @@
+"""`runspec logs`: the roles' logs, one after the other, or as they grow."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from runspec.common.errors import UserError
+from runspec.local.run_dir import find_run
+
+POLL_S = 0.25
+_BLOCK = 1 << 16
+
+
+def logs_command(run: str, role: str | None, follow: bool, runs_dir: Path) -> int:
+    """Prints logs until their end, or with `follow` until Ctrl-C; returns the exit code."""
+    folder = find_run(run, runs_dir) / "logs"
+    _paths(folder, role)
+    printer = _Printer()
+    try:
+        while True:
+            for path in _paths(folder, role):
+                printer.print_new(path, several=role is None)
+            if not follow:
+                return 0
+            time.sleep(POLL_S)
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 0
+
+
+def _paths(folder: Path, role: str | None) -> list[Path]:
+    paths = {path.stem: path for path in sorted(folder.glob("*.log"))}
+    if role is not None and role not in paths:
+        raise UserError(
+            f"no log of role {role!r}",
+            place=str(folder),
+            remedy=f"one of: {', '.join(paths)}" if paths else "the run has not started yet",
+        )
+    return list(paths.values()) if role is None else [paths[role]]
+
+
+class _Printer:
+    """Prints what files have gained since the last look, with the role's name before each."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[Path, int] = {}
+
+    def print_new(self, path: Path, *, several: bool) -> None:
+        prefix = f"{path.stem:>14} | ".encode() if several else b""
+        with path.open("rb") as file:
+            file.seek(self._offsets.get(path, 0))
+            for line in file:
+                if not line.endswith(b"\n") and several:
+                    break  # still being written; printed whole the next time
+                sys.stdout.buffer.write(prefix + line)
+                self._offsets[path] = self._offsets.get(path, 0) + len(line)
+        sys.stdout.flush()

@@ -1,0 +1,37 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A line of bars, each the mean of its share of the values, from the lowest to the highest."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [i * len(values) // width for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def number(value: object, digits: int = 3) -> str:
+    """Significant digits; `-` for a figure that is not known."""
+    return f"{value:.{digits}g}" if isinstance(value, int | float) else "-"
+
+
+def per_second(value: object) -> str:
+    return f"{value:,.0f}" if isinstance(value, int | float) else "-"
+
+
+def duration(seconds: float) -> str:
+    """Like 42 s, 3 min 5 s or 2 h 10 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,134 @@
+"""What `apply` shows while it runs: a live panel on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from runspec.cli.text import number, per_second, sparkline
+from runspec.local.metrics import Row
+from runspec.local.supervisor import RoleView, Watcher
+
+LINE_EVERY_S = 5.0
+FRAME_EVERY_S = 0.5
+_EVENTS_SHOWN = 4
+_COLOURS = {
+    "running": "green",
+    "starting": "cyan",
+    "backoff": "yellow",
+    "failed": "red",
+    "finished": "blue",
+    "waiting": "bright_black",
+}
+
+
+class PlainView:
+    """A line for each change of a role, and one on the run every few seconds."""
+
+    def __init__(self, steps: int, out: TextIO) -> None:
+        self._steps = steps
+        self._out = out
+        self._said_at = 0.0
+        self._said = ""
+
+    def event(self, role: str, text: str) -> None:
+        self._print(f"{role}: {text}")
+
+    def show(self, rows: Sequence[Row], roles: Sequence[RoleView], note: str) -> None:
+        line = step_line(rows[-1], self._steps) if rows else note
+        now = time.monotonic()
+        last = bool(rows) and rows[-1]["step"] + 1 >= self._steps
+        if line and line != self._said and (last or now - self._said_at >= LINE_EVERY_S):
+            self._said, self._said_at = line, now
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {line}", file=self._out, flush=True)
+
+
+class LiveView:
+    """A panel that is drawn anew twice a second."""
+
+    def __init__(self, name: str, steps: int, live: Live) -> None:
+        self._name, self._steps, self._live = name, steps, live
+        self._events: deque[str] = deque(maxlen=_EVENTS_SHOWN)
+        self._drawn_at = 0.0
+
+    def event(self, role: str, text: str) -> None:
+        self._events.append(f"{time.strftime('%H:%M:%S')} {role}: {text}")
+        self._drawn_at = 0.0
+
+    def show(self, rows: Sequence[Row], roles: Sequence[RoleView], note: str) -> None:
+        now = time.monotonic()
+        if now - self._drawn_at < FRAME_EVERY_S:
+            return
+        self._drawn_at = now
+        width = self._live.console.width
+        parts: list[RenderableType] = [
+            Text(f"{self._name}  {note}", style="bold", overflow="ellipsis", no_wrap=True),
+            _run_table(rows, self._steps, width),
+            _role_table(roles),
+            Text("\n".join(self._events), style="bright_black"),
+        ]
+        self._live.update(Group(*parts), refresh=True)
+
+
+@contextmanager
+def watching(name: str, steps: int) -> Iterator[Watcher]:
+    """The view that suits standard output."""
+    console = Console()
+    if not console.is_terminal:
+        yield PlainView(steps, sys.stdout)
+        return
+    # No refresh thread: the supervisor forks, and draws whenever it has looked.
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        yield LiveView(name, steps, live)
+
+
+def step_line(row: Row, steps: int) -> str:
+    """One line on the newest step."""
+    return (
+        f"step {row['step'] + 1}/{steps}  task {number(row.get('task_reward'))}  "
+        f"reward {number(row.get('reward'))}  length error {number(row.get('length_error'))}  "
+        f"lag {number(row.get('lag_mean'), 2)}  {per_second(row.get('sampler_tokens_per_s'))} tok/s"
+    )
+
+
+def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
+    table = Table.grid(padding=(0, 2))
+    row: Row = rows[-1] if rows else {}
+    done = row["step"] + 1 if rows else 0
+    rewards = [r["task_reward"] for r in rows if r.get("task_reward") is not None]
+    filled = round(24 * done / steps)
+    table.add_row("step", f"{done}/{steps}", "━" * filled + "╌" * (24 - filled))
+    table.add_row(
+        "task reward",
+        number(row.get("task_reward")),
+        sparkline(rewards, max(8, min(48, width - 40))),
+    )
+    table.add_row("reward", number(row.get("reward")), "")
+    table.add_row("length error", number(row.get("length_error")), "tokens")
+    lag = f"largest {number(row.get('lag_max'))}"
+    table.add_row("lag", number(row.get("lag_mean"), 2), lag)
+    trained, sampled = per_second(row.get("tokens_per_s")), row.get("sampler_tokens_per_s")
+    table.add_row("tokens/s", per_second(sampled), f"sampled, {trained} trained")
+    return table
+
+
+def _role_table(roles: Sequence[RoleView]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    for column in ("role", "state", "restarts", "process"):
+        table.add_column(column)
+    for role in roles:
+        state = Text(role.state, style=_COLOURS[role.state])
+        table.add_row(role.name, state, str(role.restarts or ""), str(role.pid or ""))
+    return table
