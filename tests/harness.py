@@ -96,9 +96,7 @@ class LiveRun:
         whole = path.read_text().rpartition("\n")[0]
         return [json.loads(line) for line in whole.splitlines()]
 
-    def wait_until(
-        self, condition: Callable[[], Any], what: str, deadline_s: float = 150
-    ) -> None:
+    def wait_until(self, condition: Callable[[], Any], what: str, deadline_s: float = 150) -> None:
         """Waits for a condition while the run is alive."""
         deadline = time.monotonic() + deadline_s
         while not condition():

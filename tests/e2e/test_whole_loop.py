@@ -1,0 +1,166 @@
+"""The whole loop, every part real: it learns nothing in six steps, but everything must hold."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from runspec.common.roles import open_roles
+from runspec.spec.resolved import load_resolved
+from tests.harness import LiveRun, runspec
+from verify.formats.batch import FILE_NAME, open_batch
+from verify.formats.layout import step_folder
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def runs_dir(tmp_path_factory):
+    """One folder of runs, so that they share the cached warm start."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def finished(runs_dir):
+    """A run with two samplers, kept whole: no checkpoint lets rollouts be deleted."""
+    overrides = {"samplers.volunteers.replicas": 2, "checkpoints.every": 100}
+    with LiveRun(runs_dir, "whole", overrides) as run:
+        run.finish()
+    return run
+
+
+def test_every_step_is_trained_once_and_in_order(finished):
+    assert [line["step"] for line in finished.metrics()] == list(range(6))
+    assert all(line["complete"] for line in finished.metrics())
+
+
+def test_every_rollout_of_an_honest_run_is_accepted(finished):
+    summary = json.loads((finished.dir / "summary.json").read_text())
+    assert summary["rollouts_rejected"] == 0
+    assert summary["rollouts_accepted"] >= 6 * 16
+    assert summary["steps"] == 6
+
+
+def test_asynchrony_is_real_and_bounded(finished):
+    # then some rollouts were sampled by a version older than the one they trained
+    lags = [lag for line in finished.metrics() for lag in map(int, line["lag_histogram"])]
+    assert max(lags) in (1, 2)
+
+
+def test_sampler_and_validator_agree_on_log_probs(finished):
+    assert max(line["logprob_diff"] for line in finished.metrics()) < 1e-4
+
+
+def test_manifests_name_each_group_once_over_the_whole_run(finished):
+    spec = load_resolved(finished.dir)
+    root = json.loads((finished.dir / "keys" / "roles.json").read_text())["key"]
+    roles = open_roles(
+        (finished.dir / "keys" / "roles.json").read_bytes(), root_public_key=root, run=spec.name
+    )
+    groups = []
+    for step in range(spec.steps):
+        data = (step_folder(finished.dir, step) / FILE_NAME).read_bytes()
+        batch = open_batch(data, coordinators=roles.coordinator, run=spec.name, step=step)
+        assert len(batch.groups) == spec.algorithm.prompts_per_step
+        assert all(0 <= step - group.version <= 2 for group in batch.groups)
+        groups += [(group.submission, group.group) for group in batch.groups]
+    assert len(set(groups)) == len(groups)
+
+
+def test_both_samplers_took_part(finished):
+    for index in range(2):
+        log = (finished.dir / "logs" / f"volunteers-{index}.log").read_text()
+        assert "rollouts of version" in log
+
+
+def test_the_newest_version_is_published_and_the_report_written(finished):
+    latest = json.loads((finished.dir / "store/origin/whole/latest.json").read_text())
+    assert latest["payload"]["version"] == 6
+    report = (finished.dir / "report.html").read_text()
+    assert report.count("<svg") >= 6
+    assert "http" not in report.replace("http://www.w3.org", "")  # nothing is fetched to show it
+
+
+def test_applying_a_finished_run_says_so(finished):
+    finished.apply()
+    assert finished.process.wait(30) == 0
+    assert "finished" in finished.output().lower()
+
+
+def test_any_role_may_be_killed_at_any_time(runs_dir):
+    # given a run under way
+    with LiveRun(runs_dir, "killed", {"steps": 9, "placement.restarts": 5}) as run:
+        run.wait_for_step(1)
+        roles = run.status()["roles"]
+        assert len(roles) == 7
+        # when each role in turn is killed with no chance to say goodbye
+        for number, (name, role) in enumerate(sorted(roles.items())):
+            pid = next(r["pid"] for n, r in run.status()["roles"].items() if n == name)
+            os.kill(pid, signal.SIGKILL)
+            run.wait_until(
+                lambda name=name, pid=pid: run.status()["roles"][name]["pid"] not in (None, pid),
+                f"a new {name} (kill number {number}, {role})",
+            )
+        # then the run reaches its last step all the same
+        summary = run.finish()
+    assert [line["step"] for line in run.metrics()] == list(range(9))
+    assert summary["rollouts_rejected"] == 0
+
+
+def test_an_interrupted_run_goes_on_where_it_was(runs_dir):
+    # given a run that Ctrl-C ended after its third step
+    with LiveRun(runs_dir, "resumed", {"checkpoints.every": 2}) as run:
+        run.wait_for_step(3)
+        run.process.send_signal(signal.SIGINT)
+        run.process.wait(60)
+        trained = run.metrics()
+        assert 3 <= len(trained) < 6
+        # when it is applied again
+        run.apply()
+        summary = run.finish()
+    # then no step is missing and none was trained twice
+    assert [line["step"] for line in run.metrics()] == list(range(6))
+    assert run.metrics()[: len(trained)] == trained
+    assert summary["steps"] == 6
+
+
+def test_without_asynchrony_every_rollout_is_on_policy(runs_dir):
+    with LiveRun(runs_dir, "lockstep", {"algorithm.async_level": 0, "steps": 3}) as run:
+        summary = run.finish()
+    assert summary["max_lag"] == 0
+    # lag 0 means that the policy trained is the policy that sampled
+    assert max(line["policy_drift"] for line in run.metrics()) < 1e-4
+
+
+def test_bf16_samplers_are_accepted(runs_dir):
+    overrides = {
+        "samplers.volunteers.dtype": "bfloat16",
+        "broadcast.dtype": "bfloat16",
+        "learner.compute_dtype": "bfloat16",
+        "steps": 3,
+    }
+    with LiveRun(runs_dir, "bf16", overrides) as run:
+        summary = run.finish()
+    assert summary["rollouts_rejected"] == 0
+    assert max(line["logprob_diff"] for line in run.metrics()) < 0.02
+
+
+def test_a_role_that_keeps_dying_stops_the_run_with_its_last_words(runs_dir):
+    # given a run whose worker's key was spoilt while it was down
+    with LiveRun(runs_dir, "dying", {"placement.restarts": 1}) as run:
+        run.wait_for_step(1)
+        run.process.send_signal(signal.SIGINT)
+        run.process.wait(60)
+        (run.dir / "keys" / "volunteers-0.key").write_text("not a key")
+        # when it is applied again
+        run.apply()
+        code = run.process.wait(120)
+    # then it stops, and says who died of what
+    assert code == 1
+    assert "cannot read a signing key" in run.output()
+
+
+def test_a_finished_run_can_be_deleted(finished):
+    assert runspec("delete", "whole", "--runs-dir", finished.runs_dir, "--yes").returncode == 0
+    assert not finished.dir.exists()
