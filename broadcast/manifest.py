@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from broadcast.layout import is_run, is_version
+from runspec.common.files import read_bounded
+from runspec.common.hashing import is_digest
 from runspec.common.keys import SigningKey
+from runspec.common.signed import BadSignature, open_document, sign_document
 
 KIND = "weights"
 FILE_NAME = "manifest.json"
 """Name of the signed manifest in a fetched version's directory."""
-MAX_BYTES = 64 * 1024 * 1024
+MAX_BYTES = 16 * 1024 * 1024
+"""Of a signed manifest: 2 TB of weights in 16 MiB chunks."""
+MAX_CHUNK_BYTES = 64 * 1024 * 1024
+MAX_OBJECTS = 10_000
+MAX_OBJECT_BYTES = 2**44
+_OBJECT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_FIELDS = {"run", "version", "base", "model_digest", "tensors", "objects"}
 
 
 @dataclass(frozen=True)
@@ -47,21 +58,103 @@ class WeightsManifest:
     objects: dict[str, ObjectInfo]
     """The files by name."""
 
+    def chunks(self) -> dict[str, Chunk]:
+        """Every distinct chunk by its digest, in the order of the objects."""
+        return {c.blake3: c for info in self.objects.values() for c in info.chunks}
+
+
+def is_object_name(name: object) -> bool:
+    """Whether a file may have this name: plain, relative, no folder, not the manifest's own."""
+    return isinstance(name, str) and _OBJECT_NAME.fullmatch(name) is not None and name != FILE_NAME
+
 
 def sign_manifest(manifest: WeightsManifest, key: SigningKey) -> bytes:
     """The signed manifest; its BLAKE3 is the manifest digest that leases and latest.json name."""
-    raise NotImplementedError
+    return sign_document(KIND, asdict(manifest), key)
 
 
-def open_manifest(data: bytes, *, run: str, publishers: Collection[str]) -> WeightsManifest:
+def open_manifest(data: bytes, *, run: str, publishers: Collection[str] | None) -> WeightsManifest:
     """Checks a manifest from outside.
+
+    Args:
+        data: the signed bytes.
+        run: the only run accepted.
+        publishers: keys that may sign; None where the signature was checked before (own disk).
 
     Raises:
         BadSignature: not a publisher's, another run's, malformed, or beyond a bound.
     """
-    raise NotImplementedError
+    payload = open_document(data, kind=KIND, keys=publishers, max_bytes=MAX_BYTES).payload
+    if set(payload) != _FIELDS:
+        raise BadSignature(f"weights: fields {sorted(payload)} instead of {sorted(_FIELDS)}")
+    if payload["run"] != run:
+        raise BadSignature(f"weights: of run {str(payload['run'])[:80]!r}, not {run!r}")
+    version, base = payload["version"], payload["base"]
+    if not is_run(run) or not is_version(version):
+        raise BadSignature("weights: run or version is malformed")
+    if base is not None and not (is_version(base) and base < version):
+        raise BadSignature("weights: base must be an older version")
+    objects = payload["objects"]
+    if not isinstance(objects, dict) or not 0 < len(objects) <= MAX_OBJECTS:
+        raise BadSignature(f"weights: objects must be 1 to {MAX_OBJECTS} named files")
+    return WeightsManifest(
+        run=run,
+        version=version,
+        base=base,
+        model_digest=_model_digest(payload["model_digest"]),
+        tensors=_tensors(payload["tensors"]),
+        objects={name: _object(name, value) for name, value in objects.items()},
+    )
 
 
 def read_manifest(directory: Path) -> WeightsManifest:
     """The manifest of a version that `WeightsClient.fetch` put there (it was checked then)."""
-    raise NotImplementedError
+    data = read_bounded(directory / FILE_NAME, MAX_BYTES)
+    document = open_document(data, kind=KIND, keys=None, max_bytes=MAX_BYTES)
+    return open_manifest(data, run=document.payload.get("run", ""), publishers=None)
+
+
+def _model_digest(value: object) -> str | None:
+    if value is not None and not is_digest(value):
+        raise BadSignature("weights: model_digest is not a digest")
+    return value  # type: ignore[return-value]
+
+
+def _tensors(value: object) -> dict[str, dict[str, Any]]:
+    """Their meaning is the bridge's; here only the form is held: records with a digest."""
+    if not isinstance(value, dict):
+        raise BadSignature("weights: tensors must be named records")
+    for name, record in value.items():
+        if not isinstance(record, dict) or set(record) != {"dtype", "shape", "blake3"}:
+            raise BadSignature(f"weights: tensor {name[:200]!r} must have dtype, shape, blake3")
+        if not (is_digest(record["blake3"]) and isinstance(record["dtype"], str)):
+            raise BadSignature(f"weights: tensor {name[:200]!r}: dtype or blake3 is malformed")
+        shape = record["shape"]
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise BadSignature(f"weights: tensor {name[:200]!r}: shape is malformed")
+    return value
+
+
+def _object(name: str, value: object) -> ObjectInfo:
+    if not is_object_name(name):
+        raise BadSignature(f"weights: {name[:200]!r} is not a safe file name")
+    if not isinstance(value, dict) or set(value) != {"size", "blake3", "chunks"}:
+        raise BadSignature(f"weights: object {name} must have size, blake3, chunks")
+    size, digest, chunks = value["size"], value["blake3"], value["chunks"]
+    if type(size) is not int or not 0 <= size <= MAX_OBJECT_BYTES or not is_digest(digest):
+        raise BadSignature(f"weights: object {name}: size or blake3 is malformed")
+    if not isinstance(chunks, list):
+        raise BadSignature(f"weights: object {name}: chunks must be a list")
+    checked = tuple(_chunk(name, chunk) for chunk in chunks)
+    if sum(chunk.size for chunk in checked) != size:
+        raise BadSignature(f"weights: object {name}: its chunks do not add up to its size")
+    return ObjectInfo(size, digest, checked)
+
+
+def _chunk(name: str, value: object) -> Chunk:
+    if not isinstance(value, dict) or set(value) != {"blake3", "size"}:
+        raise BadSignature(f"weights: object {name}: a chunk must have blake3 and size")
+    digest, size = value["blake3"], value["size"]
+    if not is_digest(digest) or type(size) is not int or not 0 < size <= MAX_CHUNK_BYTES:
+        raise BadSignature(f"weights: object {name}: a chunk's blake3 or size is malformed")
+    return Chunk(digest, size)

@@ -1,0 +1,341 @@
+"""Believable answers from servers that need not be believed: what client and relay share.
+
+Everything is checked against the pinned root key: roles.json by the root, latest.json and
+manifests by a publisher that roles.json names, chunks by the digest in the manifest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+
+from broadcast import layout
+from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
+from broadcast.transport import Fault, Lie, NotThere, base_url, get
+from broadcast.upstreams import Upstream, Upstreams
+from runspec.common import latest as latest_format
+from runspec.common import roles as roles_format
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded, write_atomic
+from runspec.common.hashing import digest_bytes
+from runspec.common.latest import Latest, open_latest
+from runspec.common.roles import CLOCK_SKEW_S, Roles, open_roles
+from runspec.common.signed import BadSignature, open_document
+
+T = TypeVar("T")
+PARALLEL_CHUNKS = 8
+POLL_S = 20.0
+"""Length of one long poll."""
+GRACE_S = 5.0
+"""What a server may take to answer on top of the time that it was asked to hold a poll."""
+_SMALL_TIMEOUT_S = 15.0
+_STATIC_POLL_S = 0.5
+_SLOWEST_BYTES_PER_S = 256 * 1024
+_THREAD_FROM_BYTES = 256 * 1024
+_LOG = logging.getLogger(__name__)
+
+
+def chunk_timeout_s(size: int) -> float:
+    """Seconds that one attempt at a chunk may take before another server is tried."""
+    return 10.0 + size / _SLOWEST_BYTES_PER_S
+
+
+class Fetcher:
+    """Asks several servers and returns only what was checked.
+
+    Args:
+        urls: base URLs of relays or origins.
+        run: the run's id.
+        root_public_key: pinned.
+        folder: keeps roles.json and the newest latest.json, so that a restart forgets neither.
+        session: of `transport.new_session`; the caller closes it.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        run: str,
+        root_public_key: str,
+        folder: Path,
+        session: aiohttp.ClientSession,
+    ) -> None:
+        self.upstreams = Upstreams([base_url(url) for url in urls])
+        self.latest_bytes: bytes | None = None
+        self.seen_version = -1
+        """The newest version that a checked latest.json ever named: never gone behind again."""
+        self.seen_digest = ""
+        """Its manifest digest."""
+        self.roles: Roles | None = None
+        self._issued = 0.0
+        self._run = run
+        self._root = root_public_key
+        self._roles_path = folder / "roles.json"
+        self._latest_path = folder / "latest.json"
+        self._session = session
+        self._recall()
+
+    async def latest(self, after: int | None, wait_s: float) -> Latest | None:
+        """The newest latest.json that names a version newer than `after`; None if none comes.
+
+        All servers are polled at once, so that a stale one cannot hide what another knows.
+
+        Raises:
+            UserError: no server gave an answer that could be believed within `wait_s`.
+        """
+        deadline = time.monotonic() + wait_s
+        answered: set[Upstream] = set()
+        polls = {
+            asyncio.create_task(self._poll(upstream, after, deadline, answered))
+            for upstream in self.upstreams.all
+        }
+        pending = polls
+        try:
+            while pending and not (answered and time.monotonic() >= deadline):
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for poll in done:
+                    if (newer := poll.result()) is not None:
+                        return newer
+        finally:
+            for task in polls:
+                task.cancel()
+            await asyncio.gather(*polls, return_exceptions=True)
+        if not answered:
+            raise UserError(
+                f"no believable latest.json of run {self._run} within {wait_s:.0f} s",
+                place=self.upstreams.faults(),
+                remedy="check the URLs, the run's id and --public-key, and that a version is out",
+            )
+        return None
+
+    async def manifest(
+        self, version: int, digest: str | None, deadline: float, *, patient: bool = True
+    ) -> tuple[WeightsManifest, bytes]:
+        """A version's manifest and its signed bytes.
+
+        Args:
+            version: which.
+            digest: the only one accepted; None accepts what a publisher signed.
+            deadline: of the monotonic clock.
+            patient: False ends the search as soon as no server has it.
+
+        Raises:
+            UserError: not to be had in time; names every server and its fault.
+        """
+
+        async def attempt(upstream: Upstream) -> tuple[WeightsManifest, bytes]:
+            timeout_s = _within(deadline, _SMALL_TIMEOUT_S)
+            url = f"{upstream.url}/{layout.manifest_name(self._run, version)}"
+            data = await get(self._session, url, max_bytes=MAX_BYTES, timeout_s=timeout_s)
+            if digest is not None and (found := digest_bytes(data)) != digest:
+                raise Lie(f"its digest is {found[:16]}, not {digest[:16]}")
+            manifest = await self._checked(
+                upstream,
+                lambda roles: open_manifest(data, run=self._run, publishers=roles.publisher),
+            )
+            if manifest.version != version:
+                raise Lie(f"is of version {manifest.version}")
+            return manifest, data
+
+        return await self._insist(f"manifest of version {version}", attempt, deadline, patient)
+
+    async def chunk(self, chunk: Chunk, what: str, deadline: float) -> bytes:
+        """A chunk's bytes, of the right digest.
+
+        Args:
+            chunk: which.
+            what: the name that it goes by in messages.
+            deadline: of the monotonic clock.
+
+        Raises:
+            UserError: not to be had in time; names every server and its fault.
+        """
+
+        async def attempt(upstream: Upstream) -> bytes:
+            timeout_s = _within(deadline, chunk_timeout_s(chunk.size))
+            url = f"{upstream.url}/{layout.chunk_name(self._run, chunk.blake3)}"
+            data = await get(self._session, url, max_bytes=chunk.size, timeout_s=timeout_s)
+            if len(data) != chunk.size or await digest_of(data) != chunk.blake3:
+                raise Lie(f"{len(data)} bytes that are not the chunk's {chunk.size}")
+            return data
+
+        what = f"{what}, chunk {chunk.blake3[:16]}"
+        return await self._insist(what, attempt, deadline, patient=True)
+
+    async def _insist(
+        self,
+        what: str,
+        attempt: Callable[[Upstream], Awaitable[T]],
+        deadline: float,
+        patient: bool,
+    ) -> T:
+        """Tries server after server until an answer holds or the time is up."""
+        started = time.monotonic()
+        lied: set[Upstream] = set()
+        missing: set[Upstream] = set()
+        while True:
+            upstream, pause_s = self.upstreams.choose(lied)
+            if time.monotonic() + pause_s > deadline:
+                break
+            if pause_s > 0:
+                await asyncio.sleep(pause_s)
+            upstream.in_flight += 1
+            try:
+                result = await attempt(upstream)
+            except Fault as fault:
+                upstream.failed(fault, what, _LOG)
+                if isinstance(fault, Lie):
+                    lied.add(upstream)
+                if isinstance(fault, NotThere):
+                    missing.add(upstream)
+                if not patient and len(missing) == len(self.upstreams.all):
+                    break
+            else:
+                upstream.succeeded()
+                return result
+            finally:
+                upstream.in_flight -= 1
+        raise UserError(
+            f"no {what} after {time.monotonic() - started:.1f} s",
+            place=self.upstreams.faults(),
+            remedy="check that these servers are up and have the version, or name others",
+        )
+
+    async def _poll(
+        self, upstream: Upstream, after: int | None, deadline: float, answered: set[Upstream]
+    ) -> Latest | None:
+        """Asks one server for latest.json until it names a newer version or the time is up."""
+        floor = -1 if after is None else after
+        while True:
+            asked = time.monotonic()
+            hold_s = min(POLL_S, max(0.0, deadline - asked))
+            try:
+                latest = await self._latest_of(upstream, floor, hold_s)
+                upstream.succeeded()
+                answered.add(upstream)
+                if latest.version > floor:
+                    return latest
+                # One that answers before its time without news is a plain file server.
+                pause_s = _STATIC_POLL_S if time.monotonic() - asked < hold_s / 2 else 0.0
+            except Fault as fault:
+                upstream.failed(fault, "latest.json", _LOG)
+                pause_s = upstream.retry_at - time.monotonic()
+            if time.monotonic() + pause_s >= deadline:
+                await asyncio.sleep(max(0.0, deadline - time.monotonic()))
+                return None
+            await asyncio.sleep(max(0.0, pause_s))
+
+    async def _latest_of(self, upstream: Upstream, floor: int, hold_s: float) -> Latest:
+        query = f"after={floor}&wait={hold_s:.3f}"
+        url = f"{upstream.url}/{layout.latest_name(self._run)}?{query}"
+        data = await get(
+            self._session, url, max_bytes=latest_format.MAX_BYTES, timeout_s=hold_s + GRACE_S
+        )
+        latest = await self._checked(
+            upstream, lambda roles: open_latest(data, run=self._run, publishers=roles.publisher)
+        )
+        if latest.version < self.seen_version:
+            # A relay that lags is no liar, but it must not take us back.
+            raise Fault(
+                f"offers version {latest.version} as the newest, {self.seen_version} was seen"
+            )
+        if latest.version == self.seen_version and latest.manifest_digest != self.seen_digest:
+            raise Lie(f"names another manifest for version {latest.version} than was seen")
+        if latest.issued > self._issued or latest.version > self.seen_version:
+            write_atomic(self._latest_path, data)
+            self.latest_bytes, self._issued = data, latest.issued
+            self.seen_version, self.seen_digest = latest.version, latest.manifest_digest
+        return latest
+
+    async def _checked(self, upstream: Upstream, check: Callable[[Roles], T]) -> T:
+        """Runs a check with the roles; where it fails, once more with the newest roles."""
+        roles = self.roles
+        if roles is None or time.time() > roles.expires + CLOCK_SKEW_S:
+            roles = await self._newest_roles(upstream)
+        try:
+            return check(roles)
+        except BadSignature as error:
+            newest = await self._newest_roles(upstream)
+            if newest == roles:
+                raise Lie(str(error)) from error
+            roles = newest
+        try:
+            return check(roles)
+        except BadSignature as error:
+            raise Lie(str(error)) from error
+
+    async def _newest_roles(self, upstream: Upstream) -> Roles:
+        """roles.json of a server, unless the one held was issued later (keys get revoked)."""
+        url = f"{upstream.url}/{layout.roles_name(self._run)}"
+        data = await get(
+            self._session, url, max_bytes=roles_format.MAX_BYTES, timeout_s=_SMALL_TIMEOUT_S
+        )
+        try:
+            roles = open_roles(data, root_public_key=self._root, run=self._run)
+        except BadSignature as error:
+            raise Lie(str(error)) from error
+        if self.roles is None or roles.issued > self.roles.issued:
+            write_atomic(self._roles_path, data)
+            self.roles = roles
+        return self.roles
+
+    def _recall(self) -> None:
+        """Takes up what the last process of this folder had checked and written."""
+        try:
+            data = read_bounded(self._roles_path, roles_format.MAX_BYTES)
+            self.roles = open_roles(data, root_public_key=self._root, run=self._run)
+        except FileNotFoundError:
+            pass
+        except (BadSignature, UserError) as error:
+            _LOG.warning("%s: not used: %s", self._roles_path, error)
+        try:
+            data = read_bounded(self._latest_path, latest_format.MAX_BYTES)
+            # Perhaps expired by now, still good to know that nothing older is the newest.
+            payload = open_document(
+                data, kind=latest_format.KIND, keys=None, max_bytes=latest_format.MAX_BYTES
+            ).payload
+            latest = Latest(**payload)
+        except FileNotFoundError:
+            return
+        except (BadSignature, UserError, TypeError) as error:
+            _LOG.warning("%s: not used: %s", self._latest_path, error)
+            return
+        if latest.run == self._run:
+            self.latest_bytes, self._issued = data, latest.issued
+            self.seen_version, self.seen_digest = latest.version, latest.manifest_digest
+
+
+async def for_each(
+    items: Iterable[T], work: Callable[[T], Awaitable[None]], *, parallel: int
+) -> None:
+    """Does `work` on every item, in order, so many at a time; the first failure ends the rest."""
+    waiting = iter(items)
+
+    async def worker() -> None:
+        for item in waiting:  # one iterator for all workers
+            await work(item)
+
+    workers = [asyncio.create_task(worker()) for _ in range(parallel)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for task in workers:
+            task.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def digest_of(data: bytes | memoryview) -> str:
+    """BLAKE3, beside the event loop where it takes long enough to matter."""
+    if len(data) < _THREAD_FROM_BYTES:
+        return digest_bytes(data)
+    return await asyncio.to_thread(digest_bytes, data)
+
+
+def _within(deadline: float, limit_s: float) -> float:
+    return max(0.1, min(limit_s, deadline - time.monotonic()))

@@ -1,0 +1,87 @@
+"""One bounded HTTP GET from a server that may be down, slow or lying."""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from runspec.common.errors import UserError
+
+_CONNECT_S = 5.0
+_READ_BUFFER = 1024 * 1024
+
+
+class Fault(Exception):
+    """An answer that cannot be used: unreachable, an error status, too slow."""
+
+
+class NotThere(Fault):
+    """The server answered that it has no such thing (404): no fault of its own."""
+
+
+class Lie(Fault):
+    """An answer that failed its check: the wrong bytes, signature, run or version."""
+
+
+def new_session() -> aiohttp.ClientSession:
+    """A session that follows no proxy of the environment, keeps no cookie, inflates nothing."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=64),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"Accept-Encoding": "identity"},
+        auto_decompress=False,
+        read_bufsize=_READ_BUFFER,
+    )
+
+
+def base_url(text: str) -> str:
+    """A server's base URL without a trailing slash.
+
+    Raises:
+        UserError: not http(s)://host[:port][/prefix].
+    """
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+        raise UserError(
+            f"{text!r} is not the URL of an origin or relay",
+            remedy="write for example http://127.0.0.1:8080",
+        )
+    return text.rstrip("/")
+
+
+async def get(
+    session: aiohttp.ClientSession, url: str, *, max_bytes: int, timeout_s: float
+) -> bytes:
+    """The body of a GET.
+
+    Args:
+        session: of `new_session`.
+        url: what to get. Redirects are not followed: a relay cannot send us elsewhere.
+        max_bytes: a longer body is refused as soon as it shows.
+        timeout_s: for all of it, so that an endless drip ends too.
+
+    Raises:
+        NotThere: status 404.
+        Fault: anything else that is not 200 with such a body in time.
+    """
+    timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
+    try:
+        async with session.get(url, timeout=timeout, allow_redirects=False) as response:
+            if response.status == 404:
+                raise NotThere("not there (404)")
+            if response.status != 200:
+                raise Fault(f"status {response.status}")
+            if (response.content_length or 0) > max_bytes:
+                raise Fault(f"{response.content_length} bytes, at most {max_bytes} expected")
+            body = bytearray()
+            async for piece in response.content.iter_any():
+                body += piece
+                if len(body) > max_bytes:
+                    raise Fault(f"more than the {max_bytes} bytes expected")
+            return bytes(body)
+    except TimeoutError as error:
+        raise Fault(f"no whole answer within {timeout_s:.1f} s") from error
+    except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError, ValueError) as error:
+        raise Fault(f"{type(error).__name__}: {str(error)[:200]}") from error
