@@ -1,0 +1,261 @@
+"""Every check passes honest rollouts, and refuses what it is for with the deciding number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runspec.common.errors import UserError
+from tests.verify.bench import MODEL, Bench
+from tests.verify.small_model import EOS, VOCAB
+from verify.examiner import Verdict
+from verify.formats.lease import assignments
+from verify.formats.submission import Rollout
+from verify.thresholds import BFLOAT16, FLOAT32, limits_for
+
+Edit = Callable[[list[Rollout]], list[Rollout]]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def names(verdict: Verdict) -> list[str]:
+    return [check.name for check in verdict.rows[0].checks]
+
+
+# --- honest -------------------------------------------------------------------------------------
+
+
+def test_an_honest_submission_passes_every_check(bench: Bench) -> None:
+    rollouts = bench.honest()
+
+    verdict = bench.verdict(rollouts)
+
+    assert (verdict.accepted, verdict.reason, verdict.dropped_groups) == (True, "", [])
+    assert names(verdict) == [
+        "assignment",
+        "bounds",
+        "termination",
+        "proof_format",
+        "reward",
+        "logprobs_submission",
+        "logprobs",
+        "seeded_sampling",
+        "toploc",
+    ]
+    for rollout, row in zip(rollouts, verdict.rows, strict=True):
+        assert row.reward == pytest.approx(rollout.task_reward + rollout.length_penalty)
+        assert row.length == len(rollout.output_tokens)
+        np.testing.assert_allclose(row.logprobs, rollout.logprobs, atol=1e-5)
+        assert row.logprob_diff is not None and row.logprob_diff < 1e-5
+
+
+def test_an_honest_bf16_sampler_passes_the_bf16_limits(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, dtype="bfloat16")
+    bench.worker.model = MODEL.in_bfloat16()
+
+    verdict = bench.verdict(bench.honest())
+
+    assert verdict.accepted, verdict.reason
+    assert max(row.logprob_diff or 0 for row in verdict.rows) > 1e-3  # the precisions do differ
+
+
+def test_an_unseeded_pool_is_checked_without_the_seeded_choice(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, trust="trusted", sampling={"temperature": 0.8, "seeded": False})
+    verdict = bench.verdict(bench.honest())
+    assert verdict.accepted
+    assert "seeded_sampling" not in names(verdict) and "toploc" in names(verdict)
+
+
+def test_without_prefill_the_cheap_checks_decide(bench: Bench) -> None:
+    bench.prefill = False
+    verdict = bench.verdict(bench.honest())
+    assert verdict.accepted and bench.engine.prefills == []
+    assert verdict.rows[0].logprobs is None and verdict.rows[0].logprob_diff is None
+    assert names(verdict)[-1] == "reward"
+
+
+def test_strict_limits_need_float32_on_both_sides() -> None:
+    assert limits_for("float32", "float32") == FLOAT32
+    assert limits_for("bfloat16", "float32") == BFLOAT16 == limits_for("float32", "bfloat16")
+
+
+def test_a_truncated_distribution_is_refused_before_any_work(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, sampling={"temperature": 0.8, "top_p": 0.9})
+    with pytest.raises(UserError, match="truncates its distribution"):
+        bench.examiner()
+
+
+# --- what is not as leased ----------------------------------------------------------------------
+
+
+def every(**changes: object) -> Edit:
+    return lambda rollouts: [replace(r, **changes) for r in rollouts]
+
+
+def last(**changes: object) -> Edit:
+    return lambda rollouts: [*rollouts[:-1], replace(rollouts[-1], **changes)]
+
+
+def i32(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+EDITS: dict[str, tuple[Edit, str]] = {
+    "another run": (every(run="other"), "assignment: row 0: run is 'other'"),
+    "another step": (every(step=1), "assignment: row 0: step is '1', assigned '0'"),
+    "another worker": (every(worker="ee" * 32), "assignment: row 0: worker is"),
+    "another lease": (every(lease="ee" * 32), "assignment: row 0: lease is"),
+    "an older version": (every(version=7), "assignment: row 0: version is '7', assigned '0'"),
+    "another temperature": (every(temperature=0.1), "assignment: row 0: temperature is"),
+    "top-p": (every(top_p=0.5), "assignment: row 0: top_p is"),
+    "top-k": (every(top_k=1), "assignment: row 0: top_k is '1', assigned '-1'"),
+    "a chosen target": (last(target=9), "assignment: row 7: target is '9'"),
+    "no target": (last(target=None), "assignment: row 7: target is 'None'"),
+    "a chosen problem": (last(problem_id="easy"), "assignment: row 7: problem_id is 'easy'"),
+    "another prompt": (last(prompt_tokens=i32(1, 2)), "assignment: row 7: the prompt is not"),
+    "a row missing": (lambda rows: rows[:-1], "assignment: row 0: 7 rows, the lease asks for 8"),
+    "a sample twice": (
+        lambda rows: [*rows[:-1], rows[0]],
+        "assignment: row 0: group 0 sample 0 appears 2 times",
+    ),
+    "a group too many": (last(group=2), "assignment: row 7: group 2 sample 3 is not of the lease"),
+    "a negative sample": (last(sample=-1), "assignment: row 7: group 1 sample -1 is not"),
+    "one row too many": (lambda rows: [*rows, rows[0]], "format: 9 rows, more than the 8 allowed"),
+    "no rows": (lambda rows: [], "format: no rows"),
+    "no output": (
+        last(output_tokens=i32(), logprobs=np.zeros(0, np.float32), proofs=[]),
+        "bounds: row 7: 0 output tokens, outside [1, 40]",
+    ),
+    "too long an output": (
+        last(output_tokens=np.full(41, 5, np.int32), logprobs=np.full(41, -1.0, np.float32)),
+        "bounds: row 7: 41 output tokens",
+    ),
+    "log-probs missing": (last(logprobs=np.zeros(1, np.float32)), "bounds: row 7: 1 log-probs for"),
+    "infinite reward": (last(task_reward=float("inf")), "bounds: row 7: task_reward inf"),
+    "NaN penalty": (last(length_penalty=float("nan")), "bounds: row 7: length_penalty nan"),
+    "an unknown finish": (last(finish_reason="tired"), "termination: row 7: finish reason 'tired'"),
+    "proofs missing": (last(proofs=[]), "proof_format: row 7: 0 proofs for"),
+    "a malformed proof": (
+        lambda rows: last(proofs=[b"\xff" * 258] * len(rows[-1].proofs))(rows),
+        "proof_format: row 7: proof 0:",
+    ),
+    "claimed task reward": (every(task_reward=1.0), "reward: row 0: claimed against re-graded"),
+    "claimed length penalty": (every(length_penalty=0.0), "reward: row 0: claimed against"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_row_is_rejected_and_the_model_is_not_asked(bench: Bench, name: str) -> None:
+    edit, reason = EDITS[name]
+
+    verdict = bench.verdict(edit(bench.honest()))
+
+    assert not verdict.accepted
+    assert verdict.reason.startswith(reason)
+    assert bench.engine.prefills == []  # cheap checks come first
+
+
+@pytest.mark.parametrize(
+    "token, logprob", [(VOCAB, -1.0), (-1, -1.0), (5, 0.5), (5, np.nan), (5, -np.inf)]
+)
+def test_impossible_tokens_and_logprobs_are_rejected(
+    bench: Bench, token: int, logprob: float
+) -> None:
+    rollouts = bench.honest()
+    tokens, logprobs = rollouts[3].output_tokens.copy(), rollouts[3].logprobs.copy()
+    tokens[0], logprobs[0] = token, logprob
+    rollouts[3] = replace(rollouts[3], output_tokens=tokens, logprobs=logprobs)
+
+    verdict = bench.verdict(rollouts)
+
+    wrong = (
+        f"token {token} outside" if not 0 <= token < VOCAB else f"log-prob {np.float32(logprob)}"
+    )
+    assert verdict.reason.startswith(f"bounds: row 3: {wrong}")
+
+
+def ended(rollouts: list[Rollout], how: str) -> int:
+    """A row of some tokens that finished so; keys are fixed, so that the same rows always do."""
+    rows = enumerate(rollouts)
+    return next(row for row, r in rows if r.finish_reason == how and len(r.output_tokens) > 2)
+
+
+def test_an_output_cut_short_is_rejected(bench: Bench) -> None:
+    rollouts = bench.honest()
+    row = ended(rollouts, "stop")
+    cut = rollouts[row]
+    rollouts[row] = replace(
+        cut,
+        output_tokens=cut.output_tokens[:-1],
+        logprobs=cut.logprobs[:-1],
+        finish_reason="length",
+    )
+    reason = bench.verdict(rollouts).reason
+    assert reason.startswith(f"termination: row {row}: cut at {len(cut.output_tokens) - 1} tokens")
+
+
+def test_going_on_after_the_end_is_rejected(bench: Bench) -> None:
+    rollouts = bench.honest()
+    row = ended(rollouts, "stop")
+    tokens = np.append(rollouts[row].output_tokens, 5).astype(np.int32)
+    logprobs = np.append(rollouts[row].logprobs, np.float32(-1.0))
+    rollouts[row] = replace(rollouts[row], output_tokens=tokens, logprobs=logprobs)
+    assert bench.verdict(rollouts).reason.startswith(f"termination: row {row}: stopped, with end")
+
+
+def test_the_end_token_is_not_left_out_of_a_stop(bench: Bench) -> None:
+    rollouts = bench.honest()
+    row = ended(rollouts, "stop")
+    without = rollouts[row].output_tokens[:-1]
+    assert EOS not in without
+    rollouts[row] = replace(
+        rollouts[row], output_tokens=without, logprobs=rollouts[row].logprobs[:-1]
+    )
+    assert "with end tokens at []" in bench.verdict(rollouts).reason
+
+
+# --- the grader's faults ------------------------------------------------------------------------
+
+
+def test_a_fault_of_the_grader_drops_its_group_without_blame(tmp_path: Path) -> None:
+    # given a grader that fails on the problem of group 1
+    bench = Bench(tmp_path)
+    problems = assignments(bench.lease, n_problems=30, targets=bench.task_set.targets)
+    assert problems[0].problem != problems[1].problem
+    rollouts = bench.honest()
+    bench.task_set.faulty = frozenset({problems[1].problem})
+
+    # when the worker claims whatever it likes there
+    verdict = bench.verdict([*rollouts[:4], *(replace(r, task_reward=1.0) for r in rollouts[4:])])
+
+    # then that group alone is lost
+    assert verdict.accepted and verdict.dropped_groups == [1]
+    assert [row.reward for row in verdict.rows[4:]] == [0.0] * 4
+
+
+# --- several at once ----------------------------------------------------------------------------
+
+
+def test_submissions_of_one_version_share_a_prefill_and_keep_their_own_verdict(
+    bench: Bench,
+) -> None:
+    rollouts = bench.honest()
+    good = bench.packed(rollouts)
+    bad = bench.packed(every(task_reward=1.0)(rollouts))
+    files = [
+        replace(bench.file(*pair), submission=f"{number:064x}")
+        for number, pair in enumerate([good, bad, (good[0], b"junk"), good])
+    ]
+
+    verdicts = bench.examiner().examine(files)
+
+    assert [v.submission for v in verdicts] == [f.submission for f in files]
+    assert [v.accepted for v in verdicts] == [True, False, False, True]
+    assert bench.engine.prefills == [16]
