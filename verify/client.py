@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from runspec.common.signed import BadSignature, open_document
 from runspec.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
 from runspec.spec.resolved import parse_resolved
 from runspec.spec.schema import RunSpec
-from verify.formats.lease import open_lease
+from verify.formats.lease import lease_digest, open_lease
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
 from verify.limits import largest_submission_bytes
@@ -91,7 +92,11 @@ class CoordinatorClient:
         self._roles: Roles | None = None
         self._roles_read = 0.0
         self._spec: RunSpec | None = None
-        self._holding: set[str] = set()
+        self._held = threading.Lock()
+        self._leases: set[str] = set()
+        """Digests of the leases that this process works on, so that no others come again."""
+        self._claims: set[str] = set()
+        """The same for submissions to judge."""
 
     def close(self) -> None:
         self._http.close()
@@ -142,13 +147,16 @@ class CoordinatorClient:
     def lease(self, wait_s: float) -> bytes | None:
         """A signed lease (checked), or None when there was no work within `wait_s` seconds.
 
-        A worker holds at most one lease that it has not answered: until its submission is taken or
-        the lease expires, the same bytes come again, so that a restarted worker goes on with it.
+        A worker may hold two leases, to sample one while the submission of the other travels. What
+        a process held when it ended comes again to the next one: the same bytes, until they are
+        answered or expire.
 
         Raises:
             RunFinished: the run needs no more rollouts.
         """
-        answer = self._post("/v1/leases", {"wait": wait_s}, wait_s=wait_s)
+        with self._held:
+            body = {"wait": wait_s, "holding": sorted(self._leases)}
+        answer = self._post("/v1/leases", body, wait_s=wait_s)
         if answer.status_code == httpx.codes.NO_CONTENT:
             return None
         try:
@@ -157,6 +165,8 @@ class CoordinatorClient:
             raise self._not_believed(error) from error
         if lease.worker != self._key.public_hex or lease.run != self._run:
             raise self._not_believed(BadSignature("a lease for another worker or run"))
+        with self._held:
+            self._leases.add(lease_digest(answer.content))
         return answer.content
 
     def submit(self, envelope: bytes, table: bytes) -> None:
@@ -168,7 +178,13 @@ class CoordinatorClient:
             SubmissionRefused: the lease expired, or was answered with other bytes.
             RunFinished: the run needs no more rollouts.
         """
-        self._call("POST", "/v1/submissions", body=table, envelope=envelope)
+        lease = open_submission(envelope).lease
+        try:
+            self._call("POST", "/v1/submissions", body=table, envelope=envelope)
+        except SubmissionRefused:
+            self._forget(self._leases, lease)
+            raise
+        self._forget(self._leases, lease)
 
     def heartbeat(self, state: Mapping[str, Any]) -> None:
         """Says that the caller lives, and what it has done since its process began.
@@ -188,12 +204,14 @@ class CoordinatorClient:
         Raises:
             RunFinished: every batch is closed.
         """
-        body = {"wait": wait_s, "holding": sorted(self._holding)}
+        with self._held:
+            body = {"wait": wait_s, "holding": sorted(self._claims)}
         answer = self._post("/v1/validator/next", body, wait_s=wait_s)
         if answer.status_code == httpx.codes.NO_CONTENT:
             return None
         item = self._work_item(answer.content)
-        self._holding.add(item.submission)
+        with self._held:
+            self._claims.add(item.submission)
         return item
 
     def download(self, digest: str) -> bytes:
@@ -214,7 +232,11 @@ class CoordinatorClient:
         """
         self._call("POST", "/v1/verdicts", body=table, envelope=envelope)
         own = open_verdict(envelope, validators=frozenset({self._key.public_hex}))
-        self._holding.discard(own.submission)
+        self._forget(self._claims, own.submission)
+
+    def _forget(self, held: set[str], digest: str) -> None:
+        with self._held:
+            held.discard(digest)
 
     def _work_item(self, data: bytes) -> WorkItem:
         try:

@@ -83,7 +83,8 @@ class Ledger:
             ).fetchone()
         except (OSError, sqlite3.Error) as error:
             raise self._unusable(error) from error
-        self._seq, self._chain = last or (0, _FIRST_CHAIN)
+        self._seq: int = last[0] if last else 0
+        self._chain: str = last[1] if last else _FIRST_CHAIN
 
     def close(self) -> None:
         self._database.close()

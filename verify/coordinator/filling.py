@@ -16,6 +16,7 @@ The rules (DESIGN, "Filling a step"):
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from verify.coordinator.events import TrainedGroup
@@ -23,6 +24,8 @@ from verify.coordinator.state import LeaseRecord, OpenStep, State
 
 IDLE_DEADLINE_S = 900.0
 """The least that a run waits for its first worker or next version: engines start slowly."""
+MAX_OPEN_LEASES = 2
+"""A worker samples one lease while the submission of another is on its way."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,29 @@ class Stalled:
     reason: str
 
 
-def decide_lease(state: State, key: str, now: float) -> Held | NonceNeeded | Grant | None:
-    """What to answer a registered worker that asks for work; None: nothing now."""
+def decide_lease(
+    state: State, key: str, now: float, *, holding: Collection[str] = ()
+) -> Held | NonceNeeded | Grant | None:
+    """What to answer a worker that asks for work; None: nothing now.
+
+    Args:
+        state: of the run.
+        key: a registered worker's.
+        now: seconds since the epoch.
+        holding: digests of the leases that the worker's process still works on. One that it does
+            not know of (it was killed, or the answer was lost) is granted to it again.
+    """
     policy, worker = state.policy, state.workers[key]
-    for record in state.leases.values():
-        if record.lease.worker == key and record.status == "open" and record.lease.expires > now:
+    mine = [
+        record
+        for record in state.leases.values()
+        if record.lease.worker == key and record.status == "open" and record.lease.expires > now
+    ]
+    for record in mine:
+        if record.digest not in holding:
             return Held(record)
+    if len(mine) >= MAX_OPEN_LEASES:
+        return None
     for number in range(state.next_close, policy.steps):
         if state.newest is None or number - state.newest.version > policy.async_level:
             return None
@@ -165,16 +185,29 @@ def _exhausted(state: State, number: int) -> bool:
     return not outstanding and state.steps[number].leased >= state.policy.max_groups
 
 
+def waited_for(state: State) -> str:
+    """Whom the next step to close waits for, in words."""
+    if state.finished:
+        return "nobody: every step is closed"
+    number, newest = state.next_close, state.newest
+    outstanding = [r for r in state.leases.values() if r.lease.step == number and r.outstanding]
+    if outstanding:
+        sampling = sorted({r.lease.worker[:16] for r in outstanding if r.status == "open"})
+        validating = sum(r.status == "submitted" for r in outstanding)
+        parts = [f"worker {worker}" for worker in sampling]
+        parts += [f"validators ({validating} submissions)"] if validating else []
+        return ", ".join(parts)
+    needed = max(0, number - state.policy.async_level)
+    if newest is None or newest.version < needed:
+        had = "none" if newest is None else newest.version
+        return f"the publisher: version {needed} is needed, the newest published is {had}"
+    if state.workers:
+        return f"a lease request of any of the {len(state.workers)} registered workers"
+    return "a worker to register"
+
+
 def _why_stalled(state: State, number: int, step: OpenStep, had: int, now: float) -> str:
-    policy = state.policy
-    tally = state.tallies.get(number)
-    waiting = sorted(
-        {
-            f"{r.lease.worker[:16]} ({'sampling' if r.status == 'open' else 'being validated'})"
-            for r in state.leases.values()
-            if r.lease.step == number and r.outstanding
-        }
-    )
+    policy, tally = state.policy, state.tallies.get(number)
     parts = [
         f"step {number} stalled: {had} of {policy.groups} groups, at least {policy.min_groups} "
         f"needed, after {now - step.since:.0f} s and {step.leased} groups leased "
@@ -188,7 +221,7 @@ def _why_stalled(state: State, number: int, step: OpenStep, had: int, now: float
         )
         if tally.last_rejection:
             parts.append(f"last rejection: {tally.last_rejection}")
-    parts.append(f"waited for {', '.join(waiting) or 'workers to ask for leases'}")
+    parts.append(f"waited for {waited_for(state)}")
     return "; ".join(parts)
 
 
@@ -200,15 +233,7 @@ def _idle(state: State, now: float) -> Stalled | None:
     """No step is open: the run waits for its publisher or for its first worker."""
     if now < state.progress + _idle_s(state):
         return None
-    oldest = max(0, state.next_close - state.policy.async_level)
-    if state.newest is None or state.newest.version < oldest:
-        newest = "none" if state.newest is None else state.newest.version
-        what = f"the publisher: version {oldest} is needed, the newest published is {newest}"
-    elif state.workers:
-        what = f"a lease request of any of the {len(state.workers)} registered workers"
-    else:
-        what = "a worker to register"
-    waited = now - state.progress
     return Stalled(
-        f"step {state.next_close} stalled: not opened after {waited:.0f} s; waited for {what}"
+        f"step {state.next_close} stalled: not opened after {now - state.progress:.0f} s; "
+        f"waited for {waited_for(state)}"
     )

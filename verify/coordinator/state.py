@@ -157,6 +157,15 @@ class State:
     def finished(self) -> bool:
         return self.next_close >= self.policy.steps
 
+    @property
+    def oldest_remembered(self) -> int:
+        """All leases of this step and later ones are still in `leases`.
+
+        No group of an older step can train any more. It is one step longer than that, so that a
+        submission that is sent again finds its lease.
+        """
+        return self.next_close - self.policy.async_level - 1
+
     def lag(self, record: LeaseRecord) -> int:
         """Lag of the record's groups if the next step to close trains them."""
         return self.next_close - record.lease.version
@@ -288,21 +297,16 @@ def _close(state: State, event: StepClosed) -> State:
         _require(state.lag(record) <= state.policy.async_level, "a group beyond the lag")
         usable = tuple(g for g in record.usable if g != group.group)
         leases[group.lease] = replace(record, usable=usable)
-    next_close = event.step + 1
-    # No group of a step this old can train any more. One step longer, so that a submission sent
-    # again finds its lease; and what a validator still holds until it is judged.
-    oldest = next_close - state.policy.async_level - 1
-    kept = {d: r for d, r in leases.items() if r.lease.step >= oldest or r.status == "submitted"}
-    return _lapse(
-        replace(
-            state,
-            leases=kept,
-            steps={n: s for n, s in state.steps.items() if n != event.step},
-            tallies={n: t for n, t in state.tallies.items() if n != event.step},
-            next_close=next_close,
-            progress=event.at,
-        )
+    state = replace(
+        state,
+        steps={n: s for n, s in state.steps.items() if n != event.step},
+        tallies={n: t for n, t in state.tallies.items() if n != event.step},
+        next_close=event.step + 1,
+        progress=event.at,
     )
+    oldest = state.oldest_remembered
+    kept = {d: r for d, r in leases.items() if r.lease.step >= oldest or r.status == "submitted"}
+    return _lapse(replace(state, leases=kept))
 
 
 def _lapse(state: State) -> State:

@@ -1,0 +1,76 @@
+"""`python -m verify`: the coordinator and the validator of a run."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from runspec.common.errors import UserError
+from runspec.common.process import run_role
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parses the command line and runs a role; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m verify", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    coordinator = commands.add_parser("coordinator", help="lease, take in, close steps")
+    coordinator.add_argument("run_dir", type=Path, help="run directory with spec.json and keys/")
+    coordinator.add_argument("--listen", required=True, metavar="HOST:PORT")
+    coordinator.add_argument("--weights", required=True, metavar="URL", help="origin or relay")
+    validator = commands.add_parser("validator", help="check submissions until the run is finished")
+    validator.add_argument("--run", required=True, help="the run's name")
+    validator.add_argument("--coordinator", required=True, metavar="URL")
+    validator.add_argument(
+        "--weights", required=True, action="append", metavar="URL", help="relay; may be repeated"
+    )
+    validator.add_argument("--key", required=True, type=Path, metavar="FILE")
+    validator.add_argument("--dir", required=True, type=Path, help="keeps fetched versions")
+    for command in (coordinator, validator):
+        command.add_argument("--public-key", required=True, metavar="HEX", help="the root key")
+    options = parser.parse_args(arguments)
+    body = _coordinator if options.command == "coordinator" else _validator
+    return run_role(options.command, lambda log: body(options, log))
+
+
+def _coordinator(options: argparse.Namespace, log: logging.Logger) -> None:
+    import asyncio
+
+    from verify.coordinator.run import serve
+
+    host, port = _address(options.listen)
+    asyncio.run(
+        serve(
+            options.run_dir,
+            host=host,
+            port=port,
+            weights=options.weights,
+            root_public_key=options.public_key,
+        )
+    )
+
+
+def _validator(options: argparse.Namespace, log: logging.Logger) -> None:
+    from verify.validator import run  # its imports take seconds
+
+    run(
+        run=options.run,
+        coordinator=options.coordinator,
+        weights=options.weights,
+        public_key=options.public_key,
+        key_file=options.key,
+        directory=options.dir,
+        log=log,
+    )
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"{text!r} is not HOST:PORT", remedy="write for example 127.0.0.1:8000")
+    return host.strip("[]"), int(port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

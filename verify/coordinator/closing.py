@@ -1,0 +1,119 @@
+"""The clock of the run: new versions, leases that expire, steps that close or stall."""
+
+from __future__ import annotations
+
+import logging
+
+from runspec.common.files import write_atomic
+from runspec.common.keys import SigningKey
+from runspec.common.latest import Latest
+from runspec.common.process import RunStopped
+from verify.coordinator import filling
+from verify.coordinator.activity import Activity
+from verify.coordinator.events import LeaseExpired, StepClosed, VersionPublished
+from verify.coordinator.grading import batch_stats
+from verify.coordinator.journal import Journal
+from verify.coordinator.state import Tally
+from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
+from verify.ledger import FILE_NAME
+
+_log = logging.getLogger(__name__)
+
+
+class Closing:
+    """Closes steps, each once.
+
+    Args:
+        journal: where events go.
+        run: the run's name.
+        key: signs the batch manifests.
+        workers: how busy the samplers are, for the manifests' statistics.
+    """
+
+    def __init__(self, journal: Journal, run: str, key: SigningKey, workers: Activity) -> None:
+        self._journal, self._run, self._key, self._workers = journal, run, key, workers
+
+    def published(self, latest: Latest) -> None:
+        """Takes note of what the publisher's latest.json says.
+
+        Raises:
+            RunStopped: it names a version that cannot exist yet by this ledger.
+        """
+        newest = self._journal.state.newest
+        if latest.version > self._journal.state.next_close:
+            raise RunStopped(
+                f"version {latest.version} is published, but by the ledger only "
+                f"{self._journal.state.next_close} steps are closed",
+                place=str(self._journal.run_dir / FILE_NAME),
+                remedy="restore the ledger, or delete the run and its published weights",
+            )
+        if newest is None or latest.version > newest.version:
+            self._journal.record(
+                VersionPublished(self._journal.clock(), latest.version, latest.manifest_digest)
+            )
+            _log.info("version %d is published", latest.version)
+        elif latest.version == newest.version and latest.manifest_digest != newest.manifest_digest:
+            raise RunStopped(
+                f"version {latest.version} is published with manifest {latest.manifest_digest}, "
+                f"before it was {newest.manifest_digest}: a version is published once",
+                place=f"latest.json of {self._run}",
+                remedy="find out which publisher signed the second one",
+            )
+
+    async def keep_time(self) -> None:
+        """Expires leases and closes steps, at each change and when time alone makes it due.
+
+        Raises:
+            RunStopped: a step stalled.
+        """
+        self._advance()
+        while await self._journal.change(None, due=filling.next_due(self._journal.state)):
+            self._advance()
+
+    def _advance(self) -> None:
+        now = self._journal.clock()
+        for record in filling.expired_leases(self._journal.state, now):
+            self._journal.record(LeaseExpired(now, record.digest))
+            _log.warning(
+                "worker %s did not answer its lease %d of step %d in time",
+                *(record.lease.worker[:16], record.lease.index, record.lease.step),
+            )
+        while decision := filling.decide_close(self._journal.state, now):
+            if isinstance(decision, filling.Stalled):
+                raise RunStopped(
+                    decision.reason,
+                    place=f"run {self._run}",
+                    remedy="mend what was waited for (or algorithm.fill), then apply again",
+                )
+            self._close_step(decision, now)
+
+    def _close_step(self, decision: filling.Close, now: float) -> None:
+        step, tally = decision.step, self._journal.state.tallies.get(decision.step, Tally())
+        opened = self._journal.state.steps[step].opened
+        busy, tokens_per_s = self._workers.rates(now)
+        groups = []
+        for group in decision.groups:
+            record = self._journal.state.leases[group.lease]
+            assert record.submission is not None and record.verdict is not None
+            lease = record.lease
+            groups.append(
+                BatchGroup(
+                    record.submission, record.verdict, group.group, lease.step, lease.version
+                )
+            )
+        stats = batch_stats(
+            tally, opened=opened, closed=now, busy_fraction=busy, tokens_per_s=tokens_per_s
+        )
+        manifest = BatchManifest(self._run, step, groups, decision.complete, stats)
+        document = sign_batch(manifest, self._key)
+        # The ledger first, the file after it: the journal writes what a killed process had not.
+        self._journal.record(StepClosed(now, step, decision.groups, document.decode()))
+        write_atomic(self._journal.batch_path(step), document)
+        _log.info(
+            "step %d closed %.2f s after it opened: %d groups (%d leased, %d filtered), "
+            "task reward %s, %d submissions rejected",
+            *(step, now - opened, len(groups), tally.leased_groups, stats["filtered_groups"]),
+            *(stats["task_reward_mean"], tally.rejected_submissions),
+        )
+        if self._journal.state.finished:
+            _log.info("every step is closed; waiting to be stopped")

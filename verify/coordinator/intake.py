@@ -1,0 +1,69 @@
+"""Files from outside, streamed to disk: bounded in size and time, whole or not there at all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from blake3 import blake3
+
+UPLOAD_TIMEOUT_S = 600.0
+_TEMPORARY = ".tmp-"  # what runspec.common.files.remove_leftovers removes
+
+
+class Refusal(Exception):
+    """A request that is answered with an error: an HTTP status and words for the caller."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(words)
+        self.status, self.words = status, words
+
+
+@asynccontextmanager
+async def received(
+    chunks: AsyncIterator[bytes], folder: Path, *, digest: str, max_bytes: int
+) -> AsyncIterator[Path]:
+    """Yields a temporary file in `folder` that holds the whole body, synced to disk.
+
+    The block renames it into place; a file that is still there at its end is removed.
+
+    Raises:
+        Refusal: too large, too slow, not the bytes that `digest` names, or no room on the disk.
+    """
+    path = folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as file:
+            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+                found = await _copy(chunks, file, max_bytes)
+            if found != digest:
+                raise Refusal(400, f"the body's digest is {found}, not {digest}")
+            await asyncio.to_thread(_sync, file)
+        yield path
+    except TimeoutError:
+        raise Refusal(408, f"the body took longer than {UPLOAD_TIMEOUT_S:.0f} s") from None
+    except OSError as error:
+        raise Refusal(507, f"cannot store the file: {error.strerror or error}") from error
+    finally:
+        path.unlink(missing_ok=True)
+
+
+async def _copy(chunks: AsyncIterator[bytes], file: BinaryIO, max_bytes: int) -> str:
+    hasher, size = blake3(), 0
+    async for chunk in chunks:
+        size += len(chunk)
+        if size > max_bytes:
+            raise Refusal(413, f"larger than the {max_bytes} bytes allowed")
+        hasher.update(chunk)
+        file.write(chunk)
+    return hasher.hexdigest()
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

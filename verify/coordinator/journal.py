@@ -1,0 +1,129 @@
+"""The ledger, the state that follows from it, and whoever waits for a change of it.
+
+A transition is: decide (pure), append to the ledger (synced), replace the state, wake all who
+wait. Everything happens in one event loop, and there is no `await` between a decision and its
+record, so no two transitions mix; an append that fails leaves state and ledger as they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from runspec.common.files import remove_leftovers, write_atomic
+from runspec.common.process import RunStopped
+from verify.coordinator.events import CoordinatorStarted, Event, StepClosed
+from verify.coordinator.state import Policy, State, apply
+from verify.formats import batch as batch_format
+from verify.formats.layout import SubmissionFiles, step_folder, submission_files
+from verify.ledger import FILE_NAME, Ledger
+
+_log = logging.getLogger(__name__)
+_SHORTEST_WAIT_S = 0.001
+
+
+class Finished(Exception):
+    """The last batch is closed: there is nothing left to lease or to judge."""
+
+
+class Journal:
+    """Opens a run's ledger and makes the files beside it agree.
+
+    Args:
+        run_dir: holds state.db and rollouts/.
+        policy: of the run's spec.
+        clock: seconds since the epoch.
+
+    Raises:
+        UserError: the ledger cannot be read.
+        RunStopped: there is a batch that the ledger knows nothing of.
+    """
+
+    def __init__(
+        self, run_dir: Path, policy: Policy, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.run_dir, self.clock = run_dir, clock
+        self.state = State(policy)
+        self.ledger = Ledger(run_dir / FILE_NAME)
+        self._changed = asyncio.Event()
+        self._stopping = False
+        self._recover()
+        self.record(CoordinatorStarted(self.clock()))
+
+    def record(self, event: Event) -> None:
+        """Makes an event true: durably, and at once for all who wait."""
+        state = apply(self.state, event)
+        self.ledger.append([event])
+        self.state = state
+        waiting, self._changed = self._changed, asyncio.Event()
+        waiting.set()
+
+    async def change(self, deadline: float | None, *, due: float | None = None) -> bool:
+        """Waits for the next event, until `deadline` or `due` at the latest.
+
+        Returns:
+            False when `deadline` has passed or the coordinator stops; else there may be news.
+        """
+        now = self.clock()
+        if self._stopping or (deadline is not None and now >= deadline):
+            return False
+        ends = [end for end in (deadline, due) if end is not None]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(_SHORTEST_WAIT_S, min(ends) - now) if ends else None):
+                await self._changed.wait()
+        return not self._stopping
+
+    def stop(self) -> None:
+        """Ends all waiting."""
+        self._stopping = True
+        self._changed.set()
+
+    def close(self) -> None:
+        self.ledger.close()
+
+    def batch_path(self, step: int) -> Path:
+        return step_folder(self.run_dir, step) / batch_format.FILE_NAME
+
+    def _recover(self) -> None:
+        """Folds the ledger; it has the last word on what the files must be."""
+        last_batch: StepClosed | None = None
+        for event in self.ledger.events():
+            self.state = apply(self.state, event)
+            last_batch = event if isinstance(event, StepClosed) else last_batch
+        if last_batch is not None and not self.batch_path(last_batch.step).exists():
+            write_atomic(self.batch_path(last_batch.step), last_batch.document.encode())
+        unknown = self.batch_path(self.state.next_close)
+        if unknown.exists():
+            raise RunStopped(
+                f"a batch of step {self.state.next_close}, which the ledger has not closed",
+                place=str(unknown),
+                remedy=f"restore {FILE_NAME}, or delete the run",
+            )
+        self._remove_unknown_files()
+
+    def _remove_unknown_files(self) -> None:
+        """Removes what a killed process had received and not yet recorded."""
+        # Of older steps the state has forgotten leases, and nothing can be on its way.
+        steps = range(max(0, self.state.oldest_remembered), self.state.next_step)
+        expected: dict[int, set[Path]] = {step: set() for step in steps}
+        for record in self.state.leases.values():
+            step = record.lease.step
+            if record.submission is not None and step in expected:
+                files = submission_files(self.run_dir, step, record.submission)
+                expected[step] |= _paths(files, judged=record.verdict is not None)
+        for step, paths in expected.items():
+            folder = step_folder(self.run_dir, step)
+            remove_leftovers(folder)
+            for path in folder.glob("*"):
+                if path not in paths and path.name != batch_format.FILE_NAME:
+                    _log.warning("removing %s, which the ledger does not know", path)
+                    path.unlink()
+
+
+def _paths(files: SubmissionFiles, *, judged: bool) -> set[Path]:
+    submitted = {files.submission, files.submission_envelope}
+    return submitted | ({files.verdict, files.verdict_envelope} if judged else set())

@@ -1,0 +1,172 @@
+"""The validators' desk: hands out submissions to judge, takes verdicts in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Collection
+from pathlib import Path
+from typing import Any
+
+from runspec.common.files import write_atomic
+from verify.coordinator.claims import CLAIM_TIMEOUT_S, Claims
+from verify.coordinator.events import GroupGrade, SubmissionJudged
+from verify.coordinator.grading import VerdictMismatch, grade_groups
+from verify.coordinator.intake import Refusal, received
+from verify.coordinator.journal import Finished, Journal
+from verify.coordinator.state import LeaseRecord
+from verify.formats.layout import submission_files
+from verify.formats.tables import MalformedTable
+from verify.formats.verdict import (
+    MAX_BYTES,
+    RolloutVerdict,
+    VerdictEnvelope,
+    decode_verdicts,
+)
+
+_log = logging.getLogger(__name__)
+_RECENT_REJECTIONS = 20
+
+
+class Judging:
+    """Every submission gets one verdict, whatever happens to the validators.
+
+    Args:
+        journal: where events go.
+        run: the run's name.
+        claim_timeout_s: after which a claim without a verdict is offered again.
+    """
+
+    def __init__(
+        self, journal: Journal, run: str, *, claim_timeout_s: float = CLAIM_TIMEOUT_S
+    ) -> None:
+        self._journal, self._run = journal, run
+        self.claims = Claims(claim_timeout_s)
+        self.recent_rejections: deque[dict[str, Any]] = deque(maxlen=_RECENT_REJECTIONS)
+
+    async def next_submission(
+        self, validator: str, holding: Collection[str], wait_s: float
+    ) -> tuple[LeaseRecord, bytes] | None:
+        """The next submission to judge, and its signed envelope; None when there was none.
+
+        Raises:
+            Finished: there will be none.
+        """
+        deadline = self._journal.clock() + wait_s
+        self.claims.keep(validator, holding)
+        while True:
+            if self._journal.state.finished:
+                raise Finished
+            waiting = {r.submission: r for r in self.submitted() if r.submission}
+            submission = self.claims.claim(validator, waiting, self._journal.clock())
+            if submission is not None:
+                record = waiting[submission]
+                files = submission_files(self._journal.run_dir, record.lease.step, submission)
+                return record, files.submission_envelope.read_bytes()
+            expiry = self.claims.next_expiry()
+            if not await self._journal.change(deadline, due=expiry):
+                return None
+
+    def submitted(self) -> list[LeaseRecord]:
+        """What waits for a verdict, in lease order."""
+        return [r for r in self._journal.state.leases.values() if r.status == "submitted"]
+
+    def submission_file(self, submission: str) -> Path | None:
+        """Where a submission's Parquet bytes lie, while the run still needs them."""
+        for record in self._journal.state.leases.values():
+            if record.submission == submission:
+                return submission_files(
+                    self._journal.run_dir, record.lease.step, submission
+                ).submission
+        return None
+
+    async def judge(
+        self,
+        validator: str,
+        envelope: VerdictEnvelope,
+        signed: bytes,
+        chunks: AsyncIterator[bytes],
+    ) -> None:
+        """Takes a verdict in; the first on a submission counts, later ones change nothing.
+
+        Args:
+            validator: the caller, whose signature on the envelope is checked.
+            envelope: its statement.
+            signed: the envelope's bytes.
+            chunks: the body.
+        """
+        record = self._to_judge(envelope)
+        if record is None:
+            return
+        files = submission_files(self._journal.run_dir, record.lease.step, envelope.submission)
+        async with received(
+            chunks, files.verdict.parent, digest=envelope.digest, max_bytes=MAX_BYTES
+        ) as body:
+            rows = await asyncio.to_thread(_read_verdicts, body)
+            judged = self._judged(validator, envelope, record, rows)
+            if self._to_judge(envelope) is None:
+                return  # another validator was quicker
+            body.rename(files.verdict)
+            write_atomic(files.verdict_envelope, signed)
+            self._journal.record(judged)
+        self.claims.settle(envelope.submission)
+        if not envelope.accepted:
+            self._note_rejection(record, envelope.reason)
+
+    def _to_judge(self, envelope: VerdictEnvelope) -> LeaseRecord | None:
+        record = next(
+            (r for r in self._journal.state.leases.values() if r.submission == envelope.submission),
+            None,
+        )
+        if record is None or record.status != "submitted":
+            return None
+        if (envelope.run, envelope.step) != (self._run, record.lease.step):
+            raise Refusal(400, "run or step are not the submission's")
+        return record
+
+    def _judged(
+        self,
+        validator: str,
+        envelope: VerdictEnvelope,
+        record: LeaseRecord,
+        rows: list[RolloutVerdict],
+    ) -> SubmissionJudged:
+        policy = self._journal.state.policy
+        groups: tuple[GroupGrade, ...] = ()
+        if envelope.accepted:
+            try:
+                groups = grade_groups(
+                    rows,
+                    submission=envelope.submission,
+                    lease=record.lease,
+                    group_size=policy.group_size,
+                    dropped=envelope.dropped_groups,
+                    zero_variance_filter=policy.zero_variance_filter,
+                )
+            except VerdictMismatch as error:
+                raise Refusal(400, f"verdict: {error}") from error
+        return SubmissionJudged(
+            at=self._journal.clock(),
+            lease=record.digest,
+            submission=envelope.submission,
+            verdict=envelope.digest,
+            validator=validator,
+            accepted=envelope.accepted,
+            reason=envelope.reason,
+            groups=groups,
+        )
+
+    def _note_rejection(self, record: LeaseRecord, reason: str) -> None:
+        worker, step = record.lease.worker, record.lease.step
+        _log.warning("submission of worker %s for step %d rejected: %s", worker[:16], step, reason)
+        self.recent_rejections.append(
+            {"at": self._journal.clock(), "step": step, "worker": worker, "reason": reason[:300]}
+        )
+
+
+def _read_verdicts(path: Path) -> list[RolloutVerdict]:
+    try:
+        return decode_verdicts(path.read_bytes())
+    except MalformedTable as error:
+        raise Refusal(400, f"verdict: {error}") from error

@@ -1,0 +1,179 @@
+"""The workers' desk: registers keys, hands out leases, takes submissions in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Collection
+
+from runspec.common.files import write_atomic
+from runspec.common.keys import SigningKey
+from runspec.common.roles import Roles
+from runspec.spec.schema import RunSpec
+from verify.coordinator import filling
+from verify.coordinator.events import (
+    LeaseGranted,
+    NonceDrawn,
+    SubmissionReceived,
+    WorkerRegistered,
+)
+from verify.coordinator.intake import Refusal, received
+from verify.coordinator.journal import Finished, Journal
+from verify.coordinator.state import LeaseRecord
+from verify.formats.layout import submission_files
+from verify.formats.lease import Lease, lease_digest, sign_lease
+from verify.formats.submission import SubmissionEnvelope
+from verify.limits import max_submission_bytes
+
+_log = logging.getLogger(__name__)
+
+
+class Leasing:
+    """Tells workers what to sample, and believes nothing that they say of it.
+
+    Args:
+        journal: where events go.
+        spec: the run's resolved spec.
+        key: signs the leases.
+        roles: whose keys cannot be workers'.
+    """
+
+    def __init__(self, journal: Journal, spec: RunSpec, key: SigningKey, roles: Roles) -> None:
+        self._journal, self._spec, self._key = journal, spec, key
+        self._staff = roles.publisher | roles.coordinator | roles.validator
+        self._pools = {pool.name: pool for pool in spec.samplers}
+        self._uploading: set[str] = set()
+
+    def register(self, key: str, pool: str) -> None:
+        """Makes a key a worker of a pool; doing it again changes nothing."""
+        if pool not in self._pools:
+            raise Refusal(404, f"the run has no pool {pool!r}; it has {', '.join(self._pools)}")
+        if key in self._staff:
+            raise Refusal(403, "a key with a role cannot be a worker's")
+        known = self._journal.state.workers.get(key)
+        if known is not None and known.pool != pool:
+            raise Refusal(409, f"this key is a worker of pool {known.pool!r}")
+        if known is None:
+            self._journal.record(WorkerRegistered(self._journal.clock(), key, pool))
+            _log.info("worker %s of pool %s registered", key[:16], pool)
+
+    async def lease(self, key: str, holding: Collection[str], wait_s: float) -> bytes | None:
+        """A signed lease for a worker; None when there was none within `wait_s` seconds.
+
+        Args:
+            key: the worker's.
+            holding: digests of the leases that its process works on already.
+            wait_s: how long to wait for work.
+
+        Raises:
+            Refusal: the key is not registered.
+            Finished: there will be none.
+        """
+        if key not in self._journal.state.workers:
+            raise Refusal(403, "this key is not registered: POST /v1/workers first")
+        deadline = self._journal.clock() + wait_s
+        while True:
+            if self._journal.state.finished:
+                raise Finished
+            record = self._lease_now(key, holding)
+            if record is not None:
+                return record.document.encode()
+            if not await self._journal.change(deadline):
+                return None
+
+    def _lease_now(self, key: str, holding: Collection[str]) -> LeaseRecord | None:
+        while True:
+            now = self._journal.clock()
+            decision = filling.decide_lease(self._journal.state, key, now, holding=holding)
+            match decision:
+                case filling.NonceNeeded(step):
+                    nonce = secrets.token_hex(32)
+                    self._journal.record(
+                        NonceDrawn(now, step, nonce, len(self._journal.state.workers))
+                    )
+                case filling.Grant():
+                    self._journal.record(self._sign_lease(key, decision, now))
+                case filling.Held(record):
+                    return record
+                case None:
+                    return None
+
+    def _sign_lease(self, key: str, grant: filling.Grant, now: float) -> LeaseGranted:
+        lease = Lease(
+            run=self._spec.name,
+            step=grant.step,
+            nonce=grant.nonce,
+            worker=key,
+            pool=self._journal.state.workers[key].pool,
+            index=grant.index,
+            groups=grant.groups,
+            version=grant.version,
+            manifest_digest=grant.manifest_digest,
+            issued=now,
+            expires=now + self._journal.state.policy.lease_timeout_s,
+        )
+        document = sign_lease(lease, self._key)
+        return LeaseGranted(now, lease, lease_digest(document), document.decode())
+
+    async def submit(
+        self, envelope: SubmissionEnvelope, signed: bytes, chunks: AsyncIterator[bytes]
+    ) -> None:
+        """Takes a submission in; the same bytes again change nothing.
+
+        Args:
+            envelope: checked to be signed by the caller.
+            signed: the envelope's bytes.
+            chunks: the body.
+        """
+        record = self._lease_of(envelope)
+        if record.submission == envelope.digest:
+            return
+        self._must_be_open(record)
+        if any(r.submission == envelope.digest for r in self._journal.state.leases.values()):
+            raise Refusal(409, "the same bytes were submitted for another lease")
+        files = submission_files(self._journal.run_dir, envelope.step, envelope.digest)
+        limit = max_submission_bytes(self._spec, self._pools[record.lease.pool])
+        if envelope.bytes > limit:
+            raise Refusal(413, f"{envelope.bytes} bytes, more than the {limit} allowed")
+        names = {record.digest, envelope.digest}
+        if names & self._uploading:
+            raise Refusal(503, "this submission is being uploaded already")
+        self._uploading |= names
+        try:
+            async with received(
+                chunks, files.submission.parent, digest=envelope.digest, max_bytes=envelope.bytes
+            ) as body:
+                await asyncio.to_thread(write_atomic, files.submission_envelope, signed)
+                try:
+                    self._must_be_open(self._lease_of(envelope))
+                except Refusal:
+                    files.submission_envelope.unlink()
+                    raise
+                body.rename(files.submission)
+                self._journal.record(
+                    SubmissionReceived(
+                        self._journal.clock(), record.digest, envelope.digest, envelope.bytes
+                    )
+                )
+        finally:
+            self._uploading -= names
+
+    def _lease_of(self, envelope: SubmissionEnvelope) -> LeaseRecord:
+        record = self._journal.state.leases.get(envelope.lease)
+        if record is None:
+            raise Refusal(409, "no such lease, or its step is long closed")
+        lease = record.lease
+        if lease.worker != envelope.worker:
+            raise Refusal(403, "the lease is another worker's")
+        if (lease.run, lease.step, lease.index) != (envelope.run, envelope.step, envelope.index):
+            raise Refusal(400, "run, step or index are not the lease's")
+        return record
+
+    def _must_be_open(self, record: LeaseRecord) -> None:
+        if self._journal.state.finished:
+            raise Finished
+        if record.status == "expired" or record.lease.expires <= self._journal.clock():
+            raise Refusal(409, "the lease has expired")
+        if record.status != "open":
+            raise Refusal(409, "the lease was answered already, with other bytes")

@@ -1,0 +1,158 @@
+"""The coordinator's process: reads the run directory, serves until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from aiohttp import web
+
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
+from runspec.common.keys import SigningKey
+from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.common.roles import Roles, open_roles
+from runspec.common.signed import BadSignature, sign_document
+from runspec.spec.resolved import dump_resolved, load_resolved
+from runspec.spec.schema import RunSpec
+from verify.client import SPEC_KIND
+from verify.coordinator.activity import Activity
+from verify.coordinator.claims import CLAIM_TIMEOUT_S
+from verify.coordinator.closing import Closing
+from verify.coordinator.journal import Journal
+from verify.coordinator.judging import Judging
+from verify.coordinator.leasing import Leasing
+from verify.coordinator.server import MAX_HEADER_BYTES, Api
+from verify.coordinator.state import Policy
+from verify.coordinator.status import Status
+from verify.coordinator.watch import watch_latest
+from verify.request_auth import RequestChecker
+
+_log = logging.getLogger(__name__)
+_SHUTDOWN_S = 0.5
+
+
+async def serve(
+    run_dir: Path,
+    *,
+    host: str,
+    port: int,
+    weights: str,
+    root_public_key: str,
+    claim_timeout_s: float = CLAIM_TIMEOUT_S,
+    started: Callable[[int], None] = lambda port: None,
+) -> None:
+    """Serves a run until SIGTERM, SIGINT or cancellation.
+
+    Args:
+        run_dir: holds spec.json, keys/ and, from the first start on, state.db and rollouts/.
+        host, port: where to listen; port 0 picks a free one.
+        weights: URL of the origin or relay that serves latest.json.
+        root_public_key: the pinned root key (hex).
+        claim_timeout_s: after which a validator's unanswered claim is offered again.
+        started: called with the port once requests are answered.
+
+    Raises:
+        UserError: unusable spec, keys, address or ledger.
+        RunStopped: a step stalled, or ledger and files do not fit together.
+    """
+    spec = load_resolved(run_dir)
+    key = SigningKey.load(run_dir / "keys" / "coordinator.key")
+    roles_document, roles = _read_roles(run_dir, spec, key, root_public_key)
+    journal = Journal(run_dir, Policy.of(spec))
+    workers, validators = Activity(), Activity()
+    leasing = Leasing(journal, spec, key, roles)
+    judging = Judging(journal, spec.name, claim_timeout_s=claim_timeout_s)
+    closing = Closing(journal, spec.name, key, workers)
+    api = Api(
+        journal=journal,
+        leasing=leasing,
+        judging=judging,
+        status=Status(spec.name, journal, judging, workers, validators),
+        workers=workers,
+        validators=validators,
+        checker=RequestChecker(spec.name),
+        roles=roles,
+        roles_document=roles_document,
+        spec_document=sign_document(SPEC_KIND, json.loads(dump_resolved(spec)), key),
+    )
+    runner = web.AppRunner(
+        api.application(),
+        access_log=None,
+        handler_cancellation=True,  # a long poll ends with its caller
+        shutdown_timeout=_SHUTDOWN_S,
+        max_field_size=MAX_HEADER_BYTES,
+    )
+    await runner.setup()
+    stop = asyncio.Event()
+    tasks: list[asyncio.Future[None]] = [api.failure]
+    try:
+        started(await _listen(runner, host, port))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with suppress(RuntimeError, ValueError):  # not the main thread: the caller cancels
+                asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        watching = watch_latest(
+            weights,
+            run=spec.name,
+            roles=roles,
+            newest=lambda: journal.state.newest.version if journal.state.newest else None,
+            published=closing.published,
+        )
+        tasks += [asyncio.ensure_future(c) for c in (watching, closing.keep_time(), _until(stop))]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        journal.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await runner.cleanup()
+        journal.close()
+
+
+def _read_roles(
+    run_dir: Path, spec: RunSpec, key: SigningKey, root_public_key: str
+) -> tuple[bytes, Roles]:
+    path = run_dir / "keys" / "roles.json"
+    try:
+        document = read_bounded(path, MAX_ROLES_BYTES)
+        roles = open_roles(document, root_public_key=root_public_key, run=spec.name)
+    except (OSError, BadSignature) as error:
+        raise UserError(
+            f"cannot be believed: {error}",
+            place=str(path),
+            remedy="check --public-key, or sign roles.json again with the root key",
+        ) from error
+    if key.public_hex not in roles.coordinator:
+        raise UserError(
+            f"does not name keys/coordinator.key ({key.public_hex[:16]}) as a coordinator's",
+            place=str(path),
+            remedy="sign roles.json for this key with the root key",
+        )
+    return document, roles
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> int:
+    try:
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        raise UserError(
+            "the port is taken" if taken else f"cannot listen: {error.strerror or error}",
+            place=f"{host}:{port}",
+            remedy="end the process that holds it, or choose another port",
+        ) from error
+    bound: int = runner.addresses[0][1]
+    _log.info("coordinator listens on http://%s:%d", host, bound)
+    return bound
+
+
+async def _until(event: asyncio.Event) -> None:
+    await event.wait()

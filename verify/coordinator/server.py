@@ -1,0 +1,285 @@
+"""The HTTP face of the coordinator: who asks, within which bounds, and what the answer is called.
+
+Nothing is read of a body before the caller's signature is checked, and never more than its bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from runspec.common.canonical import MalformedJson, parse_object
+from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes, is_digest
+from runspec.common.roles import Roles
+from runspec.common.signed import BadSignature
+from verify.coordinator.activity import Activity
+from verify.coordinator.intake import Refusal
+from verify.coordinator.journal import Finished, Journal
+from verify.coordinator.judging import Judging
+from verify.coordinator.leasing import Leasing
+from verify.coordinator.state import IllegalTransition
+from verify.coordinator.status import Status
+from verify.formats.submission import open_submission
+from verify.formats.verdict import open_verdict
+from verify.request_auth import ENVELOPE, RequestChecker, SignedRequest, Unauthorised
+
+_log = logging.getLogger(__name__)
+
+MAX_WAIT_S = 30.0
+MAX_BODY_BYTES = 64 * 1024
+"""Of the JSON requests."""
+MAX_HEADER_BYTES = 32 * 1024
+"""A verdict's envelope, the largest header, is at most 16 KiB before base64."""
+_MAX_HOLDING = 64
+_CHUNK_BYTES = 1 << 20
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Api:
+    """The endpoints of `docs/coordinator.md`.
+
+    Args:
+        journal: the run's.
+        leasing, judging: the two desks.
+        status: what to tell of the run.
+        workers, validators: told who was heard of.
+        checker: of request signatures.
+        roles: names the validators; `roles_document` is its file.
+        spec_document: the resolved spec, signed.
+    """
+
+    def __init__(
+        self,
+        *,
+        journal: Journal,
+        leasing: Leasing,
+        judging: Judging,
+        status: Status,
+        workers: Activity,
+        validators: Activity,
+        checker: RequestChecker,
+        roles: Roles,
+        roles_document: bytes,
+        spec_document: bytes,
+    ) -> None:
+        self._journal, self._leasing, self._judging = journal, leasing, judging
+        self._status, self._workers, self._validators = status, workers, validators
+        self._checker, self._roles = checker, roles
+        self._roles_document, self._spec_document = roles_document, spec_document
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets the error after which the process must end: a ledger that cannot be written."""
+
+    def application(self) -> web.Application:
+        application = web.Application(middlewares=[self._errors])
+        application.add_routes(
+            [
+                web.get("/v1/spec", self._spec),
+                web.get("/v1/roles", self._get_roles),
+                web.get("/v1/status", self._get_status),
+                web.get("/metrics", self._metrics),
+                web.get("/healthz", self._healthz),
+                web.post("/v1/workers", self._register),
+                web.post("/v1/heartbeat", self._heartbeat),
+                web.post("/v1/leases", self._lease),
+                web.post("/v1/submissions", self._submit),
+                web.post("/v1/validator/next", self._next),
+                web.get("/v1/submissions/{digest:[0-9a-f]{64}}", self._download),
+                web.post("/v1/verdicts", self._verdict),
+            ]
+        )
+        return application
+
+    # -- Public ----------------------------------------------------------------------------------
+
+    async def _spec(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._spec_document, content_type="application/json")
+
+    async def _get_roles(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._roles_document, content_type="application/json")
+
+    async def _get_status(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(self._status.report())
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._status.metrics(), content_type="text/plain")
+
+    async def _healthz(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text="ok\n")
+
+    # -- Workers ---------------------------------------------------------------------------------
+
+    async def _register(self, request: web.Request) -> web.StreamResponse:
+        caller = self._caller(request)
+        body = await _json(request, caller, {"pool", "info"})
+        if not isinstance(body["pool"], str) or not isinstance(body["info"], dict):
+            raise Refusal(400, "pool must be a name and info a map")
+        self._leasing.register(caller.key, body["pool"])
+        try:
+            self._workers.registered(caller.key, body["info"], self._journal.clock())
+        except ValueError as error:
+            raise Refusal(400, f"info: {error}") from error
+        return web.json_response({})
+
+    async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
+        caller = self._caller(request)
+        body = await _json(request, caller, {"state"})
+        if caller.key in self._roles.validator:
+            peers = self._validators
+        elif caller.key in self._journal.state.workers:
+            peers = self._workers
+        else:
+            raise Refusal(403, "this key is neither a worker's nor a validator's")
+        try:
+            peers.heartbeat(caller.key, dict(body["state"]), self._journal.clock())
+        except (TypeError, ValueError) as error:
+            raise Refusal(400, f"state: {error}") from error
+        return web.json_response({})
+
+    async def _lease(self, request: web.Request) -> web.StreamResponse:
+        caller = self._caller(request)
+        wait_s, holding = _wait_and_holding(await _json(request, caller, {"wait", "holding"}))
+        if caller.key in self._journal.state.workers:
+            self._workers.seen(caller.key, self._journal.clock())
+        lease = await self._leasing.lease(caller.key, holding, wait_s)
+        if lease is None:
+            return web.Response(status=204)
+        return web.Response(body=lease, content_type="application/json")
+
+    async def _submit(self, request: web.Request) -> web.StreamResponse:
+        caller = self._caller(request)
+        signed = _envelope(request)
+        try:
+            envelope = open_submission(signed)
+        except BadSignature as error:
+            raise Refusal(400, str(error)) from error
+        if envelope.worker != caller.key:
+            raise Refusal(403, "the submission is another worker's")
+        if envelope.digest != caller.body_digest:
+            raise Refusal(400, "the envelope names another body")
+        await self._leasing.submit(envelope, signed, request.content.iter_chunked(_CHUNK_BYTES))
+        return web.json_response({}, status=202)
+
+    # -- Validators ------------------------------------------------------------------------------
+
+    async def _next(self, request: web.Request) -> web.StreamResponse:
+        caller = self._validator(request)
+        wait_s, holding = _wait_and_holding(await _json(request, caller, {"wait", "holding"}))
+        found = await self._judging.next_submission(caller.key, holding, wait_s)
+        if found is None:
+            return web.Response(status=204)
+        record, envelope = found
+        return web.json_response(
+            {
+                "step": record.lease.step,
+                "submission": record.submission,
+                "lease": record.document,
+                "envelope": envelope.decode(),
+            }
+        )
+
+    async def _download(self, request: web.Request) -> web.StreamResponse:
+        self._validator(request)
+        path = self._judging.submission_file(request.match_info["digest"])
+        if path is None:
+            raise Refusal(404, "no such submission")
+        return web.FileResponse(path)
+
+    async def _verdict(self, request: web.Request) -> web.StreamResponse:
+        caller = self._validator(request)
+        signed = _envelope(request)
+        try:
+            envelope = open_verdict(signed, validators=frozenset({caller.key}))
+        except BadSignature as error:
+            raise Refusal(400, str(error)) from error
+        if envelope.digest != caller.body_digest:
+            raise Refusal(400, "the envelope names another body")
+        chunks = request.content.iter_chunked(_CHUNK_BYTES)
+        await self._judging.judge(caller.key, envelope, signed, chunks)
+        return web.json_response({}, status=202)
+
+    # -- Who asks, and what goes wrong -----------------------------------------------------------
+
+    def _caller(self, request: web.Request) -> SignedRequest:
+        caller = self._checker.check(
+            request.headers,
+            method=request.method,
+            path=request.raw_path,
+            now=self._journal.clock(),
+        )
+        reason = self._journal.ledger.ban_reason(caller.key)
+        if reason is not None:
+            raise Refusal(403, f"this key is banned: {reason}")
+        return caller
+
+    def _validator(self, request: web.Request) -> SignedRequest:
+        caller = self._caller(request)
+        if caller.key not in self._roles.validator:
+            raise Refusal(403, "roles.json does not name this key as a validator's")
+        self._validators.seen(caller.key, self._journal.clock())
+        return caller
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refusal as error:
+            _log.info("%s %s refused: %s", request.method, request.path, error)
+            return _error(error.status, error.words)
+        except Unauthorised as error:
+            return _error(401, str(error))
+        except Finished:
+            return _error(410, "the run is finished")
+        except (UserError, IllegalTransition) as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            return _error(503, "the coordinator has to be started again")
+
+
+def _error(status: int, words: str) -> web.Response:
+    return web.json_response({"error": words}, status=status)
+
+
+async def _json(request: web.Request, caller: SignedRequest, fields: set[str]) -> dict[str, Any]:
+    """The body of a request, with exactly these fields."""
+    data = bytearray()
+    async for chunk in request.content.iter_chunked(MAX_BODY_BYTES):
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            raise Refusal(413, f"larger than the {MAX_BODY_BYTES} bytes allowed")
+    if digest_bytes(bytes(data)) != caller.body_digest:
+        raise Unauthorised("the body is not the one that was signed")
+    try:
+        body = parse_object(bytes(data), max_bytes=MAX_BODY_BYTES)
+    except MalformedJson as error:
+        raise Refusal(400, str(error)) from error
+    if set(body) != fields:
+        raise Refusal(400, f"fields {sorted(body)} instead of {sorted(fields)}")
+    return body
+
+
+def _wait_and_holding(body: dict[str, Any]) -> tuple[float, list[str]]:
+    wait, holding = body["wait"], body["holding"]
+    if type(wait) not in (int, float) or not math.isfinite(wait) or wait < 0:
+        raise Refusal(400, "wait must be a number of seconds")
+    if not isinstance(holding, list) or len(holding) > _MAX_HOLDING:
+        raise Refusal(400, f"holding must be a list of at most {_MAX_HOLDING} digests")
+    if not all(is_digest(digest) for digest in holding):
+        raise Refusal(400, "holding must be a list of digests")
+    return min(float(wait), MAX_WAIT_S), holding
+
+
+def _envelope(request: web.Request) -> bytes:
+    try:
+        return base64.b64decode(request.headers[ENVELOPE], validate=True)
+    except KeyError as error:
+        raise Refusal(400, f"header {ENVELOPE} is missing") from error
+    except (binascii.Error, ValueError) as error:
+        raise Refusal(400, f"header {ENVELOPE} is not base64: {error}") from error

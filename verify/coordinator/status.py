@@ -1,0 +1,128 @@
+"""What a coordinator says of itself: JSON for people and commands, Prometheus for monitors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from verify.coordinator.activity import Activity, Peer
+from verify.coordinator.filling import needed_groups, waited_for
+from verify.coordinator.journal import Journal
+from verify.coordinator.judging import Judging
+from verify.coordinator.state import State, Worker
+
+
+class Status:
+    """Reads the coordinator's parts; changes none."""
+
+    def __init__(
+        self, run: str, journal: Journal, judging: Judging, workers: Activity, validators: Activity
+    ) -> None:
+        self._run, self._journal, self._judging = run, journal, judging
+        self._workers, self._validators = workers, validators
+        self._registry = CollectorRegistry()
+        self._registry.register(_Prometheus(self))
+
+    def metrics(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def report(self) -> dict[str, Any]:
+        """Answer of `GET /v1/status`; times are seconds since the epoch, ages seconds."""
+        state, now = self._journal.state, self._journal.clock()
+        waiting = len(self._judging.submitted())
+        return {
+            "run": self._run,
+            "state": "finished" if state.finished else "running",
+            "waiting_for": waited_for(state),
+            "newest_version": None if state.newest is None else state.newest.version,
+            "steps": state.policy.steps,
+            "steps_closed": state.next_close,
+            "open_steps": [_step(state, number) for number in state.steps],
+            "workers": [
+                _worker(key, worker, self._workers.peers.get(key), now)
+                for key, worker in state.workers.items()
+            ],
+            "validators": [
+                {"key": key, **_peer(peer, now)} for key, peer in self._validators.peers.items()
+            ],
+            "queue": {"to_judge": waiting, "claimed": len(self._judging.claims)},
+            "rejected_submissions": sum(w.rejected_submissions for w in state.workers.values()),
+            "recent_rejections": list(self._judging.recent_rejections),
+        }
+
+
+def _step(state: State, number: int) -> dict[str, Any]:
+    step = state.steps[number]
+    own = [r for r in state.leases.values() if r.lease.step == number]
+    return {
+        "step": number,
+        "opened": step.opened,
+        "wanted_groups": state.policy.groups,
+        "needed_groups": needed_groups(state, number),
+        "leased_groups": step.leased,
+        "undecided_groups": sum(r.lease.groups for r in own if r.outstanding),
+        "usable_groups": sum(len(r.usable) for r in own),
+        "deadline": step.since + state.policy.deadline_s,
+    }
+
+
+def _worker(key: str, worker: Worker, peer: Peer | None, now: float) -> dict[str, Any]:
+    return {
+        "key": key,
+        "pool": worker.pool,
+        "accepted_rollouts": worker.accepted_rollouts,
+        "accepted_tokens": worker.accepted_tokens,
+        "rejected_submissions": worker.rejected_submissions,
+        "withheld_leases": worker.withheld_leases,
+        **_peer(peer, now),
+    }
+
+
+def _peer(peer: Peer | None, now: float) -> dict[str, Any]:
+    if peer is None:  # not heard of since the coordinator began
+        return {"alive": False, "silent_s": None, "info": {}, "state": {}}
+    return {
+        "alive": peer.alive(now),
+        "silent_s": round(now - peer.last_seen, 3),
+        "info": peer.info,
+        "state": peer.state,
+        "busy_fraction": peer.busy_fraction,
+        "tokens_per_s": peer.tokens_per_s,
+    }
+
+
+class _Prometheus(Collector):
+    """Gauges and counters made from the report at each scrape."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        report = self._status.report()
+        alive = {
+            role: sum(peer["alive"] for peer in report[role]) for role in ("workers", "validators")
+        }
+        gauges = {
+            "newest_version": ("Newest published policy version.", report["newest_version"]),
+            "open_steps": ("Steps that are being filled.", len(report["open_steps"])),
+            "workers_alive": ("Workers heard of lately.", alive["workers"]),
+            "validators_alive": ("Validators heard of lately.", alive["validators"]),
+            "to_judge": ("Submissions without a verdict.", report["queue"]["to_judge"]),
+        }
+        for name, (text, value) in gauges.items():
+            if value is not None:
+                yield GaugeMetricFamily(f"coordinator_{name}", text, value=value)
+        workers = report["workers"]
+        counters = {
+            "steps_closed": ("Batch manifests signed.", report["steps_closed"]),
+            "accepted_rollouts": ("Credited.", sum(w["accepted_rollouts"] for w in workers)),
+            "accepted_tokens": ("Credited.", sum(w["accepted_tokens"] for w in workers)),
+            "rejected_submissions": ("By verdict.", report["rejected_submissions"]),
+            "withheld_leases": ("Expired.", sum(w["withheld_leases"] for w in workers)),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"coordinator_{name}", text, value=value)
