@@ -23,7 +23,8 @@ def parse_object(data: bytes, *, max_bytes: int) -> dict[str, Any]:
     """Reads a JSON object from untrusted bytes.
 
     Raises:
-        MalformedJson: too large, too deep, not UTF-8, not an object, a key twice, NaN or infinity.
+        MalformedJson: too large, too deep, not UTF-8, not an object, a key twice, or a value that
+            has no canonical form: NaN, infinity (`1e999` too), half of a surrogate pair.
     """
     if len(data) > max_bytes:
         raise MalformedJson(f"{len(data)} bytes, more than the {max_bytes} allowed")
@@ -37,6 +38,10 @@ def parse_object(data: bytes, *, max_bytes: int) -> dict[str, Any]:
         raise MalformedJson(str(error)) from error
     if not isinstance(value, dict):
         raise MalformedJson(f"a JSON object was expected, not {type(value).__name__}")
+    try:
+        canonical_json(value)
+    except ValueError as error:
+        raise MalformedJson(f"no canonical form: {error}") from error
     return value
 
 

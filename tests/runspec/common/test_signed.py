@@ -64,7 +64,18 @@ def test_a_changed_document_is_refused(change, message):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"[]", b"\xff", b'{"a":1,"a":2}', b'{"a":NaN}', b"[" * 5000, b"{" + b" " * MAX],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"a":1,"a":2}',
+        b'{"a":NaN}',
+        b'{"a":1e999}',
+        b'{"a":"\\ud800"}',
+        b"[" * 5000,
+        b"{" + b" " * MAX,
+    ],
 )
 def test_malformed_bytes_are_refused(data):
     with pytest.raises(BadSignature, match="not a signed document"):
