@@ -30,6 +30,8 @@ class Limits:
     """Share of a rollout's tokens that may exceed `gap` (rounded down to whole tokens)."""
     gap_max: float
     """What no token may exceed."""
+    gap_mean: float
+    """Mean gap over the tokens of a submission, beyond what one token at `gap` adds; nats."""
     mismatch_share: float
     """TOPLOC: share of the k positions that may differ in exponent or sign."""
     mantissa_mean: float
@@ -46,6 +48,7 @@ FLOAT32 = Limits(
     gap=1e-3,
     gap_share=0.0,
     gap_max=1e-3,
+    gap_mean=1e-5,
     mismatch_share=16 / 128,
     mantissa_mean=2.0,
     mantissa_median=1.0,
@@ -56,9 +59,10 @@ FLOAT32 = Limits(
 BFLOAT16 = Limits(
     logprob_submission=0.03,
     logprob_rollout=0.1,
-    gap=0.25,
+    gap=0.1,
     gap_share=0.01,
     gap_max=2.0,
+    gap_mean=1e-3,
     mismatch_share=38 / 128,
     mantissa_mean=10.0,
     mantissa_median=8.0,

@@ -47,6 +47,7 @@ def test_an_honest_submission_passes_every_check(bench: Bench) -> None:
         "logprobs_submission",
         "logprobs",
         "seeded_sampling",
+        "seeded_sampling_submission",
         "toploc",
     ]
     for rollout, row in zip(rollouts, verdict.rows, strict=True):

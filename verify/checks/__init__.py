@@ -9,6 +9,7 @@ from verify.checks.prefill import (
     RolloutLogprobCheck,
     SeededSamplingCheck,
     SubmissionLogprobCheck,
+    SubmissionSamplingCheck,
     logprob_diff,
 )
 from verify.checks.rewards import RewardCheck
@@ -35,5 +36,10 @@ GRADE_CHECKS: list[Check] = [RewardCheck()]
 
 def prefill_checks(pool: SamplerPool) -> list[Check]:
     """What needs the prefill."""
-    seeded: list[Check] = [SeededSamplingCheck()] if pool.sampling.seeded else []
-    return [SubmissionLogprobCheck(), RolloutLogprobCheck(), *seeded, ProofCheck()]
+    seeded: list[Check] = [SeededSamplingCheck(), SubmissionSamplingCheck()]
+    return [
+        SubmissionLogprobCheck(),
+        RolloutLogprobCheck(),
+        *(seeded if pool.sampling.seeded else []),
+        ProofCheck(),
+    ]

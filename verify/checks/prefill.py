@@ -57,9 +57,7 @@ class SeededSamplingCheck:
         return [self._row(found, subject.limits) for found in subject.recomputed]
 
     def _row(self, recomputed: Recomputed, limits: Limits) -> CheckResult:
-        gaps = recomputed.seeded_gap
-        if gaps is None:
-            raise RuntimeError("the prefill engine gave no gaps for a seeded pool")
+        gaps = _gaps(recomputed)
         allowed = int(limits.gap_share * len(gaps))
         worst = int(np.argmax(gaps))
         largest = at_most(
@@ -72,6 +70,24 @@ class SeededSamplingCheck:
             return largest
         over = int((~(gaps <= limits.gap)).sum())
         return at_most(self.name, over, allowed, f"tokens with a gap above {limits.gap}")
+
+
+class SubmissionSamplingCheck:
+    """(1/N) sum_t g_t <= gap_mean + gap / N over the N tokens of a submission.
+
+    Weights a little off move few tokens, each by a little: the mean gap grows with the square of
+    the distance in log-probs, which parts them from rounding where no single token does.
+    """
+
+    name = "seeded_sampling_submission"
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        gaps = np.concatenate([_gaps(found) for found in subject.recomputed])
+        limits = subject.limits
+        limit = limits.gap_mean + limits.gap / len(gaps)
+        mean = float(gaps.mean(dtype=np.float64))
+        result = at_most(self.name, mean, limit, "mean gap over the submission")
+        return [result] * len(subject.rollouts)
 
 
 class ProofCheck:
@@ -118,3 +134,9 @@ def _nearness(result: CheckResult) -> tuple[bool, float]:
 
 def _distances(row: Rollout, recomputed: Recomputed) -> np.ndarray:
     return np.abs(row.logprobs.astype(np.float64) - recomputed.logprobs)
+
+
+def _gaps(recomputed: Recomputed) -> np.ndarray:
+    if recomputed.seeded_gap is None:
+        raise RuntimeError("the prefill engine gave no gaps for a seeded pool")
+    return recomputed.seeded_gap
