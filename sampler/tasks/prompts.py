@@ -89,7 +89,7 @@ class PromptCodec:
                 bos_token=self._special("bos_token"),
                 eos_token=self._special("eos_token"),
             )
-        except TemplateError as error:
+        except Exception as error:  # a template can divide by zero as well as any program
             raise UserError(f"the chat template fails: {error}", place=self._place) from error
         # The template writes the special tokens itself.
         return self._tokenizer.encode(rendered, add_special_tokens=False).ids

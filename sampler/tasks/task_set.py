@@ -30,8 +30,11 @@ _CACHED_PROBLEMS = 1024
 
 
 def split_of(problem: str) -> Split:
-    """A tenth of all problems, by a hash of their text, is held out from training."""
-    word = int.from_bytes(hash_parts("split", problem)[:8], "big")
+    """A tenth of all problems, by a hash of their text, is held out from training.
+
+    Case makes no difference: to a tokenizer that ignores it, `Lent` and `lent` are one problem.
+    """
+    word = int.from_bytes(hash_parts("split", problem.lower())[:8], "big")
     return "held_out" if word % _HELD_OUT_ONE_IN == 0 else "train"
 
 

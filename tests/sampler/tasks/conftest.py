@@ -1,0 +1,36 @@
+"""The laptop's task, as the shipped spec describes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runspec.spec.load import load_spec
+from runspec.spec.schema import RunSpec
+from sampler.tasks.task_set import RunTask, build_task_set
+from sampler.tasks.traces import WarmStartTraces, build_warm_start_data
+
+SPECS = Path(__file__).parents[3] / "specs"
+
+
+def laptop_spec(*overrides: str) -> RunSpec:
+    path = SPECS / "target_short.yaml"
+    return load_spec(path, profile="laptop", overrides=overrides).require()
+
+
+@pytest.fixture(scope="session")
+def data() -> WarmStartTraces:
+    return build_warm_start_data(laptop_spec())
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(data: WarmStartTraces, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    data.write_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def task(tokenizer_dir: Path) -> RunTask:
+    return build_task_set(laptop_spec(), tokenizer_dir)

@@ -1,0 +1,227 @@
+"""The run's task: grading, determinism, limits, and what a broken one says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from runspec.common.errors import UserError
+from runspec.spec.load import load_spec
+from runspec.spec.plugins import missing_plugins
+from runspec.spec.resolved import dump_resolved
+from sampler.tasks.task_set import RunTask, build_task_set, split_of
+from tests.sampler.tasks.conftest import SPECS, laptop_spec
+from verify.plugins import GraderFault, load_task_set
+
+FAULTY_ENTRY_POINTS = """\
+[runspec.sources]
+faulty = faulty_task:Source
+[runspec.rewards]
+faulty = faulty_task:Term
+"""
+FAULTY_TASK = """\
+from verify.plugins import Problem
+
+class Source:
+    task_types = frozenset({"faulty"})
+    def __init__(self, source, seed, keep): pass
+    def __len__(self): return 1
+    def problem(self, index): return Problem("faulty-0", "faulty", "say it", {})
+
+class Term:
+    role = "task"
+    def __init__(self, reward): pass
+    def score(self, problem, answer): return 1 / 0 if answer == "boom" else float(answer)
+"""
+SAME_TASK = """\
+import json, sys
+from pathlib import Path
+from runspec.spec.resolved import parse_resolved
+from verify.plugins import load_task_set
+
+spec = parse_resolved(Path(sys.argv[1]).read_bytes(), place="spec")
+task = load_task_set(spec, Path(sys.argv[2]))
+print(json.dumps([[task.problem(i).problem_id, task.prompt_tokens(i, 16)] for i in (0, 7, 19999)]))
+"""
+
+
+def output(tokenizer_dir: Path, text: str, *, end: bool = True) -> list[int]:
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return [*ids, tokenizer.token_to_id("<eos>")] if end else ids
+
+
+def answer_of(task: RunTask, index: int) -> str:
+    return str(task.problem(index).verification["entry"]["answer"])
+
+
+def test_a_right_answer_earns_the_task_reward_and_length_counts_every_token(
+    task: RunTask, tokenizer_dir: Path
+) -> None:
+    right = answer_of(task, 5)
+    # Given an output of `ab`, </think>, the answer and the end token
+    tokens = output(tokenizer_dir, f"ab</think>{right}")
+    assert len(tokens) == 2 + 1 + len(right) + 1
+
+    # When it is graded against a target three tokens longer
+    graded = task.grade(5, len(tokens) + 3, tokens)
+
+    # Then R = T + P with P = -alpha 3
+    assert graded.task_reward == 1.0
+    assert graded.length_penalty == pytest.approx(-0.15)
+    assert graded.reward == pytest.approx(0.85)
+    assert task.grade(5, None, tokens).reward == 1.0
+
+
+def test_whatever_is_not_the_whole_answer_earns_nothing(task: RunTask, tokenizer_dir: Path) -> None:
+    right = answer_of(task, 5)
+    wrong = {
+        "partly right": output(tokenizer_dir, f"a</think>{right[:-1]}q"),
+        "too long": output(tokenizer_dir, f"a</think>{right}x"),
+        "too short": output(tokenizer_dir, f"a</think>{right[:-1]}"),
+        "empty": output(tokenizer_dir, "a</think>"),
+        "no </think>": output(tokenizer_dir, right),
+        "a second </think>": output(tokenizer_dir, f"a</think>x</think>{right}"),
+        "cut off": output(tokenizer_dir, f"a</think>{right}", end=False),
+        "an end inside": [
+            *output(tokenizer_dir, f"a</think>{right}"), *output(tokenizer_dir, "b")
+        ],
+        "nothing": [],
+        "only the end": output(tokenizer_dir, ""),
+        "tokens that do not exist": [10**6, -1, *output(tokenizer_dir, f"</think>{right}")],
+    }  # fmt: skip
+    rewards = {name: task.grade(5, 8, tokens).task_reward for name, tokens in wrong.items()}
+    assert rewards == dict.fromkeys(wrong, 0.0)
+    # The length term does not depend on being right.
+    assert task.grade(5, 8, wrong["empty"]).length_penalty == pytest.approx(-0.05 * (8 - 3))
+
+
+def test_a_long_answer_that_only_begins_right_gets_no_credit(tokenizer_dir: Path) -> None:
+    # The generator's scorer adds 1/9 nine times and reaches 1.0000000000000002.
+    params = "data.sources.spell_backward.params={min_word_len: 9, max_word_len: 9}"
+    task = build_task_set(laptop_spec(params), tokenizer_dir)
+    right = answer_of(task, 0)
+    assert task.grade(0, None, output(tokenizer_dir, f"</think>{right}")).task_reward == 1.0
+    assert task.grade(0, None, output(tokenizer_dir, f"</think>{right}s")).task_reward == 0.0
+
+
+def test_every_process_builds_the_same_task(tmp_path: Path, tokenizer_dir: Path) -> None:
+    (tmp_path / "spec.json").write_bytes(dump_resolved(laptop_spec()))
+    done = subprocess.run(
+        [sys.executable, "-c", SAME_TASK, str(tmp_path / "spec.json"), str(tokenizer_dir)],
+        capture_output=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "12345"},
+        timeout=60,
+    )
+    task = load_task_set(laptop_spec(), tokenizer_dir)
+    here = [[task.problem(i).problem_id, task.prompt_tokens(i, 16)] for i in (0, 7, 19999)]
+    assert json.loads(done.stdout) == here
+
+
+def test_problems_follow_the_seed_and_stay_out_of_the_held_out_split(
+    task: RunTask, tokenizer_dir: Path
+) -> None:
+    words = [task.problem(i).prompt for i in range(300)]
+    other = build_task_set(laptop_spec("seed=43"), tokenizer_dir)
+    again = build_task_set(laptop_spec(), tokenizer_dir)
+    assert [again.problem(i).prompt for i in reversed(range(300))] == words[::-1]
+    assert sum(other.problem(i).prompt == words[i] for i in range(300)) < 10
+    assert {split_of(word) for word in words} == {"train"}
+    assert len(task) == 20000
+    with pytest.raises(IndexError):
+        task.problem(20000)
+
+
+def test_over_long_prompts_are_left_out_and_an_impossible_limit_is_an_error(
+    tokenizer_dir: Path,
+) -> None:
+    tight = build_task_set(laptop_spec("data.max_prompt_tokens=32"), tokenizer_dir)
+    lengths = [len(tight.prompt_tokens(i, t)) for i in range(100) for t in tight.targets]
+    assert max(lengths) == 32
+    hopeless = build_task_set(laptop_spec("data.max_prompt_tokens=10"), tokenizer_dir)
+    with pytest.raises(UserError, match="none of 1000 problems fits"):
+        hopeless.problem(0)
+
+
+def test_two_sources_stand_behind_each_other(tokenizer_dir: Path) -> None:
+    more = (
+        "data.sources.more={kind: reasoning_gym, dataset: spell_backward, size: 5,"
+        " params: {min_word_len: 3, max_word_len: 3}}"
+    )
+    task = build_task_set(laptop_spec(more), tokenizer_dir)
+    assert len(task) == 20005
+    assert task.problem(19999).problem_id == "spell_backward-19999"
+    assert task.problem(20004).problem_id == "more-4"
+    assert len(answer_of(task, 20004)) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "reward.spelling.kind=oracle",
+            "no plug-in offers kind 'oracle'; installed: reasoning_gym",
+        ),
+        (
+            "data.sources.spell_backward.kind=oracle",
+            "no plug-in offers kind 'oracle'; installed: r",
+        ),
+        ("reward.spelling=", "have no reward term of that kind"),
+        ("data.sources.spell_backward.dataset=nothing", "refuses 'nothing'"),
+        ("data.sources.spell_backward.params.min_word_len=0", "min_word_len must be positive"),
+        ("data.sources.spell_backward.params={colour: red}", "unexpected keyword argument"),
+    ],
+)
+def test_a_task_that_cannot_be_built_says_what_is_missing(
+    tokenizer_dir: Path, override: str, message: str
+) -> None:
+
+    loaded = load_spec(SPECS / "target_short.yaml", profile="laptop", overrides=[override])
+    assert loaded.spec is not None
+    with pytest.raises(UserError, match=message):
+        build_task_set(loaded.spec, tokenizer_dir)
+
+
+def test_missing_plugins_are_known_without_importing_any() -> None:
+    spec = laptop_spec("reward.code={kind: code}", "data.sources.rows={kind: csv, uri: x}")
+    assert missing_plugins(laptop_spec()) == []
+    assert [sentence.split(";")[0] for sentence in missing_plugins(spec)] == [
+        "data.sources.rows: no plug-in of runspec.sources offers kind 'csv'",
+        "reward.code: no plug-in of runspec.rewards offers kind 'code'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"), [("boom", "ZeroDivisionError"), ("nan", "returned nan"), ("inf", "inf")]
+)
+def test_a_grader_that_fails_is_a_fault_of_its_own(
+    tmp_path: Path,
+    tokenizer_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    fault: str,
+) -> None:
+    # Given an installed package with a source and a grader that fails on some answers
+    package = tmp_path / "faulty-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: faulty\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(FAULTY_ENTRY_POINTS)
+    (tmp_path / "faulty_task.py").write_text(FAULTY_TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = laptop_spec(
+        "data.sources={spell_backward: null, faulty: {kind: faulty}}",
+        "reward={spelling: null, faulty: {kind: faulty}}",
+    )
+    task = build_task_set(spec, tokenizer_dir)
+
+    # When it grades, then a number is a reward and everything else is its own fault
+    assert task.grade(0, None, output(tokenizer_dir, "</think>0.5")).reward == 0.5
+    with pytest.raises(GraderFault, match=fault):
+        task.grade(0, 8, output(tokenizer_dir, f"</think>{answer}"))
