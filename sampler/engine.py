@@ -51,6 +51,8 @@ def prepare_environment() -> None:
 class Engine:
     """A vLLM engine that samples from one policy version at a time. Not thread-safe.
 
+    One a process: vLLM's process groups are global, and go with the first engine that is dropped.
+
     Args:
         pool: dtype, context length and parallelism come from here.
         options: further arguments of vLLM's `EngineArgs`.
@@ -81,12 +83,16 @@ class Engine:
             self._engine = self._start(weights_dir)
         else:
             self._rpc("reload_weights", weights_path=str(weights_dir))
-            self._rpc("repack_tied_head")
+            self.repack()
             if not self._engine.reset_prefix_cache():  # it holds keys and values of old weights
                 raise RuntimeError("the prefix cache is in use during a load")
         report = self.check(weights_dir, version)
         self.version = version
         return report
+
+    def repack(self) -> None:
+        """Makes the packed copies anew that vLLM's reload leaves stale."""
+        self._rpc("repack_tied_head")
 
     def check(self, weights_dir: Path, version: int) -> LoadReport:
         """Compares what the engine holds with a version's files and probe.
@@ -113,7 +119,7 @@ class Engine:
             raise UserError(
                 f"version {version}: the engine's log-probs differ from the learner's by "
                 f"{difference:.2e} on average (limit {limit:.0e}); perhaps stale: "
-                f"{', '.join(report.repacked[:5]) or 'nothing that could not be read back'}",
+                f"{_kinds(report.repacked) or 'nothing that could not be read back'}",
                 place=str(weights_dir / PROBE_FILE),
                 remedy=_RELOAD_REMEDY,
             )
@@ -254,6 +260,11 @@ def _cpu_kv_bytes(pool: SamplerPool, weights_dir: Path) -> int:
     item = 4 if pool.dtype == "float32" else 2
     wanted = MAX_SEQUENCES * blocks * CPU_BLOCK_TOKENS * per_token * item
     return min(max(wanted, 64 << 20), 4 << 30)
+
+
+def _kinds(names: Sequence[str]) -> str:
+    """Names of tensors with those of different layers as one: `*.q_proj.weight`."""
+    return ", ".join(dict.fromkeys("*." + ".".join(name.split(".")[-2:]) for name in names))
 
 
 def _merge(reports: Sequence[LoadReport]) -> LoadReport:

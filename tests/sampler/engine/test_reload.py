@@ -1,0 +1,131 @@
+"""After a reload the engine computes with the new weights, all of them, or says so."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from runspec.common.errors import UserError
+from sampler.engine import Engine
+from tests.sampler.engine.models import (
+    WEIGHT_GROUPS,
+    Reference,
+    perturbed_version,
+    save_version,
+)
+from tests.sampler.engine.requests import batch
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("group", [*WEIGHT_GROUPS, "lm_head.weight"])
+def test_each_weight_group_is_new_after_a_reload(engine, untied, tmp_path, group):
+    assert_follows(engine, perturbed_version(untied, tmp_path / "v1", group))
+
+
+@pytest.mark.parametrize("group", WEIGHT_GROUPS)
+def test_each_weight_group_is_new_after_a_reload_with_a_tied_head(
+    tied_engine, tied, tmp_path, group
+):
+    assert_follows(tied_engine, perturbed_version(tied, tmp_path / "v1", group))
+
+
+def test_bfloat16_weights_with_a_tied_head_are_new_after_a_reload(tmp_path, new_engine):
+    import torch
+
+    old = save_version(tmp_path / "v0", tied=True, dtype=torch.bfloat16)
+    new = save_version(tmp_path / "v1", tied=True, dtype=torch.bfloat16, seed=1)
+    engine = new_engine("bfloat16")
+    engine.load(old, 0)
+
+    assert_follows(engine, new, limit=0.02)
+
+
+def assert_follows(engine: Engine, version, *, limit: float = 1e-5) -> None:
+    """The prompts are the same each time: keys and values cached under old weights would show."""
+    requests = batch(2, 2)
+    before = engine.generate(requests)
+    old = [(r.output_tokens.tolist(), r.logprobs) for r in before]
+
+    engine.load(version, 1)
+
+    reference = Reference(version)
+    sampled = engine.generate(requests)
+    differences = [
+        np.abs(
+            result.logprobs
+            - reference.logprobs(list(request.prompt_tokens), result.output_tokens.tolist())[0]
+        )
+        for request, result in zip(requests, sampled, strict=True)
+    ]
+    assert np.concatenate(differences).mean() < limit
+    changed = [
+        np.abs(reference.logprobs(list(request.prompt_tokens), tokens)[0] - logprobs)
+        for request, (tokens, logprobs) in zip(requests, old, strict=True)
+    ]
+    assert np.concatenate(changed).mean() > 10 * limit  # else the test would prove nothing
+
+
+def test_a_load_names_what_was_compared_and_what_was_repacked(engine, untied):
+    report = engine.load(untied, 3)
+
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= set(
+        report.compared
+    )
+    assert "model.layers.2.self_attn.k_proj.bias" in report.compared
+    assert "model.layers.0.self_attn.q_proj.weight" in report.repacked
+    assert "lm_head.weight" in report.repacked
+    assert engine.version == 3
+
+
+@pytest.mark.parametrize(
+    ("group", "tensor"),
+    [
+        ("k_proj.bias", "model.layers.0.self_attn.k_proj.bias"),
+        ("post_attention_layernorm.weight", "model.layers.0.post_attention_layernorm.weight"),
+        ("embed_tokens.weight", "model.embed_tokens.weight"),
+    ],
+)
+def test_a_stale_tensor_that_can_be_read_back_is_named(engine, untied, tmp_path, group, tensor):
+    newer = perturbed_version(untied, tmp_path / "v9", group, scale=1e-5, probe=False)
+
+    with pytest.raises(UserError, match=r"version 9.*other bytes") as error:
+        engine.check(newer, 9)
+
+    assert tensor in str(error.value)
+
+
+@pytest.mark.parametrize("group", ["v_proj.weight", "down_proj.weight"])
+def test_a_stale_tensor_in_a_packed_copy_is_caught_by_the_probe(engine, untied, tmp_path, group):
+    newer = perturbed_version(untied, tmp_path / "v9", group)
+
+    with pytest.raises(UserError, match=r"version 9.*log-probs differ.*perhaps stale") as error:
+        engine.check(newer, 9)
+
+    assert f"*.{group}" in str(error.value)
+
+
+class ForgetfulEngine(Engine):
+    """Reloads as vLLM does alone: without packing a tied head anew."""
+
+    def repack(self) -> None:
+        pass
+
+
+def test_the_tied_head_that_vllm_leaves_stale_is_caught(tied, tmp_path, new_engine):
+    engine = new_engine(kind=ForgetfulEngine)
+    engine.load(tied, 0)
+    newer = perturbed_version(tied, tmp_path / "v1", "embed_tokens.weight")
+
+    with pytest.raises(UserError, match=r"version 1.*embed_tokens"):
+        engine.load(newer, 1)
+
+    assert engine.version is None
+
+
+def test_a_version_without_a_probe_is_refused(engine, untied, tmp_path):
+    newer = perturbed_version(untied, tmp_path / "v1", "norm.weight")
+    (newer / "probe.json").unlink()
+
+    with pytest.raises(UserError, match=r"cannot read the probe"):
+        engine.load(newer, 1)
