@@ -7,11 +7,12 @@ of the sample, so that no program shifts anything.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
-import numpy as np
 
-Data = jax.Array | np.ndarray
+Data = Any
+"""numpy on the host, `jax.Array` on the mesh, `jax.ShapeDtypeStruct` before either exists."""
 
 
 @jax.tree_util.register_dataclass

@@ -59,15 +59,22 @@ def _attend(
     """Attention of the queries at positions start, start + 1, ... over all keys."""
     batch, queries, heads, size = q.shape
     kv_heads = k.shape[2]
-    grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, size)
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("bqkgh,btkh->bkgqt", grouped, k, preferred_element_type=wide)
-    row = start + jnp.arange(queries)[:, None]  # [Q, 1]
-    causal = row >= jnp.arange(k.shape[1])[None, :]  # [Q, T]
-    same = query_segments[:, :, None] == key_segments[:, None, :]  # [B, Q, T]
-    mask = (same & causal & (query_segments != 0)[:, :, None])[:, None, None]  # [B, 1, 1, Q, T]
-    # A finite floor: a query without keys gets a uniform softmax, zeroed below, and no NaN.
-    scores = jnp.where(mask, scores * size**-0.5, jnp.finfo(wide).min)
-    weights = jnp.where(mask, jax.nn.softmax(scores, axis=-1), 0.0).astype(v.dtype)
-    mixed = jnp.einsum("bkgqt,btkh->bqkgh", weights, v)
-    return mixed.reshape(batch, queries, heads, size)
+    # The queries of a group lie one after another: [B, K, G, Q, h].
+    grouped = (q * size**-0.5).reshape(batch, queries, kv_heads, heads // kv_heads, size)
+    grouped = jnp.transpose(grouped, (0, 2, 3, 1, 4))
+    stacked = grouped.reshape(batch, kv_heads, -1, size)  # [B, K, G Q, h]
+    scores = jnp.einsum("bkqh,btkh->bkqt", stacked, k, preferred_element_type=wide)
+    scores = scores.reshape(*grouped.shape[:-1], -1)  # [B, K, G, Q, T]
+    causal = start + jnp.arange(queries)[:, None] >= jnp.arange(k.shape[1])  # [Q, T]
+    mask = causal & (query_segments[:, :, None] == key_segments[:, None, :])  # [B, Q, T]
+    # Finite, so that a query that sees no key makes no NaN.
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(wide).min)
+    # The sum divides last, over h numbers a query, not T. The maximum cancels: no gradient.
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    total = weights.sum(axis=-1).reshape(batch, kv_heads, -1, 1)  # [B, K, G Q, 1]
+    weights = weights.astype(v.dtype).reshape(batch, kv_heads, -1, k.shape[1])
+    mixed = jnp.einsum("bkqt,btkh->bkqh", weights, v, preferred_element_type=wide) / total
+    out = jnp.transpose(mixed.reshape(grouped.shape), (0, 3, 1, 2, 4))  # [B, Q, K, G, h]
+    out = jnp.where((query_segments != 0)[:, :, None, None], out.reshape(q.shape), 0.0)
+    return out.astype(q.dtype)

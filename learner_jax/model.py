@@ -8,9 +8,9 @@ size, F MLP size, L layers, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -121,7 +121,10 @@ def final_hidden(
     x = params["embed"][tokens].astype(compute_dtype)  # [B, T, D]
     x = constrain(x, mesh, "batch", "sequence", None)
     rotation = _rope_angles(positions, config)
-    body = partial(_layer, config=config, segment_ids=segment_ids, rotation=rotation, mesh=mesh)
+
+    def body(x: Array, layer: Params) -> tuple[Array, None]:
+        return _layer(x, layer, config, segment_ids, rotation, mesh), None
+
     if remat == "full":
         body = jax.checkpoint(body, prevent_cse=False)  # a scan's body is not merged with another
     layers = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), params["layers"])
@@ -132,22 +135,32 @@ def final_hidden(
 def _layer(
     x: Float[Array, "B T D"],
     layer: Params,
-    *,
     config: ModelConfig,
     segment_ids: Int[Array, "B T"],
     rotation: tuple[Array, Array],
     mesh: Mesh | None,
-) -> tuple[Float[Array, "B T D"], None]:
+) -> Float[Array, "B T D"]:
     y = _rms_norm(x, layer["attn_norm"], config.rms_norm_eps)  # [B, T, D]
-    q = jnp.einsum("btd,dnh->btnh", y, layer["q"]) + layer["q_bias"]  # [B, T, H, h]
-    k = jnp.einsum("btd,dnh->btnh", y, layer["k"]) + layer["k_bias"]  # [B, T, K, h]
-    v = jnp.einsum("btd,dnh->btnh", y, layer["v"]) + layer["v_bias"]  # [B, T, K, h]
+    q = _dense(y, layer["q"]) + layer["q_bias"]  # [B, T, H, h]
+    k = _dense(y, layer["k"]) + layer["k_bias"]  # [B, T, K, h]
+    v = _dense(y, layer["v"]) + layer["v_bias"]  # [B, T, K, h]
     mixed = packed_attention(_rotate(q, rotation), _rotate(k, rotation), v, segment_ids)
-    x = x + jnp.einsum("btnh,nhd->btd", mixed, layer["o"])  # [B, T, D]
+    x = x + _dense(mixed, layer["o"], contract=2)  # [B, T, D]
     x = constrain(x, mesh, "batch", "sequence", None)
     y = _rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)  # [B, T, D]
-    gated = jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])  # [B, T, F]
-    return constrain(x + gated @ layer["down"], mesh, "batch", "sequence", None), None
+    gated = jax.nn.silu(_dense(y, layer["gate"])) * _dense(y, layer["up"])  # [B, T, F]
+    return constrain(x + _dense(gated, layer["down"]), mesh, "batch", "sequence", None)
+
+
+def _dense(x: Float[Array, "B T ..."], weight: Array, contract: int = 1) -> Float[Array, "B T ..."]:
+    """Contracts the last `contract` dimensions of x with the first ones of the weight.
+
+    As a product of two matrices: the weight's gradient then sums over one dimension, which XLA
+    for CPUs does without a transposed copy of x, twice as fast.
+    """
+    rows, inner = x.shape[:-contract], math.prod(weight.shape[:contract])
+    product = x.reshape(-1, inner) @ weight.reshape(inner, -1)
+    return product.reshape(*rows, *weight.shape[contract:])
 
 
 def widen(x: Array) -> Array:

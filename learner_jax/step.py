@@ -6,7 +6,7 @@ published = programs.publish(state.params)          # the policy version's bits
 old = programs.score(published, shard_batch(packed.token_batch(i), mesh))
 total = programs.zeros()
 total = programs.accumulate(state.params, total, token_batch, loss_inputs)   # a microbatch
-state, grad_norm = programs.apply(state, total)      # `state` and `total` are used up
+state, grad_norm = programs.apply(state, total)      # uses up `state`
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Programs:
     accumulate: Callable[[Any, Accumulated, TokenBatch, LossInputs], Accumulated]
     """(masters, sum, microbatch, its loss inputs) -> sum; donates the sum it is given."""
     apply: Callable[[TrainState, Accumulated], tuple[TrainState, Array]]
-    """One update -> (state, global norm of the gradient before clipping); donates both. A
+    """One update -> (state, global norm of the gradient before clipping); donates the state. A
     gradient that is not finite gives a norm that is not finite: check it before publishing."""
 
 
@@ -169,7 +169,7 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
         score=jax.jit(score, out_shardings=replicated),
         zeros=jax.jit(zeros, out_shardings=sum_shardings),
         accumulate=jax.jit(accumulate, out_shardings=sum_shardings, donate_argnums=1),
-        apply=jax.jit(apply, out_shardings=(state_shardings, replicated), donate_argnums=(0, 1)),
+        apply=jax.jit(apply, out_shardings=(state_shardings, replicated), donate_argnums=0),
     )
 
 

@@ -1,0 +1,136 @@
+"""Times one rollout step of the learner at the laptop's shape; prints JSON.
+
+    python -m benchmarks.learner_step --tokens 256 --rows 16 --fsdp 2
+
+Old log-probs, reference log-probs, and one AdamW update, on random samples of the quickstart's
+lengths. Pin it (`taskset -c 0`) for numbers of one core. Compilation is timed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("tokens", 256), ("rows", 16), ("data", 1), ("fsdp", 2), ("tensor", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sequences", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--remat", choices=("none", "full"), default="none")
+    options = parser.parse_args()
+    devices = options.data * options.fsdp * options.tensor
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false "
+        + os.environ.get("XLA_FLAGS", "")
+    )
+    print(json.dumps(measure(options)))
+
+
+def laptop_spec(options: argparse.Namespace) -> dict[str, Any]:
+    """A resolved spec of the quickstart's size."""
+    return {
+        "version": "runspec/v1",
+        "name": "bench",
+        "seed": 1,
+        "steps": 1,
+        "model": {"hf": "none", "max_context": 128},
+        "data": {"max_prompt_tokens": 64, "sources": [{"name": "words", "kind": "reasoning_gym"}]},
+        "optimizer": {"lr": 7e-4},
+        "reward": [{"name": "words", "kind": "reasoning_gym"}],
+        "learner": {
+            "hardware": {"kind": "cpu"},
+            "mesh": {name: getattr(options, name) for name in ("data", "fsdp", "tensor")},
+            "packing": {"tokens": options.tokens, "rows": options.rows},
+            "remat": options.remat,
+            "compute_dtype": "float32",
+        },
+        "samplers": [
+            {"name": "s", "hardware": {"kind": "cpu"}, "max_model_len": 128, "max_new_tokens": 48}
+        ],
+        "broadcast": {"dtype": "float32"},
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    import jax
+    import numpy as np
+
+    from bridge.config import ModelConfig
+    from learner_jax.arrays import LossInputs
+    from learner_jax.loss import token_weights
+    from learner_jax.model import abstract_params, init_params
+    from learner_jax.packing import Sample, pack
+    from learner_jax.sharding import make_mesh, shard_batch, shard_params
+    from learner_jax.step import build_programs
+    from runspec.spec.schema import RunSpec
+
+    spec = RunSpec.model_validate(laptop_spec(options))
+    config = ModelConfig("qwen2", 192, 64, 192, 3, 2, 1, 32, 128, 10000.0, 1e-6, False)
+    mesh = make_mesh(spec.learner.mesh)
+    programs = build_programs(spec, config, mesh)
+    params = init_params(config, jax.random.key(0))
+    state = programs.init_state(shard_params(params, abstract_params(config), mesh))
+    reference = programs.publish(state.params)
+
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(rng.integers(0, 192, prompt), rng.integers(0, 192, output))
+        for prompt, output in zip(
+            rng.integers(38, 44, options.sequences),
+            rng.integers(10, 49, options.sequences),
+            strict=True,
+        )
+    ]
+    weights = token_weights([len(s.output) for s in samples], "token", max_new_tokens=48)
+    advantages = rng.normal(size=len(samples)).tolist()
+    seconds: dict[str, list[float]] = {"pack": [], "old": [], "reference": [], "update": []}
+
+    for _ in range(options.repeats + 1):
+        clock = time.process_time()
+        packed = pack(samples, tokens=options.tokens, rows=options.rows)
+        seconds["pack"].append(time.process_time() - clock)
+        count = range(packed.microbatches)
+        batches = [shard_batch(packed.token_batch(i), mesh) for i in count]
+
+        clock = time.process_time()
+        published = programs.publish(state.params)
+        old = [np.asarray(programs.score(published, batch)) for batch in batches]
+        seconds["old"].append(time.process_time() - clock)
+        clock = time.process_time()
+        ref = [np.asarray(programs.score(reference, batch)) for batch in batches]
+        seconds["reference"].append(time.process_time() - clock)
+
+        clock = time.process_time()
+        total = programs.zeros()
+        scattered = [packed.scatter(values) for values in (weights, advantages)]
+        for i in count:
+            parts = (scattered[0][i], scattered[1][i], old[i], old[i], ref[i])
+            inputs = shard_batch(LossInputs(*parts), mesh)
+            total = programs.accumulate(state.params, total, batches[i], inputs)
+        state, _ = jax.block_until_ready(programs.apply(state, total))
+        seconds["update"].append(time.process_time() - clock)
+
+    real = sum(len(sample) for sample in samples)
+    median = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    step = sum(median.values())
+    return {
+        "mesh": dict(mesh.shape),
+        "packing": {"tokens": options.tokens, "rows": options.rows},
+        "microbatches": packed.microbatches,
+        "real_tokens": real,
+        "filled": round(real / packed.batch.tokens.size, 3),
+        "compile_seconds": round(sum(t[0] for t in seconds.values()) - step, 2),
+        "seconds": {name: round(value, 4) for name, value in median.items()},
+        "step_seconds": round(step, 4),
+        "real_tokens_per_second": round(real / step),
+    }
+
+
+if __name__ == "__main__":
+    main()
