@@ -42,13 +42,14 @@ def suggest_key(key: str, block: type[Block]) -> str:
     """A hint for an unknown key: a near spelling, its proper home, or the keys that there are."""
     if match := close_match(key, keys_of(block)):
         return f"did you mean {match}?"
-    if homes := [path for path in _all_paths() if path.rpartition(".")[2] == key]:
+    if homes := [path for path in all_paths() if path.rpartition(".")[2] == key]:
         return f"did you mean {homes[0]}?"
     return f"known here: {', '.join(keys_of(block))}"
 
 
 @cache
-def _all_paths() -> list[str]:
+def all_paths() -> list[str]:
+    """Every key of the schema by its path, `<name>` standing for the names in named lists."""
     return list(_paths(RunSpec, ""))
 
 
