@@ -1,0 +1,206 @@
+"""The validator: what it claims, signs and sends, and when it ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
+from runspec.common.roles import Roles
+from tests.verify.bench import MODEL, lease_for, packed
+from tests.verify.small_model import RUN, NumpyEngine, ParityTask, Worker, fixed_key, small_spec
+from verify.client import RunFinished, WorkItem
+from verify.formats.submission import Rollout
+from verify.formats.verdict import RolloutVerdict, VerdictEnvelope, decode_verdicts, open_verdict
+from verify.validator import MAX_CLAIMS, Validator, is_drawn, vocab_size
+
+WORKER, COORDINATOR, VALIDATOR = fixed_key(1), fixed_key(2), fixed_key(3)
+LOG = logging.getLogger("validator")
+
+
+@dataclass
+class QueueCoordinator:
+    """The coordinator's side in memory: hands out a queue of submissions, then says finished."""
+
+    queue: list[WorkItem] = field(default_factory=list)
+    tables: dict[str, bytes] = field(default_factory=dict)
+    verdicts: list[tuple[bytes, bytes]] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+
+    def offer(self, envelope: bytes, table: bytes, lease: bytes) -> str:
+        digest = digest_bytes(table)
+        self.queue.append(WorkItem(0, digest, lease, envelope))
+        self.tables[digest] = table
+        return digest
+
+    def roles(self) -> Roles:
+        held = {"publisher": (), "coordinator": (COORDINATOR,), "validator": (VALIDATOR,)}
+        return Roles(RUN, 0.0, 1e12, **{r: frozenset(k.public_hex for k in held[r]) for r in held})
+
+    def next_submission(self, wait_s: float) -> WorkItem | None:
+        self.waits.append(wait_s)
+        if self.queue:
+            return self.queue.pop(0)
+        if wait_s:
+            raise RunFinished
+        return None
+
+    def download(self, digest: str) -> bytes:
+        return self.tables[digest]
+
+    def verdict(self, envelope: bytes, table: bytes) -> None:
+        self.verdicts.append((envelope, table))
+
+    def opened(self) -> list[tuple[VerdictEnvelope, list[RolloutVerdict]]]:
+        """The verdicts as the learner reads them: signatures, digests, rows."""
+        result = []
+        for envelope, table in self.verdicts:
+            signed = open_verdict(envelope, validators=self.roles().validator)
+            assert (signed.digest, signed.bytes) == (digest_bytes(table), len(table))
+            result.append((signed, decode_verdicts(table)))
+        return result
+
+
+@pytest.fixture
+def coordinator() -> QueueCoordinator:
+    return QueueCoordinator()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> NumpyEngine:
+    return NumpyEngine({0: MODEL}, tmp_path)
+
+
+def serve(
+    coordinator: QueueCoordinator,
+    engine: NumpyEngine,
+    share: float = 1.0,
+    log: logging.Logger = LOG,
+) -> Validator:
+    spec = small_spec()
+    spec = spec.model_copy(
+        update={"verify": spec.verify.model_copy(update={"prefill_share": share})}
+    )
+    validator = Validator(
+        spec, VALIDATOR, coordinator, engine, task_set_of=lambda directory: ParityTask(), log=log
+    )
+    validator.serve(threading.Event())
+    return validator
+
+
+def sample(index: int) -> tuple[list[Rollout], bytes, bytes, bytes]:
+    """Honest rows for a lease, and their envelope, table and lease."""
+    signed, lease = lease_for(WORKER, COORDINATOR, index=index)
+    rollouts = Worker(WORKER, MODEL, small_spec(), ParityTask()).rollouts(signed, lease)
+    return (rollouts, *packed(rollouts, signed, lease, WORKER), signed)
+
+
+def test_each_submission_gets_one_signed_verdict(
+    coordinator: QueueCoordinator, engine: NumpyEngine
+) -> None:
+    # given an honest submission, an edited one and one that is no Parquet file
+    rollouts, *good = sample(index=0)
+    rows, _, _, lease_bytes = sample(index=1)
+    _, lease = lease_for(WORKER, COORDINATOR, index=1)
+    edited = [replace(rows[0], task_reward=1.0), *rows[1:]]
+    bad = (*packed(edited, lease_bytes, lease, WORKER), lease_bytes)
+    digests = [coordinator.offer(*files) for files in (good, bad, (good[0], b"junk", good[2]))]
+
+    # when the validator serves until the run is finished
+    validator = serve(coordinator, engine)
+
+    # then there is a verdict on each, and the accepted one carries what the learner needs
+    assert validator.checked == 3 and validator.busy_s > 0
+    (first, its_rows), (second, _), (third, none) = coordinator.opened()
+    assert [v.submission for v in (first, second, third)] == digests
+    assert (first.run, first.step, first.accepted, first.reason) == (RUN, 0, True, "")
+    assert [row.row for row in its_rows] == list(range(len(rollouts)))
+    assert all(row.logprobs is not None for row in its_rows)
+    assert not second.accepted and second.reason.startswith("reward: row 0: claimed against")
+    assert not third.accepted and none == []
+    assert third.reason == "signature: the file is not the one that was signed"
+
+
+def test_what_is_queued_is_claimed_together_and_prefilled_at_once(
+    coordinator: QueueCoordinator, engine: NumpyEngine
+) -> None:
+    for index in range(MAX_CLAIMS + 1):
+        coordinator.offer(*sample(index)[1:])
+
+    serve(coordinator, engine)
+
+    assert engine.prefills == [8 * MAX_CLAIMS, 8]
+    assert coordinator.waits[0] > 0 and set(coordinator.waits[1:MAX_CLAIMS]) == {0.0}
+
+
+def test_the_reason_of_a_rejection_is_logged(
+    coordinator: QueueCoordinator, engine: NumpyEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, envelope, _, lease = sample(index=0)
+    coordinator.offer(envelope, b"junk", lease)
+    with caplog.at_level(logging.WARNING):
+        serve(coordinator, engine)
+    assert "rejected submission" in caplog.text and "signature: the file is not" in caplog.text
+
+
+def test_a_lease_of_another_coordinator_ends_the_process(
+    coordinator: QueueCoordinator, engine: NumpyEngine
+) -> None:
+    """It is no worker's doing, so it must not look like one's."""
+    signed, lease = lease_for(WORKER, VALIDATOR)
+    rows = Worker(WORKER, MODEL, small_spec(), ParityTask()).rollouts(signed, lease)
+    coordinator.offer(*packed(rows, signed, lease, WORKER), signed)
+    with pytest.raises(UserError, match="with a bad lease"):
+        serve(coordinator, engine)
+    assert coordinator.verdicts == []
+
+
+def test_a_stopped_validator_claims_nothing(
+    coordinator: QueueCoordinator, engine: NumpyEngine
+) -> None:
+    coordinator.offer(*sample(index=0)[1:])
+    stop = threading.Event()
+    stop.set()
+    Validator(
+        small_spec(), VALIDATOR, coordinator, engine, task_set_of=lambda d: ParityTask(), log=LOG
+    ).serve(stop)
+    assert coordinator.waits == [] and len(coordinator.queue) == 1
+
+
+def digests(count: int) -> Sequence[str]:
+    return [digest_bytes(str(number).encode()) for number in range(count)]
+
+
+def test_the_draw_for_prefill_follows_the_share_and_the_key() -> None:
+    share = [is_drawn(VALIDATOR, digest, 0.3) for digest in digests(2000)]
+    other = [is_drawn(WORKER, digest, 0.3) for digest in digests(2000)]
+
+    assert 0.25 < sum(share) / 2000 < 0.35  # 5 sigma
+    assert share == [is_drawn(VALIDATOR, digest, 0.3) for digest in digests(2000)]
+    agreement = sum(a == b for a, b in zip(share, other, strict=True)) / 2000
+    assert 0.52 < agreement < 0.64  # 0.58 for independent draws
+    assert all(is_drawn(VALIDATOR, digest, 1.0) for digest in digests(50))
+    assert not any(is_drawn(VALIDATOR, digest, 0.0) for digest in digests(50))
+
+
+def test_a_share_of_zero_prefills_nothing(
+    coordinator: QueueCoordinator, engine: NumpyEngine
+) -> None:
+    coordinator.offer(*sample(index=0)[1:])
+    serve(coordinator, engine, share=0.0)
+    ((envelope, rows),) = coordinator.opened()
+    assert envelope.accepted and engine.prefills == [] and rows[0].logprobs is None
+
+
+@pytest.mark.parametrize("text", ["{}", '{"vocab_size": "many"}', "no json", None])
+def test_an_unusable_model_config_is_named(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json"):
+        vocab_size(tmp_path)
