@@ -36,8 +36,8 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     """Everything known of a run, from its directory alone.
 
     Keys: name, directory, state, reason, held_by, step, steps, wall_s, newest (the last row of
-    metrics.jsonl), roles, events. A run whose supervisor died without a word is `interrupted`, and
-    its roles are `waiting`.
+    metrics.jsonl), roles (by name), events. A run whose supervisor died without a word is
+    `interrupted`, and its roles are `waiting`.
     """
     spec, held_by = load_resolved(run_dir), holder(run_dir)
     with closing(RunState(run_dir)) as state:
@@ -56,9 +56,10 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "steps": spec.steps,
         "wall_s": round(wall_s, 3),
         "newest": rows[-1] if rows else None,
-        "roles": [
-            asdict(role) | ({"state": "waiting", "pid": None} if lost else {}) for role in roles
-        ],
+        "roles": {
+            role.name: asdict(role) | ({"state": "waiting", "pid": None} if lost else {})
+            for role in roles
+        },
         "events": [asdict(event) for event in events],
     }
 
@@ -75,7 +76,7 @@ def _show(status: dict[str, Any]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("role", "state", "restarts", "process", "since"):
         table.add_column(column)
-    for role in status["roles"]:
+    for role in status["roles"].values():
         since = time.strftime("%H:%M:%S", time.localtime(role["since"]))
         process = str(role["pid"] or "")
         table.add_row(role["name"], role["state"], str(role["restarts"]), process, since)

@@ -36,7 +36,6 @@ from runspec.spec.schema import RunSpec
 
 INITIAL = "initial"
 LOG_LINES = 20
-_LEFTOVER_PATIENCE_S = 10.0
 
 
 class NotReady(UserError):
@@ -83,8 +82,13 @@ def is_finished(spec: RunSpec, runs_dir: Path) -> bool:
 
 
 @contextmanager
-def open_run(spec: RunSpec, runs_dir: Path) -> Iterator[OpenRun]:
+def open_run(
+    spec: RunSpec, runs_dir: Path, *, leftover_patience_s: float = 10.0
+) -> Iterator[OpenRun]:
     """Makes or opens the run's directory, and holds it.
+
+    Roles that a killed supervisor left behind are ended first: SIGTERM, and SIGKILL after
+    `leftover_patience_s`.
 
     Raises:
         NotReady: this machine cannot start it; nothing was made.
@@ -102,7 +106,7 @@ def open_run(spec: RunSpec, runs_dir: Path) -> Iterator[OpenRun]:
             refuse_other_spec(load_resolved(run_dir), spec, run_dir)
             _require_ready(spec, run_dir)
         with closing(RunState(run_dir)) as state:
-            end_leftovers(state.roles(), _LEFTOVER_PATIENCE_S)
+            end_leftovers(state.roles(), leftover_patience_s)
         endpoints = _plan(spec, run_dir)
         save_endpoints(run_dir, endpoints)
         write_atomic(run_dir / SPEC_FILE, dump_resolved(spec))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -77,6 +78,7 @@ def plan_endpoints(
     taken: set[int] = set()
 
     kept = previous.all() if previous else {}
+    spoken_for = {address(url)[1] for url in kept.values()}
 
     def place(role: str, position: int, url: str | None = None) -> str:
         before = kept.get(role)
@@ -89,7 +91,7 @@ def plan_endpoints(
         elif before is not None and address(before)[1] not in taken and is_free(*address(before)):
             url = before
         else:
-            url = f"http://{host}:{_draw(host, is_free, rng, taken)}"
+            url = f"http://{host}:{_draw(host, is_free, rng, taken | spoken_for)}"
         taken.add(address(url)[1])
         return url.rstrip("/")
 
@@ -169,13 +171,11 @@ def _draw(host: str, is_free: IsFree, rng: random.Random, taken: set[int]) -> in
 def _listener(port: int) -> str:
     """`python (process 123)` for the process that listens on a port; empty if it cannot be told."""
     sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            links = {str(link.readlink()) for link in (process / "fd").iterdir()}
-            if links & sockets:
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # ended meanwhile, or another user's
+            if str(link.readlink()) in sockets:
+                process = link.parent.parent
                 return f"{(process / 'comm').read_text().strip()} (process {process.name})"
-        except OSError:  # ended meanwhile, or another user's
-            continue
     return ""
 
 

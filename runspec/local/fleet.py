@@ -2,8 +2,9 @@
 
 Invariants:
 - A role is started only by `Start`, and only while the run is up or draining.
-- A role that dies is started again after a pause that doubles with each death in a row; a trained
-  step ends the row. One death more than `rules.restarts` in a row ends the run.
+- A role that dies is started again after a pause that doubles with each death in a row; a step
+  trained while the role runs ends the row. One death more than `rules.restarts` in a row ends the
+  run.
 - The run ends once: trained and published, by a role that cannot go on, by its budget, or on
   request. What began the stopping is the outcome.
 - It is done only when no process is alive: stopped politely, and killed after a deadline.
@@ -49,7 +50,7 @@ class RoleState:
     restarts: int = 0
     """Over this session."""
     deaths_in_a_row: int = 0
-    """Since the last trained step."""
+    """Since a step was last trained while this role ran."""
     retry_at: float = 0.0
     """While in backoff: when it is started again."""
 
@@ -194,8 +195,9 @@ def advance(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, list[Action]
             if fleet.roles[role].state is State.STARTING:
                 fleet = _with(fleet, role, state=State.RUNNING)
         case Progress():
-            for role in fleet.roles:
-                fleet = _with(fleet, role, deaths_in_a_row=0)
+            for name, role in fleet.roles.items():
+                if role.state is State.RUNNING:
+                    fleet = _with(fleet, name, deaths_in_a_row=0)
         case Sampled():
             fleet = replace(fleet, sampled=True)
         case Trained():

@@ -72,7 +72,7 @@ def make_identity(
         }
         hours = spec.budget.max_hours
         valid_s = YEAR_S if hours is None else max(_SHORTEST_S, hours * 3600.0)
-        if not _still_good(identity, spec.name, held, now() + valid_s / 2):
+        if not _still_good(identity, spec.name, held, now=now(), until=now() + valid_s / 2):
             write_atomic(
                 identity.roles_file, sign_roles(spec.name, held, root, valid_s=valid_s, now=now())
             )
@@ -112,15 +112,17 @@ def pinned_root_problem(run_dir: Path, spec: RunSpec) -> UserError | None:
     return None
 
 
-def _still_good(identity: Identity, run: str, held: dict[str, list[str]], then: float) -> bool:
+def _still_good(
+    identity: Identity, run: str, held: dict[str, list[str]], *, now: float, until: float
+) -> bool:
     try:
         data = read_bounded(identity.roles_file, MAX_BYTES)
-        roles = open_roles(data, root_public_key=identity.root_public_key, run=run)
+        roles = open_roles(data, root_public_key=identity.root_public_key, run=run, now=now)
     except (OSError, UserError, BadSignature):
         return False
     named = {name: frozenset(keys) for name, keys in held.items()}
     same = named == {name: getattr(roles, name) for name in named}
-    return same and roles.expires >= then
+    return same and roles.expires >= until
 
 
 def _key(path: Path) -> SigningKey:

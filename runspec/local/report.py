@@ -68,7 +68,7 @@ def render_report(
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta HTTP-EQUIV="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(run)}</title><style>{_STYLE}</style></head>\n"
         f"<body>{''.join(body)}</body></html>\n"

@@ -103,12 +103,18 @@ def test_a_trained_step_forgives_earlier_deaths() -> None:
     fleet = up()
     for n in range(10):
         now = 10.0 * n
-        fleet, actions = play(
-            fleet, (now, Exited("origin", 1)), (now + 1, Progress()), (now + 2, Tick())
-        )
+        fleet, _ = play(fleet, (now, Ready("origin")), (now, Progress()))
+        fleet, actions = play(fleet, (now + 1, Exited("origin", 1)), (now + 2, Tick()))
         assert actions == [Start("origin")]
     assert fleet.phase is Phase.UP
     assert fleet.roles["origin"].restarts == 10
+
+
+def test_the_progress_of_others_forgives_nothing() -> None:
+    fleet = up()
+    for now in (0.0, 10.0, 20.0):
+        fleet, _ = play(fleet, (now, Exited("origin", 1)), (now, Progress()), (now + 9, Tick()))
+    assert fleet.outcome == Outcome("failed", "origin", 1)
 
 
 def test_a_role_that_says_the_run_cannot_go_on_stops_it_at_once() -> None:

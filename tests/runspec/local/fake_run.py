@@ -1,0 +1,80 @@
+"""A supervised run of small roles, here or as `python -m tests.runspec.local.fake_run`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from runspec.cli.apply import stop_signals
+from runspec.cli.view import PlainView
+from runspec.common.errors import UserError
+from runspec.local.apply import OpenRun, drive, open_run
+from runspec.local.fleet import Outcome
+from runspec.local.processes import RoleSpec
+from runspec.local.state import RunState
+from runspec.local.supervisor import Watcher
+from runspec.spec.load import load_spec
+from runspec.spec.resolved import spec_digest
+from runspec.spec.schema import RunSpec
+
+ROOT = Path(__file__).resolve().parents[3]
+TARGET_SHORT = ROOT / "specs" / "target_short.yaml"
+SCRIPT = Path(__file__).with_name("role.py")
+
+
+def small_spec(name: str = "small", steps: int = 5, *overrides: str) -> RunSpec:
+    sets = [f"name={name}", f"steps={steps}", *overrides]
+    return load_spec(TARGET_SHORT, profile="laptop", overrides=sets).require()
+
+
+def role(behaviour: str, run_dir: Path, *arguments: str, name: str | None = None) -> RoleSpec:
+    command = (sys.executable, str(SCRIPT), behaviour, str(run_dir), *arguments)
+    return RoleSpec(
+        name or behaviour,
+        command,
+        {"PYTHONPATH": str(ROOT)},
+        ends_run=behaviour in ("learner", "warm_start"),
+        ends_when_sampled=behaviour == "worker",
+    )
+
+
+def usual_roles(run: OpenRun) -> list[RoleSpec]:
+    """A learner, a worker, and a server at the place of the coordinator."""
+    host, port = run.endpoints.coordinator.removeprefix("http://").split(":")
+    server = role("server", run.directory, f"{host}:{port}")
+    return [
+        replace(server, listen=(host, int(port))),
+        role("learner", run.directory),
+        role("worker", run.directory),
+    ]
+
+
+def drive_roles(
+    run: OpenRun,
+    roles: Sequence[RoleSpec],
+    watcher: Watcher,
+    stop_requests=lambda: 0,
+    stages: Sequence[RoleSpec] = (),
+) -> Outcome:
+    with closing(RunState(run.directory)) as state:
+        state.begin(run.spec.name, spec_digest(run.spec), run.spec.steps)
+        return drive(run, stages, roles, state, watcher, stop_requests)
+
+
+def main(runs_dir: Path, steps: int, *extra: str) -> int:
+    spec = small_spec(steps=steps)
+    with open_run(spec, runs_dir) as run, stop_signals() as requests:
+        roles = usual_roles(run) + [role(behaviour, run.directory) for behaviour in extra]
+        drive_roles(run, roles, PlainView(spec.steps, sys.stdout), requests)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(getattr(error, "exit_code", 1))

@@ -1,0 +1,96 @@
+"""A small real process that behaves like a role: `python role.py BEHAVIOUR RUN_DIR [ARGUMENT]`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from runspec.common.errors import UserError
+from runspec.common.files import write_atomic
+from runspec.common.process import RunStopped, run_role, stop_event
+from runspec.spec.resolved import load_resolved
+from verify.formats.batch import FILE_NAME
+from verify.formats.layout import step_folder
+
+STEP_S = 0.05
+
+
+def learner(run_dir: Path, log: logging.Logger) -> None:
+    """Trains the steps that are left, one metrics row each; SIGTERM ends it between two."""
+    stop, spec = stop_event(), load_resolved(run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    log.info("starts at step %d", done)
+    for step in range(done, spec.steps):
+        if stop.wait(STEP_S):
+            log.info("told to end")
+            return
+        row = {"step": step, "task_reward": step / spec.steps, "length_error": 9.0, "lag_max": 1}
+        write_atomic(step_folder(run_dir, step) / FILE_NAME, b"{}")
+        with metrics.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    version = run_dir / "store" / "origin" / spec.name / "versions" / str(spec.steps)
+    write_atomic(version / "manifest.json", b"{}")
+
+
+def worker(run_dir: Path, log: logging.Logger) -> None:
+    """Ends when the last step has its rollouts, or when told."""
+    stop, spec = stop_event(), load_resolved(run_dir)
+    log.info("working")
+    while not (step_folder(run_dir, spec.steps - 1) / FILE_NAME).exists():
+        if stop.wait(0.02):
+            return
+
+
+def stubborn(run_dir: Path, log: logging.Logger) -> None:
+    """Hears no SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    log.info("ignoring SIGTERM")
+    while True:
+        time.sleep(60)
+
+
+def dying(run_dir: Path, log: logging.Logger) -> None:
+    for number in range(40):
+        log.info("line %d", number)
+    raise UserError("the cable is cut", place="socket 7", remedy="mend it")
+
+
+def stalled(run_dir: Path, log: logging.Logger) -> None:
+    raise RunStopped("step 3 stalled", remedy="look at the workers")
+
+
+def full_disk(run_dir: Path, log: logging.Logger) -> None:
+    """Meets the end of its disk: a limit on file sizes stands for it."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    write_atomic(run_dir / "rollouts" / "big.parquet", bytes(8192))
+
+
+def server(run_dir: Path, log: logging.Logger) -> None:
+    stop = stop_event()
+    host, port = sys.argv[3].split(":")
+    with socket.create_server((host, int(port))):
+        log.info("listening")
+        stop.wait()
+
+
+def warm_start(run_dir: Path, log: logging.Logger) -> None:
+    log.info("making version 0")
+    write_atomic(run_dir / "initial" / "config.json", b"{}")
+
+
+BEHAVIOURS: dict[str, Callable[[Path, logging.Logger], None]] = {
+    behaviour.__name__: behaviour
+    for behaviour in (learner, worker, stubborn, dying, stalled, full_disk, server, warm_start)
+}
+
+if __name__ == "__main__":
+    name, run_dir = sys.argv[1], Path(sys.argv[2])
+    sys.exit(run_role(name, lambda log: BEHAVIOURS[name](run_dir, log)))

@@ -1,0 +1,91 @@
+"""Ports: chosen, kept, fixed by the spec, taken by someone else."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runspec.common.errors import UserError
+from runspec.local.endpoints import (
+    Endpoints,
+    address,
+    load_endpoints,
+    plan_endpoints,
+    port_answers,
+    port_is_free,
+    save_endpoints,
+)
+from tests.runspec.local.fake_run import small_spec
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that this process listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def plan(*overrides: str, previous: Endpoints | None = None, is_free=port_is_free) -> Endpoints:
+    spec = small_spec("small", 5, *overrides)
+    return plan_endpoints(spec, previous, is_free, random.Random(0))
+
+
+def test_chosen_ports_are_free_distinct_and_survive_the_file(tmp_path: Path) -> None:
+    endpoints = plan()
+    ports = [address(url)[1] for url in endpoints.all().values()]
+    assert len(set(ports)) == 3
+    assert all(port_is_free("127.0.0.1", port) for port in ports)
+
+    assert load_endpoints(tmp_path) is None
+    save_endpoints(tmp_path, endpoints)
+    assert load_endpoints(tmp_path) == endpoints
+
+
+def test_a_run_keeps_its_ports_and_moves_only_what_is_taken() -> None:
+    before = plan()
+    assert plan(previous=before) == before
+    origin = address(before.origin)[1]
+    after = plan(previous=before, is_free=lambda host, port: port != origin)
+    assert after.origin != before.origin
+    assert (after.coordinator, after.relays) == (before.coordinator, before.relays)
+
+
+def test_a_base_port_gives_consecutive_ports() -> None:
+    endpoints = plan("placement.base_port=9000", is_free=lambda host, port: True)
+    assert endpoints == Endpoints(
+        "http://127.0.0.1:9000", "http://127.0.0.1:9001", {"local": "http://127.0.0.1:9002"}
+    )
+
+
+def test_a_taken_port_is_named_with_its_process(taken: int) -> None:
+    with pytest.raises(UserError) as error:
+        plan(f"placement.base_port={taken}")
+    assert f"port {taken} is taken by " in str(error.value)
+    assert f"(process {os.getpid()})" in str(error.value)
+    assert error.value.place == f"coordinator at 127.0.0.1:{taken}"
+
+
+def test_a_port_answers_while_it_is_listened_on(taken: int) -> None:
+    assert port_answers("127.0.0.1", taken)
+    assert not port_is_free("127.0.0.1", taken)
+    free = address(plan().origin)[1]
+    assert not port_answers("127.0.0.1", free)
+
+
+def test_no_free_port_is_an_error_not_a_loop() -> None:
+    with pytest.raises(UserError, match="no free port"):
+        plan(is_free=lambda host, port: False)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"origin": 1}', '{"coordinator": "ftp://x", "origin": "", "relays": {}}']
+)
+def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "endpoints.json").write_text(text)
+    with pytest.raises(UserError, match=r"endpoints\.json"):
+        load_endpoints(tmp_path)

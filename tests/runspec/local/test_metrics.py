@@ -1,0 +1,91 @@
+"""metrics.jsonl as it grows, and the summary by hand-computed numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runspec.local.metrics import JsonLines, mean, read_rows, summarise, weights_bytes_sent
+
+
+def test_only_whole_new_lines_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    assert lines.new_rows() == []
+    path.write_text('{"step": 0}\n{"st')
+    assert lines.new_rows() == [{"step": 0}]
+    assert lines.new_rows() == []
+    with path.open("a") as file:
+        file.write('ep": 1}\n')
+    assert lines.new_rows() == [{"step": 1}]
+
+
+def test_a_torn_line_is_left_out_and_a_cut_file_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"st{"step": 1}\n[1]\n{"step": 2}\n')
+    lines = JsonLines(path)
+    assert lines.new_rows() == [{"step": 0}, {"step": 2}]
+    path.write_text('{"step": 0, "again": true}\n')
+    assert lines.new_rows() == [{"step": 0, "again": True}]
+
+
+def test_a_step_trained_again_counts_once_by_its_last_row(tmp_path: Path) -> None:
+    rows = [{"step": 0, "x": 1}, {"step": 1, "x": 1}, {"step": 1, "x": 2}, {"step": 2, "x": 1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["x"] for row in read_rows(tmp_path)] == [1, 2, 1]
+
+
+def test_the_summary_of_twelve_steps() -> None:
+    # given twelve steps: task reward .0 .1 .. 1.1, lag 0 but for the last, which is half as large
+    rows = [
+        {
+            "step": step,
+            "task_reward": step / 10,
+            "reward": -1.0,
+            "length_error": 24.0 - step,
+            "lag_mean": 0.0 if step < 11 else 1.5,
+            "lag_max": 0 if step < 11 else 2,
+            "trained_rollouts": 128 if step < 11 else 64,
+            "accepted_rollouts": 128,
+            "rejected_rollouts": 1 if step == 3 else 0,
+            "train_s": 1.0,
+            "wait_s": 0.0 if step else 12.0,
+            "learner_busy_fraction": 1.0 if step else 1 / 13,
+            "sampler_busy_fraction": None if step == 0 else 0.5,
+        }
+        for step in range(12)
+    ]
+    summary = summarise(rows, wall_s=30.12345, weights_bytes_sent=77)
+    assert summary["steps"] == 12
+    assert summary["task_reward_first"] == pytest.approx(0.45)  # 0.0 .. 0.9
+    assert summary["task_reward_last"] == pytest.approx(0.65)  # 0.2 .. 1.1
+    assert summary["length_error_first"] == pytest.approx(19.5)  # 24 .. 15
+    assert summary["length_error_last"] == pytest.approx(17.5)  # 22 .. 13
+    assert summary["reward_last"] == -1.0
+    assert summary["rollouts_accepted"] == 1536
+    assert summary["rollouts_rejected"] == 1
+    assert summary["max_lag"] == 2
+    assert summary["mean_lag"] == pytest.approx(1.5 * 64 / (11 * 128 + 64))
+    assert summary["learner_busy_fraction"] == pytest.approx(12 / 24)  # 12 s of 24
+    assert summary["sampler_busy_fraction"] == pytest.approx(0.5)
+    assert (summary["wall_s"], summary["weights_bytes_sent"]) == (30.123, 77)
+
+
+def test_figures_that_no_row_has_are_null() -> None:
+    summary = summarise([{"step": 0}], wall_s=1.0, weights_bytes_sent=0)
+    assert summary["task_reward_first"] is None
+    assert summary["max_lag"] is None
+    assert summary["rollouts_accepted"] == 0
+
+
+def test_weights_that_are_all_zero_weigh_alike() -> None:
+    assert mean([{"x": 1.0}, {"x": 3.0}], "x", [0.0, 0.0]) == 2.0
+
+
+def test_served_bytes_are_summed_over_origin_and_relays(tmp_path: Path) -> None:
+    for store, served in (("origin", '{"bytes": 5}'), ("relay-a", '{"bytes": 7}'), ("b", "torn{")):
+        (tmp_path / "store" / store).mkdir(parents=True)
+        (tmp_path / "store" / store / "served.json").write_text(served)
+    assert weights_bytes_sent(tmp_path) == 12

@@ -1,0 +1,93 @@
+"""The command lines of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runspec.common.errors import UserError
+from runspec.local.endpoints import Endpoints
+from runspec.local.identity import Identity
+from runspec.local.processes import Machine, RoleSpec, role_specs
+from runspec.spec.schema import RunSpec
+from tests.runspec.local.fake_run import small_spec
+
+RUN = Path("/runs/small")
+ENDPOINTS = Endpoints(
+    "http://127.0.0.1:8000", "http://127.0.0.1:8001", {"local": "http://127.0.0.1:8002"}
+)
+ROOT_KEY = "ab" * 32
+
+
+def roles_of(spec: RunSpec, endpoints: Endpoints = ENDPOINTS) -> dict[str, RoleSpec]:
+    identity = Identity(RUN / "keys", ROOT_KEY)
+    machine = Machine("python", (0, 1), {})
+    roles = role_specs(spec, RUN, endpoints=endpoints, identity=identity, machine=machine)
+    return {role.name: role for role in roles}
+
+
+def line(role: RoleSpec) -> str:
+    return " ".join(role.command)
+
+
+def test_the_laptop_profile_is_seven_processes() -> None:
+    roles = roles_of(small_spec())
+    served = f"--public-key {ROOT_KEY}"
+    weights = "--weights http://127.0.0.1:8002 --weights http://127.0.0.1:8001"
+    assert {name: line(role) for name, role in roles.items()} == {
+        "origin": "python -m broadcast origin /runs/small/store/origin --listen 127.0.0.1:8001",
+        "relay-local": "python -m broadcast relay --run small --upstream http://127.0.0.1:8001 "
+        f"--store /runs/small/store/relay-local {served} --listen 127.0.0.1:8002",
+        "coordinator": "python -m verify coordinator /runs/small "
+        f"--weights http://127.0.0.1:8001 {served} --listen 127.0.0.1:8000",
+        "publisher": "python -m learner_jax publish /runs/small",
+        "learner": "python -m learner_jax train /runs/small",
+        "validator-0": "python -m verify validator --run small "
+        f"--coordinator http://127.0.0.1:8000 {weights} {served} "
+        "--key /runs/small/keys/validator-0.key --dir /runs/small/work/validator-0",
+        "volunteers-0": "python -m sampler work --run small "
+        f"--coordinator http://127.0.0.1:8000 {weights} {served} "
+        "--key /runs/small/keys/volunteers-0.key --dir /runs/small/work/volunteers-0 "
+        "--pool volunteers",
+    }
+
+
+def test_learner_and_sampler_have_a_core_each_and_the_rest_roam() -> None:
+    roles = roles_of(small_spec())
+    pinned = {name: role.cores for name, role in roles.items() if role.cores}
+    assert pinned == {"learner": (0,), "volunteers-0": (1,)}
+    assert roles["volunteers-0"].env["VLLM_CPU_OMP_THREADS_BIND"] == "1"
+    assert "device_count=2" in roles["learner"].env["XLA_FLAGS"]
+    assert "device_count=1" in roles["validator-0"].env["XLA_FLAGS"]
+
+
+def test_only_the_learner_ends_the_run_and_only_workers_may_end_before() -> None:
+    roles = roles_of(small_spec())
+    assert [name for name, role in roles.items() if role.ends_run] == ["learner"]
+    early = [name for name, role in roles.items() if role.ends_when_sampled]
+    assert early == ["validator-0", "volunteers-0"]
+
+
+def test_workers_take_turns_at_the_relays_and_fall_back_to_the_origin() -> None:
+    relays = "broadcast.relays={a: {upstream: [origin]}, b: {upstream: [a, origin]}, local: null}"
+    spec = small_spec("small", 5, "samplers.volunteers.replicas=2", relays)
+    at = {"a": "http://127.0.0.1:1", "b": "http://127.0.0.1:2"}
+    roles = roles_of(spec, Endpoints("http://127.0.0.1:8000", "http://127.0.0.1:8001", at))
+    upstream = "--upstream http://127.0.0.1:1 --upstream http://127.0.0.1:8001"
+    assert upstream in line(roles["relay-b"])
+    origin = "--weights http://127.0.0.1:8001"
+    first = f"--weights http://127.0.0.1:1 --weights http://127.0.0.1:2 {origin}"
+    second = f"--weights http://127.0.0.1:2 --weights http://127.0.0.1:1 {origin}"
+    assert first in line(roles["volunteers-0"])
+    assert second in line(roles["volunteers-1"])
+
+
+def test_two_roles_of_one_name_are_refused() -> None:
+    relay = "broadcast.relays={x-0: {upstream: [origin]}, local: null}"
+    spec = small_spec("small", 5, relay)
+    pool = spec.samplers[0].model_copy(update={"name": "relay-x"})
+    spec = spec.model_copy(update={"samplers": [pool]})
+    at = {"x-0": "http://127.0.0.1:1"}
+    with pytest.raises(UserError, match="2 roles would be called relay-x-0"):
+        roles_of(spec, Endpoints("http://127.0.0.1:8000", "http://127.0.0.1:8001", at))

@@ -1,0 +1,229 @@
+"""Real processes under the supervisor: they train, die, hang and fill disks; none is left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runspec.common.process import EXIT_FINAL
+from runspec.local.apply import RunFailed, is_finished, open_run
+from runspec.local.children import birth
+from runspec.local.run_dir import RunLocked, holder
+from runspec.local.state import RunState
+from runspec.local.supervisor import RoleView
+from tests.runspec.local.fake_run import ROOT, drive_roles, role, small_spec, usual_roles
+
+DEADLINE_S = 30.0
+
+
+class Watch:
+    """Keeps what it was shown, and calls `act` at every look."""
+
+    def __init__(self, act: Callable[[Watch], None] = lambda watch: None) -> None:
+        self.act = act
+        self.rows: Sequence[Any] = ()
+        self.roles: dict[str, RoleView] = {}
+        self.notes: list[str] = []
+        self.events: list[tuple[str, str]] = []
+
+    def event(self, role: str, text: str) -> None:
+        self.events.append((role, text))
+
+    def show(self, rows: Sequence[Any], roles: Sequence[RoleView], note: str) -> None:
+        self.rows, self.roles = rows, {role.name: role for role in roles}
+        self.notes.append(note)
+        self.act(self)
+
+
+def steps_trained(run_dir: Path) -> list[int]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+def roles_on_record(run_dir: Path) -> dict[str, Any]:
+    with closing(RunState(run_dir)) as state:
+        return {role.name: role for role in state.roles()}
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{DEADLINE_S:.0f} s without {what}"
+        time.sleep(0.02)
+
+
+def test_a_run_ends_with_its_learner_and_leaves_a_summary(tmp_path: Path) -> None:
+    # given a run of a stage and three roles
+    watch = Watch()
+    with open_run(small_spec(steps=5), tmp_path) as run:
+        # when it is driven to its end
+        stage = role("warm_start", run.directory)
+        outcome = drive_roles(run, usual_roles(run), watch, stages=[stage])
+    # then everything was trained, everyone has ended, and the results lie there
+    assert outcome.kind == "finished"
+    assert steps_trained(run.directory) == [0, 1, 2, 3, 4]
+    assert {view.state for view in watch.roles.values()} == {"finished"}
+    assert [text for name, text in watch.events if name == "server"][1] == "running"
+    assert json.loads((run.directory / "summary.json").read_text())["steps"] == 5
+    assert "<svg" in (run.directory / "report.html").read_text()
+    assert "making version 0" in (run.directory / "logs" / "warm_start.log").read_text()
+    assert holder(run.directory) is None
+
+
+@pytest.mark.parametrize("victim", ["learner", "worker", "server"])
+def test_a_killed_role_is_back_within_two_seconds(tmp_path: Path, victim: str) -> None:
+    # given a run whose victim is killed once two steps are trained
+    times: dict[str, float] = {}
+    first: list[int] = []
+
+    def kill_once(watch: Watch) -> None:
+        pid = watch.roles[victim].pid
+        if pid and len(watch.rows) >= 2 and not first:
+            first.append(pid)
+            times["killed"] = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+        elif first and pid not in (None, first[0]) and "back" not in times:
+            times["back"] = time.monotonic()
+
+    with open_run(small_spec(steps=30), tmp_path) as run:
+        watch = Watch(kill_once)
+        outcome = drive_roles(run, usual_roles(run), watch)
+    # then it came back in time, and no step is missing or there twice
+    assert outcome.kind == "finished"
+    assert times["back"] - times["killed"] < 2.0
+    assert steps_trained(run.directory) == list(range(30))
+    assert (victim, "killed by SIGKILL, starts again") in watch.events
+    assert watch.roles[victim].restarts == 1
+
+
+def test_a_role_that_keeps_dying_ends_the_run_with_its_last_lines(tmp_path: Path) -> None:
+    # given a role that dies at every start, forgiven once
+    spec = small_spec("dying", 5, "placement.restarts=1")
+    watch = Watch()
+    # when the run is driven
+    with open_run(spec, tmp_path) as run, pytest.raises(RunFailed) as failure:
+        drive_roles(run, [role("worker", run.directory), role("dying", run.directory)], watch)
+    # then it fails with the role's last twenty lines
+    text = str(failure.value)
+    assert failure.value.exit_code == 1
+    assert "dying kept dying (ended with exit code 1)" in text
+    assert "the cable is cut" in text and "remedy: mend it" in text
+    assert "line 39" in text and "line 10\n" not in text
+    assert watch.roles["dying"].state == "failed"
+    # and nobody is left
+    assert all(not view.pid for view in watch.roles.values())
+    with closing(RunState(run.directory)) as state:
+        row = state.run()
+        assert row is not None
+        assert row.state == "failed"
+
+
+def test_a_role_that_says_stop_stops_the_run_at_once(tmp_path: Path) -> None:
+    with open_run(small_spec(steps=10_000), tmp_path) as run, pytest.raises(RunFailed) as failure:
+        drive_roles(run, [*usual_roles(run), role("stalled", run.directory)], Watch())
+    assert failure.value.exit_code == EXIT_FINAL
+    assert "stalled says that the run cannot go on" in str(failure.value)
+    assert "step 3 stalled" in str(failure.value)
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    spec = small_spec("full", 10_000, "placement.restarts=0")
+    with open_run(spec, tmp_path) as run, pytest.raises(RunFailed) as failure:
+        drive_roles(run, [*usual_roles(run), role("full_disk", run.directory)], Watch())
+    assert "big.parquet: cannot write: File too large" in str(failure.value)
+    assert not list((run.directory / "rollouts").glob("*big.parquet"))
+
+
+def test_a_disk_too_full_for_the_supervisor_is_named(tmp_path: Path) -> None:
+    # given a supervisor that may not write files of more than 20 KiB
+    command = f"ulimit -f 20; exec {sys.executable} -m tests.runspec.local.fake_run {tmp_path} 5"
+    # when it runs
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    # then it says which file could not be written
+    assert done.returncode == 1, done.stderr
+    assert str(tmp_path / "small") in done.stderr
+    assert "remedy: free disk space" in done.stderr
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    # given a run that is asked to stop after three steps
+    watch = Watch()
+    with open_run(small_spec(steps=20), tmp_path) as run:
+        outcome = drive_roles(run, usual_roles(run), watch, lambda: int(len(watch.rows) >= 3))
+    assert outcome.kind == "interrupted"
+    before = steps_trained(run.directory)
+    assert 3 <= len(before) < 20
+    assert not is_finished(run.spec, tmp_path)
+    # when it is opened again
+    with open_run(small_spec(steps=20), tmp_path) as again:
+        outcome = drive_roles(again, usual_roles(again), Watch())
+    # then it ends, on the same endpoints, every step trained once
+    assert outcome.kind == "finished"
+    assert steps_trained(run.directory) == list(range(20))
+    assert again.endpoints == run.endpoints
+    assert is_finished(run.spec, tmp_path)
+    assert not is_finished(small_spec(steps=25), tmp_path), "more steps may be asked for"
+
+
+def test_a_second_request_kills_what_will_not_end(tmp_path: Path) -> None:
+    watch = Watch()
+
+    def requests() -> int:
+        ready = watch.roles.get("stubborn") and watch.roles["stubborn"].state == "running"
+        return 2 if ready and len(watch.rows) >= 2 else 0
+
+    with open_run(small_spec(steps=10_000), tmp_path) as run:
+        started = time.monotonic()
+        outcome = drive_roles(
+            run, [*usual_roles(run), role("stubborn", run.directory)], watch, requests
+        )
+    assert outcome.kind == "interrupted"
+    assert time.monotonic() - started < 15.0
+    assert ("stubborn", "killed by SIGKILL, waiting") in watch.events
+
+
+def test_a_spent_budget_ends_the_run_and_says_so(tmp_path: Path) -> None:
+    spec = small_spec("spent", 10_000, "budget.max_hours=0.0003")
+    with (
+        open_run(spec, tmp_path) as run,
+        pytest.raises(RunFailed, match=r"budget of 0\.0003 hours"),
+    ):
+        drive_roles(run, usual_roles(run), Watch())
+
+
+def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(tmp_path: Path) -> None:
+    # given a supervisor with a role that will not die with it
+    command = [sys.executable, "-m", "tests.runspec.local.fake_run", tmp_path, "40", "stubborn"]
+    supervisor = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    run_dir = tmp_path / "small"
+    log = run_dir / "logs" / "stubborn.log"
+    wait_for(lambda: log.exists() and "ignoring" in log.read_text(), "the stubborn role")
+    wait_for((run_dir / "metrics.jsonl").exists, "a first step")
+    roles = roles_on_record(run_dir)
+    held_by = f"held by process {supervisor.pid} on"
+    with pytest.raises(RunLocked, match=held_by), open_run(small_spec(steps=40), tmp_path):
+        pytest.fail("the run was opened twice")
+    # when the supervisor is killed with no chance to say goodbye
+    supervisor.kill()
+    supervisor.wait()
+    polite = [role.pid for role in roles.values() if role.name != "stubborn"]
+    wait_for(lambda: not any(birth(pid) for pid in polite), "the end of the roles")
+    assert birth(roles["stubborn"].pid) == roles["stubborn"].born
+    # then its lock is no obstacle, the leftover is ended, and the run reaches its end
+    with open_run(small_spec(steps=40), tmp_path, leftover_patience_s=0.5) as run:
+        assert birth(roles["stubborn"].pid) is None
+        outcome = drive_roles(run, usual_roles(run), Watch())
+    assert outcome.kind == "finished"
+    assert steps_trained(run_dir) == list(range(40))
