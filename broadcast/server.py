@@ -190,12 +190,10 @@ async def serve(
     Raises:
         UserError: the address is taken or not this machine's.
     """
-    # Idle waiters whose client has gone are cancelled rather than kept to their deadline.
+    # A poll whose client has gone is kept to its end: one waiting future. (aiohttp could cancel
+    # it, but would then leak the open file of a cancelled FileResponse.)
     runner = web.AppRunner(
-        build_app(source, metrics),
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=_SHUTDOWN_S,
+        build_app(source, metrics), access_log=None, shutdown_timeout=_SHUTDOWN_S
     )
     listener = _listen(host, port)
     stop = asyncio.Event()

@@ -1,0 +1,199 @@
+"""A run with keys and a store, and real servers on 127.0.0.1 port 0."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import http.server
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broadcast.client import WeightsClient
+from broadcast.keygen import make_keys
+from broadcast.origin import run_origin
+from broadcast.relay import run_relay
+from broadcast.store import publish
+from runspec.common.keys import SigningKey
+
+CHUNK_BYTES = 1000
+LOG = logging.getLogger("test")
+
+
+def eventually(condition: Callable[[], bool], what: str, deadline_s: float = 10.0) -> None:
+    """Waits for a condition; fails naming it."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.005)
+
+
+class Served:
+    """An origin or relay in a thread of its own, stopped like a cancelled process."""
+
+    def __init__(self, make: Callable[[Callable[[int], None]], Coroutine[Any, Any, None]]) -> None:
+        self._ready = threading.Event()
+        self.port = 0
+        self._thread = threading.Thread(target=self._run, args=(make,))
+        self._thread.start()
+        assert self._ready.wait(10), "the server did not start"
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def _run(self, make: Callable[[Callable[[int], None]], Coroutine[Any, Any, None]]) -> None:
+        async def body() -> None:
+            self._loop = asyncio.get_running_loop()
+            self._task = asyncio.current_task()
+            await make(self._started)
+
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(body())
+
+    def _started(self, port: int) -> None:
+        self.port = port
+        self._ready.set()
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            assert self._task is not None
+            self._loop.call_soon_threadsafe(self._task.cancel)
+            self._thread.join()
+
+
+class StaticServer:
+    """Python's own file server over a folder: what any bucket or CDN would do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths: list[str] = []
+        """Paths asked for, in order."""
+        self.before: Callable[[str], None] = lambda path: None
+        """Called with each path before it is answered; may block."""
+        outer = self
+
+        class Handler(http.server.SimpleHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                outer.paths.append(self.path)
+                outer.before(self.path)
+                super().do_GET()
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                pass
+
+        handler = functools.partial(Handler, directory=str(folder))
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def chunk_requests(self) -> int:
+        return sum("/chunks/" in path for path in list(self.paths))
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Run:
+    """A run's keys, its origin store, and whatever serves or fetches it in a test."""
+
+    def __init__(self, folder: Path, stack: ExitStack, name: str = "demo") -> None:
+        self.name = name
+        self.folder = folder
+        self.keys = folder / "keys"
+        self.root = make_keys(self.keys, run=name)
+        self.key = SigningKey.load(self.keys / "publisher.key")
+        self.store = folder / "store"
+        self._stack = stack
+
+    @property
+    def roles(self) -> bytes:
+        return (self.keys / "roles.json").read_bytes()
+
+    def publish(self, version: int, files: dict[str, bytes], base: int | None = None) -> str:
+        directory = self.folder / "versions" / f"{version}-{time.monotonic_ns()}"
+        directory.mkdir(parents=True)
+        for name, data in files.items():
+            (directory / name).write_bytes(data)
+        return publish(
+            self.store,
+            directory,
+            run=self.name,
+            version=version,
+            key=self.key,
+            roles=self.roles,
+            chunk_bytes=CHUNK_BYTES,
+            base=base,
+        )
+
+    def origin(self, port: int = 0) -> Served:
+        served = Served(
+            lambda started: run_origin(
+                self.store, host="127.0.0.1", port=port, log=LOG, started=started
+            )
+        )
+        self._stack.callback(served.stop)
+        return served
+
+    def relay(self, *upstreams: str, name: str = "relay") -> Served:
+        served = Served(
+            lambda started: run_relay(
+                self.folder / name,
+                run=self.name,
+                upstreams=upstreams,
+                root_public_key=self.root,
+                host="127.0.0.1",
+                port=0,
+                log=LOG,
+                started=started,
+            )
+        )
+        self._stack.callback(served.stop)
+        return served
+
+    def static(self, folder: Path | None = None) -> StaticServer:
+        server = StaticServer(folder or self.store)
+        self._stack.callback(server.stop)
+        return server
+
+    def client(self, *urls: str, cache: str = "cache") -> WeightsClient:
+        client = WeightsClient(
+            urls, run=self.name, root_public_key=self.root, cache_dir=self.folder / cache
+        )
+        self._stack.callback(client.close)
+        return client
+
+    def chunks(self, folder: str = "store") -> list[Path]:
+        return sorted(path for path in (self.folder / folder / self.name / "chunks").iterdir())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with ExitStack() as stack:
+        yield Run(tmp_path / "run", stack)
+
+
+@pytest.fixture
+def other_run(tmp_path: Path) -> Iterator[Run]:
+    with ExitStack() as stack:
+        yield Run(tmp_path / "other", stack, name="other")
+
+
+def weights(size: int = 5500, seed: int = 0) -> dict[str, bytes]:
+    """Files of a small version: six chunks of weights, no two the same, and a config."""
+    body = b"".join((seed * 10**6 + i).to_bytes(8, "little") for i in range(size // 8 + 1))
+    return {"model.safetensors": body[:size], "config.json": b"{}"}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """The files of a fetched version, without its manifest."""
+    return {p.name: p.read_bytes() for p in directory.iterdir() if p.name != "manifest.json"}

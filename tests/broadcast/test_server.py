@@ -1,0 +1,115 @@
+"""What a server answers, request by request."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from broadcast.store import prune, refresh_latest
+
+from .conftest import Run, eventually, weights
+
+
+def chunk_url(run: Run, url: str) -> str:
+    largest = max(run.chunks(), key=lambda path: path.stat().st_size)
+    return f"{url}/demo/chunks/{largest.name}"
+
+
+@pytest.mark.parametrize("kind", ["origin", "relay"])
+def test_every_path_of_the_layout(run: Run, kind: str) -> None:
+    run.publish(0, weights())
+    origin = run.origin()
+    url = origin.url if kind == "origin" else run.relay(origin.url).url
+    eventually(lambda: httpx.get(f"{url}/demo/latest.json").status_code == 200, "it is announced")
+
+    for name in ("roles.json", "latest.json", "versions/0/manifest.json"):
+        assert httpx.get(f"{url}/demo/{name}").content == (run.store / "demo" / name).read_bytes()
+    part = httpx.get(chunk_url(run, url), headers={"Range": "bytes=10-19"})
+    whole = httpx.get(chunk_url(run, url))
+    assert (part.status_code, part.content) == (206, whole.content[10:20])
+    assert len(whole.content) == 1000
+    assert httpx.get(f"{url}/healthz").text == "ok\n"
+    metrics = httpx.get(f"{url}/metrics").text
+    assert "broadcast_chunk_bytes_total 1010.0" in metrics
+    assert 'broadcast_newest_version{run="demo"} 0.0' in metrics
+
+
+@pytest.mark.parametrize("kind", ["origin", "relay"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/demo/.lock",
+        "/demo/../served.json",
+        "/served.json",
+        "/demo/chunks/../roles.json",
+        "/demo/chunks/%2e%2e%2froles.json",
+        "/other/latest.json",
+        "/demo/versions/9/manifest.json",
+        "/demo/chunks/" + "0" * 64,
+        "//etc/passwd",
+    ],
+)
+def test_nothing_else_is_served(run: Run, kind: str, path: str) -> None:
+    run.publish(0, weights())
+    origin = run.origin()
+    server = origin if kind == "origin" else run.relay(origin.url)
+    # A raw socket, since HTTP libraries would tidy the path up.
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        request = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        connection.sendall(request.encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 404")
+
+
+def test_a_poll_is_held_until_there_is_news(run: Run) -> None:
+    run.publish(0, weights())
+    url = f"{run.origin().url}/demo/latest.json"
+
+    assert httpx.get(url, params={"after": -1, "wait": 10}).json()["payload"]["version"] == 0
+    assert httpx.get(url, params={"after": 0, "wait": 0.2}).json()["payload"]["version"] == 0
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(httpx.get, url, params={"after": 0, "wait": 20}, timeout=30)
+        refresh_latest(run.store, run="demo", key=run.key)  # the same version: no news
+        run.publish(1, weights(seed=1))
+        assert held.result().json()["payload"]["version"] == 1
+    for bad in ({"after": "x"}, {"wait": "nan"}, {"wait": "-1"}):
+        assert httpx.get(url, params=bad).status_code == 400
+
+
+def test_a_fresh_signature_is_served(run: Run) -> None:
+    run.publish(0, weights())
+    url = f"{run.origin().url}/demo/latest.json"
+    before = httpx.get(url).json()["payload"]
+
+    refresh_latest(run.store, run="demo", key=run.key)
+
+    after = httpx.get(url).json()["payload"]
+    assert after["expires"] > before["expires"]
+    assert after["manifest_digest"] == before["manifest_digest"]
+
+
+def test_prune_keeps_what_kept_versions_need(run: Run) -> None:
+    for version in range(4):
+        run.publish(version, weights(seed=version))
+
+    prune(run.store, run="demo", keep_versions=2)
+
+    versions = sorted(p.name for p in (run.store / "demo" / "versions").iterdir())
+    assert versions == ["2", "3"]
+    assert len(run.chunks()) == 2 * 6 + 1  # config.json is shared
+    client = run.client(run.origin().url)
+    for version in (2, 3):
+        client.fetch(version, manifest_digest=None, deadline_s=10)
+
+
+def test_prune_keeps_the_bases_of_deltas(run: Run) -> None:
+    run.publish(0, weights())
+    run.publish(1, weights(seed=1))
+    run.publish(2, {"delta.bin": b"x"}, base=0)
+
+    prune(run.store, run="demo", keep_versions=1)
+
+    versions = sorted(p.name for p in (run.store / "demo" / "versions").iterdir())
+    assert versions == ["0", "2"]
