@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -11,6 +12,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from runspec.common.errors import UserError
 from runspec.common.hashing import is_digest
+
+_SIGNATURE = re.compile(r"[0-9a-f]{128}")
 
 
 class SigningKey:
@@ -64,6 +67,8 @@ def signature_is_valid(public_hex: str, message: bytes, signature_hex: str) -> b
     """Whether the signature is this key's over this message; malformed input is simply false."""
     if not is_digest(public_hex):  # a public key has the form of a digest: 32 bytes in hex
         return False
+    if not isinstance(signature_hex, str) or _SIGNATURE.fullmatch(signature_hex) is None:
+        return False  # fromhex takes capitals and blanks too: one signature, one spelling
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_hex))
         key.verify(bytes.fromhex(signature_hex), message)

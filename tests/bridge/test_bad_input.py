@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.config import load_config
@@ -154,6 +154,7 @@ def small_file(folder: Path) -> bytes:
     return path.read_bytes()
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_read_within_its_bounds(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -88,3 +88,10 @@ def test_any_key_is_accepted_only_when_asked_for():
     assert open_it(data, keys=None).key == stranger.public_hex
     with pytest.raises(BadSignature, match="may not sign"):
         open_it(data)
+
+
+@pytest.mark.parametrize("respell", [str.upper, lambda s: f" {s}", lambda s: s + "00"])
+def test_a_signature_has_one_spelling(respell):
+    envelope = json.loads(sign_document("lease", {"step": 3}, KEY))
+    with pytest.raises(BadSignature, match="does not match"):
+        open_it(canonical_json(envelope | {"signature": respell(envelope["signature"])}))
