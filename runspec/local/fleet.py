@@ -195,8 +195,8 @@ def advance(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, list[Action]
             if fleet.roles[role].state is State.STARTING:
                 fleet = _with(fleet, role, state=State.RUNNING)
         case Progress():
-            for name, role in fleet.roles.items():
-                if role.state is State.RUNNING:
+            for name, known in fleet.roles.items():
+                if known.state is State.RUNNING:
                     fleet = _with(fleet, name, deaths_in_a_row=0)
         case Sampled():
             fleet = replace(fleet, sampled=True)

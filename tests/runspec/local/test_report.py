@@ -1,0 +1,105 @@
+"""The report: self-contained, whole, and deaf to what a model says."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from runspec.local.metrics import summarise
+from runspec.local.plots import smooth
+from runspec.local.report import render_report
+
+HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=y>&amp;"
+
+
+def row(step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "task_reward": 0.3 + 0.005 * step,
+        "reward": -0.2,
+        "length_error": 12 - 0.1 * step,
+        "by_target": {t: {"length_mean": float(t) + 3} for t in ("8", "16")},
+        "lag_mean": 1.2,
+        "lag_max": 2,
+        "logprob_diff": 1e-6,
+        "policy_drift": 0.04,
+        "rejected_rollouts": 0,
+        "learner_busy_fraction": 0.8,
+        "sampler_busy_fraction": 0.7,
+    }
+
+
+def sample(step: int, output: str) -> dict[str, Any]:
+    return {"step": step, "problem_id": "p", "prompt": "Spell ab", "output": output} | {
+        "target": 8, "length": 9, "task_reward": 1.0, "reward": 0.95,
+    }  # fmt: skip
+
+
+class Page(HTMLParser):
+    """Counts tags, and collects what they would fetch and the text of rollouts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [
+            value
+            for name, value in attrs
+            if name in ("src", "href", "xlink:href", "srcset") and value and value[0] != "#"
+        ]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    rows = [row(step) for step in range(30)]
+    samples = [sample(step, f"out {step}") for step in range(0, 30, 2)] + [sample(29, HOSTILE)]
+    return render_report("a<b", rows, samples, summarise(rows, wall_s=95, weights_bytes_sent=2e6))
+
+
+def test_every_curve_is_there_in_the_ink_of_the_page(page: str) -> None:
+    assert Page(page).tags.count("svg") == 8
+    assert "currentColor" in page
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_nothing_is_fetched_and_no_script_may_run(page: str) -> None:
+    parsed = Page(page)
+    assert parsed.fetched == []
+    assert {"script", "link", "img", "iframe"}.isdisjoint(parsed.tags)
+    assert "default-src 'none'" in page
+    assert not re.search(r"url\((?!#)", page)
+    assert not re.search(r"@import", page)
+
+
+def test_what_a_model_says_is_text(page: str) -> None:
+    assert HOSTILE in "".join(Page(page).texts)
+    assert HOSTILE not in page
+    assert "<title>a&lt;b</title>" in page
+
+
+def test_first_and_last_rollouts_are_shown(page: str) -> None:
+    shown = re.findall(r"<pre>(out \d+)</pre>", page)
+    assert shown == ["out 0", "out 2", "out 4", "out 26", "out 28"]
+
+
+def test_a_run_of_one_bare_step_has_a_report_too() -> None:
+    rows = [{"step": 0}]
+    page = render_report("x", rows, [], summarise(rows, wall_s=1, weights_bytes_sent=0))
+    assert Page(page).tags.count("svg") == 8
+
+
+def test_smoothing_is_a_mean_over_the_last_values() -> None:
+    assert smooth([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+    assert not math.isnan(sum(smooth([], 10)))

@@ -1,0 +1,52 @@
+"""Which spec a run directory is of, and who holds it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from runspec.common.errors import UserError
+from runspec.local.run_dir import RunLocked, find_run, hold, holder, refuse_other_spec
+from tests.runspec.local.fake_run import small_spec
+
+
+def test_what_differs_is_listed_with_both_values(tmp_path: Path) -> None:
+    old = small_spec("small", 5)
+    new = small_spec("small", 4, "optimizer.lr=1e-3", "samplers.volunteers.max_new_tokens=40")
+    with pytest.raises(UserError) as error:
+        refuse_other_spec(old, new, tmp_path / "small")
+    text = str(error.value)
+    assert "  optimizer.lr: 0.0007 there, 0.001 now" in text
+    assert "  samplers.volunteers.max_new_tokens: 48 there, 40 now" in text
+    assert "  steps: 5 there, 4 now" in text, "steps may be raised, not lowered"
+    assert "`runspec delete small`" in text and "--set name=NAME" in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["steps=6", "placement.restarts=9", "placement.base_port=9000", "budget.max_hours=7"],
+)
+def test_what_decides_only_where_and_how_long_may_change(tmp_path: Path, change: str) -> None:
+    refuse_other_spec(small_spec("small", 5), small_spec("small", 5, change), tmp_path)
+
+
+def test_a_held_run_names_its_holder_and_is_free_afterwards(tmp_path: Path) -> None:
+    assert holder(tmp_path) is None
+    with hold(tmp_path):
+        assert f"process {os.getpid()} on" in str(holder(tmp_path))
+        with pytest.raises(RunLocked, match=f"held by process {os.getpid()}"), hold(tmp_path):
+            pytest.fail("held twice")
+    assert holder(tmp_path) is None
+    with hold(tmp_path):
+        pass
+
+
+def test_a_run_is_found_by_name_or_path_and_others_are_suggested(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "spec.json").write_text("{}")
+    assert find_run("mine", tmp_path) == tmp_path / "mine"
+    assert find_run(str(tmp_path / "mine"), tmp_path / "elsewhere") == tmp_path / "mine"
+    with pytest.raises(UserError, match="one of: mine"):
+        find_run("yours", tmp_path)
