@@ -35,7 +35,7 @@ class Limits:
     mismatch_share: float
     """TOPLOC: share of the k positions that may differ in exponent or sign."""
     mantissa_mean: float
-    """TOPLOC: mean mantissa error, of 128."""
+    """TOPLOC: mean mantissa error, of 128; of chunks of at least 2k elements."""
     mantissa_median: float
     """TOPLOC: median mantissa error, of 128."""
     constant_ratio: float
@@ -49,8 +49,8 @@ FLOAT32 = Limits(
     gap_share=0.0,
     gap_max=1e-3,
     gap_mean=1e-5,
-    mismatch_share=16 / 128,
-    mantissa_mean=2.0,
+    mismatch_share=8 / 128,
+    mantissa_mean=1.0,
     mantissa_median=1.0,
     constant_ratio=0.5,
 )

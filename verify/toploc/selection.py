@@ -27,8 +27,13 @@ class Selection:
     """i64 [C, 128]: positions in the flattened chunk."""
     bits: np.ndarray
     """i64 [C, 128]: bf16 bits at those positions."""
-    k: np.ndarray
-    """i64 [C]: how many positions count, min(128, elements of the chunk)."""
+    sizes: np.ndarray
+    """i64 [C]: elements of each chunk."""
+
+    @property
+    def k(self) -> np.ndarray:
+        """i64 [C]: how many positions count, min(128, elements of the chunk)."""
+        return np.minimum(self.sizes, TOP_K)
 
     @property
     def used(self) -> np.ndarray:
@@ -66,7 +71,7 @@ def select(chunks: Sequence[np.ndarray]) -> Selection:
         row[: chunk.size] = chunk
     indices = _largest(bits & MAGNITUDE)
     chosen = np.take_along_axis(bits, indices, axis=1).astype(np.int64)
-    return Selection(indices, chosen, np.minimum(sizes, TOP_K))
+    return Selection(indices, chosen, sizes)
 
 
 def injective_moduli(indices: np.ndarray) -> np.ndarray:

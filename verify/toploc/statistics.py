@@ -20,10 +20,13 @@ _FAR = 1 << 17  # beyond any distance between two bf16
 class ChunkStatistics:
     """Disagreement of one proof with the top k activations of the recomputed chunk.
 
-    The first three are the published ones (arXiv 2501.16007, section 4); each grows with the error.
+    Exponent mismatches, mean and median mantissa error are the published ones (arXiv 2501.16007).
+    Each number but the first two grows with the error, except `constant_error`.
     """
 
     k: int
+    elements: int
+    """Activations in the chunk, of which k are judged."""
     exponent_mismatches: int
     """Positions whose exponents differ."""
     mantissa_error_mean: float
@@ -115,6 +118,7 @@ def _statistics(selection: Selection, claimed: np.ndarray) -> list[ChunkStatisti
     return [
         ChunkStatistics(
             k=int(k[c]),
+            elements=int(selection.sizes[c]),
             exponent_mismatches=int(k[c] - agreeing[c]),
             mantissa_error_mean=float(total[c] / agreeing[c]) if agreeing[c] else math.inf,
             mantissa_error_median=float(middle[c]) if agreeing[c] else math.inf,
