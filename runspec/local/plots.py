@@ -18,6 +18,8 @@ _SMOOTH = 10
 class Curve:
     label: str
     points: Sequence[tuple[float, float]]
+    averaged: bool = True
+    """Whether means over ten steps are drawn over the steps; of maxima they would mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Figure:
     curves: Sequence[Curve]
     bottom: float | None = None
     """Lower end of the y axis; where the data end when None."""
+    top: float | None = None
+    """The y axis reaches at least this far up."""
     levels: Sequence[float] = ()
     """Horizontal dashed lines, the i-th in the colour of the i-th curve."""
     log: bool = False
@@ -44,15 +48,18 @@ def draw(figure: Figure) -> str:
         for i, curve in enumerate(figure.curves):
             colour = _COLOURS[i % len(_COLOURS)]
             xs, ys = [x for x, _ in curve.points], [y for _, y in curve.points]
-            axes.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.45)
             label = curve.label or None
-            axes.plot(xs, smooth(ys, _SMOOTH), color=colour, linewidth=1.8, label=label)
+            if curve.averaged:
+                axes.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.45)
+                axes.plot(xs, smooth(ys, _SMOOTH), color=colour, linewidth=1.8, label=label)
+            else:
+                axes.plot(xs, ys, color=colour, linewidth=0.8, label=label)
             if i < len(figure.levels):
                 axes.axhline(figure.levels[i], color=colour, linewidth=0.8, linestyle="--")
         if figure.log and any(y > 0 for curve in figure.curves for _, y in curve.points):
             axes.set_yscale("log")
         elif figure.bottom is not None:
-            axes.set_ylim(bottom=figure.bottom)
+            axes.set_ylim(figure.bottom, max(axes.get_ylim()[1], figure.top or 0.0))
         _dress(axes, legend=any(curve.label and curve.points for curve in figure.curves))
         text = io.StringIO()
         canvas.savefig(text, format="svg", transparent=True, metadata={"Date": None})

@@ -78,11 +78,18 @@ def render_report(
 def figures(rows: Sequence[Row]) -> list[Figure]:
     """What is drawn, and what each figure means."""
 
-    def curve(key: str, label: str = "") -> Curve:
-        return Curve(label, [(row["step"], row[key]) for row in rows if row.get(key) is not None])
+    def curve(key: str, label: str = "", *, averaged: bool = True) -> Curve:
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        return Curve(label, points, averaged)
 
     return [
-        Figure("Task reward", "Mean over the graded rollouts.", [curve("task_reward")], bottom=0.0),
+        Figure(
+            "Task reward",
+            "Mean over the graded rollouts.",
+            [curve("task_reward")],
+            bottom=0.0,
+            top=1.0,
+        ),
         Figure(
             "Length error", "Mean |target - length|, tokens.", [curve("length_error")], bottom=0.0
         ),
@@ -97,8 +104,9 @@ def figures(rows: Sequence[Row]) -> list[Figure]:
         Figure(
             "Lag",
             "Training step minus the version that sampled.",
-            [curve("lag_mean", "mean"), curve("lag_max", "largest")],
+            [curve("lag_mean", "mean"), curve("lag_max", "largest", averaged=False)],
             bottom=0.0,
+            top=1.0,
         ),
         Figure(
             "Log-prob difference",
@@ -110,8 +118,9 @@ def figures(rows: Sequence[Row]) -> list[Figure]:
         Figure(
             "Rejected rollouts",
             "A step; failed one of the validator's checks.",
-            [curve("rejected_rollouts")],
+            [curve("rejected_rollouts", averaged=False)],
             bottom=0.0,
+            top=1.0,
         ),
         Figure(
             "Busy share",
@@ -121,6 +130,7 @@ def figures(rows: Sequence[Row]) -> list[Figure]:
                 curve("sampler_busy_fraction", "samplers"),
             ],
             bottom=0.0,
+            top=1.0,
         ),
     ]
 
