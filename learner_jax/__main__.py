@@ -7,7 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from runspec.common.process import run_role
+from runspec.common.process import run_role, stop_event
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,11 +37,11 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
     if options.command == "publish":
         from learner_jax.publisher import publish_versions
 
-        publish_versions(options.run_dir, log)
+        publish_versions(options.run_dir, log, stop_event())
     elif options.command == "train":
         from learner_jax.runner import train
 
-        train(options.run_dir, log)
+        train(options.run_dir, log, stop_event())
     else:
         from learner_jax.warm_start import make_initial_model
 

@@ -19,13 +19,13 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from learner_jax.layout import PROBE_FILE, numbered
+from learner_jax.layout import PARAMS_NAME, PROBE_FILE, numbered
 from runspec.common.canonical import MalformedJson, canonical_json, parse_object
 from runspec.common.errors import UserError
 from runspec.common.files import new_directory, read_bounded, write_atomic
 from runspec.common.hashing import digest_file
 
-PARAMS, STATE = "params", "state"
+STATE_NAME = "state"
 STATE_FILE = "state.json"
 MAX_STATE_FILE_BYTES = 64 * 1024 * 1024
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -55,7 +55,7 @@ def save_params(folder: Path, version: int, params: Any, probe: dict[str, Any]) 
         probe: see `learner_jax.probe`.
     """
     with new_directory(folder / f"v{version}") as directory:
-        _save(directory / PARAMS, params)
+        _save(directory / PARAMS_NAME, params)
         write_atomic(directory / PROBE_FILE, json.dumps(probe).encode())
 
 
@@ -71,7 +71,7 @@ def load_params(folder: Path, version: int, target: Any) -> Any:
         UserError: unreadable.
     """
     path = folder / f"v{version}"
-    return _load(path / PARAMS, target, remedy=f"remove {path}: the learner writes it again")
+    return _load(path / PARAMS_NAME, target, remedy=f"remove {path}: the learner writes it again")
 
 
 def save_state(folder: Path, step: int, state: Any, *, reference: str, keep: int) -> None:
@@ -87,8 +87,8 @@ def save_state(folder: Path, step: int, state: Any, *, reference: str, keep: int
     path = folder / f"step_{step}"
     if not path.exists():
         with new_directory(path) as directory:
-            _save(directory / STATE, state)
-            info = StateInfo(FORMAT, step, reference, _file_digests(directory / STATE))
+            _save(directory / STATE_NAME, state)
+            info = StateInfo(FORMAT, step, reference, _file_digests(directory / STATE_NAME))
             write_atomic(directory / STATE_FILE, canonical_json(asdict(info)))
     for old in state_steps(folder)[:-keep]:
         # Renamed first: a removal that is cut short must not leave half a state behind.
@@ -137,7 +137,7 @@ def load_state(folder: Path, step: int, target: Any, *, reference: str) -> Any:
             place=str(path),
             remedy="give the run another name, or delete it with `runspec delete`",
         )
-    found = _file_digests(path / STATE)
+    found = _file_digests(path / STATE_NAME)
     wrong = sorted(
         name for name in {*found, *info.files} if found.get(name) != info.files.get(name)
     )
@@ -147,7 +147,7 @@ def load_state(folder: Path, step: int, target: Any, *, reference: str) -> Any:
             place=str(path),
             remedy=remedy,
         )
-    return _load(path / STATE, target, remedy=remedy)
+    return _load(path / STATE_NAME, target, remedy=remedy)
 
 
 def state_steps(folder: Path) -> list[int]:

@@ -9,7 +9,10 @@ from pathlib import Path
 from runspec.common.files import remove_leftovers
 from runspec.spec.schema import RunSpec
 
+PARAMS_NAME = "params"
+"""The Orbax checkpoint in v<N>/."""
 PROBE_FILE = "probe.json"
+"""Beside it."""
 TENSORS_FILE = "tensors.json"
 
 

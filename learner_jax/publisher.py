@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 import time
 from pathlib import Path
 
 from bridge.export import export_checkpoint
 from broadcast.store import prune, publish, refresh_latest
 from learner_jax.layout import (
+    PARAMS_NAME,
     clear_unfinished,
     initial_model,
     params_folder,
@@ -24,7 +26,6 @@ from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 from runspec.common.keys import SigningKey
 from runspec.common.latest import RESIGN_EVERY_S
-from runspec.common.process import stop_event
 from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import RunSpec
@@ -32,9 +33,8 @@ from runspec.spec.schema import RunSpec
 POLL_S = 0.03
 
 
-def publish_versions(run_dir: Path, log: logging.Logger) -> None:
-    """Publishes the versions of a run as they appear, until SIGTERM."""
-    stop = stop_event()
+def publish_versions(run_dir: Path, log: logging.Logger, stop: threading.Event) -> None:
+    """Publishes the versions of a run as they appear, until `stop` is set."""
     publisher = Publisher(run_dir, load_resolved(run_dir), log)
     refreshed = -RESIGN_EVERY_S
     while not stop.is_set():
@@ -92,7 +92,7 @@ class Publisher:
         directory = self._weights / f"v{version}"
         if not directory.exists():
             export_checkpoint(
-                self._params / f"v{version}",
+                self._params / f"v{version}" / PARAMS_NAME,
                 directory,
                 model_dir=self._initial,
                 dtype=self._spec.broadcast.dtype,

@@ -8,13 +8,21 @@ import os
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from bridge.config import hf_config
+from learner_jax.leaves import save_weights
+from learner_jax.model import init_params
+from learner_jax.warm_start import model_config
 from runspec.common.hashing import digest_bytes
 from runspec.common.keys import SigningKey
 from runspec.common.roles import sign_roles
@@ -162,7 +170,8 @@ class Run:
         self, step: int, groups: list[BatchGroup], *, key: SigningKey | None = None
     ) -> None:
         """Signs the batch manifest of a step."""
-        manifest = BatchManifest(self.spec.name, step, groups, complete=True, stats={})
+        stats = {"task_reward_mean": 0.5, "length_mean": 7.0, "rejected_rollouts": 0}
+        manifest = BatchManifest(self.spec.name, step, groups, complete=True, stats=stats)
         path = step_folder(self.path, step) / "batch.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(sign_batch(manifest, key or self.coordinator))
@@ -228,6 +237,18 @@ def verdict_on(
         logprob_diff=None if logprob is None else 0.1,
         checks=[],
     )
+
+
+def write_initial_model(run: Run, *, seed: int = 0) -> None:
+    """A random model and a tokenizer of its vocabulary as `initial`."""
+    config = model_config(run.spec)
+    directory = run.path / "initial"
+    directory.mkdir()
+    save_weights(init_params(config, jax.random.key(seed)), config, directory)
+    ids = {"eos_token_id": 1, "pad_token_id": 0}
+    (directory / "config.json").write_text(json.dumps(hf_config(config, dtype="float32", **ids)))
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
 
 
 @pytest.fixture

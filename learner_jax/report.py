@@ -1,0 +1,93 @@
+"""The lines of metrics.jsonl and samples.jsonl."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from learner_jax.batch import Batch
+from learner_jax.training import StepResult
+
+SAMPLES_A_STEP = 2
+WAITED_FOR = "coordinator"
+
+
+def metrics_line(batch: Batch, result: StepResult, *, train_s: float, wait_s: float) -> dict:
+    """One step's line, without `step`.
+
+    Rewards and lengths are the manifest's, over all graded groups, the filtered ones included;
+    loss, KL and clipping are of what was trained.
+
+    Args:
+        batch: what was trained.
+        result: what came of it.
+        train_s, wait_s: the learner's seconds since the step before.
+    """
+    stats, lags = batch.manifest.stats, batch.lags
+    from_stats = {
+        ours: stats.get(theirs)
+        for ours, theirs in {
+            "task_reward": "task_reward_mean",
+            "reward": "reward_mean",
+            "length_mean": "length_mean",
+            "length_error": "length_error_mean",
+            "by_target": "by_target",
+            "logprob_diff": "logprob_diff_mean",
+            "accepted_rollouts": "accepted_rollouts",
+            "rejected_rollouts": "rejected_rollouts",
+            "rejected_submissions": "rejected_submissions",
+            "filtered_groups": "filtered_groups",
+            "sampler_busy_fraction": "sampler_busy_fraction",
+            "sampler_tokens_per_s": "sampler_tokens_per_s",
+        }.items()
+    }
+    return {
+        "version": batch.manifest.step + 1,
+        "time": time.time(),
+        **from_stats,
+        **result.numbers,
+        "lag_mean": float(np.mean(lags)),
+        "lag_max": max(lags),
+        "lag_histogram": {str(lag): count for lag, count in sorted(Counter(lags).items())},
+        "trained_rollouts": len(lags),
+        "tokens": result.tokens,
+        "tokens_per_s": result.tokens / train_s,
+        "train_s": train_s,
+        "wait_s": wait_s,
+        "waited_for": WAITED_FOR if wait_s > 0 else None,
+        "learner_busy_fraction": train_s / (train_s + wait_s),
+        "complete": batch.manifest.complete,
+    }
+
+
+class SampleWriter:
+    """Decodes a few rollouts a step for people to read."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+    def lines(self, batch: Batch) -> list[dict[str, Any]]:
+        """Lines of `SAMPLES_A_STEP` rollouts, of groups spread over the step."""
+        count = min(SAMPLES_A_STEP, len(batch.groups))
+        chosen = [batch.groups[i * len(batch.groups) // count][0] for i in range(count)]
+        return [
+            {
+                "version": rollout.version,
+                "problem_id": rollout.problem_id,
+                "prompt": self._text(rollout.prompt_tokens),
+                "output": self._text(rollout.output_tokens),
+                "target": rollout.target,
+                "length": len(rollout.output_tokens),
+                "task_reward": rollout.task_reward,
+                "reward": rollout.reward,
+            }
+            for rollout in chosen
+        ]
+
+    def _text(self, tokens: np.ndarray) -> str:
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)

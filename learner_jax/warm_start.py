@@ -1,0 +1,305 @@
+"""The warm start: supervised steps on generated traces, stopped while the model still fails.
+
+The result, a Hugging Face directory, is version 0 of the run. It is kept in a cache under a digest
+of everything that it follows from, and the run's `initial` is a link to it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from bridge.config import ModelConfig, hf_config
+from learner_jax.arrays import TokenBatch
+from learner_jax.layout import initial_model
+from learner_jax.leaves import save_weights
+from learner_jax.logprobs import token_logprobs
+from learner_jax.model import abstract_params, final_hidden, head_weight, init_params
+from learner_jax.optimizer import make_optimizer
+from learner_jax.packing import Packed, Sample, pack
+from learner_jax.sharding import make_mesh, shard_batch, shard_params
+from runspec.common.canonical import canonical_json
+from runspec.common.errors import UserError
+from runspec.common.files import new_directory, remove_leftovers
+from runspec.common.hashing import digest_bytes, digest_file
+from runspec.spec.resolved import load_resolved
+from runspec.spec.schema import Optimizer, RunSpec, WarmStart
+from verify.plugins import Trace, WarmStartData, load_warm_start_data
+
+FORMAT = 1
+"""Part of the digest: a change of this file that changes the weights raises it."""
+HELD_OUT_TRACES = 256
+CURVE_FILE = "warm_start.json"
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """A look at the held-out traces."""
+
+    update: int
+    loss: float
+    """Of the last training batch: mean -log p, weighted."""
+    answer_probability: float
+    """Mean over the traces of the product of the answer tokens' probabilities, teacher-forced."""
+    seconds: float
+
+
+def make_initial_model(run_dir: Path, cache: Path, log: logging.Logger) -> Path:
+    """Makes version 0 of a run, or finds it in the cache, and links `initial` to it.
+
+    Raises:
+        UserError: `max_updates` passed without the mark.
+    """
+    spec = load_resolved(run_dir)
+    data = load_warm_start_data(spec)
+    cache.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(cache)
+    tokenizer = cache / f".tmp-{uuid.uuid4().hex}-tokenizer"
+    tokenizer.mkdir()
+    try:
+        data.write_tokenizer(tokenizer)
+        model = cache / warm_start_digest(spec, tokenizer)
+        if model.is_dir():
+            log.info("warm start: %s is there already, skipped", model)
+        else:
+            with new_directory(model) as directory:
+                shutil.copytree(tokenizer, directory, dirs_exist_ok=True)
+                _make(spec, data, directory, log)
+    finally:
+        shutil.rmtree(tokenizer, ignore_errors=True)
+    _link(initial_model(run_dir), model)
+    return model
+
+
+def warm_start_digest(spec: RunSpec, tokenizer: Path) -> str:
+    """Names a start by all that it follows from; `tokenizer` holds the tokenizer's files."""
+    return digest_bytes(
+        canonical_json(
+            {
+                "format": FORMAT,
+                "seed": spec.seed,
+                "model": spec.model.model_dump(mode="json"),
+                "warm_start": spec.warm_start.model_dump(mode="json") if spec.warm_start else None,
+                "data": spec.data.model_dump(mode="json"),
+                "targets": [reward.targets for reward in spec.reward],
+                "packing": spec.learner.packing.model_dump(mode="json"),
+                "tokenizer": {p.name: digest_file(p) for p in sorted(tokenizer.iterdir())},
+            }
+        )
+    )
+
+
+def model_config(spec: RunSpec) -> ModelConfig:
+    """The config of `model.shape`; heads split the hidden size evenly."""
+    shape = spec.model.shape
+    if shape is None:
+        raise UserError(
+            "no shape to make weights for",
+            place="model.shape",
+            remedy="a model that has weights (`model.hf`) needs no warm start",
+        )
+    return ModelConfig(
+        model_type=shape.model_type,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.hidden_size // shape.num_attention_heads,
+        max_position_embeddings=spec.model.max_context,
+        rope_theta=shape.rope_theta,
+        rms_norm_eps=shape.rms_norm_eps,
+        tie_word_embeddings=shape.tie_word_embeddings,
+    )
+
+
+def _make(spec: RunSpec, data: WarmStartData, directory: Path, log: logging.Logger) -> None:
+    """Trains, and writes the model beside the tokenizer's files."""
+    config = model_config(spec)
+    (directory / "config.json").write_text(
+        json.dumps(
+            hf_config(
+                config,
+                dtype="float32",
+                eos_token_id=data.eos_token_id,
+                pad_token_id=data.pad_token_id,
+            ),
+            indent=2,
+        )
+    )
+    params, curve = supervise(spec, config, data, log)
+    points = [vars(point) for point in curve]
+    (directory / CURVE_FILE).write_text(json.dumps({"curve": points}, indent=1))
+    save_weights(params, config, directory)
+
+
+def _link(link: Path, target: Path) -> None:
+    temporary = link.with_name(f".tmp-{uuid.uuid4().hex}-{link.name}")
+    temporary.symlink_to(target.resolve())
+    temporary.replace(link)
+
+
+def supervise(
+    spec: RunSpec, config: ModelConfig, data: WarmStartData, log: logging.Logger
+) -> tuple[Any, list[CurvePoint]]:
+    """Trains until the held-out probability of the answer reaches its mark.
+
+    Returns:
+        The parameters, float32 on the mesh, and the curve.
+
+    Raises:
+        UserError: `max_updates` passed without the mark.
+    """
+    start_spec = spec.warm_start
+    assert start_spec is not None, "the linter sees to it: a shape has a warm start"
+    mesh = make_mesh(spec.learner.mesh)
+    steps = _build_steps(config, start_spec, mesh)
+    key = jax.random.key(spec.seed)
+    params = shard_params(init_params(config, key), abstract_params(config), mesh)
+    opt_state = steps.init(params)
+    held_out = data.traces(np.random.default_rng([spec.seed, 1]), HELD_OUT_TRACES, "held_out")
+    training = np.random.default_rng([spec.seed, 2])
+    curve: list[CurvePoint] = []
+    began = time.monotonic()
+    log.info("warm start: compiling, then at most %d updates", start_spec.max_updates)
+    for update in range(1, start_spec.max_updates + 1):
+        traces = data.traces(training, start_spec.sequences, "train")
+        loss, gradients = jnp.zeros(()), steps.zeros(params)
+        for batch, weights in _microbatches(spec, traces, start_spec.answer_weight, mesh):
+            loss, gradients = steps.accumulate(params, (loss, gradients), batch, weights)
+        params, opt_state = steps.apply(params, opt_state, gradients)
+        if update % start_spec.evaluate_every and update != start_spec.max_updates:
+            continue
+        probability = answer_probability(steps.score, params, spec, held_out, mesh)
+        curve.append(
+            CurvePoint(update, float(loss), probability, round(time.monotonic() - began, 2))
+        )
+        log.info(
+            "warm start: update %d, loss %.3f, P(answer) %.3f of %.3f, %.0f s",
+            *(update, loss, probability, start_spec.stop_answer_probability),
+            time.monotonic() - began,
+        )
+        if probability >= start_spec.stop_answer_probability:
+            return params, curve
+    raise UserError(
+        f"after {start_spec.max_updates} updates the held-out probability of the answer is "
+        f"{curve[-1].answer_probability:.3f}, the mark {start_spec.stop_answer_probability}",
+        place="warm_start.max_updates",
+        remedy="raise max_updates, lower stop_answer_probability, or make the model larger",
+    )
+
+
+def answer_probability(
+    score: Callable[[Any, TokenBatch], Array],
+    params: Any,
+    spec: RunSpec,
+    traces: Sequence[Trace],
+    mesh: Mesh,
+) -> float:
+    """Mean over the traces of P(answer | prompt, thinking), the product over its tokens."""
+    packed = _pack(spec, traces)
+    logprobs = np.stack(
+        [
+            np.asarray(score(params, shard_batch(packed.token_batch(i), mesh)))
+            for i in range(packed.microbatches)
+        ]
+    )
+    answers = [
+        np.exp(values[trace.answer_start :].sum())
+        for trace, values in zip(traces, packed.gather(logprobs), strict=True)
+    ]
+    return float(np.mean(answers))
+
+
+@dataclass(frozen=True)
+class _Steps:
+    init: Callable[[Any], Any]
+    zeros: Callable[[Any], Any]
+    accumulate: Callable[..., tuple[Array, Any]]
+    apply: Callable[[Any, Any, Any], tuple[Any, Any]]
+    score: Callable[[Any, TokenBatch], Array]
+
+
+def _build_steps(config: ModelConfig, start: WarmStart, mesh: Mesh) -> _Steps:
+    """Jitted programs of weighted cross-entropy, - sum_t w_t log p(o_t), in float32."""
+    optimizer = make_optimizer(
+        Optimizer(
+            lr=start.lr,
+            betas=(0.9, start.beta2),
+            clip_norm=start.clip_norm,
+            warmup_updates=start.warmup_updates,
+        )
+    )
+
+    def score(params: Any, batch: TokenBatch) -> Array:
+        hidden = final_hidden(
+            params,
+            config,
+            batch.tokens,
+            batch.segment_ids,
+            batch.positions,
+            compute_dtype=jnp.float32,
+            remat="none",
+            mesh=mesh,
+        )
+        return token_logprobs(hidden, head_weight(params), batch.targets, temperature=1.0)[0]
+
+    def accumulate(
+        params: Any, total: tuple[Array, Any], batch: TokenBatch, weights: Array
+    ) -> tuple[Array, Any]:
+        def loss(params: Any) -> Array:
+            return -jnp.sum(weights * score(params, batch))
+
+        return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params))
+
+    def apply(params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return _Steps(
+        init=jax.jit(optimizer.init),
+        zeros=jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params)),
+        accumulate=jax.jit(accumulate, donate_argnums=1),
+        apply=jax.jit(apply, donate_argnums=(0, 1)),
+        score=jax.jit(score),
+    )
+
+
+def _microbatches(
+    spec: RunSpec, traces: Sequence[Trace], answer_weight: float, mesh: Mesh
+) -> Iterator[tuple[TokenBatch, Array]]:
+    """Packed microbatches with the weights w_t, which sum to 1 over all of them."""
+    packed = _pack(spec, traces)
+    weights = []
+    for trace in traces:
+        weight = np.ones(len(trace.output_tokens), np.float32)
+        weight[trace.answer_start :] = answer_weight
+        weights.append(weight)
+    total = sum(float(weight.sum()) for weight in weights)
+    scattered = packed.scatter([weight / np.float32(total) for weight in weights])
+    for index in range(packed.microbatches):
+        yield shard_batch(packed.token_batch(index), mesh), shard_batch(scattered[index], mesh)
+
+
+def _pack(spec: RunSpec, traces: Sequence[Trace]) -> Packed:
+    samples = [
+        Sample(np.asarray(t.prompt_tokens, np.int32), np.asarray(t.output_tokens, np.int32))
+        for t in traces
+    ]
+    packing = spec.learner.packing
+    return pack(samples, tokens=packing.tokens, rows=packing.rows)
