@@ -175,7 +175,9 @@ def drive(
                 break
         else:
             state.set_run("running")
-            outcome = until_end(roles, RunProgress(run.directory, run.spec))
+            outcome = until_end(
+                roles, RunProgress(run.directory, run.spec, run.endpoints.coordinator)
+            )
         failure = _failure(run, outcome)
         if failure is not None:
             raise failure

@@ -1,12 +1,16 @@
-"""How far a run is, read off its files: trained steps, the last batch, the last version."""
+"""How far a run is: read off its files, and now and then from the coordinator's own words."""
 
 from __future__ import annotations
 
+import http.client
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from runspec.common.canonical import MalformedJson, parse_object
 from runspec.local.children import last_lines
+from runspec.local.endpoints import address
 from runspec.local.fleet import Event, Progress, Published, Sampled, Trained
 from runspec.local.metrics import FILE_NAME, JsonLines, Row, latest_by_step
 from runspec.spec.schema import RunSpec
@@ -14,10 +18,24 @@ from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.layout import step_folder
 
 
-class RunProgress:
-    """Watches a run directory; `poll` is cheap enough for many times a second."""
+ASK_EVERY_S = 2.0
+_ASK_PATIENCE_S = 0.3
+_MAX_ANSWER_BYTES = 1024 * 1024
 
-    def __init__(self, run_dir: Path, spec: RunSpec) -> None:
+
+class RunProgress:
+    """Watches a run; `poll` is cheap enough for many times a second.
+
+    Args:
+        run_dir: the run directory.
+        spec: its resolved spec.
+        coordinator: base URL of the coordinator.
+    """
+
+    def __init__(self, run_dir: Path, spec: RunSpec, coordinator: str) -> None:
+        self._coordinator = coordinator
+        self._asked_at = time.monotonic()
+        self._note = ""
         self._lines = JsonLines(run_dir / FILE_NAME)
         self._rows: list[dict[str, Any]] = []
         self._steps = spec.steps
@@ -31,9 +49,15 @@ class RunProgress:
 
     @property
     def note(self) -> str:
-        return ""
+        """What the coordinator waits for."""
+        return self._note
 
     def poll(self) -> list[Event]:
+        now = time.monotonic()
+        if now - self._asked_at >= ASK_EVERY_S:
+            self._asked_at = now
+            waiting_for = coordinator_status(self._coordinator).get("waiting_for")
+            self._note = f"waiting for {waiting_for}" if waiting_for else ""
         events: list[Event] = []
         new = self._lines.new_rows()
         if new:
@@ -64,3 +88,17 @@ class StageProgress:
 
     def poll(self) -> list[Event]:
         return [Sampled(), Trained(), Published()] if self._product.exists() else []
+
+
+def coordinator_status(url: str) -> dict[str, Any]:
+    """The coordinator's `GET /v1/status`; empty while it does not answer at once."""
+    host, port = address(url)
+    connection = http.client.HTTPConnection(host, port, timeout=_ASK_PATIENCE_S)
+    try:
+        connection.request("GET", "/v1/status")
+        data = connection.getresponse().read(_MAX_ANSWER_BYTES + 1)
+        return parse_object(data, max_bytes=_MAX_ANSWER_BYTES)
+    except (OSError, http.client.HTTPException, MalformedJson):
+        return {}
+    finally:
+        connection.close()
