@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import os
 import secrets
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,15 +39,18 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no second start, no IPC
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner that CPUs have: one interface everywhere
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings speak of choices that are ours; loads are checked
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
 
 
 def prepare_environment() -> None:
-    """Sets what vLLM reads from the environment at import; what is set already stays."""
+    """Sets what vLLM reads at import, and keeps it quiet; variables that are set already stay."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
 class Engine:

@@ -10,6 +10,8 @@ from pathlib import Path
 from broadcast.client import WeightsClient
 from runspec.common.errors import UserError
 
+FIRST_S = 600.0
+"""How long the first version may take to appear: a learner may have to compile and save it."""
 _POLL_S = 20.0
 """How long one question for a newer version stays open."""
 _RETRY_S = 1.0
@@ -54,10 +56,10 @@ class Versions:
         Raises:
             UserError: none by the deadline; the message names the relays.
         """
-        latest = self._news.latest(None, self._fetch_s)
+        latest = self._news.latest(None, FIRST_S)
         if latest is None:
             raise UserError(
-                f"no version published within {self._fetch_s:.0f} s",
+                f"no version published within {FIRST_S:.0f} s",
                 place="weights",
                 remedy="check the learner and the publisher",
             )

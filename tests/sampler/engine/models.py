@@ -12,6 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY, HIDDEN, LAYERS, END_TOKEN = 192, 64, 3, 1
 MAX_MODEL_LEN, MAX_NEW_TOKENS = 96, 40
+ALL_ROWS = slice(None)
 WEIGHT_GROUPS = [
     "embed_tokens.weight",
     "input_layernorm.weight",
@@ -42,7 +43,7 @@ def save_version(
         num_hidden_layers=LAYERS,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=MAX_MODEL_LEN,
+        max_position_embeddings=128,
         initializer_range=0.1,
         tie_word_embeddings=tied,
         eos_token_id=END_TOKEN,
@@ -59,7 +60,13 @@ def save_version(
 
 
 def perturbed_version(
-    source: Path, directory: Path, group: str, *, scale: float = 0.2, probe: bool = True
+    source: Path,
+    directory: Path,
+    group: str,
+    *,
+    scale: float = 0.2,
+    rows: slice = ALL_ROWS,
+    probe: bool = True,
 ) -> Path:
     """A copy of a version with one group of weights changed in every layer.
 
@@ -68,6 +75,7 @@ def perturbed_version(
         directory: made.
         group: the end of the tensors' names.
         scale: of the relative change.
+        rows: those that change.
         probe: whether probe.json is of the changed weights, else it stays that of the source.
     """
     directory.mkdir()
@@ -78,9 +86,10 @@ def perturbed_version(
     changed = [name for name in tensors if name.endswith(group)]
     assert changed
     for name in changed:
-        noise = torch.randn(tensors[name].shape, generator=generator)
-        size = tensors[name].float().abs().mean()
-        tensors[name] = (tensors[name].float() + scale * size * noise).to(tensors[name].dtype)
+        wide = tensors[name].float()
+        noise = torch.randn(wide.shape, generator=generator)[rows]
+        wide[rows] += scale * wide.abs().mean() * noise
+        tensors[name] = wide.to(tensors[name].dtype)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     if probe:
         write_probe(directory)

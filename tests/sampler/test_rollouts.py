@@ -1,0 +1,165 @@
+"""A lease alone says what is sampled; what was sampled becomes rows that survive Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from runspec.common.errors import UserError
+from runspec.spec.schema import SamplerPool
+from sampler.proofs import prove
+from sampler.requests import Sampled
+from sampler.rollouts import claim_rewards, make_rollouts, plan_rollouts
+from verify.formats.lease import Lease, assignments
+from verify.formats.submission import decode_rollouts, encode_rollouts
+from verify.noise import noise_key
+from verify.plugins import Graded, GraderFault, Problem
+from verify.toploc import verify_proofs
+
+GROUPS, SIZE = 3, 2
+
+
+class CountingTask:
+    """Problem i asks for its number; a reward is the share of its digits in the output."""
+
+    eos_token_id = 0
+    targets = [4, 8]
+
+    def __len__(self) -> int:
+        return 50
+
+    def problem(self, index: int) -> Problem:
+        return Problem(f"count-{index}", "counting", str(index), {"answer": index})
+
+    def prompt_tokens(self, index: int, target: int | None) -> list[int]:
+        return [100 + index, target or 0]
+
+    def grade(self, index: int, target: int | None, output_tokens: Sequence[int]) -> Graded:
+        if 13 in output_tokens:
+            raise GraderFault("thirteen")
+        task, penalty = float(index in output_tokens), -0.1 * abs(target - len(output_tokens))
+        return Graded(task, penalty, task + penalty)
+
+
+TASKS = CountingTask()
+
+
+def lease(**changes) -> Lease:
+    fields = {
+        "run": "counting",
+        "step": 4,
+        "nonce": "ab" * 32,
+        "worker": "cd" * 32,
+        "pool": "home",
+        "index": 1,
+        "groups": GROUPS,
+        "version": 3,
+        "manifest_digest": "ef" * 32,
+        "issued": 0.0,
+        "expires": 60.0,
+    }
+    return Lease(**(fields | changes))
+
+
+def pool(**changes) -> SamplerPool:
+    fields = {
+        "name": "home",
+        "hardware": {"kind": "cpu"},
+        "max_model_len": 64,
+        "max_new_tokens": 40,
+        "sampling": {"temperature": 0.5},
+    }
+    return SamplerPool.model_validate(fields | changes)
+
+
+def plan(**changes):
+    return plan_rollouts(lease(**changes), TASKS, pool(), group_size=SIZE)
+
+
+def sampled(outputs: Sequence[Sequence[int]]) -> list[Sampled]:
+    rng = np.random.default_rng(0)
+    return [
+        Sampled(
+            np.array(tokens, dtype=np.int32),
+            -rng.random(len(tokens), dtype=np.float32),
+            "stop" if tokens[-1] == 0 else "length",
+            rng.integers(0x3C00, 0x4000, (len(tokens), 16)).astype(np.uint16),
+        )
+        for tokens in outputs
+    ]
+
+
+def test_the_plan_is_the_lease_spelt_out():
+    wanted = assignments(lease(), n_problems=len(TASKS), targets=TASKS.targets)
+
+    planned = plan()
+
+    assert [(p.group, p.sample) for p in planned] == [(g, s) for g in range(3) for s in range(2)]
+    for rollout in planned:
+        assignment = wanted[rollout.group]
+        assert (rollout.problem, rollout.target) == (assignment.problem, assignment.target)
+        assert rollout.request.prompt_tokens == [100 + assignment.problem, assignment.target]
+        assert rollout.request.noise_key == noise_key(lease().seed, rollout.group, rollout.sample)
+        assert (rollout.request.temperature, rollout.request.end_token) == (0.5, 0)
+
+
+def test_the_same_lease_gives_the_same_plan_and_no_two_leases_share_noise():
+    assert plan() == plan()
+    keys = {p.request.noise_key for index in range(20) for p in plan(index=index)}
+    assert len(keys) == 20 * GROUPS * SIZE
+
+
+def test_an_unseeded_pool_leaves_the_noise_to_the_engine():
+    unseeded = pool(trust="trusted", sampling={"seeded": False})
+
+    planned = plan_rollouts(lease(), TASKS, unseeded, group_size=SIZE)
+
+    assert {p.request.noise_key for p in planned} == {None}
+
+
+def test_a_prompt_without_room_for_an_answer_is_named():
+    with pytest.raises(UserError, match="2 tokens leaves 39 of 41 for the 40 new ones"):
+        plan_rollouts(lease(), TASKS, pool(max_model_len=41), group_size=SIZE)
+
+
+def test_rollouts_survive_parquet_with_claims_and_proofs():
+    planned = plan()
+    results = sampled([[p.problem, *range(60, 60 + 9 * i), 0] for i, p in enumerate(planned)])
+
+    rows = make_rollouts(
+        lease(),
+        "12" * 32,
+        planned,
+        results,
+        claim_rewards(planned, results, TASKS),
+        prove(results),
+        tasks=TASKS,
+        pool=pool(),
+    )
+
+    read = decode_rollouts(encode_rollouts(rows), max_rows=6, max_bytes=1 << 20)
+    for row, want, result in zip(read, planned, results, strict=True):
+        assert (row.group, row.sample, row.target) == (want.group, want.sample, want.target)
+        assert row.problem_id == f"count-{want.problem}"
+        assert (row.version, row.step, row.lease) == (3, 4, "12" * 32)
+        assert row.output_tokens.tolist() == result.output_tokens.tolist()
+        assert row.logprobs.tolist() == result.logprobs.tolist()
+        assert row.task_reward == 1.0
+        penalty = -0.1 * abs(want.target - len(result.output_tokens))
+        assert row.length_penalty == pytest.approx(penalty)
+        statistics = verify_proofs(result.hidden, row.proofs)
+        assert len(statistics) == -(-len(result.output_tokens) // 32)
+        assert all(s.exponent_mismatches == 0 and s.error_median == 0 for s in statistics)
+
+
+def test_a_fault_of_the_grader_claims_nothing_and_stops_nothing():
+    planned = plan()
+    results = sampled([[13, 0]] + [[p.problem, 0] for p in planned[1:]])
+
+    claims = claim_rewards(planned, results, TASKS)
+
+    assert (claims[0].task_reward, claims[0].length_penalty) == (0.0, 0.0)
+    assert claims[0].reason == "thirteen"
+    assert all(claim.task_reward == 1.0 for claim in claims[1:])

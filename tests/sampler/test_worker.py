@@ -1,0 +1,210 @@
+"""A worker process with a real coordinator and a real origin: signals, kills, restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from broadcast.store import publish
+from runspec.common.files import write_atomic
+from runspec.common.keys import SigningKey
+from runspec.local.identity import Identity, make_identity
+from runspec.spec.load import load_spec
+from runspec.spec.resolved import dump_resolved
+from runspec.spec.schema import RunSpec
+from sampler.tasks.task_set import target_lengths
+from sampler.tasks.traces import build_warm_start_data
+from tests.sampler.engine.models import END_TOKEN, Reference, save_version
+from verify.formats.submission import Rollout, decode_rollouts, open_submission
+from verify.toploc import verify_proofs
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+GROUPS, SIZE = 2, 4
+DEADLINE_S = 90.0
+
+
+class Run:
+    """A run directory with version 0 published, and the processes around one worker."""
+
+    def __init__(self, directory: Path) -> None:
+        self.dir = directory
+        overrides = [
+            "name=workers",
+            "algorithm.prompts_per_step=64",
+            f"algorithm.group_size={SIZE}",
+            f"samplers.volunteers.groups_per_submission={GROUPS}",
+        ]
+        path = ROOT / "specs" / "target_short.yaml"
+        self.spec: RunSpec = load_spec(path, profile="laptop", overrides=overrides).require()
+        write_atomic(directory / "spec.json", dump_resolved(self.spec))
+        self.identity: Identity = make_identity(directory, self.spec)
+        self.version = save_version(directory / "v0")
+        build_warm_start_data(self.spec).write_tokenizer(self.version)
+        publish(
+            directory / "store",
+            self.version,
+            run=self.spec.name,
+            version=0,
+            key=SigningKey.load(self.identity.key("publisher")),
+            roles=self.identity.roles_file.read_bytes(),
+        )
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.origin, self.coordinator = free_address(), free_address()
+        self.start("broadcast", "origin", directory / "store", "--listen", self.origin)
+        self.start_coordinator()
+
+    def start(self, module: str, *arguments: str | Path) -> subprocess.Popen[bytes]:
+        log = (self.dir / f"{module}-{len(self.processes)}.log").open("wb")
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            stderr=log,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        log.close()
+        self.processes.append(process)
+        return process
+
+    def start_coordinator(self) -> subprocess.Popen[bytes]:
+        return self.start(
+            "verify",
+            *("coordinator", self.dir, "--listen", self.coordinator),
+            *("--weights", f"http://{self.origin}"),
+            *("--public-key", self.identity.root_public_key),
+        )
+
+    def start_worker(self) -> subprocess.Popen[bytes]:
+        return self.start(
+            "sampler",
+            *("work", "--run", self.spec.name, "--pool", "volunteers"),
+            *("--coordinator", f"http://{self.coordinator}", "--weights", f"http://{self.origin}"),
+            *("--public-key", self.identity.root_public_key),
+            *("--key", self.identity.key("volunteers-0"), "--dir", self.dir / "worker"),
+        )
+
+    def submissions(self) -> list[Path]:
+        return sorted(self.dir.glob("rollouts/step_*/*.parquet"))
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            if time.monotonic() > end:
+                logs = [path.read_text()[-3000:] for path in self.dir.glob("*.log")]
+                pytest.fail(f"not within {DEADLINE_S:.0f} s: {what}\n" + "\n---\n".join(logs))
+            time.sleep(0.05)
+
+    def wait_for_submissions(self, count: int) -> None:
+        self.wait_for(lambda: len(self.submissions()) >= count, f"{count} submissions")
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+
+
+def free_address() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """One worker that was killed, restarted, lost its coordinator for a while, and was ended."""
+    run = Run(tmp_path_factory.mktemp("workers"))
+    try:
+        worker = run.start_worker()
+        run.wait_for_submissions(2)
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+        run.processes[1].send_signal(signal.SIGKILL)
+        run.processes[1].wait()
+
+        run.start_coordinator()
+        worker = run.start_worker()
+        run.wait_for_submissions(len(run.submissions()) + 2)
+
+        run.processes[-2].send_signal(signal.SIGKILL)
+        run.processes[-2].wait()
+        coordinator = run.start_coordinator()
+        run.wait_for_submissions(len(run.submissions()) + 2)
+        assert worker.poll() is None, "the worker did not survive its coordinator's restart"
+
+        worker.send_signal(signal.SIGTERM)
+        run.worker_ended_within_s = elapsed(lambda: worker.wait(timeout=30))
+        run.worker_exit = worker.returncode
+        coordinator.send_signal(signal.SIGTERM)
+        coordinator.wait(timeout=30)
+        yield run
+    finally:
+        run.close()
+
+
+def elapsed(action: Callable[[], object]) -> float:
+    begun = time.monotonic()
+    action()
+    return time.monotonic() - begun
+
+
+def rollouts(path: Path) -> list[Rollout]:
+    return decode_rollouts(path.read_bytes(), max_rows=GROUPS * SIZE, max_bytes=1 << 20)
+
+
+def test_it_ends_soon_and_politely(run):
+    assert run.worker_exit == 0
+    assert run.worker_ended_within_s < 4.0
+
+
+def test_every_lease_is_answered_once_through_kills_and_restarts(run):
+    envelopes = [
+        open_submission(path.with_suffix(".json").read_bytes()) for path in run.submissions()
+    ]
+
+    assert len({envelope.lease for envelope in envelopes}) == len(envelopes)
+    for step in {envelope.step for envelope in envelopes}:
+        indices = sorted(envelope.index for envelope in envelopes if envelope.step == step)
+        assert indices == list(range(len(indices)))
+
+
+def test_a_submission_holds_whole_groups_each_of_one_problem(run):
+    for path in run.submissions()[:4]:
+        rows = rollouts(path)
+        assert [(r.group, r.sample) for r in rows] == [
+            (group, sample) for group in range(GROUPS) for sample in range(SIZE)
+        ]
+        for group in range(GROUPS):
+            same = {
+                (r.problem_id, r.target, r.prompt_tokens.tobytes())
+                for r in rows
+                if r.group == group
+            }
+            assert len(same) == 1
+        assert len({r.problem_id for r in rows}) == GROUPS
+        assert {r.target for r in rows} <= set(target_lengths(run.spec))
+
+
+def test_logprobs_and_proofs_are_those_of_the_version(run):
+    reference = Reference(run.version)
+
+    for row in rollouts(run.submissions()[0]):
+        tokens = row.output_tokens.tolist()
+        logprobs, hidden = reference.logprobs(row.prompt_tokens.tolist(), tokens)
+        np.testing.assert_allclose(row.logprobs, logprobs, atol=1e-3)
+        assert np.abs(row.logprobs - logprobs).mean() < 1e-5
+        bits = hidden.astype(ml_dtypes.bfloat16).view(np.uint16)
+        statistics = verify_proofs(bits, row.proofs)
+        assert len(statistics) == len(row.proofs) == -(-len(tokens) // 32)
+        assert row.finish_reason == ("stop" if tokens[-1] == END_TOKEN else "length")
