@@ -23,10 +23,9 @@ from runspec.common.hashing import digest_bytes
 from runspec.common.keys import SigningKey
 from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.common.roles import Roles, open_roles
-from runspec.common.signed import BadSignature, open_document
-from runspec.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
-from runspec.spec.resolved import parse_resolved
+from runspec.common.signed import BadSignature
 from runspec.spec.schema import RunSpec
+from verify.formats import spec as spec_format
 from verify.formats.lease import lease_digest, open_lease
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
@@ -35,8 +34,6 @@ from verify.request_auth import ENVELOPE, sign_request
 
 _log = logging.getLogger(__name__)
 
-SPEC_KIND = "spec"
-"""Kind of the signed document that `GET /v1/spec` answers."""
 ROLES_REFRESH_S = 300.0
 _MAX_ANSWER_BYTES = 64 * 1024
 _TIMEOUT_S = 30.0
@@ -115,17 +112,13 @@ class CoordinatorClient:
     def spec(self) -> RunSpec:
         """The run's resolved spec, as the coordinator signed it."""
         if self._spec is None:
-            data = self._call("GET", "/v1/spec", max_bytes=2 * MAX_SPEC_BYTES).content
+            data = self._call("GET", "/v1/spec", max_bytes=spec_format.MAX_BYTES).content
             try:
-                document = open_document(
-                    data,
-                    kind=SPEC_KIND,
-                    keys=self.roles().coordinator,
-                    max_bytes=2 * MAX_SPEC_BYTES,
+                spec = spec_format.open_spec(
+                    data, coordinators=self.roles().coordinator, place=f"{self._url}/v1/spec"
                 )
             except BadSignature as error:
                 raise self._not_believed(error) from error
-            spec = parse_resolved(canonical_json(document.payload), place=f"{self._url}/v1/spec")
             if spec.name != self._run:
                 raise UserError(
                     f"serves run {spec.name!r}, not {self._run!r}",
@@ -262,11 +255,8 @@ class CoordinatorClient:
         max_bytes: int = _MAX_ANSWER_BYTES,
     ) -> httpx.Response:
         """One request, signed anew and tried again until it is answered or the deadline passes."""
-        deadline, pause, waiting = (
-            time.monotonic() + self._deadline_s + wait_s,
-            _FIRST_PAUSE_S,
-            False,
-        )
+        deadline = time.monotonic() + self._deadline_s + wait_s
+        pause, waiting = _FIRST_PAUSE_S, False
         while True:
             try:
                 answer = self._try(method, path, body, envelope, wait_s, max_bytes)

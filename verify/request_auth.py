@@ -85,6 +85,10 @@ class RequestChecker:
         self._seen: set[tuple[str, str]] = set()
         self._order: deque[tuple[float, tuple[str, str]]] = deque()
 
+    def __len__(self) -> int:
+        """Requests remembered."""
+        return len(self._seen)
+
     def check(
         self, headers: Mapping[str, str], *, method: str, path: str, now: float | None = None
     ) -> SignedRequest:

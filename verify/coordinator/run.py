@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import signal
 from collections.abc import Callable
@@ -18,10 +17,9 @@ from runspec.common.files import read_bounded
 from runspec.common.keys import SigningKey
 from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.common.roles import Roles, open_roles
-from runspec.common.signed import BadSignature, sign_document
-from runspec.spec.resolved import dump_resolved, load_resolved
+from runspec.common.signed import BadSignature
+from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import RunSpec
-from verify.client import SPEC_KIND
 from verify.coordinator.activity import Activity
 from verify.coordinator.claims import CLAIM_TIMEOUT_S
 from verify.coordinator.closing import Closing
@@ -32,6 +30,7 @@ from verify.coordinator.server import MAX_HEADER_BYTES, Api
 from verify.coordinator.state import Policy
 from verify.coordinator.status import Status
 from verify.coordinator.watch import watch_latest
+from verify.formats.spec import sign_spec
 from verify.request_auth import RequestChecker
 
 _log = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ async def serve(
         checker=RequestChecker(spec.name),
         roles=roles,
         roles_document=roles_document,
-        spec_document=sign_document(SPEC_KIND, json.loads(dump_resolved(spec)), key),
+        spec_document=sign_spec(spec, key),
     )
     runner = web.AppRunner(
         api.application(),

@@ -1,0 +1,23 @@
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.verify.coordinator.deployment import Site, tiny_spec
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A run whose origin serves version 0; nothing listens yet."""
+    site = Site(tmp_path, tiny_spec())
+    site.publish(0)
+    with site.origin():
+        yield site
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

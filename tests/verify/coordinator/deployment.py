@@ -1,0 +1,279 @@
+"""A real coordinator for tests: keys, spec, an origin, the server in a thread or in a process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+
+from runspec.common.files import write_atomic
+from runspec.common.hashing import digest_bytes
+from runspec.common.keys import SigningKey
+from runspec.common.latest import sign_latest
+from runspec.common.roles import sign_roles
+from runspec.spec.resolved import dump_resolved
+from runspec.spec.schema import RunSpec
+from verify.client import CoordinatorClient
+from verify.coordinator.run import serve
+from verify.formats.batch import BatchManifest, open_batch
+from verify.formats.lease import Lease, lease_digest
+from verify.formats.submission import Rollout, encode_rollouts, sign_submission
+from verify.formats.verdict import CheckResult, RolloutVerdict, encode_verdicts, sign_verdict
+
+RUN = "tiny"
+GROUPS, GROUP_SIZE = 4, 2
+DEADLINE_S = 20.0
+
+
+def tiny_spec(*, lease_timeout: str = "60s", steps: int = 3) -> RunSpec:
+    pool = {
+        "name": "near",
+        "hardware": {"kind": "cpu"},
+        "max_model_len": 64,
+        "max_new_tokens": 32,
+        "groups_per_submission": 2,
+    }
+    return RunSpec.model_validate(
+        {
+            "version": "runspec/v1",
+            "name": RUN,
+            "seed": 1,
+            "steps": steps,
+            "model": {"hf": "some/model", "max_context": 64},
+            "data": {"max_prompt_tokens": 32, "sources": [{"name": "s", "kind": "parquet"}]},
+            "algorithm": {
+                "prompts_per_step": GROUPS,
+                "group_size": GROUP_SIZE,
+                "async_level": 1,
+            },
+            "optimizer": {"lr": 1e-3},
+            "reward": [{"name": "r", "kind": "math"}],
+            "learner": {"hardware": {"kind": "cpu"}, "packing": {"tokens": 64, "rows": 1}},
+            "samplers": [pool, {**pool, "name": "far"}],
+            "verify": {"lease_timeout": lease_timeout},
+        }
+    )
+
+
+class Site:
+    """A run directory with keys, and an origin that is a plain file server."""
+
+    def __init__(self, folder: Path, spec: RunSpec) -> None:
+        self.run_dir, self.store = folder / "run", folder / "store"
+        self.root, self.publisher, self.coordinator, self.validator = (
+            SigningKey.generate() for _ in range(4)
+        )
+        self.coordinator.save(self.run_dir / "keys" / "coordinator.key")
+        self.sign_roles(self.validator)
+        write_atomic(self.run_dir / "spec.json", dump_resolved(spec))
+        self.store.mkdir()
+        self.url = ""
+        self.weights = ""
+        self._clients: list[CoordinatorClient] = []
+
+    def sign_roles(self, *validators: SigningKey) -> None:
+        roles = {
+            "publisher": [self.publisher.public_hex],
+            "coordinator": [self.coordinator.public_hex],
+            "validator": [validator.public_hex for validator in validators],
+        }
+        document = sign_roles(RUN, roles, self.root, valid_s=3600.0)
+        write_atomic(self.run_dir / "keys" / "roles.json", document)
+
+    def publish(self, version: int) -> None:
+        data = sign_latest(RUN, version, digest_bytes(str(version).encode()), self.publisher)
+        write_atomic(self.store / RUN / "latest.json", data)
+
+    def client(
+        self,
+        key: SigningKey,
+        *,
+        run: str = RUN,
+        root: str | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> CoordinatorClient:
+        root = root or self.root.public_hex
+        client = CoordinatorClient(
+            self.url, key, run=run, root_public_key=root, deadline_s=deadline_s
+        )
+        self._clients.append(client)
+        return client
+
+    def worker(self, pool: str = "near") -> tuple[SigningKey, CoordinatorClient]:
+        key = SigningKey.generate()
+        client = self.client(key)
+        client.register(pool, {"host": "test"})
+        return key, client
+
+    def batch(self, step: int) -> BatchManifest:
+        path = self.run_dir / "rollouts" / f"step_{step}" / "batch.json"
+        until(path.exists, f"batch of step {step}")
+        return open_batch(
+            path.read_bytes(),
+            coordinators=frozenset({self.coordinator.public_hex}),
+            run=RUN,
+            step=step,
+        )
+
+    @contextmanager
+    def origin(self) -> Iterator[None]:
+        """Serves the store; at its end the clients are closed too."""
+        handler = functools.partial(_QuietHandler, directory=str(self.store))
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+            thread.start()
+            self.weights = f"http://127.0.0.1:{server.server_port}"
+            try:
+                yield
+            finally:
+                for client in self._clients:
+                    client.close()
+                server.shutdown()
+                thread.join()
+
+    @contextmanager
+    def serving(self, *, claim_timeout_s: float = 300.0) -> Iterator[asyncio.Future[None]]:
+        """The server in a thread; yields its task (the result of a server that ended by itself)."""
+        loop = asyncio.new_event_loop()
+        port: asyncio.Future[int] = loop.create_future()
+        task = loop.create_task(
+            serve(
+                self.run_dir,
+                host="127.0.0.1",
+                port=0,
+                weights=self.weights,
+                root_public_key=self.root.public_hex,
+                claim_timeout_s=claim_timeout_s,
+                started=port.set_result,
+            )
+        )
+        both = asyncio.wait({task, port}, return_when=asyncio.FIRST_COMPLETED)
+        loop.run_until_complete(both)
+        if task.done():
+            loop.close()
+            task.result()
+        self.url = f"http://127.0.0.1:{port.result()}"
+        # What ends the server is read from its task, not from the thread.
+        thread = threading.Thread(target=loop.run_until_complete, args=(asyncio.wait({task}),))
+        thread.start()
+        try:
+            yield task
+        finally:
+            if thread.is_alive():
+                loop.call_soon_threadsafe(task.cancel)
+            thread.join(DEADLINE_S)
+            loop.close()
+
+    def process(self, port: int) -> subprocess.Popen[str]:
+        """`python -m verify coordinator` on a port; the caller ends it."""
+        self.url = f"http://127.0.0.1:{port}"
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "verify", "coordinator", str(self.run_dir)),
+                *("--listen", f"127.0.0.1:{port}", "--weights", self.weights),
+                *("--public-key", self.root.public_hex),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+class _QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        """Tests need no access log."""
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for: {what}"
+        time.sleep(0.005)
+
+
+def rollouts(lease: Lease, digest: str, *, note: int = 0) -> bytes:
+    """The Parquet bytes of a submission: whole groups, contents that nobody looks at here."""
+    rows = [
+        Rollout(
+            run=lease.run,
+            step=lease.step,
+            worker=lease.worker,
+            lease=digest,
+            problem_id=f"p{note}",
+            group=group,
+            sample=sample,
+            version=lease.version,
+            prompt_tokens=np.arange(3, dtype=np.int32),
+            output_tokens=np.arange(5, dtype=np.int32),
+            logprobs=np.zeros(5, dtype=np.float32),
+            finish_reason="stop",
+            temperature=1.0,
+            top_p=1.0,
+            top_k=-1,
+            target=8,
+            task_reward=1.0,
+            length_penalty=0.0,
+            proofs=[bytes(258)],
+        )
+        for group in range(lease.groups)
+        for sample in range(GROUP_SIZE)
+    ]
+    return encode_rollouts(rows)
+
+
+def submission(data: bytes, lease: Lease, key: SigningKey, *, note: int = 0) -> tuple[bytes, bytes]:
+    """Envelope and table that answer a signed lease."""
+    table = rollouts(lease, lease_digest(data), note=note)
+    envelope = sign_submission(
+        table, run=RUN, step=lease.step, index=lease.index, lease=lease_digest(data), key=key
+    )
+    return envelope, table
+
+
+def verdict(
+    digest: str,
+    lease: Lease,
+    key: SigningKey,
+    *,
+    task_rewards: Sequence[float] = (0.0, 1.0),
+    accepted: bool = True,
+    dropped: Sequence[int] = (),
+) -> tuple[bytes, bytes]:
+    """Envelope and table of a verdict; `task_rewards` are those of each group's samples."""
+    rows = [
+        RolloutVerdict(
+            submission=digest,
+            row=group * GROUP_SIZE + sample,
+            group=group,
+            task_reward=task_rewards[sample],
+            length_penalty=-0.5,
+            reward=task_rewards[sample] - 0.5,
+            length=5,
+            target=8,
+            logprobs=np.zeros(5, dtype=np.float32),
+            logprob_diff=0.25,
+            checks=[CheckResult("logprobs", accepted, 0.25, 0.5)],
+        )
+        for group in range(lease.groups)
+        for sample in range(GROUP_SIZE)
+    ]
+    table = encode_verdicts(rows)
+    envelope = sign_verdict(
+        table,
+        run=RUN,
+        step=lease.step,
+        submission=digest,
+        accepted=accepted,
+        reason="" if accepted else "logprobs: row 0: 0.25 > 0.1",
+        dropped_groups=list(dropped),
+        key=key,
+    )
+    return envelope, table

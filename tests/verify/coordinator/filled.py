@@ -1,0 +1,144 @@
+"""A coordinator without IO: decisions turned into events, as the real one does, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from runspec.common.hashing import hash_parts
+from verify.coordinator import filling
+from verify.coordinator.events import (
+    CoordinatorStarted,
+    Event,
+    GroupGrade,
+    LeaseExpired,
+    LeaseGranted,
+    NonceDrawn,
+    StepClosed,
+    SubmissionJudged,
+    SubmissionReceived,
+    VersionPublished,
+    WorkerRegistered,
+)
+from verify.coordinator.filling import Close, Grant, Held, NonceNeeded, Stalled
+from verify.coordinator.state import LeaseRecord, Policy, State, apply
+from verify.formats.lease import Lease
+
+POLICY = Policy(
+    steps=4,
+    groups=4,
+    group_size=2,
+    async_level=2,
+    zero_variance_filter=True,
+    max_groups=12,
+    min_groups=2,
+    deadline_s=100.0,
+    lease_timeout_s=30.0,
+    groups_per_submission={"a": 2},
+)
+
+
+def digest(*parts: str | int) -> str:
+    return hash_parts(*parts).hex()
+
+
+def key(name: str) -> str:
+    return digest("key", name)
+
+
+def policy(**changes: object) -> Policy:
+    return replace(POLICY, **changes)
+
+
+def grade(group: int, outcome: str = "usable") -> GroupGrade:
+    return GroupGrade(group, outcome, 2, 10, 4, 0.5, 0.25, 1.0, 0.01)  # type: ignore[arg-type]
+
+
+class Filled:
+    """State, clock and history of a pure run."""
+
+    def __init__(self, policy: Policy = POLICY) -> None:
+        self.now = 1000.0
+        self.state = State(policy)
+        self.events: list[Event] = []
+        self.record(CoordinatorStarted(self.now))
+
+    def record(self, event: Event) -> None:
+        self.state = apply(self.state, event)
+        self.events.append(event)
+
+    def register(self, name: str, pool: str = "a") -> None:
+        self.record(WorkerRegistered(self.now, key(name), pool))
+
+    def publish(self, version: int) -> None:
+        self.record(VersionPublished(self.now, version, digest("manifest", version)))
+
+    def lease(self, name: str, *, holding: Collection[str] = ()) -> LeaseRecord | None:
+        while True:
+            decision = filling.decide_lease(self.state, key(name), self.now, holding=holding)
+            match decision:
+                case None:
+                    return None
+                case Held(record):
+                    return record
+                case NonceNeeded(step):
+                    draw = digest("nonce", step, len(self.events))
+                    self.record(NonceDrawn(self.now, step, draw, len(self.state.workers)))
+                case Grant():
+                    self.record(self._granted(name, decision))
+
+    def submit(self, record: LeaseRecord) -> None:
+        self.record(SubmissionReceived(self.now, record.digest, digest("s", record.digest), 1))
+
+    def judge(self, record: LeaseRecord, outcomes: Sequence[str] | None) -> None:
+        """`outcomes`: of each group; None rejects the submission."""
+        groups = tuple(grade(i, outcome) for i, outcome in enumerate(outcomes or ()))
+        reason = "" if outcomes else "logprobs: 0.05 > 0.01"
+        self.record(
+            SubmissionJudged(
+                *(self.now, record.digest, digest("s", record.digest), digest("v", record.digest)),
+                *(key("validator"), outcomes is not None, reason, groups),
+            )
+        )
+
+    def answer(self, record: LeaseRecord, outcome: str = "usable") -> None:
+        """Submits and judges a lease, all groups alike; `rejected` rejects it."""
+        self.submit(record)
+        self.judge(record, None if outcome == "rejected" else [outcome] * record.lease.groups)
+
+    def work(self, name: str, outcome: str = "usable") -> LeaseRecord:
+        record = self.lease(name)
+        assert record is not None
+        self.answer(record, outcome)
+        return record
+
+    def advance(self) -> list[Close]:
+        """What the clock of the coordinator does: expiries, then closings."""
+        for record in filling.expired_leases(self.state, self.now):
+            self.record(LeaseExpired(self.now, record.digest))
+        closed = []
+        while isinstance(decision := filling.decide_close(self.state, self.now), Close):
+            self.record(StepClosed(self.now, decision.step, decision.groups, "signed"))
+            closed.append(decision)
+        return closed
+
+    def stalled(self) -> str:
+        decision = filling.decide_close(self.state, self.now)
+        assert isinstance(decision, Stalled), decision
+        return decision.reason
+
+    def _granted(self, name: str, grant: Grant) -> LeaseGranted:
+        lease = Lease(
+            run="run",
+            step=grant.step,
+            nonce=grant.nonce,
+            worker=key(name),
+            pool=self.state.workers[key(name)].pool,
+            index=grant.index,
+            groups=grant.groups,
+            version=grant.version,
+            manifest_digest=grant.manifest_digest,
+            issued=self.now,
+            expires=self.now + self.state.policy.lease_timeout_s,
+        )
+        return LeaseGranted(self.now, lease, digest("lease", lease.seed.hex()), "signed")

@@ -1,0 +1,195 @@
+"""Filling a step, whatever happens: the invariants that every sequence of events keeps."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.verify.coordinator.filled import Filled, key, policy
+from verify.coordinator import filling
+from verify.coordinator.events import LeaseGranted, NonceDrawn, StepClosed, WorkerRegistered
+from verify.coordinator.filling import Close
+from verify.coordinator.state import replay
+
+WORKERS = ["a", "b", "c", "d"]
+OUTCOMES = ["usable", "usable", "usable", "filtered", "dropped"]
+
+
+class Filling(RuleBasedStateMachine):
+    """Workers, validators, the publisher and the clock do as they please."""
+
+    @initialize(
+        groups=st.integers(1, 6),
+        async_level=st.integers(0, 3),
+        max_groups=st.integers(1, 4),
+        per_submission=st.integers(1, 4),
+        min_groups=st.integers(1, 2),
+        lease_timeout_s=st.sampled_from([30.0, 1000.0]),  # the deadline of a step is 100 s
+    )
+    def begin(self, groups, async_level, max_groups, per_submission, min_groups, lease_timeout_s):
+        self.run = Filled(
+            policy(
+                steps=6,
+                groups=groups,
+                async_level=async_level,
+                max_groups=max_groups * groups,
+                min_groups=min(min_groups, groups),
+                lease_timeout_s=lease_timeout_s,
+                groups_per_submission={"a": per_submission},
+            )
+        )
+        self.run.register("a")
+        self.run.publish(0)
+        self.closed: list[Close] = []
+
+    @rule(behind=st.integers(0, 2))
+    def publish(self, behind):
+        """The learner is as fast as the batches, or a little behind."""
+        first = self.run.state.newest.version + 1
+        for version in range(first, self.run.state.next_close - behind + 1):
+            self.run.publish(version)
+
+    @rule(name=st.sampled_from(WORKERS), holds=st.booleans())
+    def lease(self, name, holds):
+        if key(name) not in self.run.state.workers:
+            self.run.register(name)
+        mine = [d for d, r in self.run.state.leases.items() if r.lease.worker == key(name)]
+        self.run.lease(name, holding=mine if holds else ())
+
+    @rule(name=st.sampled_from(WORKERS), outcomes=st.lists(st.sampled_from(OUTCOMES), max_size=6))
+    def work(self, name, outcomes):
+        """One after the other, while there is something to lease."""
+        for outcome in outcomes:
+            self.lease(name, holds=False)
+            mine = [r for r in self.of("open") if r.lease.worker == key(name)]
+            if mine:
+                self.run.answer(mine[0], outcome)
+        self.advance()
+
+    @precondition(lambda self: self.of("open"))
+    @rule(data=st.data())
+    def submit(self, data):
+        self.run.submit(data.draw(st.sampled_from(self.of("open"))))
+
+    @precondition(lambda self: self.of("submitted"))
+    @rule(data=st.data(), accepted=st.sampled_from([True, True, True, False]))
+    def judge(self, data, accepted):
+        record = data.draw(st.sampled_from(self.of("submitted")))
+        groups = st.lists(
+            st.sampled_from(OUTCOMES), min_size=record.lease.groups, max_size=record.lease.groups
+        )
+        self.run.judge(record, data.draw(groups) if accepted else None)
+
+    @rule(seconds=st.sampled_from([1.0, 10.0, 31.0, 101.0]))
+    def wait(self, seconds):
+        self.run.now += seconds
+        self.advance()
+
+    @rule(leases=st.integers(1, 3), late=st.sampled_from("ab"), prompt=st.sampled_from("cd"))
+    def straggle(self, leases, late, prompt):
+        """One answer comes after its step was closed at the deadline, if its lease lasts."""
+        self.lease(late, holds=False)
+        self.work(prompt, ["usable"] * leases)
+        self.wait(101.0)
+        for record in self.of("open"):
+            self.run.answer(record)
+        self.work(prompt, ["usable"] * 6)
+
+    @rule()
+    def advance(self):
+        self.closed += self.run.advance()
+
+    def of(self, status):
+        return [r for r in self.run.state.leases.values() if r.status == status]
+
+    @invariant()
+    def every_step_has_at_most_one_batch_and_in_order(self):
+        assert [c.step for c in self.closed] == list(range(len(self.closed)))
+
+    @invariant()
+    def no_group_is_trained_twice_and_none_beyond_the_lag(self):
+        leases = self.leases()
+        trained = [(g.lease, g.group) for c in self.closed for g in c.groups]
+        assert len(trained) == len(set(trained))
+        for closed in self.closed:
+            for group in closed.groups:
+                lag = closed.step - leases[group.lease].version
+                assert 0 <= lag <= self.run.state.policy.async_level
+
+    @invariant()
+    def batches_are_in_lease_order_and_of_the_right_size(self):
+        policy, order = self.run.state.policy, list(self.leases())
+        for closed in self.closed:
+            places = [(order.index(g.lease), g.group) for g in closed.groups]
+            assert places == sorted(places)
+            assert policy.min_groups <= len(closed.groups) <= policy.groups
+            assert closed.complete == (len(closed.groups) == policy.groups)
+
+    @invariant()
+    def a_complete_batch_passed_over_no_undecided_lease(self):
+        events = self.run.events
+        for place, event in enumerate(events):
+            if isinstance(event, StepClosed) and len(event.trained) == self.run.state.policy.groups:
+                before = replay(self.run.state.policy, events[:place])
+                if self.timed_out(before, event):
+                    continue
+                last = list(before.leases).index(event.trained[-1].lease)
+                for record in list(before.leases.values())[:last]:
+                    assert record.lease.step != event.step or not record.outstanding
+
+    def timed_out(self, before, event):
+        return event.at >= before.steps[event.step].since + before.policy.deadline_s
+
+    @invariant()
+    def no_step_is_leased_beyond_its_bounds(self):
+        policy = self.run.state.policy
+        for number, step in self.run.state.steps.items():
+            assert step.leased <= policy.max_groups
+            assert number - self.run.state.newest.version <= policy.async_level
+            own = [r for r in self.run.state.leases.values() if r.lease.step == number]
+            held = sum(r.lease.groups if r.outstanding else len(r.usable) for r in own)
+            assert held <= policy.groups
+
+    @invariant()
+    def indices_have_no_holes_and_no_two_leases_share_a_seed(self):
+        leases = list(self.leases().values())
+        assert len({lease.seed for lease in leases}) == len(leases)
+        indices: dict[tuple[str, int], list[int]] = {}
+        for lease in leases:
+            indices.setdefault((lease.worker, lease.step), []).append(lease.index)
+        assert all(found == list(range(len(found))) for found in indices.values())
+
+    @invariant()
+    def every_nonce_was_drawn_after_its_workers_key_was_known(self):
+        known: set[str] = set()
+        drawn_when_known: dict[str, set[str]] = {}
+        for event in self.run.events:
+            if isinstance(event, WorkerRegistered):
+                known.add(event.worker)
+            elif isinstance(event, NonceDrawn):
+                drawn_when_known[event.nonce] = set(known)
+            elif isinstance(event, LeaseGranted):
+                assert event.lease.worker in drawn_when_known[event.lease.nonce]
+
+    @invariant()
+    def time_alone_is_announced(self):
+        """If nothing can be decided now, `next_due` lies ahead; else the clock would never wake."""
+        state, now = self.run.state, self.run.now
+        undecided = not filling.expired_leases(state, now) and not filling.decide_close(state, now)
+        due = filling.next_due(state)
+        assert due is None or not undecided or due > now
+
+    def teardown(self):
+        if hasattr(self, "run"):
+            assert replay(self.run.state.policy, self.run.events) == self.run.state
+
+    def leases(self):
+        return {e.digest: e.lease for e in self.run.events if isinstance(e, LeaseGranted)}
+
+
+TestFilling = Filling.TestCase
+TestFilling.settings = settings(
+    max_examples=100,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -1,0 +1,127 @@
+"""Grades of groups, the statistics of a batch, and how busy the samplers were."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.verify.coordinator.filled import digest, key
+from verify.coordinator.activity import Activity
+from verify.coordinator.grading import VerdictMismatch, batch_stats, grade_groups
+from verify.coordinator.state import Tally
+from verify.formats.lease import Lease
+from verify.formats.verdict import RolloutVerdict
+
+SUBMISSION = digest("submission")
+LEASE = Lease("run", 0, digest("n"), key("w"), "a", 0, 2, 0, digest("m"), 0.0, 1.0)
+
+
+def row(
+    number: int, task_reward: float, length: int = 10, *, target: int | None = 8
+) -> RolloutVerdict:
+    return RolloutVerdict(
+        SUBMISSION, number, number // 2, task_reward, -0.5, task_reward - 0.5, length, target, None,
+        0.125 * number, [],
+    )  # fmt: skip
+
+
+ROWS = [row(0, 1.0), row(1, 0.0, 4), row(2, 1.0, 6, target=16), row(3, 1.0, 16, target=16)]
+
+
+def grade(rows, *, dropped=(), filter=True):
+    return grade_groups(
+        rows,
+        submission=SUBMISSION,
+        lease=LEASE,
+        group_size=2,
+        dropped=dropped,
+        zero_variance_filter=filter,
+    )
+
+
+def test_groups_are_graded_by_the_validators_numbers():
+    first, second = grade(ROWS)
+
+    assert (first.outcome, second.outcome) == ("usable", "filtered")
+    assert (first.rollouts, first.tokens, first.target) == (2, 14, 8)
+    assert (first.task_reward, first.reward) == (0.5, 0.0)
+    assert first.length_error == 3.0
+    assert second.logprob_diff == 0.3125
+
+
+def test_without_the_filter_equal_rewards_train_and_a_faulty_grader_drops():
+    assert [g.outcome for g in grade(ROWS, dropped=[0], filter=False)] == ["dropped", "usable"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (ROWS[:3], "groups of 2 rows"),
+        ([*ROWS, row(4, 1.0)], "groups of 2 rows"),
+        ([ROWS[1], ROWS[0], *ROWS[2:]], "numbered"),
+        ([replace(ROWS[0], group=1), replace(ROWS[1], group=7), *ROWS[2:]], "groups of 2 rows"),
+        ([replace(ROWS[0], submission=digest("other")), *ROWS[1:]], "another submission"),
+        ([replace(ROWS[0], reward=float("inf")), *ROWS[1:]], "finite"),
+        ([replace(ROWS[0], logprob_diff=float("nan")), *ROWS[1:]], "finite"),
+    ],
+)
+def test_rows_must_be_those_of_the_submission(rows, words: str):
+    with pytest.raises(VerdictMismatch, match=words):
+        grade(rows)
+
+
+def test_statistics_are_means_over_the_rollouts_of_all_graded_groups():
+    tally = Tally(leased_groups=5, expired_groups=1, rejected_rollouts=4, grades=grade(ROWS))
+
+    stats = batch_stats(tally, opened=1.0, closed=2.0, busy_fraction=0.5, tokens_per_s=9.0)
+
+    assert stats["task_reward_mean"] == 0.75
+    assert stats["length_mean"] == 9.0
+    assert stats["length_error_mean"] == 4.0
+    assert stats["by_target"]["16"] == {
+        "rollouts": 2,
+        "task_reward_mean": 1.0,
+        "length_mean": 11.0,
+    }
+    assert (stats["graded_groups"], stats["filtered_groups"], stats["expired_groups"]) == (2, 1, 1)
+    assert (stats["opened"], stats["closed"], stats["sampler_busy_fraction"]) == (1.0, 2.0, 0.5)
+
+
+def test_a_mean_of_nothing_is_null():
+    stats = batch_stats(Tally(), opened=1.0, closed=2.0, busy_fraction=0.0, tokens_per_s=0.0)
+
+    assert stats["task_reward_mean"] is None and stats["length_mean"] is None
+    assert stats["by_target"] == {}
+
+
+class TestRates:
+    def test_they_count_from_one_heartbeat_to_the_next(self):
+        activity = Activity()
+        activity.heartbeat("x", {"busy_s": 5.0, "tokens": 100}, 10.0)
+        activity.heartbeat("x", {"busy_s": 5.1, "tokens": 110}, 10.1)  # too soon for a rate
+        activity.heartbeat("y", {"busy_s": 0.0, "tokens": 0}, 10.0)
+        activity.heartbeat("x", {"busy_s": 6.0, "tokens": 300}, 12.0)
+        activity.heartbeat("y", {"busy_s": 2.0, "tokens": 50}, 12.0)
+
+        assert activity.rates(12.0) == (0.75, 125.0)
+
+    def test_a_restarted_worker_counts_from_its_restart(self):
+        activity = Activity()
+        for busy_s, tokens, now in ((50.0, 5000, 0.0), (0.5, 10, 10.0), (1.0, 30, 12.0)):
+            activity.heartbeat("x", {"busy_s": busy_s, "tokens": tokens}, now)
+
+        assert activity.rates(12.0) == (0.25, 10.0)
+
+    def test_the_dead_are_left_out(self):
+        activity = Activity()
+        activity.heartbeat("x", {"busy_s": 0.0, "tokens": 0}, 0.0)
+        activity.heartbeat("x", {"busy_s": 2.0, "tokens": 50}, 2.0)
+
+        assert activity.rates(31.9) == (1.0, 25.0)
+        assert activity.rates(32.0) == (0.0, 0.0)
+
+    def test_odd_numbers_are_no_numbers(self):
+        activity = Activity()
+        for now in (0.0, 2.0):
+            activity.heartbeat("x", {"busy_s": float("nan"), "tokens": 10**400}, now)
+
+        assert activity.rates(2.0) == (0.0, 0.0)

@@ -1,0 +1,114 @@
+"""The ledger: what goes in comes out, whole, in order, and nothing else does."""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from runspec.common.errors import UserError
+from tests.verify.coordinator.filled import POLICY, Filled, key
+from verify.coordinator.events import CoordinatorStarted
+from verify.coordinator.state import replay
+from verify.ledger import Ledger
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    ledger = Ledger(tmp_path / "state.db")
+    yield ledger
+    ledger.close()
+
+
+def eventful() -> Filled:
+    """A history with every kind of event."""
+    run = Filled()
+    run.register("x")
+    run.register("y")
+    run.publish(0)
+    run.work("x"), run.work("y", "rejected")
+    run.lease("y")
+    run.now += 40.0
+    run.advance()
+    run.work("x", "filtered")
+    run.work("x")
+    run.advance()
+    return run
+
+
+def rewrite(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute(statement)
+
+
+def test_the_state_rebuilt_from_the_ledger_is_the_state(ledger: Ledger, tmp_path: Path):
+    run = eventful()
+    for event in run.events:
+        ledger.append([event])
+
+    with closing(Ledger(tmp_path / "state.db")) as reopened:
+        events = list(reopened.events())
+
+    assert events == run.events
+    assert len({type(event) for event in events}) == 9
+    assert replay(POLICY, events) == run.state
+
+
+def test_a_reopened_ledger_goes_on_where_it_was(ledger: Ledger, tmp_path: Path):
+    ledger.append([CoordinatorStarted(1.0)])
+
+    with closing(Ledger(tmp_path / "state.db")) as reopened:
+        reopened.append([CoordinatorStarted(2.0), CoordinatorStarted(3.0)])
+
+        assert [event.at for event in reopened.events()] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE ledger SET body = replace(body, 'true', 'false') WHERE kind = 'SubmissionJudged'",
+        "DELETE FROM ledger WHERE seq = 3",
+        "UPDATE ledger SET kind = 'Nothing' WHERE seq = 2",
+        "INSERT INTO ledger SELECT max(seq) + 1, kind, body, chain FROM ledger",
+    ],
+)
+def test_a_ledger_that_was_changed_is_refused(ledger: Ledger, tmp_path: Path, statement: str):
+    ledger.append(eventful().events)
+    rewrite(tmp_path / "state.db", statement)
+
+    with pytest.raises(UserError, match="does not follow from the rows before it"):
+        list(ledger.events())
+
+
+def test_what_cannot_be_stored_changes_nothing(ledger: Ledger, tmp_path: Path):
+    ledger.append([CoordinatorStarted(1.0)])
+    rewrite(
+        tmp_path / "state.db",
+        "CREATE TRIGGER full BEFORE INSERT ON ledger WHEN NEW.seq = 3 "
+        "BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END",
+    )
+
+    with pytest.raises(UserError, match=r"state\.db: the ledger cannot be used.*disk is full"):
+        ledger.append([CoordinatorStarted(2.0), CoordinatorStarted(3.0)])
+
+    assert [event.at for event in ledger.events()] == [1.0]
+    rewrite(tmp_path / "state.db", "DROP TRIGGER full")
+    ledger.append([CoordinatorStarted(2.0)])
+    assert [event.at for event in ledger.events()] == [1.0, 2.0]
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path: Path):
+    (tmp_path / "state.db").write_bytes(b"not a database" * 100)
+
+    with pytest.raises(UserError, match=r"state\.db: the ledger cannot be used"):
+        Ledger(tmp_path / "state.db")
+
+
+def test_keys_can_be_banned_from_outside(ledger: Ledger, tmp_path: Path):
+    assert ledger.ban_reason(key("x")) is None
+
+    with closing(Ledger(tmp_path / "state.db")) as other:
+        other.ban(key("x"), "replayed proofs")
+
+    assert ledger.ban_reason(key("x")) == "replayed proofs"
