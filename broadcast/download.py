@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,8 +93,9 @@ def _copy_known(manifest: WeightsManifest, partial: Path, final: Path) -> None:
         known |= {info.blake3: path.parent / name for name, info in other.objects.items()}
     for name, info in manifest.objects.items():
         source = known.get(info.blake3)
-        if source is not None and source.exists() and not (partial / name).exists():
-            shutil.copyfile(source, partial / name)
+        if source is not None and not (partial / name).exists():
+            with suppress(FileNotFoundError):  # pruned in this moment: it is fetched then
+                shutil.copyfile(source, partial / name)
 
 
 def _missing(manifest: WeightsManifest, partial: Path) -> list[_Piece]:

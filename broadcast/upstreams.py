@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from broadcast.transport import Fault, Lie, NotThere
 
-RETRY_S = (0.1, 5.0)
+RETRY_S = (0.1, 2.0)
 """First and longest pause after consecutive failures of a server; each doubles the last."""
 DISTRUST_S = 60.0
 """For how long a server that sent something wrong is asked only where no other is left."""
