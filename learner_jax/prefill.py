@@ -76,6 +76,10 @@ class JaxPrefill:
         self._policies.move_to_end(version)
         return prefill(policy, inputs, temperature=temperature)
 
+    def close(self) -> None:
+        """Closes the connections to the relays."""
+        self._client.close()
+
 
 @dataclass(frozen=True)
 class Policy:

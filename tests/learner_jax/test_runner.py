@@ -38,7 +38,7 @@ def train_to_the_end(run: Run) -> None:
 
 def weights(run: Run, version: int, out: Path) -> dict[str, np.ndarray]:
     """The weights of a version as the publisher would export them."""
-    directory = out / f"{run.path.name}-v{version}"
+    directory = out / f"{run.path.parent.name}-v{version}"
     export_checkpoint(
         params_folder(run.path) / f"v{version}" / "params",
         directory,
