@@ -1,4 +1,4 @@
-"""Runs as a user starts them: the `runspec` command, its files, and waits that name what they await."""
+"""Runs as a user starts them: the `runspec` command, its files, and waits with deadlines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL: Mapping[str, Any] = {
     "steps": 6,
     "algorithm.prompts_per_step": 4,
     "algorithm.group_size": 4,
-    "warm_start.stop_answer_probability": 0.02,
+    "warm_start.stop_answer_probability": 1e-9,
     "checkpoints.every": 2,
     "verify.lease_timeout": "20s",
 }
@@ -65,8 +65,10 @@ class LiveRun:
         self.runs_dir.mkdir(parents=True, exist_ok=True)
         with self._output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "runspec", "apply", str(TARGET_SHORT)]
-                + ["--profile", "laptop", "--runs-dir", str(self.runs_dir), *sets],
+                [
+                    *(sys.executable, "-m", "runspec", "apply", str(TARGET_SHORT)),
+                    *("--profile", "laptop", "--runs-dir", str(self.runs_dir), *sets),
+                ],
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -82,7 +84,7 @@ class LiveRun:
                 self.process.kill()
                 self.process.wait()
 
-    def finish(self, deadline_s: float = 240) -> dict[str, Any]:
+    def finish(self, deadline_s: float = 300) -> dict[str, Any]:
         """Waits for the run's own end and returns summary.json."""
         assert self.process is not None
         code = self.process.wait(deadline_s)
@@ -96,7 +98,7 @@ class LiveRun:
         whole = path.read_text().rpartition("\n")[0]
         return [json.loads(line) for line in whole.splitlines()]
 
-    def wait_until(self, condition: Callable[[], Any], what: str, deadline_s: float = 150) -> None:
+    def wait_until(self, condition: Callable[[], Any], what: str, deadline_s: float = 240) -> None:
         """Waits for a condition while the run is alive."""
         deadline = time.monotonic() + deadline_s
         while not condition():

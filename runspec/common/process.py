@@ -30,6 +30,7 @@ def setup_logging(role: str) -> logging.Logger:
         stream=sys.stderr,
         force=True,
     )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request
     return logging.getLogger(role)
 
 

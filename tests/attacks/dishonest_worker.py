@@ -1,0 +1,75 @@
+"""A real worker that cheats: `python -m tests.attacks.dishonest_worker MODE <sampler options>`.
+
+MODE is `perturbed` (serves other weights than the leased version's) or `edited` (changes a token
+after generating it). All else is the honest worker's own code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from runspec.common.process import run_role, stop_event
+from sampler.engine import Engine
+from sampler.readback import LoadReport
+from sampler.worker import Worker, WorkerOptions, work
+from verify.formats.submission import Rollout
+
+RELATIVE_NOISE = 0.1
+
+
+class PerturbedEngine(Engine):
+    """Adds noise to every matrix before it loads a version, and asks no questions after."""
+
+    def load(self, weights_dir: Path, version: int) -> LoadReport:
+        copy = weights_dir.parent / f"perturbed-v{version}"
+        shutil.copytree(weights_dir, copy, dirs_exist_ok=True)
+        noise = np.random.default_rng(version)
+        for path in copy.glob("*.safetensors"):
+            tensors = load_file(path)
+            for name, tensor in tensors.items():
+                scale = RELATIVE_NOISE * tensor.std()
+                tensors[name] = tensor + scale * noise.standard_normal(tensor.shape, np.float32)
+            save_file(tensors, path)
+        return super().load(copy, version)
+
+    def check(self, weights_dir: Path, version: int) -> LoadReport:
+        return LoadReport([], [], [])
+
+
+class TokenEditor(Worker):
+    """Replaces the first token of each output, and claims everything else as it was."""
+
+    def finish(self, rollouts: list[Rollout]) -> list[Rollout]:
+        return [self._edit(rollout) for rollout in rollouts]
+
+    def _edit(self, rollout: Rollout) -> Rollout:
+        tokens = rollout.output_tokens.copy()
+        tokens[0] = tokens[1] if tokens[1] != tokens[0] else rollout.prompt_tokens[0]
+        return replace(rollout, output_tokens=tokens) if len(tokens) > 2 else rollout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mode", choices=["perturbed", "edited"])
+    for name in ("run", "coordinator", "public-key", "pool"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--weights", required=True, action="append")
+    parser.add_argument("--key", required=True, type=Path)
+    parser.add_argument("--dir", required=True, type=Path)
+    values = vars(parser.parse_args())
+    mode = values.pop("mode")
+    options = WorkerOptions(**values)
+    stop = stop_event()
+    kinds = {"engine": PerturbedEngine} if mode == "perturbed" else {"worker": TokenEditor}
+    return run_role(mode, lambda log: work(options, log, stop, **kinds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Dishonest workers beside an honest one, all real: rejected, and nothing of theirs trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runspec.common.keys import SigningKey
+from tests.harness import ROOT, LiveRun
+from verify.formats.verdict import decode_verdicts
+
+pytestmark = pytest.mark.slow
+
+
+def start_cheat(run: LiveRun, mode: str) -> tuple[str, subprocess.Popen[bytes]]:
+    """Starts a dishonest worker; returns its public key and process."""
+    key = SigningKey.generate()
+    home = run.runs_dir / mode
+    key.save(home / "worker.key")
+    endpoints = json.loads((run.dir / "endpoints.json").read_text())
+    root = json.loads((run.dir / "keys" / "roles.json").read_text())["key"]
+    with (home / "log").open("ab") as log:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.attacks.dishonest_worker", mode),
+                *("--run", run.name, "--coordinator", endpoints["coordinator"]),
+                *("--weights", endpoints["origin"], "--public-key", root),
+                *("--key", str(home / "worker.key"), "--dir", str(home), "--pool", "volunteers"),
+            ],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            stdout=log,
+            stderr=log,
+        )
+    return key.public_hex, process
+
+
+def verdicts_on(run: LiveRun, worker: str) -> list[tuple[Path, dict]]:
+    """Verdict files on a worker's submissions, with their signed statements."""
+    found = []
+    for path in run.dir.glob("rollouts/step_*/*.verdict.json"):
+        stem = path.name.removesuffix(".verdict.json")
+        submission = json.loads((path.parent / f"{stem}.json").read_text())["payload"]
+        if submission["worker"] == worker:
+            table = path.parent / f"{stem}.verdict.parquet"
+            found.append((table, json.loads(path.read_text())["payload"]))
+    return found
+
+
+def test_perturbed_weights_and_edited_tokens_are_rejected(tmp_path):
+    overrides = {"steps": 400, "checkpoints.every": 1000}
+    with LiveRun(tmp_path, "attacked", overrides) as run:
+        # given a run with an honest worker, joined by two that cheat
+        run.wait_for_step(1)
+        cheats = {mode: start_cheat(run, mode) for mode in ("perturbed", "edited")}
+        try:
+            for mode, (key, _) in cheats.items():
+                run.wait_until(
+                    lambda key=key: len(verdicts_on(run, key)) >= 3,
+                    f"three verdicts on the {mode} worker",
+                )
+            step = len(run.metrics())
+            run.wait_for_step(step + 3)  # anything of theirs that was let through trains by then
+        finally:
+            for _, process in cheats.values():
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+        trained = {
+            group["submission"]
+            for path in run.dir.glob("rollouts/step_*/batch.json")
+            for group in json.loads(path.read_text())["payload"]["groups"]
+        }
+        found = {mode: verdicts_on(run, key) for mode, (key, _) in cheats.items()}
+
+    # then each of their submissions was rejected, by a check that names itself
+    for mode, verdicts in found.items():
+        assert [v["accepted"] for _, v in verdicts] == [False] * len(verdicts), mode
+        assert all(v["reason"] for _, v in verdicts)
+        # and nothing of theirs reached the learner
+        assert not trained & {v["submission"] for _, v in verdicts}
+    # and the perturbation was of the size that must be caught
+    distances = [
+        row.logprob_diff
+        for table, _ in found["perturbed"]
+        for row in decode_verdicts(table.read_bytes())
+        if row.logprob_diff is not None
+    ]
+    assert np.mean(distances) >= 0.05
+    # and the honest worker went on undisturbed
+    assert trained
+    assert {v["reason"].split(":")[0] for _, v in found["edited"]} <= {
+        "reward",
+        "logprobs",
+        "logprobs_submission",
+        "seeded_sampling",
+        "seeded_sampling_submission",
+        "toploc",
+        "termination",
+    }
