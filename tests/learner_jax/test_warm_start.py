@@ -1,0 +1,128 @@
+"""The warm start: learns, stops at its mark, is kept, and says so when it cannot reach it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bridge.config import load_config
+from bridge.load import iter_leaves
+from learner_jax.warm_start import make_initial_model, model_config, warm_start_digest
+from runspec.common.errors import UserError
+from runspec.spec.resolved import dump_resolved
+from runspec.spec.schema import RunSpec
+from tests.learner_jax.conftest import tiny_spec
+from verify.plugins import load_task_set, load_warm_start_data
+
+LOG = logging.getLogger("test")
+
+
+def spec_with(start: dict[str, Any] | None = None, **changes: Any) -> RunSpec:
+    """The laptop's task on a smaller model, with a mark that a few updates reach."""
+    shape = {
+        "model_type": "qwen2",
+        "vocab_size": 192,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    quick = {"stop_answer_probability": 1e-4, "evaluate_every": 5, "sequences": 32, "lr": 1e-2}
+    changes = {
+        "model": {"shape": shape, "max_context": 128},
+        "warm_start": {**quick, **(start or {})},
+        "reward": [
+            {"name": "task", "kind": "reasoning_gym"},
+            {
+                "name": "length",
+                "kind": "target_length",
+                "form": "exact",
+                "alpha": 0.05,
+                "targets": [8, 16],
+            },
+        ],
+        "samplers": [
+            {
+                "name": "local",
+                "hardware": {"kind": "cpu"},
+                "max_model_len": 112,
+                "max_new_tokens": 48,
+            }
+        ],
+        "learner": {
+            "hardware": {"kind": "cpu", "count": 2},
+            "mesh": {"fsdp": 2},
+            "packing": {"tokens": 128, "rows": 8},
+        },
+        **changes,
+    }
+    return tiny_spec(**changes)
+
+
+def run_dir_of(path: Path, spec: RunSpec) -> Path:
+    path.mkdir()
+    (path / "spec.json").write_bytes(dump_resolved(spec))
+    return path
+
+
+def test_a_start_is_made_once_and_both_runs_link_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given two runs of one spec
+    spec, cache = spec_with(), tmp_path / "cache"
+    first, second = (run_dir_of(tmp_path / name, spec) for name in ("a", "b"))
+    # when both are started
+    model = make_initial_model(first, cache, LOG)
+    written = (model / "model.safetensors").stat().st_mtime_ns
+    with caplog.at_level(logging.INFO):
+        assert make_initial_model(second, cache, LOG) == model
+    # then the second found the first's model, said so, and links to the same directory
+    assert "there already, skipped" in caplog.text
+    assert (model / "model.safetensors").stat().st_mtime_ns == written
+    assert (first / "initial").resolve() == (second / "initial").resolve() == model.resolve()
+    assert [entry.name for entry in cache.iterdir()] == [model.name]
+    # and it is a Hugging Face model of the spec's shape whose last evaluation reached the mark
+    assert load_config(first / "initial") == model_config(spec)
+    leaves = dict(iter_leaves(first / "initial", model_config(spec)))
+    assert all(leaf.dtype == np.float32 and np.isfinite(leaf).all() for leaf in leaves.values())
+    curve = json.loads((model / "warm_start.json").read_bytes())["curve"]
+    assert curve[-1]["answer_probability"] >= 1e-4 > curve[0]["answer_probability"]
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    # and its tokenizer is the task's
+    assert len(load_task_set(spec, first / "initial")) > 0
+
+
+def test_a_mark_out_of_reach_is_an_error_with_the_number_reached(tmp_path: Path) -> None:
+    spec = spec_with({"max_updates": 7, "stop_answer_probability": 0.9})
+    run_dir, cache = run_dir_of(tmp_path / "a", spec), tmp_path / "cache"
+    with pytest.raises(UserError, match=r"after 7 updates .* is 0\.0\d+, the mark 0\.9"):
+        make_initial_model(run_dir, cache, LOG)
+    # then nothing half-made lies in the cache or in the run
+    assert list(cache.iterdir()) == []
+    assert not (run_dir / "initial").is_symlink()
+
+
+def test_the_digest_follows_all_that_the_model_follows_from(tmp_path: Path) -> None:
+    # given a tokenizer's files and a spec
+    load_warm_start_data(spec_with()).write_tokenizer(tmp_path)
+    base = warm_start_digest(spec_with(), tmp_path)
+    # then what the start does not see changes nothing
+    assert warm_start_digest(spec_with(steps=9, optimizer={"lr": 1.0}), tmp_path) == base
+    # and what it sees changes the digest
+    source = {"name": "words", "kind": "reasoning_gym", "dataset": "spell_backward", "size": 7}
+    changed = [
+        spec_with({"lr": 1e-3}),
+        spec_with(seed=8),
+        spec_with(data={"max_prompt_tokens": 48, "sources": [source]}),
+        spec_with(reward=[{"name": "task", "kind": "reasoning_gym"}]),
+    ]
+    digests = {warm_start_digest(spec, tmp_path) for spec in changed}
+    (tmp_path / "tokenizer.json").write_text("another")
+    digests.add(warm_start_digest(spec_with(), tmp_path))
+    assert len(digests) == 5 and base not in digests
