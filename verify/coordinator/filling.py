@@ -168,8 +168,8 @@ def _groups_in_lease_order(state: State, *, past_outstanding: bool) -> tuple[Tra
     """
     groups: list[TrainedGroup] = []
     for record in state.leases.values():
-        if record.lease.step > state.next_close or state.lag(record) > state.policy.async_level:
-            continue
+        if record.lease.step > state.next_close:
+            continue  # the lag needs no look: `apply` strikes groups beyond it from `usable`
         own = record.lease.step == state.next_close
         if own and record.outstanding and not past_outstanding:
             break

@@ -225,11 +225,33 @@ def test_the_deadline_closes_a_step_with_its_share_and_a_late_group_trains_a_ste
 
     run.answer(late)
     own = run.lease("y")
-    assert own.lease.step == 1
+    assert (own.lease.step, own.lease.groups) == (1, 2)
+    assert filling.needed_groups(run.state, 1) == 0  # the late ones count
     run.answer(own)
     (closed,) = run.advance()
     assert closed.complete
     assert [g.lease for g in closed.groups] == [late.digest] * 2 + [own.digest] * 2
+
+
+def test_late_groups_do_not_let_a_step_pass_over_its_own_earlier_lease():
+    run = started(lease_timeout_s=1000.0)
+    late, prompt = run.lease("x"), run.lease("y")
+    run.answer(prompt)
+    run.now += 100.0
+    run.advance()
+    run.register("z")
+    first, second = run.lease("y"), run.lease("z")  # all of step 1
+    run.answer(second)
+
+    run.answer(late)
+
+    assert run.advance() == []  # four groups are usable, but `first` was leased before `second`
+    run.answer(first)
+    (closed,) = run.advance()
+    assert [g.lease for g in closed.groups] == [late.digest] * 2 + [first.digest] * 2
+    assert run.work("y").lease.groups == 2  # what is left over trains at step 2
+    (closed,) = run.advance()
+    assert [g.lease for g in closed.groups][:2] == [second.digest] * 2
 
 
 def test_a_late_group_beyond_the_lag_expires():
