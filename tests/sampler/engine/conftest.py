@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,15 @@ def cpu_pool(dtype: str = "float32") -> SamplerPool:
             "max_new_tokens": MAX_NEW_TOKENS,
         }
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _a_core_for_each_rank() -> Iterator[None]:
+    """Read once, by the first engine of the process; only tensor-parallel ones heed it."""
+    with pytest.MonkeyPatch.context() as environment:
+        cores = sorted(os.sched_getaffinity(0))
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores[:2])))
+        yield
 
 
 @pytest.fixture(scope="session")
