@@ -6,8 +6,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,7 +50,7 @@ def apply_command(
         with open_run(spec, runs_dir) as run:
             if detach:
                 return start_in_background(run)
-            with stop_signals() as requests, watching(spec.name, spec.steps) as view:
+            with StopSignals() as requests, watching(spec.name, spec.steps) as view:
                 outcome = supervise(run, view, requests)
     except NotReady as error:
         _show_missing(error, file, profile)
@@ -61,27 +60,37 @@ def apply_command(
         return EXIT_LOCKED
     show_result(run_dir)
     if outcome.kind == "interrupted":
-        print(f"Interrupted. To go on from the newest checkpoint: {again}")
+        print(f"Interrupted by {requests.last}. To go on from the newest checkpoint: {again}")
         return EXIT_INTERRUPTED
     return 0
 
 
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], int]]:
-    """Counts Ctrl-C, SIGTERM and a closed terminal instead of dying of them."""
-    count = 0
+class StopSignals:
+    """Counts Ctrl-C, SIGTERM and a closed terminal instead of dying of them, inside `with`."""
 
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal count
-        count += 1
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield lambda: count
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def __init__(self) -> None:
+        self._count = 0
+        self._before: dict[signal.Signals, Any] = {}
+        self.last = ""
+        """Name of the newest."""
+
+    def __call__(self) -> int:
+        """How many have come."""
+        return self._count
+
+    def __enter__(self) -> StopSignals:
+        self._before = {stop: signal.signal(stop, self._note) for stop in self._NUMBERS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for stop, handler in self._before.items():
+            signal.signal(stop, handler)
+
+    def _note(self, stop: int, frame: FrameType | None) -> None:
+        self._count += 1
+        self.last = signal.Signals(stop).name
 
 
 def show_result(run_dir: Path) -> None:

@@ -66,7 +66,7 @@ def start_in_background(run: OpenRun) -> int:
 
 def main(arguments: list[str]) -> int:
     """Supervises a run whose lock this process was started with."""
-    from runspec.cli.apply import EXIT_INTERRUPTED, stop_signals
+    from runspec.cli.apply import EXIT_INTERRUPTED, StopSignals
     from runspec.cli.view import PlainView
 
     run_dir, lock = Path(arguments[0]), int(arguments[1])
@@ -75,12 +75,15 @@ def main(arguments: list[str]) -> int:
     assert endpoints is not None, "`apply` wrote them before it started this process"
     run = OpenRun(run_dir, spec, endpoints, lock)
     try:
-        with stop_signals() as requests:
+        with StopSignals() as requests:
             outcome = supervise(run, PlainView(spec.steps, sys.stdout), requests)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", EXIT_USER_ERROR)
-    return EXIT_INTERRUPTED if outcome.kind == "interrupted" else 0
+    if outcome.kind == "interrupted":
+        print(f"interrupted by {requests.last}")
+        return EXIT_INTERRUPTED
+    return 0
 
 
 if __name__ == "__main__":

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import typer
 
+from runspec.local.children import end_leftovers
 from runspec.local.run_dir import EXIT_LOCKED, RunLocked, find_run, hold
+from runspec.local.state import RunState
+
+LEFTOVER_PATIENCE_S = 10.0
 
 
 def delete_command(run: str, yes: bool, runs_dir: Path) -> int:
@@ -18,6 +23,8 @@ def delete_command(run: str, yes: bool, runs_dir: Path) -> int:
         with hold(run_dir):
             if not yes:
                 typer.confirm(f"Remove {run_dir} with everything in it?", abort=True)
+            with closing(RunState(run_dir)) as state:
+                end_leftovers(state.roles(), LEFTOVER_PATIENCE_S)
             # Renamed first: a removal cut short leaves nothing that looks like a run.
             doomed = run_dir.with_name(f".tmp-deleted-{run_dir.name}")
             shutil.rmtree(doomed, ignore_errors=True)

@@ -151,6 +151,7 @@ def drive(
             restarts=run.spec.placement.restarts,
             ends_run=frozenset(role.name for role in specs if role.ends_run),
             ends_when_sampled=frozenset(role.name for role in specs if role.ends_when_sampled),
+            servers=frozenset(role.name for role in specs if role.listen is not None),
             budget_ends_at=ends_at,
         )
         return Supervisor(

@@ -7,7 +7,8 @@ Invariants:
   run.
 - The run ends once: trained and published, by a role that cannot go on, by its budget, or on
   request. What began the stopping is the outcome.
-- It is done only when no process is alive: stopped politely, and killed after a deadline.
+- It is done only when no process is alive: stopped politely, the servers last, so that nobody waits
+  for one that is gone, and killed after a deadline.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class Rules:
     """Roles whose exit 0 ends the run, once it is trained."""
     ends_when_sampled: frozenset[str] = frozenset()
     """Roles whose exit 0 is no death once every step has its rollouts."""
+    servers: frozenset[str] = frozenset()
+    """Roles that others talk to."""
     budget_ends_at: float | None = None
     """When the run's budget of time is used up."""
     drain_s: float = DRAIN_S
@@ -97,6 +100,7 @@ class Fleet:
     phase: Phase = Phase.UP
     since: float = 0.0
     """When the phase began."""
+    servers_stopped: bool = False
     sampled: bool = False
     trained: bool = False
     published: bool = False
@@ -216,9 +220,10 @@ def advance(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, list[Action]
 def _tick(fleet: Fleet, now: float) -> tuple[Fleet, list[Action]]:
     waited, rules = now - fleet.since, fleet.rules
     match fleet.phase:
-        case Phase.STOPPING | Phase.KILLING:
-            overdue = fleet.phase is Phase.STOPPING and waited >= rules.stop_s
-            return _kill(fleet) if overdue else (fleet, [])
+        case Phase.STOPPING:
+            return _kill(fleet) if waited >= rules.stop_s else _stop_servers(fleet)
+        case Phase.KILLING:
+            return fleet, []
         case Phase.DRAINING:
             workers_left = any(fleet.roles[role].alive for role in rules.ends_when_sampled)
             if fleet.published and (not workers_left or waited >= rules.drain_s):
@@ -261,13 +266,18 @@ def _exited(fleet: Fleet, role: str, code: int, now: float) -> tuple[Fleet, list
 
 
 def _stop(fleet: Fleet, outcome: Outcome, now: float) -> tuple[Fleet, list[Action]]:
-    actions: list[Action] = []
     for name, role in fleet.roles.items():
-        if role.alive:
-            actions.append(Stop(name))
-        elif role.state is State.BACKOFF:
+        if role.state is State.BACKOFF:
             fleet = _with(fleet, name, state=_at_rest(outcome))
-    return replace(fleet, phase=Phase.STOPPING, outcome=outcome, since=now), actions
+    fleet = replace(fleet, phase=Phase.STOPPING, outcome=outcome, since=now)
+    return fleet, [Stop(name) for name in _alive(fleet) if name not in fleet.rules.servers]
+
+
+def _stop_servers(fleet: Fleet) -> tuple[Fleet, list[Action]]:
+    alive = _alive(fleet)
+    if fleet.servers_stopped or not fleet.rules.servers.issuperset(alive):
+        return fleet, []
+    return replace(fleet, servers_stopped=True), [Stop(name) for name in alive]
 
 
 def _at_rest(outcome: Outcome | None) -> State:
@@ -276,8 +286,11 @@ def _at_rest(outcome: Outcome | None) -> State:
 
 
 def _kill(fleet: Fleet) -> tuple[Fleet, list[Action]]:
-    alive = [name for name, role in fleet.roles.items() if role.alive]
-    return replace(fleet, phase=Phase.KILLING), [Kill(name) for name in alive]
+    return replace(fleet, phase=Phase.KILLING), [Kill(name) for name in _alive(fleet)]
+
+
+def _alive(fleet: Fleet) -> list[str]:
+    return [name for name, role in fleet.roles.items() if role.alive]
 
 
 def _with(fleet: Fleet, role: str, **changes: object) -> Fleet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from runspec.local.metrics import FILE_NAME, JsonLines, Row, latest_by_step
 from runspec.spec.schema import RunSpec
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.layout import step_folder
-
 
 ASK_EVERY_S = 2.0
 _ASK_PATIENCE_S = 0.3
@@ -83,8 +83,8 @@ class StageProgress:
 
     @property
     def note(self) -> str:
-        """The last line that the stage has logged."""
-        return "".join(last_lines(self._log, 1))
+        """The last line that the stage has logged, without its time and level."""
+        return re.sub(r"^\S+ \S+ [A-Z] ", "", "".join(last_lines(self._log, 1)))
 
     def poll(self) -> list[Event]:
         return [Sampled(), Trained(), Published()] if self._product.exists() else []

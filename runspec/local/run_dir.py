@@ -44,7 +44,7 @@ def hold(run_dir: Path) -> Iterator[int]:
             raise RunLocked(
                 f"the run is alive: held by {_holder(path)}",
                 place=str(run_dir),
-                remedy=f"watch it with `runspec status {run_dir.name}`, or stop that process first",
+                remedy=f"watch it with `runspec status {run_dir}`, or stop that process first",
             )
         sign_lock(descriptor)
         yield descriptor
@@ -108,7 +108,7 @@ def refuse_other_spec(old: RunSpec, new: RunSpec, run_dir: Path) -> None:
             "this run was started with another spec (only more `steps` may be asked for):\n"
             + "\n".join(lines),
             place=str(run_dir),
-            remedy=f"`runspec delete {run_dir.name}`, or start another run with --set name=NAME",
+            remedy=f"`runspec delete {run_dir}`, or start another run with --set name=NAME",
         )
 
 

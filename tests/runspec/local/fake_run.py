@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from runspec.cli.apply import stop_signals
+from runspec.cli.apply import StopSignals
 from runspec.cli.view import PlainView
 from runspec.common.errors import UserError
 from runspec.local.apply import OpenRun, drive, open_run
@@ -66,7 +66,7 @@ def drive_roles(
 
 def main(runs_dir: Path, steps: int, *extra: str) -> int:
     spec = small_spec(steps=steps)
-    with open_run(spec, runs_dir) as run, stop_signals() as requests:
+    with open_run(spec, runs_dir) as run, StopSignals() as requests:
         roles = usual_roles(run) + [role(behaviour, run.directory) for behaviour in extra]
         drive_roles(run, roles, PlainView(spec.steps, sys.stdout), requests)
     return 0

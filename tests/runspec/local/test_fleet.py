@@ -198,6 +198,17 @@ def test_ctrl_c_stops_politely_then_kills_after_the_deadline() -> None:
     assert fleet.done
 
 
+def test_servers_are_stopped_once_nobody_needs_them() -> None:
+    rules = Rules(restarts=2, servers=frozenset({"origin"}), stop_s=20.0)
+    fleet, actions = play(up(rules), (0.0, StopRequested()))
+    assert actions == [Stop("learner"), Stop("worker")]
+    fleet, actions = play(fleet, (1.0, Exited("worker", 0)), (1.0, Tick()))
+    assert actions == []
+    fleet, actions = play(fleet, (2.0, Exited("learner", 0)), (2.0, Tick()))
+    assert actions == [Stop("origin")]
+    assert play(fleet, (3.0, Tick()))[1] == [], "told once"
+
+
 def test_a_second_ctrl_c_kills_at_once() -> None:
     _, actions = play(up(), (0.0, StopRequested()), (0.1, StopRequested()))
     assert actions == [Kill("learner"), Kill("origin"), Kill("worker")]

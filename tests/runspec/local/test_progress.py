@@ -65,7 +65,7 @@ def test_a_stage_is_done_once_its_product_is_there(tmp_path: Path) -> None:
     log = tmp_path / "stage.log"
     progress = StageProgress(tmp_path / "product", log)
     assert (progress.poll(), progress.note) == ([], "")
-    log.write_text("update 10\nupdate 20\n")
+    log.write_text("update 10\n2026-01-01 10:00:00,000 I update 20\n")
     (tmp_path / "product").touch()
     assert Trained() in progress.poll()
     assert progress.note == "update 20"

@@ -21,7 +21,7 @@ def test_what_differs_is_listed_with_both_values(tmp_path: Path) -> None:
     assert "  optimizer.lr: 0.0007 there, 0.001 now" in text
     assert "  samplers.volunteers.max_new_tokens: 48 there, 40 now" in text
     assert "  steps: 5 there, 4 now" in text, "steps may be raised, not lowered"
-    assert "`runspec delete small`" in text and "--set name=NAME" in text
+    assert "small`, or start another run" in text and "--set name=NAME" in text
 
 
 @pytest.mark.parametrize(

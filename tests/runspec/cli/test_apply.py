@@ -1,0 +1,89 @@
+"""`runspec apply`: what it refuses, and what it says of a run that needs no more work."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from runspec.local.apply import open_run
+from tests.harness import ROOT, TARGET_SHORT, runspec
+from tests.runspec.local.fake_run import drive_roles, small_spec, usual_roles
+from tests.runspec.local.test_supervise import Watch
+
+
+def apply(runs_dir: Path, *arguments: str):
+    return runspec("apply", TARGET_SHORT, "--profile", "laptop", "--runs-dir", runs_dir, *arguments)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run `small` of five steps."""
+    runs_dir = tmp_path_factory.mktemp("runs")
+    with open_run(small_spec(), runs_dir) as run:
+        drive_roles(run, usual_roles(run), Watch())
+    return runs_dir
+
+
+def test_a_full_run_on_a_laptop_says_in_one_screen_what_is_missing(tmp_path: Path) -> None:
+    # given the full TARGET-LONG and a machine without a TPU
+    spec = ROOT / "specs" / "target_long.yaml"
+    # when it is applied
+    done = runspec("apply", spec, "--runs-dir", tmp_path / "runs")
+    # then everything that is missing is said at once, with a way out, and nothing was made
+    assert done.returncode == 1
+    for word in ("tpu-v5p 4x4x4", "h100-80g x 4", "Qwen/QwQ-32B", "HF_TOKEN", "'math'", "'code'"):
+        assert word in " ".join(done.stderr.split())
+    assert f"runspec apply {spec} --profile laptop" in done.stderr
+    assert len(done.stderr.splitlines()) <= 24
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_broken_spec_is_shown_with_its_place_and_makes_nothing(tmp_path: Path) -> None:
+    done = apply(tmp_path / "runs", "--set", "optimizer.lr=fast")
+    assert done.returncode == 1
+    assert "optimizer.lr" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_taken_port_is_named_and_nothing_is_made(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        done = apply(tmp_path / "runs", "--set", f"placement.base_port={port}")
+    assert done.returncode == 1
+    assert f"port {port} is taken" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_finished_run_says_so(finished: Path) -> None:
+    done = apply(finished, "--set", "name=small", "--set", "steps=5")
+    assert done.returncode == 0, done.stderr
+    assert "small is finished: all 5 steps are trained." in done.stdout
+    assert f"{finished / 'small' / 'report.html'}" in done.stdout
+
+
+def test_another_spec_under_the_same_name_is_refused(finished: Path) -> None:
+    done = apply(finished, "--set", "name=small", "--set", "steps=5", "--set", "seed=7")
+    assert done.returncode == 1
+    assert "seed: 42 there, 7 now" in done.stderr
+
+
+def test_a_run_that_is_alive_elsewhere_exits_5(tmp_path: Path) -> None:
+    with open_run(small_spec(), tmp_path):
+        done = apply(tmp_path, "--set", "name=small", "--set", "steps=5")
+    assert done.returncode == 5
+    assert "the run is alive: held by process" in done.stderr
+
+
+def test_a_detached_start_that_fails_shows_the_supervisor_s_last_words(tmp_path: Path) -> None:
+    # given a run whose worker's key was spoilt
+    with open_run(small_spec(), tmp_path) as run:
+        keys = run.directory / "keys"
+    keys.mkdir()
+    (keys / "volunteers-0.key").write_text("not a key")
+    # when it is applied in the background
+    done = apply(tmp_path, "--set", "name=small", "--set", "steps=5", "--detach")
+    # then the command ends with the reason
+    assert done.returncode == 1
+    assert "cannot read a signing key" in done.stderr

@@ -1,0 +1,85 @@
+"""`status`, `logs` and `delete` on a run that a real supervisor drives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, runspec
+from tests.runspec.local.test_supervise import DEADLINE_S, wait_for
+
+
+@pytest.fixture
+def alive(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a run `small` that is being trained."""
+    command = [sys.executable, "-m", "tests.runspec.local.fake_run", str(tmp_path), "100000"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    wait_for((tmp_path / "small" / "metrics.jsonl").exists, "a first step")
+    yield tmp_path
+    process.terminate()
+    process.wait(DEADLINE_S)
+
+
+def test_a_run_is_watched_read_and_deleted(alive: Path) -> None:
+    runs = ("--runs-dir", alive)
+    # while it is alive, status names its holder, its steps and the process of each role
+    status = json.loads(runspec("status", "small", "--json", *runs).stdout)
+    assert (status["state"], status["steps"]) == ("running", 100_000)
+    assert status["step"] >= 1
+    assert set(status["roles"]) == {"server", "learner", "worker"}
+    for role in status["roles"].values():
+        os.kill(role["pid"], 0)
+    text = runspec("status", alive / "small").stdout
+    assert "small: running" in text and "held by process" in text and "learner" in text
+    # its logs can be read
+    logs = runspec("logs", "small", "--role", "learner", *runs).stdout
+    assert "starts at step 0" in logs
+    assert "learner | " in runspec("logs", "small", *runs).stdout
+    # and followed until the reader goes
+    follow = [
+        sys.executable,
+        "-m",
+        "runspec",
+        "logs",
+        str(alive / "small"),
+        "--role",
+        "worker",
+        "-f",
+    ]
+    with subprocess.Popen(follow, cwd=ROOT, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert "starting" in reader.stdout.readline()
+        reader.terminate()
+    # it cannot be deleted
+    refused = runspec("delete", "small", "--yes", *runs)
+    assert refused.returncode == 5
+    assert "the run is alive" in refused.stderr
+    # once its supervisor is killed, status says that it was interrupted
+    holder = int(status["held_by"].split()[1])
+    os.kill(holder, 9)
+    wait_for(
+        lambda: json.loads(runspec("status", "small", "--json", *runs).stdout)["held_by"] is None,
+        "the end of the supervisor",
+    )
+    status = json.loads(runspec("status", "small", "--json", *runs).stdout)
+    assert status["state"] == "interrupted"
+    assert {role["state"] for role in status["roles"].values()} == {"waiting"}
+    # and it can be deleted, after a question
+    asked = runspec("delete", "small", *runs)
+    assert asked.returncode == 1
+    assert (alive / "small").exists()
+    assert runspec("delete", "small", "--yes", *runs).returncode == 0
+    assert list(alive.iterdir()) == []
+
+
+def test_a_run_that_is_not_there_exits_1_with_what_is(tmp_path: Path) -> None:
+    for command in (["status"], ["logs"], ["delete", "--yes"]):
+        done = runspec(*command, "small", "--runs-dir", tmp_path)
+        assert done.returncode == 1
+        assert "no run 'small'" in done.stderr

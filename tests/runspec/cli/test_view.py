@@ -1,0 +1,69 @@
+"""What people see while a run goes on."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from rich.live import Live
+
+from runspec.cli.text import duration, number, per_second, sparkline
+from runspec.cli.view import LiveView, PlainView, step_line
+from runspec.local.supervisor import RoleView
+
+ROW = {
+    "step": 11,
+    "task_reward": 0.4567,
+    "reward": -0.2,
+    "length_error": 7.89,
+    "lag_mean": 1.25,
+    "lag_max": 2,
+    "tokens_per_s": 4000.0,
+    "sampler_tokens_per_s": 8123.4,
+}
+ROLES = [RoleView("learner", "running", 0, 41), RoleView("relay-eu", "backoff", 3, None)]
+
+
+def test_a_sparkline_goes_from_lowest_to_highest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], 2) == "▁█", "each bar is a mean"
+    assert sparkline([5, 5, 5], 8) == "▁▁▁"
+    assert sparkline([], 8) == ""
+
+
+def test_figures_are_short_and_unknown_ones_a_dash() -> None:
+    assert (number(0.45678), number(None), per_second(8123.4)) == ("0.457", "-", "8,123")
+    assert [duration(s) for s in (42.4, 185, 7801)] == ["42 s", "3 min 5 s", "2 h 10 min"]
+
+
+def test_plain_lines_say_every_change_but_not_every_step() -> None:
+    out = io.StringIO()
+    view = PlainView(150, out)
+    view.event("learner", "starting (process 41)")
+    for step in range(40):
+        view.show([{**ROW, "step": step}], ROLES, "")
+    lines = out.getvalue().splitlines()
+    assert lines[0].endswith("learner: starting (process 41)")
+    assert len(lines) == 2, "forty steps at once are one line"
+    view.show([{**ROW, "step": 149}], ROLES, "")
+    assert "step 150/150" in out.getvalue(), "the last step is always said"
+
+
+def test_a_step_in_one_line() -> None:
+    assert step_line(ROW, 150) == (
+        "step 12/150  task 0.457  reward -0.2  length error 7.89  lag 1.2  8,123 tok/s"
+    )
+
+
+def test_the_live_panel_shows_the_run_and_each_role() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with Live(console=console, auto_refresh=False) as live:
+        view = LiveView("small", 150, live)
+        view.show([], ROLES, "warm start: update 10")
+        view.event("relay-eu", "killed by SIGKILL, starts again")
+        view.show([ROW], ROLES, "")
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    for text in ("warm start: update 10", "12/150", "0.457", "8,123", "relay-eu", "backoff", "41"):
+        assert text in shown
+    assert "killed by SIGKILL" in shown
