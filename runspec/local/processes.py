@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from runspec.common.errors import UserError
@@ -134,7 +134,12 @@ def role_specs(
             )
         )
     _refuse_equal_names(roles)
-    return roles
+    secrets = {
+        secret.name: machine.env[secret.source.env]
+        for secret in spec.secrets
+        if secret.source.env in machine.env
+    }
+    return [replace(role, env={**role.env, **secrets}) for role in roles]
 
 
 @dataclass(frozen=True)

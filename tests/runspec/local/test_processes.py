@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,11 @@ ENDPOINTS = Endpoints(
 ROOT_KEY = "ab" * 32
 
 
-def roles_of(spec: RunSpec, endpoints: Endpoints = ENDPOINTS) -> dict[str, RoleSpec]:
+def roles_of(
+    spec: RunSpec, endpoints: Endpoints = ENDPOINTS, env: Mapping[str, str] | None = None
+) -> dict[str, RoleSpec]:
     identity = Identity(RUN / "keys", ROOT_KEY)
-    machine = Machine("python", (0, 1), {})
+    machine = Machine("python", (0, 1), env or {})
     roles = role_specs(spec, RUN, endpoints=endpoints, identity=identity, machine=machine)
     return {role.name: role for role in roles}
 
@@ -81,6 +84,13 @@ def test_workers_take_turns_at_the_relays_and_fall_back_to_the_origin() -> None:
     second = f"--weights http://127.0.0.1:2 --weights http://127.0.0.1:1 {origin}"
     assert first in line(roles["volunteers-0"])
     assert second in line(roles["volunteers-1"])
+
+
+def test_secrets_reach_the_roles_under_their_names_and_no_command_line() -> None:
+    spec = small_spec("small", 5, "secrets=[{name: HF_TOKEN, from: {env: MY_TOKEN}}]")
+    for role in roles_of(spec, env={"MY_TOKEN": "hush"}).values():
+        assert role.env["HF_TOKEN"] == "hush"
+        assert "hush" not in line(role)
 
 
 def test_two_roles_of_one_name_are_refused() -> None:
