@@ -32,7 +32,7 @@ class TokenBatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossInputs:
-    """What the loss knows of each output token, float32 [B, T] each, 0 elsewhere."""
+    """What the loss knows of each output token, float32 [B, T] each; read where weights > 0."""
 
     weights: Data
     """mask_t / N, of `loss.token_weights`: 0 where the position predicts no output token."""

@@ -134,18 +134,29 @@ def grpo_loss(
         entropy: of pi_theta at each position, at that temperature.
         inputs: the rest, per position.
         algorithm: clip, kl, entropy_coef and importance of the spec.
+
+    Raises:
+        ValueError: `kl.coef` is not 0 and there are no log-probs of the reference policy.
     """
-    on = inputs.weights > 0  # elsewhere everything must be 0, also where log-probs are nonsense
-    logprobs = jnp.where(on, logprobs, 0.0)
-    ratio = jnp.exp(jnp.clip(logprobs - inputs.old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    if algorithm.kl.coef and inputs.ref_logprobs is None:
+        raise ValueError("the KL term needs the reference policy's log-probs")
+    on = inputs.weights > 0
+
+    def kept(values: Array) -> Array:
+        # Scores say something at every position; only output tokens may count, even in 0 * inf.
+        return jnp.where(on, values, 0.0)
+
+    logprobs, entropy = kept(logprobs), kept(entropy)
+    old, sampler = kept(inputs.old_logprobs), kept(inputs.sampler_logprobs)
+    ratio = jnp.exp(jnp.clip(logprobs - old, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     gain = surrogate(ratio, inputs.advantages, algorithm.clip)
     if algorithm.importance.cap is not None:
-        staleness = inputs.old_logprobs - inputs.sampler_logprobs
-        correction = jnp.exp(jnp.clip(staleness, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        correction = jnp.exp(jnp.clip(old - sampler, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         gain = gain * jnp.minimum(correction, algorithm.importance.cap)
-    kl = jnp.zeros_like(logprobs)
-    if inputs.ref_logprobs is not None:
-        kl = k3(logprobs, inputs.ref_logprobs)
+    if inputs.ref_logprobs is None:
+        kl = jnp.zeros_like(logprobs)
+    else:
+        kl = k3(logprobs, kept(inputs.ref_logprobs))
     policy_loss = -jnp.sum(inputs.weights * gain)
     penalty = algorithm.kl.coef * kl - algorithm.entropy_coef * entropy
     loss = policy_loss + jnp.sum(inputs.weights * penalty)
@@ -157,12 +168,12 @@ def grpo_loss(
     metrics = LossMetrics(
         loss=loss,
         policy_loss=policy_loss,
-        kl=jnp.sum(kl, where=on),
-        entropy=jnp.sum(entropy, where=on),
+        kl=jnp.sum(kl),
+        entropy=jnp.sum(entropy),
         clipped_low=count(negative & (ratio < 1.0 - algorithm.clip.eps_low)),
         clipped_high=count((inputs.advantages > 0) & (ratio > 1.0 + algorithm.clip.eps_high)),
         clipped_delta=count(negative & (ratio > algorithm.clip.delta)),
-        drift=jnp.sum(jnp.abs(logprobs - inputs.sampler_logprobs), where=on),
+        drift=jnp.sum(jnp.abs(logprobs - sampler)),
         tokens=count(on),
         ratio_max=jnp.max(ratio, where=on, initial=0.0),
     )

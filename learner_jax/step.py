@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ from learner_jax.model import Params, abstract_params, final_hidden, head_weight
 from learner_jax.optimizer import make_optimizer
 from learner_jax.sharding import param_shardings
 from runspec.common.errors import UserError
-from runspec.spec.schema import Learner, RunSpec
+from runspec.spec.schema import RunSpec
 
 
 @jax.tree_util.register_dataclass
@@ -96,19 +97,21 @@ def policy_logprobs(
     params: Params,
     config: ModelConfig,
     batch: TokenBatch,
-    learner: Learner,
+    *,
     temperature: float,
-    mesh: Mesh | None,
+    compute_dtype: np.dtype | type,
+    remat: Literal["none", "full"],
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probs of the targets and entropies, as `logprobs.token_logprobs` says."""
+    """Log-probs of the targets and entropies: `model.final_hidden`, then `token_logprobs`."""
     hidden = final_hidden(
         params,
         config,
         batch.tokens,
         batch.segment_ids,
         batch.positions,
-        compute_dtype=jnp.dtype(learner.compute_dtype),
-        remat=learner.remat,
+        compute_dtype=compute_dtype,
+        remat=remat,
         mesh=mesh,
     )
     return token_logprobs(hidden, head_weight(params), batch.targets, temperature=temperature)
@@ -121,7 +124,14 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
         UserError: the packing does not divide over the mesh, or pools differ in temperature.
     """
     _check_packing(spec, mesh)
-    temperature = sampling_temperature(spec)
+    policy = partial(
+        policy_logprobs,
+        config=config,
+        temperature=sampling_temperature(spec),
+        compute_dtype=jnp.dtype(spec.learner.compute_dtype),
+        remat=spec.learner.remat,
+        mesh=mesh,
+    )
     optimizer = make_optimizer(spec.optimizer)
     abstract_state = _abstract_state(config, mesh, optimizer)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
@@ -137,7 +147,7 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
         return _copy_as(params, broadcast_dtype)
 
     def score(params: Any, batch: TokenBatch) -> Array:
-        return policy_logprobs(params, config, batch, spec.learner, temperature, mesh)[0]
+        return policy(params, batch=batch)[0]
 
     def zeros() -> Accumulated:
         grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state.params)
@@ -147,8 +157,7 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
         params: Any, total: Accumulated, batch: TokenBatch, inputs: LossInputs
     ) -> Accumulated:
         def objective(params: Any) -> tuple[Array, LossMetrics]:
-            outputs = policy_logprobs(params, config, batch, spec.learner, temperature, mesh)
-            return grpo_loss(*outputs, inputs, spec.algorithm)
+            return grpo_loss(*policy(params, batch=batch), inputs, spec.algorithm)
 
         grads, metrics = jax.grad(objective, has_aux=True)(params)
         return Accumulated(jax.tree.map(jnp.add, total.grads, grads), total.metrics.merge(metrics))

@@ -1,0 +1,142 @@
+"""The policy and the loss a second time: one sample at a time, straight from DESIGN, no sharing.
+
+Nothing here is packed, scanned, chunked, blocked or sharded, and nothing comes from `learner_jax`.
+Run under `jax.enable_x64(True)` it is the truth that the learner is measured against.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bridge.config import ModelConfig
+from runspec.spec.schema import Algorithm
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A sample and all that the loss knows of it."""
+
+    prompt: np.ndarray
+    output: np.ndarray
+    advantage: float
+    old: np.ndarray
+    mu: np.ndarray
+    ref: np.ndarray
+
+
+def make_rollouts(rng: np.random.Generator, vocab: int, count: int, longest: int) -> list[Rollout]:
+    """Random rollouts, advantages of both signs, stale log-probs that reach every clip.
+
+    Of three different shapes, so that the reference is compiled three times only.
+    """
+    rollouts = []
+    shapes = rng.integers(1, longest // 2, (3, 2))
+    for number in range(count):
+        prompt, output = shapes[number % 3]
+        near = -math.log(vocab) + rng.normal(size=(3, output))
+        rollouts.append(
+            Rollout(
+                prompt=rng.integers(0, vocab, prompt).astype(np.int32),
+                output=rng.integers(0, vocab, output).astype(np.int32),
+                advantage=float(rng.normal()),
+                old=near[0],
+                mu=near[1],
+                ref=near[2],
+            )
+        )
+    return rollouts
+
+
+def logits_of(params: Any, config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    """[n] -> [n, V], Qwen2 as its paper and config.json describe it."""
+    n, heads, h = len(tokens), config.num_attention_heads, config.head_dim
+    group = heads // config.num_key_value_heads
+
+    def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * weight
+
+    def rope(x: jax.Array) -> jax.Array:  # complex numbers: a turn is a product
+        theta = config.rope_theta ** (-np.arange(0, h, 2) / h)
+        turn = np.exp(1j * np.arange(n)[:, None] * theta)
+        turned = (x[:, : h // 2] + 1j * x[:, h // 2 :]) * turn
+        return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+    x = params["embed"][tokens]
+    for i in range(config.num_hidden_layers):
+        layer = {name: leaf[i] for name, leaf in params["layers"].items()}
+        y = norm(x, layer["attn_norm"])
+        for head in range(heads):
+            kv = head // group
+            q = rope(y @ layer["q"][:, head] + layer["q_bias"][head])
+            k = rope(y @ layer["k"][:, kv] + layer["k_bias"][kv])
+            v = y @ layer["v"][:, kv] + layer["v_bias"][kv]
+            scores = jnp.where(np.tri(n, dtype=bool), q @ k.T / math.sqrt(h), -jnp.inf)
+            x = x + jax.nn.softmax(scores, axis=-1) @ v @ layer["o"][head]
+        y = norm(x, layer["mlp_norm"])
+        x = x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
+    head_matrix = params["embed"].T if config.tie_word_embeddings else params["head"]
+    return norm(x, params["final_norm"]) @ head_matrix
+
+
+@partial(jax.jit, static_argnames=("config", "temperature"))
+def log_table(
+    params: Any, config: ModelConfig, prompt: jax.Array, output: jax.Array, temperature: float
+) -> jax.Array:
+    """[n, V]: log_softmax(logits / T) at the positions that predict the n output tokens."""
+    logits = logits_of(params, config, jnp.concatenate([prompt, output]))
+    table = jax.nn.log_softmax(logits / temperature)
+    return table[len(prompt) - 1 : len(prompt) - 1 + len(output)]
+
+
+def loss_of(
+    params: Any,
+    config: ModelConfig,
+    rollouts: list[Rollout],
+    algorithm: Algorithm,
+    *,
+    temperature: float,
+    max_new_tokens: int,
+) -> jax.Array:
+    """The loss of one whole optimizer batch."""
+    lengths = [len(rollout.output) for rollout in rollouts]
+    normaliser: dict[str, Callable[[int], float]] = {
+        "sequence": lambda n: len(lengths) * n,
+        "token": lambda n: sum(lengths),
+        "constant": lambda n: len(lengths) * max_new_tokens,
+    }
+    clip, total = algorithm.clip, jnp.zeros(())
+    for rollout, n in zip(rollouts, lengths, strict=True):
+        table = log_table(params, config, rollout.prompt, rollout.output, temperature)
+        current = table[np.arange(n), rollout.output]
+        ratio = jnp.exp(jnp.clip(current - rollout.old, -20, 20))
+        a = rollout.advantage
+        plain = jnp.clip(ratio, 1 - clip.eps_low, 1 + clip.eps_high) * a
+        gain = jnp.minimum(jnp.minimum(ratio, clip.delta) * a, plain)
+        if algorithm.importance.cap is not None:
+            gain = gain * np.minimum(np.exp(rollout.old - rollout.mu), algorithm.importance.cap)
+        kl = jnp.exp(rollout.ref - current) - (rollout.ref - current) - 1
+        entropy = -(jnp.exp(table) * table).sum(-1)
+        per_token = -gain + algorithm.kl.coef * kl - algorithm.entropy_coef * entropy
+        total = total + per_token.sum() / normaliser[algorithm.loss_normalizer](n)
+    return total
+
+
+def relative_errors(found: Any, expected: Any) -> dict[str, float]:
+    """||a - b|| / ||b|| of each tensor, by its path."""
+
+    def error(a: Any, b: Any) -> float:
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
+
+    errors = jax.tree_util.tree_map_with_path(
+        lambda path, a, b: (jax.tree_util.keystr(path), error(a, b)), found, expected
+    )
+    return dict(jax.tree.leaves(errors, is_leaf=lambda leaf: isinstance(leaf, tuple)))

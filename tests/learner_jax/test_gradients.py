@@ -1,0 +1,184 @@
+"""The gradient of an optimizer batch: right for every switch, the same however it is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bridge.config import ModelConfig
+from learner_jax.arrays import LossInputs, TokenBatch
+from learner_jax.loss import grpo_loss, token_weights
+from learner_jax.model import abstract_params
+from learner_jax.packing import Sample, pack
+from learner_jax.sharding import make_mesh, shard_batch, shard_params
+from learner_jax.step import build_programs, policy_logprobs
+from runspec.spec.schema import Algorithm, Learner, Mesh, RunSpec
+from tests.learner_jax.conftest import tiny_spec
+from tests.learner_jax.reference import Rollout, loss_of, make_rollouts, relative_errors
+
+CONFIG = ModelConfig("qwen2", 24, 16, 24, 2, 4, 2, 8, 64, 10000.0, 1e-6, False)
+MAX_NEW_TOKENS = 16  # of tiny_spec's pool
+TEMPERATURE = 0.7
+SWITCHES = {
+    "the paper": {},
+    "token normaliser": {"loss_normalizer": "token"},
+    "constant normaliser": {"loss_normalizer": "constant"},
+    "no KL": {"kl": {"coef": 0.0}},
+    "strong KL": {"kl": {"coef": 0.5}},
+    "strong entropy": {"entropy_coef": 0.3},
+    "importance weights": {"importance": {"cap": 1.5}},
+    "uneven clip": {"clip": {"eps_low": 0.05, "eps_high": 0.6, "delta": 1.7}},
+}
+
+
+def rollouts_of(seed: int = 0, count: int = 10) -> list[Rollout]:
+    return make_rollouts(np.random.default_rng(seed), CONFIG.vocab_size, count, longest=30)
+
+
+def params_of(dtype: Any) -> Any:
+    """Parameters with biases and norms that matter; the same in every type."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda s: jnp.asarray(s.mean + rng.normal(size=s.shape) * (s.std or 0.1), dtype),
+        abstract_params(CONFIG),
+    )
+
+
+def inputs_of(packed: Any, rollouts: list[Rollout], algorithm: Algorithm) -> LossInputs:
+    lengths = [len(rollout.output) for rollout in rollouts]
+    weights = token_weights(lengths, algorithm.loss_normalizer, max_new_tokens=MAX_NEW_TOKENS)
+    return LossInputs(
+        weights=packed.scatter([np.full(n, w) for n, w in zip(lengths, weights, strict=True)]),
+        advantages=packed.scatter([np.full(len(r.output), r.advantage) for r in rollouts]),
+        old_logprobs=packed.scatter([r.old for r in rollouts]),
+        sampler_logprobs=packed.scatter([r.mu for r in rollouts]),
+        ref_logprobs=packed.scatter([r.ref for r in rollouts]),
+    )
+
+
+@jax.jit
+def logprobs64(params: Any, batch: TokenBatch) -> Any:
+    return policy_logprobs(
+        params,
+        batch=batch,
+        config=CONFIG,
+        temperature=TEMPERATURE,
+        compute_dtype=jnp.float64,
+        remat="full",
+    )
+
+
+def packed_gradient64(rollouts: list[Rollout], algorithm: Algorithm, *, tokens: int) -> Any:
+    """The learner's pure functions in float64, one row a microbatch."""
+    packed = pack([Sample(r.prompt, r.output) for r in rollouts], tokens=tokens, rows=1)
+    inputs = inputs_of(packed, rollouts, algorithm)
+
+    def objective(params: Any) -> jax.Array:
+        total = jnp.zeros(())
+        for i in range(packed.microbatches):
+            part = jax.tree.map(lambda x, i=i: x[i], inputs)
+            outputs = logprobs64(params, packed.token_batch(i))
+            total = total + grpo_loss(*outputs, part, algorithm)[0]
+        return total
+
+    return jax.grad(objective)(params_of(jnp.float64))
+
+
+def true_gradient(rollouts: list[Rollout], algorithm: Algorithm) -> Any:
+    return jax.grad(loss_of)(
+        params_of(jnp.float64),
+        CONFIG,
+        rollouts,
+        algorithm,
+        temperature=TEMPERATURE,
+        max_new_tokens=MAX_NEW_TOKENS,
+    )
+
+
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES.keys())
+def test_gradient_is_that_of_the_formula(switches: dict[str, Any]) -> None:
+    # given one optimizer batch and an algorithm
+    rollouts, algorithm = rollouts_of(count=5), Algorithm.model_validate(switches)
+    with jax.enable_x64(True):
+        # when the gradient is computed packed, over microbatches, and by the plain formula
+        found = packed_gradient64(rollouts, algorithm, tokens=48)
+        expected = true_gradient(rollouts, algorithm)
+    # then every tensor agrees
+    assert max(relative_errors(found, expected).values()) < 1e-10
+
+
+def test_gradient_does_not_depend_on_the_packing_in_float64() -> None:
+    rollouts, algorithm = rollouts_of(), Algorithm()
+    with jax.enable_x64(True):
+        short, long = (packed_gradient64(rollouts, algorithm, tokens=t) for t in (32, 100))
+    assert max(relative_errors(short, long).values()) < 1e-10
+
+
+def spec_of(mesh: dict[str, int], tokens: int, rows: int, remat: str = "full") -> RunSpec:
+    spec = tiny_spec()
+    learner = Learner(
+        hardware=spec.learner.hardware,
+        mesh=Mesh(**mesh),
+        packing={"tokens": tokens, "rows": rows},
+        compute_dtype="float32",
+        remat=remat,
+    )
+    sampling = spec.samplers[0].sampling.model_copy(update={"temperature": TEMPERATURE})
+    pool = spec.samplers[0].model_copy(update={"sampling": sampling})
+    return spec.model_copy(
+        update={"learner": learner, "samplers": [pool], "algorithm": Algorithm(kl={"coef": 0.1})}
+    )
+
+
+def program_gradient(spec: RunSpec, rollouts: list[Rollout]) -> tuple[Any, dict[str, float]]:
+    """The gradient and metrics by the jitted programs, in float32."""
+    mesh, packing = make_mesh(spec.learner.mesh), spec.learner.packing
+    programs = build_programs(spec, CONFIG, mesh)
+    params = shard_params(params_of(jnp.float32), abstract_params(CONFIG), mesh)
+    samples = [Sample(r.prompt, r.output) for r in rollouts]
+    packed = pack(samples, tokens=packing.tokens, rows=packing.rows)
+    inputs = jax.tree.map(
+        lambda x: x.astype(np.float32), inputs_of(packed, rollouts, spec.algorithm)
+    )
+    total = programs.zeros()
+    for i in range(packed.microbatches):
+        part = shard_batch(jax.tree.map(lambda x, i=i: x[i], inputs), mesh)
+        total = programs.accumulate(params, total, shard_batch(packed.token_batch(i), mesh), part)
+    total = jax.device_get(total)
+    return total.grads, total.metrics.means()
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[Any, dict[str, float]]:
+    return program_gradient(spec_of({}, tokens=64, rows=4), rollouts_of())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tokens", "rows", "remat"),
+    [
+        ({}, 200, 1, "none"),
+        ({"fsdp": 2}, 64, 4, "full"),
+        ({"data": 2}, 64, 2, "full"),
+        ({"tensor": 2}, 64, 4, "full"),
+        ({"context": 2, "tensor": 2}, 64, 4, "none"),
+        ({"data": 2, "fsdp": 2}, 48, 4, "full"),
+    ],
+)
+def test_gradient_is_the_same_on_every_mesh_and_packing(
+    mesh: dict[str, int], tokens: int, rows: int, remat: str, expected: tuple[Any, dict[str, float]]
+) -> None:
+    # given one optimizer batch, when it is packed and sharded another way
+    grads, metrics = program_gradient(spec_of(mesh, tokens, rows, remat), rollouts_of())
+    # then gradients and metrics are those of one device
+    assert max(relative_errors(grads, expected[0]).values()) <= 1e-5
+    assert metrics == pytest.approx(expected[1], rel=1e-5)
+
+
+def test_gradient_in_float32_is_near_the_truth(expected: tuple[Any, dict[str, float]]) -> None:
+    with jax.enable_x64(True):
+        truth = true_gradient(rollouts_of(), Algorithm(kl={"coef": 0.1}))
+    assert max(relative_errors(expected[0], truth).values()) < 1e-4
