@@ -4,8 +4,9 @@
 
 Ours samples with seeded noise and captures log-probs and hidden states; bare is `LLM.generate` at
 temperature 1. Seconds are CPU seconds of this process, which runs one thread; rounds alternate and
-the best of each counts, so that other work on the machine counts little. `proofs_s` is what one batch costs beside the sampling, `load_s` a switch of version
-with its checks, `start_s` the first load and `import_s` vLLM's import.
+the best of each counts, so that other work on the machine counts little. `proofs_s` is what one
+batch costs beside the sampling, `load_s` a switch of version with its checks, `start_s` the first
+load and `import_s` vLLM's import.
 """
 
 from __future__ import annotations

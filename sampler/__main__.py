@@ -51,4 +51,6 @@ def _leave(stop: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # vLLM takes seconds to take itself apart, and nothing is left to save

@@ -26,8 +26,7 @@ from runspec.spec.schema import SamplerPool
 from sampler.probe import FILE_NAME as PROBE_FILE
 from sampler.probe import LIMITS as PROBE_LIMITS
 from sampler.probe import probe_difference, read_probe
-from sampler.readback import LoadReport
-from sampler.requests import GenerationAborted, Sampled, SampleRequest
+from sampler.requests import GenerationAborted, LoadReport, Recorded, Sampled, SampleRequest
 
 MAX_SEQUENCES = 256
 CPU_BLOCK_TOKENS = 32
@@ -158,21 +157,13 @@ class Engine:
         results = [output.outputs[0] for output in outputs]
         lengths = [len(result.token_ids) for result in results]
         recorded = next(r for r in self._rpc("take_recorded", lengths=lengths) if r is not None)
-        tokens = np.frombuffer(recorded.tokens, dtype=np.int32)
-        if tokens.tolist() != [token for result in results for token in result.token_ids]:
+        sampled = _sampled(recorded, lengths, [result.finish_reason for result in results])
+        if any(
+            ours.output_tokens.tolist() != list(theirs.token_ids)
+            for ours, theirs in zip(sampled, results, strict=True)
+        ):
             raise RuntimeError("the recorded tokens are not the ones that vLLM returned")
-        total = len(tokens)
-        logprobs = np.frombuffer(recorded.logprobs, dtype=np.float32)
-        hidden = np.frombuffer(recorded.hidden, dtype=np.uint16).reshape(total, -1)
-        ends = np.cumsum(lengths)
-        return [
-            Sampled(
-                tokens[end - n : end], logprobs[end - n : end], str(reason), hidden[end - n : end]
-            )
-            for end, n, reason in zip(
-                ends, lengths, [r.finish_reason for r in results], strict=True
-            )
-        ]
+        return sampled
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs of given tokens, by prefill, at temperature 1.
@@ -265,6 +256,19 @@ def _cpu_kv_bytes(pool: SamplerPool, weights_dir: Path) -> int:
     item = 4 if pool.dtype == "float32" else 2
     wanted = MAX_SEQUENCES * blocks * CPU_BLOCK_TOKENS * per_token * item
     return min(max(wanted, 64 << 20), 4 << 30)
+
+
+def _sampled(recorded: Recorded, lengths: list[int], reasons: list[str]) -> list[Sampled]:
+    """Cuts the rows of a batch into its sequences."""
+    tokens = np.frombuffer(recorded.tokens, dtype=np.int32)
+    logprobs = np.frombuffer(recorded.logprobs, dtype=np.float32)
+    hidden = np.frombuffer(recorded.hidden, dtype=np.uint16).reshape(len(tokens), -1)
+    ends = np.cumsum(lengths)
+    rows = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    return [
+        Sampled(tokens[row], logprobs[row], reason, hidden[row])
+        for row, reason in zip(rows, reasons, strict=True)
+    ]
 
 
 def _kinds(names: Sequence[str]) -> str:

@@ -9,7 +9,6 @@ are named, and the log-probs of `probe.json` speak for them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,7 @@ import numpy as np
 import torch
 
 from bridge.safetensors_io import read_headers, read_tensor
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What one rank found, by the files' tensor names."""
-
-    compared: list[str]
-    repacked: list[str]
-    """Held in a form that cannot be read back."""
-    different: list[str]
-    """The engine holds other bytes than the files: the load failed."""
+from sampler.requests import LoadReport
 
 
 def compare_weights(model: Any, weights_dir: Path) -> LoadReport:

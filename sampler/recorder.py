@@ -14,17 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-
-@dataclass(frozen=True)
-class Recorded:
-    """Rows of several slots, slot by slot, position by position; bytes cross any transport."""
-
-    tokens: bytes
-    """i32 [N]."""
-    logprobs: bytes
-    """f32 [N]."""
-    hidden: bytes
-    """u16 [N, D], bits of bf16."""
+from sampler.requests import Recorded
 
 
 @dataclass(frozen=True)

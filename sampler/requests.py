@@ -36,5 +36,28 @@ class Sampled:
     """u16 [n, D]: bits of the bf16 final hidden state, after the last norm, that produced it."""
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """Rows of several slots, slot by slot, position by position; bytes cross any transport."""
+
+    tokens: bytes
+    """i32 [N]."""
+    logprobs: bytes
+    """f32 [N]."""
+    hidden: bytes
+    """u16 [N, D], bits of bf16."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one rank found after a load, by the files' tensor names."""
+
+    compared: list[str]
+    repacked: list[str]
+    """Held in a form that cannot be read back."""
+    different: list[str]
+    """The engine holds other bytes than the files: the load failed."""
+
+
 class GenerationAborted(Exception):
     """Generation ended early because the caller asked for it; nothing was sampled."""

@@ -46,7 +46,7 @@ class Versions:
         self._news, self._client = client(), client()  # a long poll holds no fetch up
         self._fetching = threading.Lock()
         self._fetch_s, self._log = fetch_s, log
-        self._newest: int | None = None
+        self._newest = -1  # none fetched yet
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True)
 
@@ -64,7 +64,6 @@ class Versions:
                 remedy="check the learner and the publisher",
             )
         path = self.get(latest.version, latest.manifest_digest)
-        self._newest = latest.version
         self._thread.start()
         return latest.version, path
 
@@ -75,14 +74,16 @@ class Versions:
             UserError: not there in time, or not the version that the digest names.
         """
         with self._fetching:
-            return self._client.fetch(
+            path = self._client.fetch(
                 version, manifest_digest=manifest_digest, deadline_s=self._fetch_s
             )
+            self._newest = max(version, self._newest)
+            return path
 
     def keep(self, version: int) -> None:
         """Removes every version but this one and the newest."""
         with self._fetching:
-            self._client.prune({version} if self._newest is None else {version, self._newest})
+            self._client.prune({version, self._newest})
 
     def close(self) -> None:
         self._stop.set()
@@ -93,7 +94,6 @@ class Versions:
                 latest = self._news.latest(self._newest, _POLL_S)
                 if latest is not None:
                     self.get(latest.version, latest.manifest_digest)
-                    self._newest = latest.version
             except UserError as error:  # what a lease needs is fetched, and fails, in the open
                 self._log.warning("prefetch: %s", error)
                 self._stop.wait(_RETRY_S)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from sampler.readback import LoadReport, compare_weights
-from sampler.recorder import Recorded
+from sampler.readback import compare_weights
+from sampler.requests import LoadReport, Recorded
 from sampler.seeded import SeededSampler
 
 
