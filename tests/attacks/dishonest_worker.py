@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from runspec.common.process import run_role, stop_event
 from sampler.engine import Engine
-from sampler.readback import LoadReport
+from sampler.requests import LoadReport
 from sampler.worker import Worker, WorkerOptions, work
 from verify.formats.submission import Rollout
 
