@@ -71,10 +71,8 @@ def _logprobs(
     logits = jnp.einsum(
         "btd,dv->btv", hidden, head.astype(hidden.dtype), preferred_element_type=wide
     )
-    logits = logits / temperature  # [B, c, V]
-    normaliser = jax.nn.logsumexp(logits, axis=-1)  # [B, c]
+    table = jax.nn.log_softmax(logits / temperature)  # [B, c, V]
     # A comparison, not a gather: its gradient is no scatter, and V may be sharded.
     chosen = jnp.arange(head.shape[1]) == targets[..., None]
-    logprobs = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1) - normaliser
-    probabilities = jnp.exp(logits - normaliser[..., None])
-    return logprobs, normaliser - jnp.sum(probabilities * logits, axis=-1)
+    logprobs = jnp.sum(jnp.where(chosen, table, 0.0), axis=-1)
+    return logprobs, -jnp.sum(jnp.exp(table) * table, axis=-1)

@@ -1,0 +1,139 @@
+"""The decoder: the logits of transformers, and no sample that sees another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from bridge.config import ModelConfig, load_config
+from bridge.load import iter_leaves
+from learner_jax.model import abstract_params, final_hidden, head_weight, init_params
+from learner_jax.packing import Sample, pack
+
+LENGTHS = ((3, 4), (1, 9), (6, 2), (5, 5))
+
+
+@partial(jax.jit, static_argnames="config")
+def logits_of(params: Any, config: ModelConfig, batch: Any) -> jax.Array:
+    hidden = final_hidden(
+        params,
+        config,
+        batch.tokens,
+        batch.segment_ids,
+        batch.positions,
+        compute_dtype=jnp.float32,
+        remat="none",
+    )
+    return hidden @ head_weight(params)
+
+
+def samples_of(vocab: int) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    return [Sample(rng.integers(0, vocab, p), rng.integers(0, vocab, n)) for p, n in LENGTHS]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_logits_are_those_of_transformers(tmp_path: Path, tied: bool) -> None:
+    # given a Qwen2 of odd sizes with random weights, biases and norms, as transformers saves it
+    torch.manual_seed(0)
+    theirs = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=37,
+            hidden_size=30,
+            intermediate_size=47,
+            num_hidden_layers=3,
+            num_attention_heads=5,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            rope_parameters={"rope_type": "default", "rope_theta": 700.0},
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=tied,
+        )
+    ).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path)
+    # when the bridge loads it and packed samples are run
+    config = load_config(tmp_path)
+    params: dict[str, Any] = {"layers": {}}
+    for path, leaf in iter_leaves(tmp_path, config):
+        (params["layers"] if path[0] == "layers" else params)[path[-1]] = jnp.asarray(leaf)
+    samples = samples_of(config.vocab_size)
+    packed = pack(samples, tokens=20, rows=3)
+    ours = logits_of(params, config, packed.token_batch(0))
+    # then every sample has the logits that transformers gives it alone
+    for sample, place in zip(samples, packed.placements, strict=True):
+        tokens = torch.tensor(np.concatenate([sample.prompt, sample.output]))[None]
+        with torch.no_grad():
+            expected = theirs(tokens).logits[0].numpy()[len(sample.prompt) - 1 : -1]
+        found = np.asarray(ours[place.row, place.start : place.stop])
+        assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-5
+
+
+def test_packing_changes_neither_logits_nor_gradients() -> None:
+    # given the same samples packed together and one a row
+    config = ModelConfig("qwen2", 23, 16, 24, 2, 2, 1, 8, 64, 1e4, 1e-6, False)
+    params = init_params(config, jax.random.key(0))
+    samples = samples_of(23)
+    together = pack(samples, tokens=40, rows=1)
+    alone = pack(samples, tokens=12, rows=4)
+
+    def value(params: Any, batch: Any, on: Any) -> jax.Array:
+        return jnp.sum(logits_of(params, config, batch) ** 2 * on[..., None])
+
+    # when the same value of their output positions is computed
+    found = [
+        jax.jit(jax.value_and_grad(value))(
+            params, packed.token_batch(0), packed.scatter([1.0] * 4)[0]
+        )
+        for packed in (together, alone)
+    ]
+    # then value and gradients agree
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
+
+
+def test_padding_is_finite_and_has_no_gradient() -> None:
+    # given a row that is half padding, and a row of nothing else
+    config = ModelConfig("qwen2", 23, 16, 24, 2, 2, 1, 8, 64, 1e4, 1e-6, False)
+    params = init_params(config, jax.random.key(0))
+    packed = pack([Sample(np.array([1, 2]), np.array([3, 4]))], tokens=8, rows=2)
+    batch, on = packed.token_batch(0), packed.scatter([1.0])[0]
+
+    def value(params: Any, tokens: Any) -> jax.Array:
+        return jnp.sum(logits_of(params, config, replace(batch, tokens=tokens)) * on[..., None])
+
+    # when other tokens stand in the padding
+    other = np.where(batch.segment_ids == 0, 7, batch.tokens)
+    gradient = jax.jit(jax.grad(value))
+    grads = [gradient(params, tokens) for tokens in (batch.tokens, other)]
+    # then logits are finite and the gradients are the same and finite
+    assert np.isfinite(logits_of(params, config, batch)).all()
+    jax.tree.map(np.testing.assert_array_equal, *grads)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads[0]))
+    assert not grads[0]["embed"][7].any()
+
+
+def test_initial_parameters_have_the_scales_of_the_recipe() -> None:
+    # given a model large enough to measure a scale
+    config = ModelConfig("qwen2", 300, 64, 100, 2, 4, 2, 16, 64, 1e4, 1e-6, False)
+    # when it is initialised
+    params = init_params(config, jax.random.key(0))
+    # then each scale is as said
+    expected = {"q": 64**-0.5, "gate": 64**-0.5, "o": 0.1 * 64**-0.5, "down": 0.1 * 100**-0.5}
+    for name, std in expected.items():
+        assert float(params["layers"][name].std()) == pytest.approx(std, rel=0.05), name
+    assert float(params["embed"].std()) == pytest.approx(1 / 8, rel=0.05)
+    assert not params["layers"]["q_bias"].any() and (params["final_norm"] == 1).all()
+    # and every array is as the abstract tree says
+    shapes = jax.tree.map(lambda spec: spec.shape, abstract_params(config))
+    assert shapes == jax.tree.map(lambda leaf: leaf.shape, params)
