@@ -41,6 +41,7 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
     elif options.command == "train":
         from learner_jax.runner import train
 
+        logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each save, at length
         train(options.run_dir, log, stop_event())
     else:
         from learner_jax.warm_start import make_initial_model

@@ -191,7 +191,8 @@ def _queries(packed: Packed, inputs: Sequence[PrefillInput]) -> list[Query]:
             table[2, begin:end] = np.arange(end - begin)
             table[3:, begin:end] = np.asarray(each.noise_key or (0, 0), np.int32)[:, None]
             begin = end
-        queries.append(Query(*table, np.int32(begin)))
+        index, token, position, key_0, key_1 = table
+        queries.append(Query(index, token, position, key_0, key_1, np.int32(begin)))
     return queries
 
 

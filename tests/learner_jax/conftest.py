@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from pathlib import Path
+import shutil
+import tempfile
 
 # Before the first import of JAX: the sharded path is the only path, on virtual devices too.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Many tests build the same programs anew: compiled once, for this session and the next.
-os.environ.setdefault(
-    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().parents[2] / ".cache" / "jax")
-)
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Many tests build the same programs anew: each is compiled once a session.
+_COMPILED = tempfile.mkdtemp(prefix="learner-tests-")
+atexit.register(shutil.rmtree, _COMPILED, ignore_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import json
 from dataclasses import dataclass, field
