@@ -10,8 +10,9 @@ The rules (DESIGN, "Filling a step"):
 - A step opens when a worker asks and nothing below it needs groups. Its nonce is drawn then, over
   the keys that are registered. A key registered later is covered by a draw of its own: no key can
   be chosen to suit a nonce, and no step depends on the workers that happened to come first.
-- A worker that failed a whole step's worth of groups is leased no more of that step, so that a
-  single bad worker cannot use up `max_groups`.
+- A worker that had a whole step's worth of groups rejected is leased no more of that step, so that
+  a single bad worker cannot use up `max_groups`. Withheld leases do not count: `lease_timeout`
+  limits them already, and the only worker of a run may have been down with the coordinator.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def decide_lease(
         if step is None:
             return NonceNeeded(number)
         groups = min(policy.groups_per_submission[worker.pool], leasable_groups(state, number))
-        if groups <= 0 or step.failed.get(key, 0) >= policy.groups:
+        if groups <= 0 or step.rejected.get(key, 0) >= policy.groups:
             continue
         nonce = step.nonce_for(worker)
         if nonce is None:

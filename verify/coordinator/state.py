@@ -101,8 +101,8 @@ class OpenStep:
     leased: int = 0
     """Groups, failed ones included."""
     next_index: Mapping[str, int] = field(default_factory=dict)
-    failed: Mapping[str, int] = field(default_factory=dict)
-    """For each worker the groups that were rejected or withheld."""
+    rejected: Mapping[str, int] = field(default_factory=dict)
+    """For each worker the groups of its rejected submissions."""
 
     def nonce_for(self, worker: Worker) -> str | None:
         return next((d.nonce for d in self.draws if worker.number < d.workers), None)
@@ -252,7 +252,7 @@ def _expire(state: State, event: LeaseExpired) -> State:
     state = _with_lease(state, replace(record, status="expired"))
     worker = state.workers[record.lease.worker]
     worker = replace(worker, withheld_leases=worker.withheld_leases + 1)
-    state = _failed(_with_worker(state, record, worker), record)
+    state = _with_worker(state, record, worker)
     tally = _tally(state, record)
     return _with_tally(
         state, record, replace(tally, expired_groups=tally.expired_groups + record.lease.groups)
@@ -272,7 +272,7 @@ def _judge(state: State, event: SubmissionJudged) -> State:
             last_rejection=event.reason[:300],
         )
         record = replace(record, status="rejected", verdict=event.verdict)
-        state = _failed(state, record)
+        state = _with_rejected_groups(state, record)
     else:
         earned = [g for g in event.groups if g.outcome != "dropped"]
         worker = replace(
@@ -322,13 +322,14 @@ def _lapse(state: State) -> State:
     return state
 
 
-def _failed(state: State, record: LeaseRecord) -> State:
+def _with_rejected_groups(state: State, record: LeaseRecord) -> State:
     step = state.steps.get(record.lease.step)
     if step is None:
         return state
     worker = record.lease.worker
-    failed = {**step.failed, worker: step.failed.get(worker, 0) + record.lease.groups}
-    return replace(state, steps={**state.steps, record.lease.step: replace(step, failed=failed)})
+    rejected = {**step.rejected, worker: step.rejected.get(worker, 0) + record.lease.groups}
+    step = replace(step, rejected=rejected)
+    return replace(state, steps={**state.steps, record.lease.step: step})
 
 
 def _record(state: State, lease: str, status: str) -> LeaseRecord:

@@ -175,6 +175,19 @@ def test_groups_that_cannot_be_trained_are_replaced_and_nobody_is_blamed(outcome
     assert worker.accepted_rollouts == earned
 
 
+def test_a_step_goes_on_when_its_only_worker_was_away_past_its_leases():
+    # given a worker that holds leases of the whole step, and is away until they expire
+    run = started(max_groups=12)
+    first = run.lease("x")
+    run.lease("x", holding=[first.digest])
+    run.now += 31.0
+    run.advance()
+
+    # when it asks again, then it is leased the step that was withheld
+    again = run.lease("x")
+    assert (again.lease.step, again.lease.index) == (0, 2)
+
+
 def test_a_worker_that_failed_a_steps_worth_of_groups_is_leased_no_more_of_it():
     run = started(max_groups=100)
 
