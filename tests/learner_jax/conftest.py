@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
-import tempfile
 
 # Before the first import of JAX: the sharded path is the only path, on virtual devices too.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Many tests build the same programs anew: each is compiled once a session.
-_COMPILED = tempfile.mkdtemp(prefix="learner-tests-")
-atexit.register(shutil.rmtree, _COMPILED, ignore_errors=True)
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import json
 from dataclasses import dataclass, field
@@ -257,6 +249,13 @@ def write_initial_model(run: Run, *, seed: int = 0) -> None:
     (directory / "config.json").write_text(json.dumps(hf_config(config, dtype="float32", **ids)))
     words = {f"w{i}": i for i in range(VOCABULARY)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Many tests build the same programs anew: each is compiled once a session."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 @pytest.fixture
