@@ -21,7 +21,7 @@ def learning_rate(lr: float, warmup_updates: int) -> optax.Schedule:
 def make_optimizer(spec: Optimizer) -> optax.GradientTransformation:
     """Clip by global norm, then AdamW; weight decay, where not 0, decays every parameter.
 
-    The norm before clipping is `optax.global_norm` of the gradients that go in.
+    The norm before clipping is `optax.tree.norm` of the gradients that go in.
     """
     beta1, beta2 = spec.betas
     return optax.chain(

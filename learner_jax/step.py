@@ -163,7 +163,7 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
         return Accumulated(jax.tree.map(jnp.add, total.grads, grads), total.metrics.merge(metrics))
 
     def apply(state: TrainState, total: Accumulated) -> tuple[TrainState, Array]:
-        norm = optax.global_norm(total.grads)
+        norm = optax.tree.norm(total.grads)
         updates, opt_state = optimizer.update(total.grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state, state.updates + 1), norm

@@ -1,0 +1,154 @@
+"""The loss token by token: each clip, the KL, the weights, the sums."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from learner_jax.arrays import LossInputs
+from learner_jax.loss import LossMetrics, grpo_loss, k3, surrogate, token_weights
+from runspec.spec.schema import Algorithm, Clip
+
+CLIP = Clip()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "slope"),
+    [
+        (1.1, 2.0, 2.2, 2.0),  # inside: the plain policy gradient
+        (1.5, 2.0, 2.4, 0.0),  # rewarded and far above: stopped at 1 + eps_high
+        (0.5, 2.0, 1.0, 2.0),  # rewarded and far below: pulled back
+        (0.5, -2.0, -1.6, 0.0),  # punished and far below: stopped at 1 - eps_low
+        (3.0, -2.0, -6.0, -2.0),  # punished and above: pushed down
+        (9.0, -2.0, -8.0, 0.0),  # punished and huge: stopped at delta, the second side
+        (math.exp(20), -2.0, -8.0, 0.0),
+    ],
+)
+def test_surrogate_has_two_sides(
+    ratio: float, advantage: float, value: float, slope: float
+) -> None:
+    found, found_slope = jax.value_and_grad(surrogate)(ratio, advantage, CLIP)
+    assert float(found) == pytest.approx(value)
+    assert float(found_slope) == pytest.approx(slope)
+
+
+@pytest.mark.parametrize("difference", [-25.0, -1.0, 0.0, 0.5, 3.0])
+def test_k3_is_its_formula_and_has_a_gradient(difference: float) -> None:
+    # given ref - cur, then the value and d/dcur = 1 - exp(ref - cur)
+    current, reference = -2.0, difference - 2.0
+    value, slope = jax.value_and_grad(k3)(current, reference)
+    assert float(value) == pytest.approx(math.exp(difference) - difference - 1, abs=1e-6)
+    assert float(slope) == pytest.approx(1 - math.exp(difference), abs=1e-6)
+
+
+def test_k3_stays_finite_where_the_reference_is_far_above() -> None:
+    value, slope = jax.value_and_grad(k3)(-500.0, -1.0)
+    assert math.isfinite(value) and math.isfinite(slope)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "expected"),
+    [
+        ("sequence", [1 / (2 * 3), 1 / (2 * 5)]),
+        ("token", [1 / 8, 1 / 8]),
+        ("constant", [1 / (2 * 10), 1 / (2 * 10)]),
+    ],
+)
+def test_weights_of_the_normalisers(normalizer: Any, expected: list[float]) -> None:
+    assert token_weights([3, 5], normalizer, max_new_tokens=10) == pytest.approx(expected)
+
+
+def batch_of(seed: int = 0) -> tuple[dict[str, Any], jax.Array, jax.Array]:
+    """Two rows of six positions, a third of them no output tokens, filled with nonsense."""
+    rng = np.random.default_rng(seed)
+    on = np.arange(12).reshape(2, 6) % 3 > 0
+    fields = {
+        "weights": np.where(on, 0.125, 0.0),
+        "advantages": rng.normal(size=(2, 6)),
+        "old_logprobs": np.where(on, rng.normal(size=(2, 6)), np.inf),
+        "sampler_logprobs": np.where(on, rng.normal(size=(2, 6)), np.nan),
+        "ref_logprobs": np.where(on, rng.normal(size=(2, 6)), -np.inf),
+    }
+    logprobs = jnp.asarray(np.where(on, rng.normal(size=(2, 6)), -1e30), jnp.float32)
+    return fields, logprobs, jnp.asarray(rng.uniform(size=(2, 6)), jnp.float32)
+
+
+def test_positions_without_an_output_token_carry_nothing() -> None:
+    # given infinities and NaN where no output token is predicted
+    fields, logprobs, entropy = batch_of()
+    algorithm = Algorithm(importance={"cap": 2.0}, kl={"coef": 0.1})
+
+    def value(logprobs: jax.Array, entropy: jax.Array) -> Any:
+        return grpo_loss(logprobs, entropy, LossInputs(**fields), algorithm)
+
+    # when differentiated
+    grads, metrics = jax.grad(value, (0, 1), has_aux=True)(logprobs, entropy)
+    # then everything is finite and nothing flows there
+    for grad in grads:
+        assert np.isfinite(grad).all()
+        assert not np.asarray(grad)[fields["weights"] == 0].any()
+    assert all(math.isfinite(number) for number in metrics.means().values())
+    assert float(metrics.tokens) == 8
+
+
+def test_truncated_weights_scale_the_surrogate_alone() -> None:
+    # given two tokens at ratio 1: pi_old / mu is e^2, capped at 3, and e^-1
+    inputs = LossInputs(
+        weights=np.full((1, 2), 0.5),
+        advantages=np.ones((1, 2)),
+        old_logprobs=np.array([[-1.0, -2.0]]),
+        sampler_logprobs=np.array([[-3.0, -1.0]]),
+        ref_logprobs=np.array([[-1.0, -1.5]]),
+    )
+    logprobs, entropy = jnp.array([[-1.0, -2.0]]), jnp.array([[0.4, 0.6]])
+    algorithm = Algorithm(importance={"cap": 3.0}, kl={"coef": 0.1}, entropy_coef=0.01)
+    # when, then
+    loss, metrics = grpo_loss(logprobs, entropy, inputs, algorithm)
+    kl = math.exp(0.5) - 0.5 - 1
+    policy_loss = -0.5 * (3.0 + math.exp(-1))
+    assert float(metrics.policy_loss) == pytest.approx(policy_loss)
+    assert float(loss) == pytest.approx(policy_loss + 0.1 * 0.5 * kl - 0.01 * 0.5)
+    means = metrics.means()
+    assert means["kl"] == pytest.approx(kl / 2)
+    assert means["entropy"] == pytest.approx(0.5)
+    assert means["policy_drift"] == pytest.approx(1.5)
+
+
+def test_clip_fractions_count_where_the_gradient_stops() -> None:
+    # given tokens at the ratios of each side
+    ratios = np.array([[0.5, 0.5, 1.0, 1.5, 1.5, 9.0, 9.0, 1.0]])
+    signs = np.array([[-1.0, 1.0, 1.0, 1.0, -1.0, -1.0, 1.0, -1.0]])
+    zeros = np.zeros_like(ratios)
+    inputs = LossInputs(np.full_like(ratios, 1 / 8), signs, zeros, zeros, zeros)
+    # when, then
+    metrics = grpo_loss(jnp.log(ratios), jnp.zeros((1, 8)), inputs, Algorithm())[1].means()
+    assert metrics["clip_fraction_low"] == 1 / 8  # A < 0, r = 0.5
+    assert metrics["clip_fraction_high"] == 2 / 8  # A > 0, r = 1.5 and 9
+    assert metrics["clip_fraction_delta"] == 1 / 8  # A < 0, r = 9
+    assert metrics["ratio_max"] == pytest.approx(9.0)
+
+
+def test_metrics_of_microbatches_merge_to_those_of_the_batch() -> None:
+    fields, logprobs, entropy = batch_of()
+    algorithm = Algorithm()
+
+    def metrics_of(rows: slice) -> LossMetrics:
+        inputs = LossInputs(**{name: value[rows] for name, value in fields.items()})
+        return grpo_loss(logprobs[rows], entropy[rows], inputs, algorithm)[1]
+
+    merged = LossMetrics.zeros().merge(metrics_of(slice(0, 1))).merge(metrics_of(slice(1, 2)))
+    assert merged.means() == pytest.approx(metrics_of(slice(0, 2)).means(), rel=1e-5)
+
+
+def test_a_kl_term_without_a_reference_is_refused() -> None:
+    fields, logprobs, entropy = batch_of()
+    inputs = LossInputs(**{**fields, "ref_logprobs": None})
+    with pytest.raises(ValueError, match="reference"):
+        grpo_loss(logprobs, entropy, inputs, Algorithm())
+    # and without the term none is needed
+    assert grpo_loss(logprobs, entropy, inputs, Algorithm(kl={"coef": 0.0}))[1].kl == 0

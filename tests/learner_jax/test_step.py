@@ -1,0 +1,210 @@
+"""The jitted programs together: policy versions as bits, donation, one update, refusals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from bridge.config import ModelConfig
+from learner_jax.arrays import LossInputs, TokenBatch
+from learner_jax.loss import token_weights
+from learner_jax.model import abstract_params, init_params
+from learner_jax.packing import Packed, Sample, pack
+from learner_jax.sharding import make_mesh, shard_batch, shard_params
+from learner_jax.step import Programs, TrainState, build_programs
+from runspec.common.errors import UserError
+from runspec.spec.schema import Broadcast, Learner, Mesh, Optimizer
+from tests.learner_jax.conftest import tiny_spec
+
+CONFIG = ModelConfig("qwen2", 32, 16, 24, 2, 2, 1, 8, 64, 1e4, 1e-6, False)
+LR, CLIP_NORM = 1e-2, 0.01
+
+
+@dataclass
+class Bench:
+    """Programs with a state and one packed batch of six samples."""
+
+    mesh: jax.sharding.Mesh
+    programs: Programs
+    state: TrainState
+    packed: Packed
+
+    def tokens(self, i: int) -> TokenBatch:
+        return shard_batch(self.packed.token_batch(i), self.mesh)
+
+    def scores(self, params: Any) -> list[np.ndarray]:
+        """Log-probs of each sample's output tokens."""
+        count = range(self.packed.microbatches)
+        scores = [np.asarray(self.programs.score(params, self.tokens(i))) for i in count]
+        return self.packed.gather(np.stack(scores))
+
+    def accumulated(self, old: list[np.ndarray]) -> Any:
+        scattered = self.packed.scatter
+        lengths = [len(values) for values in old]
+        weights = scattered(token_weights(lengths, "sequence", max_new_tokens=16))
+        advantages = scattered([1.0, -1.0, 0.5, -0.5, 2.0, -2.0])
+        logprobs = scattered(old)
+        total = self.programs.zeros()
+        for i in range(self.packed.microbatches):
+            inputs = LossInputs(weights[i], advantages[i], *(logprobs[i],) * 3)
+            inputs = shard_batch(inputs, self.mesh)
+            total = self.programs.accumulate(self.state.params, total, self.tokens(i), inputs)
+        return total
+
+
+@cache
+def programs_of(fsdp: int, published: str, compute: str) -> tuple[Any, Programs]:
+    spec = tiny_spec()
+    learner = Learner(
+        hardware=spec.learner.hardware,
+        mesh=Mesh(fsdp=fsdp),
+        packing={"tokens": 32, "rows": 2},
+        compute_dtype=compute,
+    )
+    changes = {
+        "learner": learner,
+        "broadcast": Broadcast(dtype=published),
+        "optimizer": Optimizer(lr=LR, clip_norm=CLIP_NORM),
+    }
+    spec, mesh = spec.model_copy(update=changes), make_mesh(learner.mesh)
+    return mesh, build_programs(spec, CONFIG, mesh)
+
+
+def bench(*, fsdp: int = 2, published: str = "float32", compute: str = "float32") -> Bench:
+    mesh, programs = programs_of(fsdp, published, compute)
+    params = init_params(CONFIG, jax.random.key(0))
+    state = programs.init_state(shard_params(params, abstract_params(CONFIG), mesh))
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(rng.integers(0, 32, p), rng.integers(0, 32, n))
+        for p, n in ((4, 9), (7, 16), (1, 1), (12, 3), (5, 8), (2, 14))
+    ]
+    return Bench(mesh, programs, state, pack(samples, tokens=32, rows=2))
+
+
+def test_a_policy_version_is_its_published_bits() -> None:
+    # given a policy that is published in bfloat16 and computed in float32
+    rounded = bench(fsdp=1, published="bfloat16")
+    published = rounded.programs.publish(rounded.state.params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(published)} == {jnp.dtype(jnp.bfloat16)}
+    # when its bits are scored, and the masters, and the same bits widened by hand
+    scores = [
+        np.concatenate(rounded.scores(params))
+        for params in (
+            published,
+            rounded.state.params,
+            jax.tree.map(lambda leaf: leaf.astype(jnp.float32), published),
+        )
+    ]
+    # then the score is that of the bits
+    assert np.abs(scores[0] - scores[1]).max() > 1e-5
+    np.testing.assert_array_equal(scores[0], scores[2])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_ratio_before_the_first_update_is_one(dtype: str) -> None:
+    # given pi_old from the published bits of the masters that are being trained
+    made = bench(published=dtype, compute=dtype)
+    old = made.scores(made.programs.publish(made.state.params))
+    # when the first update's gradients are accumulated
+    metrics = made.accumulated(old).metrics.means()
+    # then nothing has moved yet
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["policy_drift"] < 1e-5
+    assert metrics["kl"] < 1e-9
+
+
+def test_one_update_is_the_clipped_adamw_step() -> None:
+    # given gradients of one optimizer batch
+    made = bench()
+    old = made.scores(made.programs.publish(made.state.params))
+    total = made.accumulated(old)
+    grads, before = jax.device_get((total.grads, made.state.params))
+    # when applied
+    state, norm = made.programs.apply(made.state, total)
+    # then the norm is that before clipping
+    expected = math.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(grads)))
+    assert float(norm) == pytest.approx(expected, rel=1e-5)
+    assert expected > CLIP_NORM
+    # and the first step of Adam moves by lr against the sign of the gradient
+    moved = jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, before)
+    clipped = jax.tree.map(lambda g: g * CLIP_NORM / expected, grads)
+    target = jax.tree.map(lambda g: -LR * g / (np.abs(g) + 1e-8), clipped)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-7), moved, target)
+    assert int(state.updates) == 1
+
+
+def test_published_bits_outlive_the_update() -> None:
+    # given a version published in the type of the masters
+    made = bench()
+    published = made.programs.publish(made.state.params)
+    old = made.scores(published)
+    total = made.accumulated(old)
+    # when the masters' buffers are donated to the update
+    state, _ = made.programs.apply(made.state, total)
+    # then the version still scores as it did, and the new one does not
+    np.testing.assert_array_equal(np.concatenate(made.scores(published)), np.concatenate(old))
+    assert any((a != b).any() for a, b in zip(made.scores(state.params), old, strict=True))
+
+
+def test_masters_and_moments_are_cut_over_fsdp() -> None:
+    made = bench()
+    # given two devices, then each matrix has half of its elements on each
+    for tree in (made.state.params, optax.tree.get(made.state.opt_state, "mu")):
+        for leaf in (tree["embed"], tree["head"], tree["layers"]["q"], tree["layers"]["down"]):
+            assert leaf.addressable_shards[0].data.size == leaf.size // 2
+    # and a restore is told the same shapes, types and shardings
+    for leaf, like in zip(
+        jax.tree.leaves(made.state), jax.tree.leaves(made.programs.abstract_state), strict=True
+    ):
+        assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype)
+        assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+
+
+def test_a_mesh_larger_than_the_machine_is_refused() -> None:
+    with pytest.raises(UserError, match="16 devices, here are"):
+        make_mesh(Mesh(data=2, fsdp=4, tensor=2))
+
+
+def test_a_dimension_that_the_mesh_does_not_divide_is_whole() -> None:
+    # given one key/value head on two tensor devices
+    mesh = make_mesh(Mesh(tensor=2))
+    params = shard_params(init_params(CONFIG, jax.random.key(0)), abstract_params(CONFIG), mesh)
+    # then it is on both, and what divides is cut
+    assert params["layers"]["k"].sharding.is_fully_replicated
+    assert params["layers"]["gate"].addressable_shards[0].data.shape == (2, 16, 12)
+
+
+@pytest.mark.parametrize(
+    ("packing", "mesh", "field"),
+    [
+        ({"tokens": 32, "rows": 3}, {"data": 2}, "rows"),
+        ({"tokens": 31, "rows": 2}, {"context": 2}, "tokens"),
+    ],
+)
+def test_packing_that_does_not_divide_is_refused(
+    packing: dict[str, int], mesh: dict[str, int], field: str
+) -> None:
+    spec = tiny_spec()
+    learner = Learner(hardware=spec.learner.hardware, mesh=Mesh(**mesh), packing=packing)
+    spec = spec.model_copy(update={"learner": learner})
+    with pytest.raises(UserError, match=f"learner.packing.{field}: 3"):
+        build_programs(spec, CONFIG, make_mesh(learner.mesh))
+
+
+def test_pools_of_different_temperatures_are_refused() -> None:
+    spec = tiny_spec()
+    pool = spec.samplers[0]
+    warm = pool.sampling.model_copy(update={"temperature": 1.5})
+    other = pool.model_copy(update={"name": "warm", "sampling": warm})
+    spec = spec.model_copy(update={"samplers": [pool, other]})
+    with pytest.raises(UserError, match="different temperatures"):
+        build_programs(spec, CONFIG, make_mesh(spec.learner.mesh))
