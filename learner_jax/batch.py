@@ -248,20 +248,23 @@ class _Row:
             and rollout.group == named.group
             and rollout.version == named.version
             and verdict.length == length > 0
-            and (verdict.logprobs is None or len(verdict.logprobs) == length)
-            and len(rollout.logprobs) == length
+            and len(self.mu) == length
+            and bool(np.isfinite(self.mu).all())
             and bool(np.isfinite([verdict.task_reward, verdict.reward]).all())
         )
 
+    @property
+    def mu(self) -> np.ndarray:
+        # Where `verify.prefill_share` left the prefill out, the worker's claim is all there is.
+        return self.rollout.logprobs if self.verdict.logprobs is None else self.verdict.logprobs
+
     def training(self, advantage: float) -> TrainingRollout:
         verdict, rollout = self.verdict, self.rollout
-        # Where `verify.prefill_share` left the prefill out, the worker's claim is all there is.
-        mu = rollout.logprobs if verdict.logprobs is None else verdict.logprobs
         return TrainingRollout(
             problem_id=rollout.problem_id,
             prompt_tokens=rollout.prompt_tokens,
             output_tokens=rollout.output_tokens,
-            mu=mu,
+            mu=self.mu,
             advantage=advantage,
             task_reward=verdict.task_reward,
             reward=verdict.reward,
