@@ -200,6 +200,7 @@ def test_waiting_ends_when_the_manifest_appears_or_the_role_is_told_to_stop(run:
     timer.join()
     assert manifest is not None and manifest.step == 0
     stop.set()
+    assert reader.wait(0, stop, LOG) is None
     assert reader.wait(1, stop, LOG) is None
 
 
