@@ -45,7 +45,7 @@ def start_cheat(run: LiveRun, mode: str) -> tuple[str, subprocess.Popen[bytes]]:
 def verdicts_on(run: LiveRun, worker: str) -> list[tuple[Path, dict]]:
     """Verdict files on a worker's submissions, with their signed statements."""
     found = []
-    for path in run.dir.glob("rollouts/step_*/*.verdict.json"):
+    for path in run.dir.glob("rollouts/step_*/[0-9a-f]*.verdict.json"):
         stem = path.name.removesuffix(".verdict.json")
         submission = json.loads((path.parent / f"{stem}.json").read_text())["payload"]
         if submission["worker"] == worker:
@@ -78,6 +78,12 @@ def test_perturbed_weights_and_edited_tokens_are_rejected(tmp_path):
             for group in json.loads(path.read_text())["payload"]["groups"]
         }
         found = {mode: verdicts_on(run, key) for mode, (key, _) in cheats.items()}
+        distances = [
+            row.logprob_diff
+            for table, _ in found["perturbed"]
+            for row in decode_verdicts(table.read_bytes())
+            if row.logprob_diff is not None
+        ]
 
     # then each of their submissions was rejected, by a check that names itself
     for mode, verdicts in found.items():
@@ -86,12 +92,6 @@ def test_perturbed_weights_and_edited_tokens_are_rejected(tmp_path):
         # and nothing of theirs reached the learner
         assert not trained & {v["submission"] for _, v in verdicts}
     # and the perturbation was of the size that must be caught
-    distances = [
-        row.logprob_diff
-        for table, _ in found["perturbed"]
-        for row in decode_verdicts(table.read_bytes())
-        if row.logprob_diff is not None
-    ]
     assert np.mean(distances) >= 0.05
     # and the honest worker went on undisturbed
     assert trained
