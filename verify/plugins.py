@@ -161,6 +161,9 @@ class PrefillEngine(Protocol):
     ) -> list[PrefillOutput]:
         """Recomputes rollouts under a version that `ensure_version` returned."""
 
+    def close(self) -> None:
+        """Lets go of connections; the engine is not used after."""
+
 
 def load_task_set(spec: RunSpec, tokenizer_dir: Path) -> TaskSet:
     """The run's task, by the entry point `default` of `runspec.tasks`.

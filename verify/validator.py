@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -230,17 +230,13 @@ def run(
     client = CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)
     spec = client.spec()
     location = WeightsLocation(run, weights, public_key, directory / "weights")
-    validator = Validator(
-        spec,
-        key,
-        client,
-        load_prefill_engine(spec, location),
-        task_set_of=partial(load_task_set, spec),
-        log=log,
-    )
-    log.info("validator %s serves run %s", key.public_hex[:12], run)
-    with _heartbeat(client, validator, log):
-        validator.serve(stop)
+    with closing(load_prefill_engine(spec, location)) as engine:
+        validator = Validator(
+            spec, key, client, engine, task_set_of=partial(load_task_set, spec), log=log
+        )
+        log.info("validator %s serves run %s", key.public_hex[:12], run)
+        with _heartbeat(client, validator, log):
+            validator.serve(stop)
 
 
 @contextmanager

@@ -68,7 +68,6 @@ def vllm_environment(cores: Sequence[int], *, on_cpu: bool, tensor: int) -> dict
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     if on_cpu:
         pinned = bool(cores) and tensor == 1
-        variables["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
         variables["VLLM_CPU_OMP_THREADS_BIND"] = (
             ",".join(str(core) for core in cores) if pinned else "nobind"
         )

@@ -166,6 +166,9 @@ class NumpyEngine:
     prefills: list[int] = field(default_factory=list)
     """Rollouts of each call."""
 
+    def close(self) -> None:
+        """Nothing is open."""
+
     def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
         path = self.directory / f"v{version}"
         path.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,6 @@ def test_jax_on_a_cpu_has_the_mesh_as_virtual_devices_and_keeps_flags() -> None:
 def test_vllm_on_a_cpu_is_bound_to_its_cores() -> None:
     env = vllm_environment((1,), on_cpu=True, tensor=1)
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "1"
-    assert env["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert vllm_environment((), on_cpu=True, tensor=1)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert vllm_environment((1, 2), on_cpu=True, tensor=2)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in vllm_environment((), on_cpu=False, tensor=4)
