@@ -90,21 +90,21 @@ def test_applying_a_finished_run_says_so(finished):
 
 def test_any_role_may_be_killed_at_any_time(runs_dir):
     # given a run under way
-    with LiveRun(runs_dir, "killed", {"steps": 9, "placement.restarts": 5}) as run:
+    with LiveRun(runs_dir, "killed", {"steps": 60}) as run:
         run.wait_for_step(1)
-        roles = run.status()["roles"]
-        assert len(roles) == 7
+        names = sorted(run.status()["roles"].keys() - {"warm-start"})
+        assert len(names) == 7
         # when each role in turn is killed with no chance to say goodbye
-        for number, (name, role) in enumerate(sorted(roles.items())):
-            pid = next(r["pid"] for n, r in run.status()["roles"].items() if n == name)
+        for name in names:
+            pid = run.status()["roles"][name]["pid"]
             os.kill(pid, signal.SIGKILL)
             run.wait_until(
                 lambda name=name, pid=pid: run.status()["roles"][name]["pid"] not in (None, pid),
-                f"a new {name} (kill number {number}, {role})",
+                f"a new {name}",
             )
         # then the run reaches its last step all the same
         summary = run.finish()
-    assert [line["step"] for line in run.metrics()] == list(range(9))
+    assert [line["step"] for line in run.metrics()] == list(range(60))
     assert summary["rollouts_rejected"] == 0
 
 
