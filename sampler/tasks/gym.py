@@ -15,6 +15,22 @@ from verify.plugins import Problem
 
 TASK_TYPE = "reasoning_gym"
 ATTEMPTS = 1000
+REFUSED = frozenset(
+    {
+        "binary_matrix",
+        "composite",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    }
+)
+"""Generators whose scorers hand the answer to `eval` or to sympy's parser, which is `eval` too: a
+model's output would run as code in the validator. `composite` can hold any of them."""
 
 
 class GymSource:
@@ -23,7 +39,8 @@ class GymSource:
     A problem that `keep` refuses is replaced by one at an index hashed from (seed, i, attempt).
 
     Raises:
-        UserError: no such generator, or it refuses its parameters.
+        UserError: no such generator, one whose scorer runs what it reads, or it refuses its
+            parameters.
     """
 
     task_types = frozenset({TASK_TYPE})
@@ -36,6 +53,12 @@ class GymSource:
         place = f"data.sources.{source.name}"
         if source.dataset is None or not self._size:
             raise UserError("kind reasoning_gym needs dataset and size", place=place)
+        if source.dataset in REFUSED:
+            raise UserError(
+                f"the scorer of {source.dataset!r} evaluates answers as code",
+                place=place,
+                remedy="choose another generator",
+            )
         try:
             self._dataset = reasoning_gym.create_dataset(
                 source.dataset, seed=self._seed, size=self._size, **source.params
