@@ -12,6 +12,16 @@ from runspec.common.files import read_bounded
 
 FAMILIES = ("qwen2",)
 MAX_BYTES = 1024 * 1024
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,8 @@ def parse_config(config: dict[str, Any], *, place: str) -> ModelConfig:
     """Reads a config.json of any transformers version from 4.40 on.
 
     Raises:
-        UserError: a family that the map does not know, or a field missing.
+        UserError: a family that the map does not know, attention or an activation that the model
+            does not have, or a field that is missing or is no size.
     """
     family = config.get("model_type")
     if family not in FAMILIES:
@@ -49,9 +60,14 @@ def parse_config(config: dict[str, Any], *, place: str) -> ModelConfig:
     kind = rope.get("rope_type", "default")
     if kind != "default" or config.get("rope_scaling"):
         raise UserError(f"RoPE scaling {kind!r} is not supported", place=place)
+    # vLLM and transformers would compute another model than ours, in silence.
+    if config.get("use_sliding_window"):
+        raise UserError("sliding-window attention is not supported", place=place)
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise UserError(f"hidden_act {activation!r} is not supported", place=place)
     try:
         heads = config["num_attention_heads"]
-        return ModelConfig(
+        parsed = ModelConfig(
             model_type=family,
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
@@ -67,6 +83,13 @@ def parse_config(config: dict[str, Any], *, place: str) -> ModelConfig:
         )
     except KeyError as error:
         raise UserError(f"field {error} is missing", place=place) from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"a field is not a number: {error}", place=place) from error
+    for name in _SIZES:
+        size = getattr(parsed, name)
+        if type(size) is not int or size < 1:
+            raise UserError(f"{name} is {size!r}, not a natural number", place=place)
+    return parsed
 
 
 def load_config(model_dir: Path) -> ModelConfig:
@@ -74,6 +97,8 @@ def load_config(model_dir: Path) -> ModelConfig:
     path = model_dir / "config.json"
     try:
         config = json.loads(read_bounded(path, MAX_BYTES))
+        if not isinstance(config, dict):
+            raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot read the model's config: {error}",

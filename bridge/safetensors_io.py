@@ -24,6 +24,7 @@ from runspec.common.files import read_bounded
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+MAX_DIMENSIONS = 8
 _CODES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"]}
 
 
@@ -55,7 +56,7 @@ def read_headers(directory: Path) -> dict[str, TensorInfo]:
         weight_map = parse_object(
             read_bounded(index, MAX_HEADER_BYTES), max_bytes=MAX_HEADER_BYTES
         )["weight_map"]
-        files = sorted(set(weight_map.values()))
+        files = sorted({str(name) for name in weight_map.values()})
     except (OSError, MalformedJson, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"not a safetensors index: {error}", place=str(index)) from error
     tensors: dict[str, TensorInfo] = {}
@@ -98,12 +99,15 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def _tensor(name: str, entry: object, path: Path, start: int, size: int) -> TensorInfo:
     try:
         code, shape, (first, last) = (entry[k] for k in ("dtype", "shape", "data_offsets"))  # type: ignore[index]
-        naturals = all(type(n) is int and 0 <= n < 2**48 for n in (*shape, first, last))
+        naturals = len(shape) <= MAX_DIMENSIONS and all(
+            type(n) is int and 0 <= n < 2**48 for n in (*shape, first, last)
+        )
+        known = code in _CODES
     except (TypeError, KeyError, ValueError) as error:
         raise UserError(f"tensor {name[:200]}: malformed header", place=str(path)) from error
-    if code not in _CODES:
-        known = ", ".join(_CODES)
-        raise UserError(f"tensor {name[:200]}: dtype {code}, not {known}", place=str(path))
+    if not known:
+        codes = ", ".join(_CODES)
+        raise UserError(f"tensor {name[:200]}: dtype {code}, not {codes}", place=str(path))
     if not naturals:
         raise UserError(f"tensor {name[:200]}: malformed header", place=str(path))
     info = TensorInfo(path, _CODES[code], tuple(shape), start + first)

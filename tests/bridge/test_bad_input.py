@@ -182,3 +182,55 @@ def test_a_header_that_claims_to_be_huge_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="cut off"):
         read_header(path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": [], "shape": [], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1] * 9, "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": "no"},
+        {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
+        [],
+    ],
+)
+def test_a_malformed_entry_of_a_header_is_refused(tmp_path: Path, entry: object) -> None:
+    path = tmp_path / "x.safetensors"
+    header = json.dumps({"x": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+    with pytest.raises(UserError, match=r"x\.safetensors: tensor x: malformed header"):
+        read_header(path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama' is not supported"),
+        ({"use_sliding_window": True}, "sliding-window attention is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"rope_scaling": {"type": "yarn"}}, "RoPE scaling"),
+        ({"hidden_size": "20"}, "not a number"),
+        ({"num_attention_heads": 0}, "not a number"),
+        ({"vocab_size": -1}, "vocab_size is -1, not a natural number"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
+        ({"rms_norm_eps": None}, "not a number"),
+    ],
+)
+def test_a_config_of_another_model_than_ours_is_named(
+    make_model: MakeModel, edit: dict[str, object], message: str
+) -> None:
+    path = make_model(tied=True, dtype="float32") / "config.json"
+    config = {k: v for k, v in json.loads(path.read_text()).items() if k != "head_dim"}
+    path.write_text(json.dumps(config | edit))
+
+    with pytest.raises(UserError, match=message):
+        load_config(path.parent)
+
+
+def test_a_config_that_is_no_object_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+
+    with pytest.raises(UserError, match="not a JSON object"):
+        load_config(tmp_path)
