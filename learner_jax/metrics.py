@@ -33,14 +33,17 @@ class JsonLines:
         if step <= self.last_step:
             return False
         data = "".join(json.dumps({"step": step, **line}) + "\n" for line in lines).encode()
-        with self._path.open("ab", buffering=0) as file:
-            written = file.write(data)
-        if written != len(data):
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                written = file.write(data)
+            if written != len(data):
+                raise OSError(f"only {written} of {len(data)} bytes written")
+        except OSError as error:
             raise UserError(
-                f"only {written} of {len(data)} bytes written",
+                f"cannot write: {error.strerror or error}",
                 place=str(self._path),
                 remedy="free disk space, then start again",
-            )
+            ) from error
         self.last_step = step
         return True
 
@@ -48,18 +51,13 @@ class JsonLines:
 class Clock:
     """Splits the learner's time into training and waiting, honestly: each second is one or other.
 
-    `lap` is called at every change of what the learner does; time before the first lap, that of
-    start-up and compilation, is neither.
+    Time before it is made, that of start-up and compilation, is neither.
     """
 
     def __init__(self) -> None:
         self._at = time.monotonic()
         self.train_s = 0.0
         self.wait_s = 0.0
-
-    def skip(self) -> None:
-        """Leaves the time since the last call out."""
-        self._at = time.monotonic()
 
     def trained(self) -> None:
         """Counts the time since the last call as training."""

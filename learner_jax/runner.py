@@ -108,6 +108,7 @@ def train(run_dir: Path, log: logging.Logger, stop: threading.Event) -> None:
         step += 1
         if step % spec.checkpoints.every == 0 and step < spec.steps:
             saved = _save(run_dir, spec, states, step, state, start.digest)
+        clock.trained()  # writing is work too: nobody was waited for
     # Also when told to end early: what is saved now need not be trained again.
     if saved < step:
         _save(run_dir, spec, states, step, state, start.digest)

@@ -43,6 +43,14 @@ def test_a_torn_last_line_is_dropped_wherever_it_was_cut(tmp_path: Path) -> None
     assert path.read_bytes() == b""
 
 
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"cannot write: No space left") as caught:
+        JsonLines(path).append(0, [{"loss": 1.0}])
+    assert caught.value.place == str(path)
+
+
 def test_a_file_that_is_not_ours_is_named_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"hello\n")
