@@ -252,7 +252,9 @@ class _Row:
             and verdict.length == length > 0
             and len(self.mu) == length
             and bool(np.isfinite(self.mu).all())
-            and bool(np.isfinite([verdict.task_reward, verdict.reward]).all())
+            and bool(
+                np.isfinite([verdict.task_reward, verdict.length_penalty, verdict.reward]).all()
+            )
         )
 
     @property

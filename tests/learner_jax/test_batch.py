@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,12 @@ def sample_twice(run: Any, named: list[BatchGroup]) -> None:
     refile_verdict(run, named, encode_verdicts([first, first, *rest]))
 
 
+def no_number(run: Any, named: list[BatchGroup]) -> None:
+    table = submission_files(run.path, 0, named[0].submission).verdict.read_bytes()
+    first, *rest = decode_verdicts(table)
+    refile_verdict(run, named, encode_verdicts([replace(first, length_penalty=np.nan), *rest]))
+
+
 def envelope_of_another_run(run: Any, named: list[BatchGroup]) -> None:
     files = submission_files(run.path, 0, named[0].submission)
     files.submission_envelope.write_bytes(
@@ -159,6 +166,7 @@ def missing(run: Any, named: list[BatchGroup]) -> None:
         (verdict_on_another, "submission that the verdict is on"),
         (half_a_group, "not whole"),
         (sample_twice, "not whole"),
+        (no_number, "not whole"),
         (envelope_of_another_run, "submission's run"),
         (missing, "No such file"),
     ],
