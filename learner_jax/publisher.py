@@ -70,7 +70,6 @@ class Publisher:
                 remedy="`runspec apply` makes it anew",
             ) from error
         clear_unfinished(self._weights, log)
-        self._newest = max(versions_in(self._weights), default=-1)
         self._served: set[int] = set()
 
     def publish_new(self) -> list[int]:
@@ -131,4 +130,5 @@ def _remove(directory: Path) -> None:
     doomed = directory.with_name(f".tmp-removed-{directory.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     directory.rename(doomed)
-    shutil.rmtree(doomed)
+    # A learner that starts meanwhile clears unfinished things out of the same folder.
+    shutil.rmtree(doomed, ignore_errors=True)
