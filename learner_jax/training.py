@@ -75,7 +75,6 @@ def train_step(
         total = programs.zeros()
         for tokens, inputs in _microbatches(spec, mesh, share):
             total = programs.accumulate(state.params, total, tokens, inputs)
-        metrics = jax.device_get(total.metrics)
         state, norm = programs.apply(state, total)
         norms.append(float(norm))
         if not np.isfinite(norms[-1]):
@@ -84,7 +83,7 @@ def train_step(
                 place="optimizer",
                 remedy="lower optimizer.lr or clip_norm; the newest full state is from before this",
             )
-        merged = merged.merge(metrics)
+        merged = merged.merge(jax.device_get(total.metrics))
     numbers = merged.means()
     for summed in ("loss", "policy_loss"):
         numbers[summed] /= len(shares)
