@@ -81,11 +81,16 @@ class Versions:
             return path
 
     def keep(self, version: int) -> None:
-        """Removes every version but this one and the newest."""
-        with self._fetching:
-            self._client.prune({version, self._newest})
+        """Removes every version but this one and the newest; leaves that to the next call where a
+        fetch is under way, which would lose its parts, and may take as long as a step."""
+        if self._fetching.acquire(blocking=False):
+            try:
+                self._client.prune({version, self._newest})
+            finally:
+                self._fetching.release()
 
     def close(self) -> None:
+        """Ends the prefetch, after the question that is open."""
         self._stop.set()
 
     def _prefetch(self) -> None:

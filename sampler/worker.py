@@ -209,23 +209,26 @@ def work(
         fetch_s=spec.verify.lease_timeout,
         log=log,
     )
-    made = engine(pool)
-    version, path = versions.first()
-    tasks = load_task_set(spec, path)
-    log.info("starting vLLM with version %d, %d problems", version, len(tasks))
-    member = worker(
-        client=client,
-        key=key,
-        versions=versions,
-        engine=made,
-        tasks=tasks,
-        spec=spec,
-        pool=pool,
-        meter=meter,
-        log=log,
-    )
-    member.load(version, path)
-    member.run(stop)
+    try:
+        made = engine(pool)
+        version, path = versions.first()
+        tasks = load_task_set(spec, path)
+        log.info("starting vLLM with version %d, %d problems", version, len(tasks))
+        member = worker(
+            client=client,
+            key=key,
+            versions=versions,
+            engine=made,
+            tasks=tasks,
+            spec=spec,
+            pool=pool,
+            meter=meter,
+            log=log,
+        )
+        member.load(version, path)
+        member.run(stop)
+    finally:
+        versions.close()
 
 
 def find_pool(spec: RunSpec, name: str) -> SamplerPool:
