@@ -145,6 +145,12 @@ def test_over_long_prompts_are_left_out_and_an_impossible_limit_is_an_error(
     tight = build_task_set(laptop_spec("data.max_prompt_tokens=32"), tokenizer_dir)
     lengths = [len(tight.prompt_tokens(i, t)) for i in range(100) for t in tight.targets]
     assert max(lengths) == 32
+    # What took the place of an over-long one is shown and graded as one problem
+    for index in range(100):
+        shown = tight.problem(index).prompt.removesuffix("\n").split()[-1]
+        right = output(tokenizer_dir, f"</think>{answer_of(tight, index)}")
+        assert answer_of(tight, index).lower() == shown.lower()[::-1]
+        assert tight.grade(index, 8, right).task_reward == 1.0
     hopeless = build_task_set(laptop_spec("data.max_prompt_tokens=10"), tokenizer_dir)
     with pytest.raises(UserError, match="none of 1000 problems fits"):
         hopeless.problem(0)
