@@ -6,12 +6,15 @@ of everything that it follows from, and the run's `initial` is a link to it.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,8 @@ FORMAT = 1
 """Part of the digest: a change of this file that changes the weights raises it."""
 HELD_OUT_TRACES = 256
 CURVE_FILE = "warm_start.json"
+OTHERS_S = 3600.0
+"""How long the warm start of another run in the same cache may take."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,45 @@ def make_initial_model(run_dir: Path, cache: Path, log: logging.Logger) -> Path:
     """Makes version 0 of a run, or finds it in the cache, and links `initial` to it.
 
     Raises:
-        UserError: `max_updates` passed without the mark.
+        UserError: `max_updates` passed without the mark, or another run holds the cache.
     """
     spec = load_resolved(run_dir)
     data = load_warm_start_data(spec)
     cache.mkdir(parents=True, exist_ok=True)
+    with _alone_in(cache, log):
+        model = _find_or_make(spec, data, cache, log)
+    _link(initial_model(run_dir), model)
+    return model
+
+
+@contextmanager
+def _alone_in(cache: Path, log: logging.Logger) -> Iterator[None]:
+    """Holds the cache's lock, which a killed process lets go of: what another run has begun here
+    is not a leftover, and two runs of one start make it once."""
+    descriptor = os.open(cache, os.O_RDONLY)
+    try:
+        end, told = time.monotonic() + OTHERS_S, False
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise UserError(
+                        f"another run's warm start has held the cache for {OTHERS_S:.0f} s",
+                        place=str(cache),
+                        remedy="end that run, or wait for it",
+                    ) from None
+                if not told:
+                    log.info("waiting for another run's warm start in %s", cache)
+                    told = True
+                time.sleep(0.2)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _find_or_make(spec: RunSpec, data: WarmStartData, cache: Path, log: logging.Logger) -> Path:
     remove_leftovers(cache)
     tokenizer = cache / f".tmp-{uuid.uuid4().hex}-tokenizer"
     tokenizer.mkdir()
@@ -81,7 +120,6 @@ def make_initial_model(run_dir: Path, cache: Path, log: logging.Logger) -> Path:
                 _make(spec, data, directory, log)
     finally:
         shutil.rmtree(tokenizer, ignore_errors=True)
-    _link(initial_model(run_dir), model)
     return model
 
 
@@ -96,6 +134,7 @@ def warm_start_digest(spec: RunSpec, tokenizer: Path) -> str:
                 "warm_start": spec.warm_start.model_dump(mode="json") if spec.warm_start else None,
                 "data": spec.data.model_dump(mode="json"),
                 "targets": [reward.targets for reward in spec.reward],
+                "max_new_tokens": [pool.max_new_tokens for pool in spec.samplers],
                 "packing": spec.learner.packing.model_dump(mode="json"),
                 "tokenizer": {p.name: digest_file(p) for p in sorted(tokenizer.iterdir())},
             }

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +102,32 @@ def test_a_start_is_made_once_and_both_runs_link_to_it(
     assert len(load_task_set(spec, first / "initial")) > 0
 
 
+def test_what_another_run_has_begun_in_the_cache_is_left_alone(tmp_path: Path) -> None:
+    # given a start that is in the cache, and another run that is making a different one there
+    spec, cache, tokenizer = spec_with(), tmp_path / "cache", tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    load_warm_start_data(spec).write_tokenizer(tokenizer)
+    model = cache / warm_start_digest(spec, tokenizer)
+    model.mkdir(parents=True)
+    begun = cache / ".tmp-0123-another"
+    begun.mkdir()
+    run_dir, told = run_dir_of(tmp_path / "a", spec), threading.Event()
+    log = logging.Logger("one of its own")
+    log.addFilter(lambda record: told.set() or True)
+    with ThreadPoolExecutor() as pool:
+        holder = os.open(cache, os.O_RDONLY)
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        # when ours starts, then it says that it waits and removes nothing of the other's
+        made = pool.submit(make_initial_model, run_dir, cache, log)
+        assert told.wait(60)
+        assert begun.is_dir() and not made.done()
+        # and when the other is dead, then what it left goes, and ours goes on
+        os.close(holder)
+        assert made.result(60) == model
+    assert not begun.exists()
+    assert (run_dir / "initial").resolve() == model.resolve()
+
+
 def test_a_mark_out_of_reach_is_an_error_with_the_number_reached(tmp_path: Path) -> None:
     spec = spec_with({"max_updates": 7, "stop_answer_probability": 0.9})
     run_dir, cache = run_dir_of(tmp_path / "a", spec), tmp_path / "cache"
@@ -115,14 +145,16 @@ def test_the_digest_follows_all_that_the_model_follows_from(tmp_path: Path) -> N
     # then what the start does not see changes nothing
     assert warm_start_digest(spec_with(steps=9, optimizer={"lr": 1.0}), tmp_path) == base
     # and what it sees changes the digest
+    (pool,) = spec_with().model_dump(mode="json")["samplers"]
     source = {"name": "words", "kind": "reasoning_gym", "dataset": "spell_backward", "size": 7}
     changed = [
         spec_with({"lr": 1e-3}),
         spec_with(seed=8),
         spec_with(data={"max_prompt_tokens": 48, "sources": [source]}),
         spec_with(reward=[{"name": "task", "kind": "reasoning_gym"}]),
+        spec_with(samplers=[{**pool, "max_new_tokens": pool["max_new_tokens"] - 1}]),
     ]
     digests = {warm_start_digest(spec, tmp_path) for spec in changed}
     (tmp_path / "tokenizer.json").write_text("another")
     digests.add(warm_start_digest(spec_with(), tmp_path))
-    assert len(digests) == 5 and base not in digests
+    assert len(digests) == 6 and base not in digests
