@@ -47,7 +47,10 @@ def tpu_chips() -> int:
 
 
 def module_is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of `a.b` without `a`
+        return False
 
 
 def free_bytes(folder: Path) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.local.machine import find_model
+from runspec.local.machine import find_model, module_is_installed
 from runspec.local.preflight import GIB, Facts, disk_bytes, missing, parameter_count
 from runspec.local.processes import Machine
 from runspec.spec.load import load_spec
@@ -113,3 +113,10 @@ def test_a_model_is_found_in_a_directory_or_in_the_cache(tmp_path: Path) -> None
     assert find_model("Qwen/QwQ-32B", None, env) == snapshot
     assert find_model(str(snapshot), None, {}) == snapshot
     assert find_model("../../etc", "passwd", env) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "installed"), [("runspec.spec", True), ("no_such", False), ("no_such.inner", False)]
+)
+def test_a_missing_parent_is_a_missing_module(name: str, installed: bool) -> None:
+    assert module_is_installed(name) is installed
