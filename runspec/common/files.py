@@ -6,7 +6,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runspec.common.errors import UserError
@@ -14,18 +14,28 @@ from runspec.common.errors import UserError
 _TEMPORARY = ".tmp-"
 
 
+def temporary_name(path: Path) -> Path:
+    """A name beside `path` for what becomes it; `remove_leftovers` knows it."""
+    return path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}-{path.name}")
+
+
 def write_atomic(path: Path, data: bytes) -> None:
-    """Writes a file under a temporary name, syncs it and renames it into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}-{path.name}")
+    """Writes a file under a temporary name, syncs it and renames it into place.
+
+    Raises:
+        UserError: it cannot be written; what was there before is still there.
+    """
+    temporary = temporary_name(path)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise UserError(
             f"cannot write: {error.strerror or error}",
             place=str(path),
@@ -43,7 +53,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     if path.exists():
         raise FileExistsError(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}-{path.name}")
+    temporary = temporary_name(path)
     temporary.mkdir()
     try:
         yield temporary

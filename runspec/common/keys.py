@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -11,6 +12,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from runspec.common.errors import UserError
+from runspec.common.files import temporary_name
 from runspec.common.hashing import is_digest
 
 _SIGNATURE = re.compile(r"[0-9a-f]{128}")
@@ -47,16 +49,37 @@ class SigningKey:
         return cls(private)
 
     def save(self, path: Path) -> None:
-        """Writes a PEM file that only its owner can read; refuses to overwrite one."""
+        """Writes a PEM file that only its owner can read.
+
+        Raises:
+            FileExistsError: there is a file already.
+            UserError: it cannot be written; nothing is left under its name.
+        """
         pem = self._private.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,
             serialization.NoEncryption(),
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(pem)
+        temporary = temporary_name(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(pem)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, path)  # unlike a rename, refuses to overwrite
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise UserError(
+                f"cannot write a signing key: {error.strerror or error}",
+                place=str(path),
+                remedy="free disk space or mend the permissions, then start again",
+            ) from error
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
 
     def sign(self, message: bytes) -> str:
         """The signature, 128 hexadecimal characters."""

@@ -26,6 +26,12 @@ def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["taken"]
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write"):
+        write_atomic(tmp_path / "file" / "inner.json", b"")
+
+
 def test_a_directory_appears_only_when_the_block_succeeds(tmp_path):
     with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "v1") as folder:
         (folder / "half").write_bytes(b"x")
@@ -76,7 +82,15 @@ def test_keys_survive_a_file_and_stay_private(tmp_path):
     assert signature_is_valid(key.public_hex, b"message", again.sign(b"message"))
     assert not signature_is_valid(key.public_hex, b"other", again.sign(b"message"))
     with pytest.raises(FileExistsError):
-        key.save(path)
+        SigningKey.generate().save(path)
+    assert SigningKey.load(path).public_hex == key.public_hex
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_key_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write a signing key"):
+        SigningKey.generate().save(tmp_path / "file" / "worker.key")
 
 
 @pytest.mark.parametrize("content", [b"", b"not a key", b"\x00" * 100])
