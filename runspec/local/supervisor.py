@@ -171,7 +171,9 @@ class Supervisor:
         child = self._children.get(name)
         pid = child.pid if child else None
         self._state.set_role(name, role.state, role.restarts, pid, birth(pid) if pid else None)
-        text = _describe(role, pid, event if isinstance(event, Exited) else None)
+        # One role's end can stop the others too: only its own is told of it.
+        exited = event if isinstance(event, Exited) and event.role == name else None
+        text = _describe(role, pid, exited)
         self._state.add_event(name, text)
         self._watcher.event(name, text)
 

@@ -129,8 +129,13 @@ def test_a_role_that_keeps_dying_ends_the_run_with_its_last_lines(tmp_path: Path
 
 
 def test_a_role_that_says_stop_stops_the_run_at_once(tmp_path: Path) -> None:
+    # given a role that stalls, while another waits to be started again
+    watch = Watch()
     with open_run(small_spec(steps=10_000), tmp_path) as run, pytest.raises(RunFailed) as failure:
-        drive_roles(run, [*usual_roles(run), role("stalled", run.directory)], Watch())
+        others = [role("dying", run.directory), role("stalled", run.directory)]
+        drive_roles(run, [*usual_roles(run), *others], watch)
+    # then the run stops with its words, and its end is told of nobody else
+    assert [name for name, text in watch.events if f"exit code {EXIT_FINAL}" in text] == ["stalled"]
     assert failure.value.exit_code == EXIT_FINAL
     assert "stalled says that the run cannot go on" in str(failure.value)
     assert "step 3 stalled" in str(failure.value)
