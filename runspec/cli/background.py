@@ -5,6 +5,7 @@ python -m runspec.cli.background RUN_DIR LOCK    (started by `apply`, which hand
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 from runspec.common.errors import UserError
-from runspec.common.process import EXIT_USER_ERROR
+from runspec.common.process import EXIT_INTERNAL, EXIT_USER_ERROR
 from runspec.local.apply import OpenRun, supervise
 from runspec.local.children import last_lines
 from runspec.local.endpoints import load_endpoints
@@ -80,6 +81,9 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", EXIT_USER_ERROR)
+    except Exception:
+        logging.exception("a fault of runspec's own; please report it")
+        return EXIT_INTERNAL
     if outcome.kind == "interrupted":
         print(f"interrupted by {requests.last}")
         return EXIT_INTERRUPTED
