@@ -47,6 +47,7 @@ class Versions:
         self._fetching = threading.Lock()
         self._fetch_s, self._log = fetch_s, log
         self._newest = -1  # none fetched yet
+        self._here: dict[tuple[int, str], Path] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True)
 
@@ -73,10 +74,13 @@ class Versions:
         Raises:
             UserError: not there in time, or not the version that the digest names.
         """
+        if here := self._here.get((version, manifest_digest)):
+            return here  # whatever else is being fetched
         with self._fetching:
             path = self._client.fetch(
                 version, manifest_digest=manifest_digest, deadline_s=self._fetch_s
             )
+            self._here[version, manifest_digest] = path
             self._newest = max(version, self._newest)
             return path
 
@@ -85,7 +89,10 @@ class Versions:
         fetch is under way, which would lose its parts, and may take as long as a step."""
         if self._fetching.acquire(blocking=False):
             try:
-                self._client.prune({version, self._newest})
+                kept = {version, self._newest}
+                for key in [key for key in self._here if key[0] not in kept]:
+                    del self._here[key]
+                self._client.prune(kept)
             finally:
                 self._fetching.release()
 

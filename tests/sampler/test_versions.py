@@ -72,11 +72,11 @@ def test_old_versions_go_but_never_while_another_is_fetched(tmp_path: Path, serv
     key = SigningKey.load(tmp_path / "keys" / "publisher.key")
     roles = (tmp_path / "keys" / "roles.json").read_bytes()
 
-    def publish_version(version: int) -> None:
+    def publish_version(version: int) -> str:
         folder = tmp_path / f"version-{version}"
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(bytes([version]) * 100)
-        publish(tmp_path / "store", folder, run="run", version=version, key=key, roles=roles)
+        return publish(tmp_path / "store", folder, run="run", version=version, key=key, roles=roles)
 
     cache = tmp_path / "cache"
 
@@ -94,7 +94,7 @@ def test_old_versions_go_but_never_while_another_is_fetched(tmp_path: Path, serv
         log=logging.getLogger("test"),
     )
     assert versions.first() == (0, cache / "v0")
-    publish_version(1)
+    digest = publish_version(1)
     eventually(lambda: cached() == {"v0", "v1"}, "version 1 is prefetched")
 
     # When the worker switches to 1 while version 2 is on its way
@@ -102,6 +102,7 @@ def test_old_versions_go_but_never_while_another_is_fetched(tmp_path: Path, serv
     publish_version(2)
     assert server.asked.wait(DEADLINE_S)
     began = time.monotonic()
+    assert versions.get(1, digest) == cache / "v1"
     versions.keep(1)
 
     # Then it does not wait for it, and the old version goes with a later switch
