@@ -69,9 +69,9 @@ class SigningKey:
                 file.flush()
                 os.fsync(file.fileno())
             os.link(temporary, path)  # unlike a rename, refuses to overwrite
-        except FileExistsError:
-            raise
         except OSError as error:
+            if isinstance(error, FileExistsError) and path.exists():
+                raise
             raise UserError(
                 f"cannot write a signing key: {error.strerror or error}",
                 place=str(path),
