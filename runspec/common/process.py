@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 from runspec.common.errors import UserError
 
+SUPERVISOR = "RUNSPEC_SUPERVISOR"
+"""Environment variable: process id of the supervisor that starts a role."""
 _PR_SET_PDEATHSIG = 1
 EXIT_USER_ERROR = 1
 EXIT_INTERNAL = 3
@@ -48,8 +50,11 @@ def stop_event() -> threading.Event:
 
 def die_with_parent() -> None:
     """Asks Linux to end this process when the one that started it dies, however it dies."""
-    if sys.platform == "linux" and os.environ.get("RUNSPEC_SUPERVISED") == "1":
+    supervisor = os.environ.get(SUPERVISOR)
+    if sys.platform == "linux" and supervisor is not None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if str(os.getppid()) != supervisor:  # it died before it could be asked
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run_role(role: str, body: Callable[[logging.Logger], None]) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runspec.common.errors import UserError
+from runspec.common.process import SUPERVISOR
 from runspec.local.endpoints import port_answers
 from runspec.local.processes import RoleSpec
 from runspec.local.state import RoleRow
@@ -77,7 +78,7 @@ def start_child(role: RoleSpec, logs: Path) -> Child:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **role.env, "RUNSPEC_SUPERVISED": "1"},
+                    env={**os.environ, **role.env, SUPERVISOR: str(os.getpid())},
                     # A Ctrl-C at the terminal is for the supervisor, which stops them in order.
                     start_new_session=True,
                 )

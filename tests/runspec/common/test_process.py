@@ -56,15 +56,12 @@ def test_a_role_ends_when_its_supervisor_is_killed(tmp_path):
             """
         )
     )
-    supervisor = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"import subprocess,sys; subprocess.run([sys.executable, {str(role)!r}])",
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"RUNSPEC_SUPERVISED": "1"},
-    )
+    start = f"""
+import os, subprocess, sys
+environment = os.environ | {{{process.SUPERVISOR!r}: str(os.getpid())}}
+subprocess.run([sys.executable, {str(role)!r}], env=environment)
+"""
+    supervisor = subprocess.Popen([sys.executable, "-c", start], cwd=tmp_path)
     deadline = time.monotonic() + 20
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert time.monotonic() < deadline, "the role did not start"
@@ -75,6 +72,19 @@ def test_a_role_ends_when_its_supervisor_is_killed(tmp_path):
     # then the role is gone soon
     while _is_alive(pid):
         assert time.monotonic() < deadline, "the role outlived its supervisor"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_role_whose_supervisor_died_before_it_began_ends_at_once():
+    # given a supervisor that is gone, so that another process is the role's parent
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    # when the role starts
+    program = BODY.format(body="raise SystemExit('it ran')")
+    environment = os.environ | {process.SUPERVISOR: str(gone.pid)}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, timeout=20)
+    # then it ends before its work begins
+    assert ended.returncode == -signal.SIGTERM
 
 
 def _is_alive(pid: int) -> bool:
