@@ -63,14 +63,14 @@ class StoreSource:
             seen = (status.st_ino, status.st_mtime_ns)
             if self._seen.get(run) == seen:
                 return
+            self._seen[run] = seen
             data = read_bounded(path, MAX_BYTES)
             version = latest_version(data, place=path)
         except FileNotFoundError:
             return
-        except UserError as error:
+        except UserError as error:  # said once: it is looked at again when it is another file
             self._log.error("%s", error)
             return
-        self._seen[run] = seen
         self._metrics.newest.labels(run).set(version)
         await self._announced[run].post(data, version)
 

@@ -9,6 +9,8 @@ import httpx
 import pytest
 
 from broadcast.store import prune, refresh_latest
+from runspec.common.files import write_atomic
+from runspec.common.latest import sign_latest
 
 from .conftest import Run, eventually, weights
 
@@ -88,6 +90,26 @@ def test_a_fresh_signature_is_served(run: Run) -> None:
     after = httpx.get(url).json()["payload"]
     assert after["expires"] > before["expires"]
     assert after["manifest_digest"] == before["manifest_digest"]
+
+
+def test_a_damaged_latest_is_said_once_and_the_next_one_is_served(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given an origin that has served version 0
+    run.publish(0, weights())
+    url = f"{run.origin().url}/demo/latest.json"
+    good = httpx.get(url).content
+    # when latest.json is damaged while someone waits for a newer one
+    latest = run.store / "demo" / "latest.json"
+    write_atomic(latest, b"{}")
+    held = httpx.get(url, params={"after": 0, "wait": 0.5})
+    # then the last good one is served, and the damage is said once, not at every look
+    assert held.content == good
+    assert len([r for r in caplog.records if r.levelname == "ERROR"]) == 1
+    # and it heals
+    refreshed = sign_latest("demo", 1, "0" * 64, run.key)
+    write_atomic(latest, refreshed)
+    assert httpx.get(url, params={"after": 0, "wait": 10}).content == refreshed
 
 
 def test_prune_keeps_what_kept_versions_need(run: Run) -> None:
