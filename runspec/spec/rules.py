@@ -6,11 +6,14 @@ violation is that of the named value, or of the nearest map that was written.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from runspec.spec.schema import Reward, RunSpec
+from runspec.spec.schema import Hardware, Reward, RunSpec
+
+_TOPOLOGY = re.compile(r"[0-9]{1,5}(x[0-9]{1,5})*")
 
 
 @dataclass(frozen=True)
@@ -213,19 +216,24 @@ def one_temperature(spec: RunSpec) -> Iterator[Violation]:
             )
 
 
+def topology_form(spec: RunSpec) -> Iterator[Violation]:
+    asked: list[tuple[tuple[str, ...], Hardware]] = [(("learner",), spec.learner.hardware)]
+    asked += [(("samplers", pool.name), pool.hardware) for pool in spec.samplers]
+    for where, hardware in asked:
+        if hardware.topology is not None and not _TOPOLOGY.fullmatch(hardware.topology):
+            yield Violation(
+                (*where, "hardware", "topology"), f"{hardware.topology!r} is not of the form 4x4x4"
+            )
+
+
 def mesh_fits(spec: RunSpec) -> Iterator[Violation]:
     mesh, hardware = spec.learner.mesh, spec.learner.hardware
     product = mesh.data * mesh.fsdp * mesh.context * mesh.tensor
     devices = hardware.count
     if hardware.topology is not None:
-        sides = hardware.topology.split("x")
-        if not all(side.isascii() and side.isdigit() and 0 < len(side) < 6 for side in sides):
-            yield Violation(
-                ("learner", "hardware", "topology"),
-                f"{hardware.topology!r} is not of the form 4x4x4",
-            )
-            return
-        devices = prod(int(side) for side in sides)
+        if not _TOPOLOGY.fullmatch(hardware.topology):
+            return  # `topology_form` says so
+        devices = prod(int(side) for side in hardware.topology.split("x"))
         if hardware.count not in (None, devices):
             yield Violation(
                 ("learner", "hardware", "count"),
@@ -301,6 +309,7 @@ RULES: dict[str, Rule] = {
     "source-fields": source_fields,
     "recomputable-sampling": recomputable_sampling,
     "one-temperature": one_temperature,
+    "topology-form": topology_form,
     "mesh-fits": mesh_fits,
     "rows-divide": rows_divide,
     "versions-kept": versions_kept,
