@@ -11,7 +11,7 @@ DEAD_AFTER_S = 30.0
 """Three heartbeats missed."""
 _LEAST_INTERVAL_S = 1.0
 """Rates over less would be noise."""
-_MAX_FIELDS, _MAX_TEXT = 16, 120
+_MAX_FIELDS, _MAX_TEXT, _MAX_NUMBER = 16, 120, 10**15
 Scalars = dict[str, str | float | int | None]
 
 
@@ -86,12 +86,14 @@ def _scalars(state: Mapping[str, Any]) -> Scalars:
         raise ValueError(f"at most {_MAX_FIELDS} fields are allowed")
     for name, value in state.items():
         if not (value is None or isinstance(value, str | int | float)):
-            raise ValueError(f"{name[:40]}: a number, a text or null was expected")
+            raise ValueError(f"{name[:40]!r}: a number, a text or null was expected")
         if len(name) > _MAX_TEXT or (isinstance(value, str) and len(value) > _MAX_TEXT):
-            raise ValueError(f"{name[:40]}: longer than {_MAX_TEXT} characters")
+            raise ValueError(f"{name[:40]!r}: longer than {_MAX_TEXT} characters")
+        if isinstance(value, int) and abs(value) > _MAX_NUMBER:
+            raise ValueError(f"{name[:40]!r}: beyond {_MAX_NUMBER:g}")
     return dict(state)
 
 
 def _count(value: object) -> float:
-    valid = isinstance(value, int | float) and abs(value) < 1e15 and math.isfinite(value)
+    valid = isinstance(value, int | float) and abs(value) <= _MAX_NUMBER and math.isfinite(value)
     return max(0.0, float(value)) if valid and isinstance(value, int | float) else 0.0

@@ -13,6 +13,8 @@ from typing import BinaryIO
 from blake3 import blake3
 
 UPLOAD_TIMEOUT_S = 600.0
+_MAX_WORDS = 500
+"""Characters of a refusal: it is logged, and may repeat what a stranger sent."""
 _TEMPORARY = ".tmp-"  # what runspec.common.files.remove_leftovers removes
 
 
@@ -20,8 +22,8 @@ class Refusal(Exception):
     """A request that is answered with an error: an HTTP status and words for the caller."""
 
     def __init__(self, status: int, words: str) -> None:
-        super().__init__(words)
-        self.status, self.words = status, words
+        self.status, self.words = status, words[:_MAX_WORDS]
+        super().__init__(self.words)
 
 
 @asynccontextmanager
