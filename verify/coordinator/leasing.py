@@ -147,7 +147,7 @@ class Leasing:
                 await asyncio.to_thread(write_atomic, files.submission_envelope, signed)
                 try:
                     self._must_be_open(self._lease_of(envelope))
-                except Refusal:
+                except (Refusal, Finished):
                     files.submission_envelope.unlink()
                     raise
                 body.rename(files.submission)
