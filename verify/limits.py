@@ -21,8 +21,8 @@ def max_submission_rows(spec: RunSpec, pool: SamplerPool) -> int:
 def max_submission_bytes(spec: RunSpec, pool: SamplerPool) -> int:
     """Bound of the Parquet bytes and of the decoded columns of a submission from `pool`.
 
-    A row holds at most `max_prompt_tokens` and the longest length prompt as i32, and
-    `max_new_tokens` of i32 token, f32 log-prob and their share of a proof.
+    A row holds less than `max_model_len` prompt tokens as i32, and at most `max_new_tokens` of i32
+    token, f32 log-prob and their share of a proof.
     """
     prompt = 4 * pool.max_model_len
     proofs = (pool.max_new_tokens // _TOKENS_PER_PROOF + 1) * (_PROOF_BYTES + 16)
