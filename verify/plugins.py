@@ -23,10 +23,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from runspec.common.errors import UserError
+from runspec.spec.plugins import PREFILL_GROUP
 from runspec.spec.schema import RunSpec
 
 TASK_GROUP = "runspec.tasks"
-PREFILL_GROUP = "runspec.prefill"
 WARM_START_GROUP = "runspec.warm_start"
 
 

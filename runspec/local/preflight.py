@@ -18,10 +18,9 @@ from runspec.local.machine import (
     tpu_chips,
 )
 from runspec.local.processes import Machine
-from runspec.spec.plugins import installed_kinds, missing_plugins
+from runspec.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
 from runspec.spec.schema import Hardware, RunSpec
 
-PREFILL_GROUP = "runspec.prefill"
 GIB = 2**30
 _ROOM_BYTES = GIB // 2
 """For logs, rollouts and the environment's own files."""

@@ -8,6 +8,7 @@ from runspec.spec.schema import RunSpec
 
 SOURCE_GROUP = "runspec.sources"
 REWARD_GROUP = "runspec.rewards"
+PREFILL_GROUP = "runspec.prefill"
 
 
 def installed_kinds(group: str) -> list[str]:
