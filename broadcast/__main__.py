@@ -104,7 +104,7 @@ def _origin(arguments: argparse.Namespace, log: logging.Logger) -> None:
     import asyncio
 
     from broadcast.origin import run_origin
-    from broadcast.server import parse_address
+    from runspec.common.address import parse_address
 
     host, port = parse_address(arguments.listen)
     asyncio.run(run_origin(arguments.store, host=host, port=port, log=log))
@@ -114,7 +114,7 @@ def _relay(arguments: argparse.Namespace, log: logging.Logger) -> None:
     import asyncio
 
     from broadcast.relay import run_relay
-    from broadcast.server import parse_address
+    from runspec.common.address import parse_address
 
     host, port = parse_address(arguments.listen)
     asyncio.run(

@@ -219,14 +219,6 @@ async def serve(
         metrics.save()
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT of a command line."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(f"{text!r} is not HOST:PORT", remedy="write for example 127.0.0.1:8080")
-    return host.strip("[]"), int(port)
-
-
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

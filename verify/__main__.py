@@ -7,7 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from runspec.common.errors import UserError
+from runspec.common.address import parse_address
 from runspec.common.process import run_role
 
 
@@ -39,7 +39,7 @@ def _coordinator(options: argparse.Namespace, log: logging.Logger) -> None:
 
     from verify.coordinator.run import serve
 
-    host, port = _address(options.listen)
+    host, port = parse_address(options.listen)
     asyncio.run(
         serve(
             options.run_dir,
@@ -63,13 +63,6 @@ def _validator(options: argparse.Namespace, log: logging.Logger) -> None:
         directory=options.dir,
         log=log,
     )
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(f"{text!r} is not HOST:PORT", remedy="write for example 127.0.0.1:8000")
-    return host.strip("[]"), int(port)
 
 
 if __name__ == "__main__":
