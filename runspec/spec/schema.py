@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from runspec.spec.values import Count, Duration, Name, Positive, PublicKey, Share
+from runspec.spec.values import Count, Duration, Name, Positive, PublicKey, Share, VariableName
 
 FloatType = Literal["float32", "bfloat16"]
 
@@ -297,11 +297,13 @@ class Placement(Block):
 
 
 class SecretSource(Block):
-    env: str
+    env: VariableName
+    """Environment variable of whoever applies the spec."""
 
 
 class Secret(Block):
-    name: str
+    name: VariableName
+    """Environment variable of every role."""
     source: SecretSource = Field(alias="from")
 
 

@@ -120,3 +120,19 @@ def test_a_finding_of_a_shared_base_is_named_once(tmp_path: Path) -> None:
         base.write("typo: 1\n")
     other = write(tmp_path / "other.yaml", "extends: [base.yaml]\n")
     assert [f.code for f in lint_files([path, other])] == ["unknown-key"]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("verify.lease_timeout=0s", "verify.lease_timeout: a duration above zero"),
+        ("secrets=[{name: A=B, from: {env: T}}]", "secrets.A=B.name: string should match"),
+        ("secrets=[{name: t, from: {env: ''}}]", "secrets.t.from.env: string should match"),
+    ],
+)
+def test_values_that_no_process_could_use_are_found(
+    tmp_path: Path, override: str, expected: str
+) -> None:
+    [finding] = load(small_spec(tmp_path), override).findings
+    assert finding.code == "bad-value"
+    assert expected in str(finding)
