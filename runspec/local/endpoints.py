@@ -83,7 +83,7 @@ def plan_endpoints(
     def place(role: str, position: int, url: str | None = None) -> str:
         before = kept.get(role)
         if url is None and spec.placement.base_port is not None:
-            url = f"http://{host}:{spec.placement.base_port + position}"
+            url = _url(host, spec.placement.base_port + position)
         if url is not None:
             at = address(url)
             if at[1] in taken or not is_free(*at):
@@ -91,7 +91,7 @@ def plan_endpoints(
         elif before is not None and address(before)[1] not in taken and is_free(*address(before)):
             url = before
         else:
-            url = f"http://{host}:{_draw(host, is_free, rng, taken | spoken_for)}"
+            url = _url(host, _draw(host, is_free, rng, taken | spoken_for))
         taken.add(address(url)[1])
         return url.rstrip("/")
 
@@ -154,6 +154,10 @@ def port_taken(role: str, host: str, port: int) -> UserError:
         place=f"{role} at {host}:{port}",
         remedy="stop that process, or choose others with --set placement.base_port=PORT",
     )
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _draw(host: str, is_free: IsFree, rng: random.Random, taken: set[int]) -> int:

@@ -62,6 +62,12 @@ def test_a_base_port_gives_consecutive_ports() -> None:
     )
 
 
+def test_an_ipv6_host_is_put_in_brackets() -> None:
+    endpoints = plan("placement.host='::1'", is_free=lambda host, port: host == "::1")
+    assert endpoints.origin.startswith("http://[::1]:")
+    assert address(endpoints.origin)[0] == "::1"
+
+
 def test_a_taken_port_is_named_with_its_process(taken: int) -> None:
     with pytest.raises(UserError) as error:
         plan(f"placement.base_port={taken}")
