@@ -21,7 +21,7 @@ def logs_command(run: str, role: str | None, follow: bool, runs_dir: Path) -> in
     try:
         while True:
             for path in _paths(folder, role):
-                printer.print_new(path, several=role is None)
+                printer.print_new(path, several=role is None, follow=follow)
             if not follow:
                 return 0
             time.sleep(POLL_S)
@@ -46,13 +46,14 @@ class _Printer:
     def __init__(self) -> None:
         self._offsets: dict[Path, int] = {}
 
-    def print_new(self, path: Path, *, several: bool) -> None:
+    def print_new(self, path: Path, *, several: bool, follow: bool) -> None:
         prefix = f"{path.stem:>14} | ".encode() if several else b""
         with path.open("rb") as file:
             file.seek(self._offsets.get(path, 0))
             for line in file:
-                if not line.endswith(b"\n") and several:
+                whole = line.endswith(b"\n")
+                if several and follow and not whole:
                     break  # still being written; printed whole the next time
-                sys.stdout.buffer.write(prefix + line)
+                sys.stdout.buffer.write(prefix + line + (b"" if whole or not several else b"\n"))
                 self._offsets[path] = self._offsets.get(path, 0) + len(line)
         sys.stdout.flush()
