@@ -132,16 +132,15 @@ def prune(store: Path, *, run: str, keep_versions: int) -> None:
     """Removes all but the newest `keep_versions` versions, and every chunk that none of them needs.
 
     A version that a kept one is based on is kept too. A file that is being read stays readable.
+
+    Raises:
+        UserError: a stored manifest is damaged; nothing was removed.
     """
     with _locked(store, run):
         # Listed before the manifests are read: a chunk that comes later belongs to a later one.
         stored = [path for path in (store / run / "chunks").glob("*") if is_digest(path.name)]
         manifests = {
-            version: open_manifest(
-                read_bounded(store / layout.manifest_name(run, version), MAX_BYTES),
-                run=run,
-                publishers=None,
-            )
+            version: _stored_manifest(store, run, version)
             for version in layout.stored_versions(store, run)
         }
         kept: set[int] = set()
@@ -181,6 +180,16 @@ def latest_version(data: bytes, *, place: Path) -> int:
     if not layout.is_version(payload.get("version")):
         raise UserError("damaged: no version", place=str(place), remedy="publish again")
     return payload["version"]
+
+
+def _stored_manifest(store: Path, run: str, version: int) -> WeightsManifest:
+    path = store / layout.manifest_name(run, version)
+    try:
+        return open_manifest(read_bounded(path, MAX_BYTES), run=run, publishers=None)
+    except BadSignature as error:
+        raise UserError(
+            f"damaged: {error}", place=str(path), remedy="remove the version's folder"
+        ) from error
 
 
 def _check_publisher(roles: bytes, run: str, key: SigningKey) -> None:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from broadcast.store import prune, refresh_latest
+from runspec.common.errors import UserError
 from runspec.common.files import write_atomic
 from runspec.common.latest import sign_latest
 
@@ -124,6 +125,19 @@ def test_prune_keeps_what_kept_versions_need(run: Run) -> None:
     client = run.client(run.origin().url)
     for version in (2, 3):
         client.fetch(version, manifest_digest=None, deadline_s=10)
+
+
+def test_prune_names_a_damaged_manifest_and_removes_nothing(run: Run) -> None:
+    for version in range(3):
+        run.publish(version, weights(seed=version))
+    before = run.chunks()
+    manifest = run.store / "demo" / "versions" / "1" / "manifest.json"
+    write_atomic(manifest, manifest.read_bytes()[:-1])
+
+    with pytest.raises(UserError, match="versions/1/manifest.json: damaged"):
+        prune(run.store, run="demo", keep_versions=1)
+
+    assert run.chunks() == before
 
 
 def test_prune_keeps_the_bases_of_deltas(run: Run) -> None:
