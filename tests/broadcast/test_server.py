@@ -134,7 +134,7 @@ def test_prune_names_a_damaged_manifest_and_removes_nothing(run: Run) -> None:
     manifest = run.store / "demo" / "versions" / "1" / "manifest.json"
     write_atomic(manifest, manifest.read_bytes()[:-1])
 
-    with pytest.raises(UserError, match="versions/1/manifest.json: damaged"):
+    with pytest.raises(UserError, match=r"versions/1/manifest\.json: damaged"):
         prune(run.store, run="demo", keep_versions=1)
 
     assert run.chunks() == before
