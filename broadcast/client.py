@@ -7,6 +7,7 @@ import logging
 import shutil
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -34,6 +35,8 @@ class AsyncWeightsClient:
     ) -> None:
         cache_dir.mkdir(parents=True, exist_ok=True)
         self._cache = cache_dir
+        self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """One download of a version at a time: its parts lie in one directory."""
         self._session: aiohttp.ClientSession = new_session()
         self._fetcher = Fetcher(
             urls,
@@ -47,6 +50,10 @@ class AsyncWeightsClient:
         return await self._fetcher.latest(after, wait_s)
 
     async def fetch(self, version: int, *, manifest_digest: str | None, deadline_s: float) -> Path:
+        async with self._turns[version]:
+            return await self._fetch(version, manifest_digest, deadline_s)
+
+    async def _fetch(self, version: int, manifest_digest: str | None, deadline_s: float) -> Path:
         if manifest_digest is None and version == self._fetcher.seen_version:
             manifest_digest = self._fetcher.seen_digest
         final = self._cache / f"v{version}"

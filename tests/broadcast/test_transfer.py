@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -108,6 +109,19 @@ def test_unchanged_files_are_not_fetched_again(run: Run) -> None:
 
     assert contents(path) == weights(seed=1)
     assert plain.chunk_requests() - asked == 6  # the weights' chunks; config.json came from v0
+
+
+def test_two_threads_that_want_one_version_fetch_it_once(run: Run) -> None:
+    run.publish(0, weights())
+    server = run.static()
+    client = run.client(server.url)
+
+    with ThreadPoolExecutor(4) as pool:
+        fetch = partial(client.fetch, 0, manifest_digest=None, deadline_s=10)
+        paths = [future.result() for future in [pool.submit(fetch) for _ in range(4)]]
+
+    assert [contents(path) for path in paths] == [weights()] * 4
+    assert server.chunk_requests() == len(run.chunks())
 
 
 def test_a_relay_passes_chunks_on_while_later_ones_are_still_coming(run: Run) -> None:
