@@ -122,6 +122,12 @@ class TestRates:
     def test_odd_numbers_are_no_numbers(self):
         activity = Activity()
         for now in (0.0, 2.0):
-            activity.heartbeat("x", {"busy_s": float("nan"), "tokens": 10**400}, now)
+            activity.heartbeat("x", {"busy_s": float("nan"), "tokens": 1e300}, now)
 
         assert activity.rates(2.0) == (0.0, 0.0)
+
+    def test_an_integer_that_would_fill_every_status_is_refused(self):
+        activity = Activity()
+        with pytest.raises(ValueError, match="'tokens': beyond"):
+            activity.heartbeat("x", {"tokens": 10**400}, 0.0)
+        assert activity.rates(0.0) == (0.0, 0.0)
