@@ -30,7 +30,7 @@ _RECENT_REJECTIONS = 20
 
 
 class Judging:
-    """Every submission gets one verdict, whatever happens to the validators.
+    """Every submission that can still train gets one verdict, whatever happens to the validators.
 
     Args:
         journal: where events go.
@@ -69,8 +69,14 @@ class Judging:
                 return None
 
     def submitted(self) -> list[LeaseRecord]:
-        """What waits for a verdict, in lease order."""
-        return [r for r in self._journal.state.leases.values() if r.status == "submitted"]
+        """What waits for a verdict, in lease order.
+
+        Not what no step can train any more: the weights that it takes to judge that, and the files,
+        may be gone, and a validator that waits for them judges nothing else.
+        """
+        state = self._journal.state
+        submitted = (r for r in state.leases.values() if r.status == "submitted")
+        return [r for r in submitted if state.lag(r) <= state.policy.async_level]
 
     def submission_file(self, submission: str) -> Path | None:
         """Where a submission's Parquet bytes lie, while the run still needs them."""
