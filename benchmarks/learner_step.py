@@ -16,6 +16,11 @@ import statistics
 import time
 from typing import Any
 
+from benchmarks.runs import ROOT
+from benchmarks.runs import SPEC as NAME
+
+SPEC = ROOT / NAME
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -33,46 +38,34 @@ def main() -> None:
     print(json.dumps(measure(options)))
 
 
-def laptop_spec(options: argparse.Namespace) -> dict[str, Any]:
-    """A resolved spec of the quickstart's size."""
-    return {
-        "version": "runspec/v1",
-        "name": "bench",
-        "seed": 1,
-        "steps": 1,
-        "model": {"hf": "none", "max_context": 128},
-        "data": {"max_prompt_tokens": 64, "sources": [{"name": "words", "kind": "reasoning_gym"}]},
-        "optimizer": {"lr": 7e-4},
-        "reward": [{"name": "words", "kind": "reasoning_gym"}],
-        "learner": {
-            "hardware": {"kind": "cpu"},
-            "mesh": {name: getattr(options, name) for name in ("data", "fsdp", "tensor")},
-            "packing": {"tokens": options.tokens, "rows": options.rows},
-            "remat": options.remat,
-            "compute_dtype": "float32",
-        },
-        "samplers": [
-            {"name": "s", "hardware": {"kind": "cpu"}, "max_model_len": 128, "max_new_tokens": 48}
-        ],
-        "broadcast": {"dtype": "float32"},
-    }
+def laptop_overrides(options: argparse.Namespace) -> list[str]:
+    """What is measured, over the laptop profile."""
+    mesh = [f"learner.mesh.{name}={getattr(options, name)}" for name in ("data", "fsdp", "tensor")]
+    devices = options.data * options.fsdp * options.tensor
+    return [
+        *mesh,
+        f"learner.hardware.count={devices}",
+        f"learner.packing.tokens={options.tokens}",
+        f"learner.packing.rows={options.rows}",
+        f"learner.remat={options.remat}",
+    ]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from bridge.config import ModelConfig
     from learner_jax.arrays import LossInputs
     from learner_jax.loss import token_weights
     from learner_jax.model import abstract_params, init_params
     from learner_jax.packing import Sample, pack
     from learner_jax.sharding import make_mesh, shard_batch, shard_params
     from learner_jax.step import build_programs
-    from runspec.spec.schema import RunSpec
+    from learner_jax.warm_start import model_config
+    from runspec.spec.load import load_spec
 
-    spec = RunSpec.model_validate(laptop_spec(options))
-    config = ModelConfig("qwen2", 192, 64, 192, 3, 2, 1, 32, 128, 10000.0, 1e-6, False)
+    spec = load_spec(SPEC, profile="laptop", overrides=laptop_overrides(options)).require()
+    config = model_config(spec)
     mesh = make_mesh(spec.learner.mesh)
     programs = build_programs(spec, config, mesh)
     params = init_params(config, jax.random.key(0))

@@ -28,7 +28,7 @@ def measure(name: str, overrides: dict[str, Any], runs_dir: Path | None = None) 
         subprocess.CalledProcessError: the run failed; its output has been shown.
     """
     with tempfile.TemporaryDirectory(prefix="runspec-bench-") as temporary:
-        folder = runs_dir or Path(temporary)
+        folder = runs_dir or Path(temporary) / "runs"
         command = [sys.executable, "-m", "runspec", "apply", str(ROOT / SPEC)]
         command += ["--profile", "laptop", "--runs-dir", str(folder), "--set", f"name={name}"]
         for path, value in overrides.items():

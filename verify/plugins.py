@@ -73,7 +73,7 @@ class TaskSet(Protocol):
         """Grades an output, its end token included.
 
         Raises:
-            GraderFault: the grader raised, hung or returned no finite number.
+            GraderFault: the grader raised or returned no finite number.
         """
 
 
