@@ -7,14 +7,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runspec.common.errors import UserError
 from verify.formats.lease import Assignment, Lease
 from verify.formats.submission import Rollout
 from verify.noise import noise_key
-from verify.plugins import Graded, GraderFault, PrefillEngine, PrefillInput, TaskSet
+from verify.plugins import (
+    Graded,
+    GraderFault,
+    PrefillEngine,
+    PrefillInput,
+    PrefillOutput,
+    TaskSet,
+)
 from verify.toploc import ChunkStatistics, MalformedProof, verify_proofs_batch
 
 PORTION_TOKENS = 1 << 16
 """Tokens whose hidden states are held at once (671 MB at a hidden size of 5120)."""
+_BF16_EXPONENT = np.uint16(0x7F80)
+"""All ones in an infinity or a NaN."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +57,40 @@ def prefill_request(rollout: Rollout, lease: Lease, *, seeded: bool) -> PrefillR
 def recompute(
     engine: PrefillEngine, version: int, requests: Sequence[PrefillRequest], *, temperature: float
 ) -> list[Recomputed]:
-    """Prefills rollouts in portions, so that hidden states never pile up."""
+    """Prefills rollouts in portions, so that hidden states never pile up.
+
+    Raises:
+        UserError: the prefill gave a NaN or an infinity. The tokens are the model's own by now, so
+            weights or device are at fault, and no worker may be rejected for it.
+    """
     results: list[Recomputed] = []
     for portion in _portions(requests):
         outputs = engine.prefill(version, [r.input for r in portion], temperature=temperature)
+        for output in outputs:
+            _require_finite(output, version)
         proofs = verify_proofs_batch([o.hidden for o in outputs], [r.proofs for r in portion])
         results += [
             Recomputed(output.logprobs, output.seeded_gap, proof)
             for output, proof in zip(outputs, proofs, strict=True)
         ]
     return results
+
+
+def _require_finite(output: PrefillOutput, version: int) -> None:
+    gap = output.seeded_gap
+    finite = {
+        "log-prob": np.isfinite(output.logprobs),
+        "seeded gap": np.isfinite(gap) if gap is not None else np.True_,
+        "hidden state": (output.hidden & _BF16_EXPONENT) != _BF16_EXPONENT,
+    }
+    for what, good in finite.items():
+        if not good.all():
+            raise UserError(
+                f"the validator's own prefill of version {version} gave a {what} that is not "
+                "finite; nothing is judged by it",
+                place="verify.engine",
+                remedy="check the validator's device, and whether the training has diverged",
+            )
 
 
 def grade(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +11,11 @@ import pytest
 
 from runspec.common.errors import UserError
 from tests.verify.bench import MODEL, Bench
-from tests.verify.small_model import EOS, VOCAB
+from tests.verify.small_model import EOS, VOCAB, NumpyEngine
 from verify.examiner import Verdict
 from verify.formats.lease import assignments
 from verify.formats.submission import Rollout
+from verify.plugins import PrefillInput, PrefillOutput
 from verify.thresholds import BFLOAT16, FLOAT32, limits_for
 
 Edit = Callable[[list[Rollout]], list[Rollout]]
@@ -91,6 +92,42 @@ def test_a_truncated_distribution_is_refused_before_any_work(tmp_path: Path) -> 
     bench = Bench(tmp_path, sampling={"temperature": 0.8, "top_p": 0.9})
     with pytest.raises(UserError, match="truncates its distribution"):
         bench.examiner()
+
+
+class DamagedEngine(NumpyEngine):
+    """Honest but for one number of the last rollout, as a faulty device would be."""
+
+    damage: Callable[[PrefillOutput], PrefillOutput]
+
+    def prefill(
+        self, version: int, inputs: Sequence[PrefillInput], *, temperature: float
+    ) -> list[PrefillOutput]:
+        *whole, last = super().prefill(version, inputs, temperature=temperature)
+        return [*whole, self.damage(last)]
+
+
+def with_first(values: np.ndarray | None, value: float) -> np.ndarray:
+    assert values is not None
+    changed = values.copy()
+    changed.flat[0] = value
+    return changed
+
+
+DAMAGE: dict[str, Callable[[PrefillOutput], PrefillOutput]] = {
+    "log-prob": lambda out: replace(out, logprobs=with_first(out.logprobs, np.nan)),
+    "seeded gap": lambda out: replace(out, seeded_gap=with_first(out.seeded_gap, np.inf)),
+    "hidden state": lambda out: replace(out, hidden=with_first(out.hidden, 0xFFC0)),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_prefill_that_is_not_finite_is_our_fault_and_no_rejection(
+    bench: Bench, tmp_path: Path, what: str
+) -> None:
+    bench.engine = engine = DamagedEngine({0: MODEL}, tmp_path)
+    engine.damage = DAMAGE[what]
+    with pytest.raises(UserError, match=f"own prefill of version 0 gave a {what}"):
+        bench.verdict(bench.honest())
 
 
 # --- what is not as leased ----------------------------------------------------------------------
