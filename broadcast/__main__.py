@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     relay.add_argument("--store", metavar="DIR", type=Path, required=True)
     relay.add_argument("--listen", metavar="HOST:PORT", required=True)
     relay.add_argument("--public-key", metavar="PUB", required=True, help="the root's: hex or file")
+    relay.add_argument("--keep-versions", metavar="N", type=int, default=5)
     relay.set_defaults(run_command=_relay)
 
     fetch = commands.add_parser("fetch", help="fetch a version to DIR/v<N>, checked")
@@ -123,6 +124,7 @@ def _relay(arguments: argparse.Namespace, log: logging.Logger) -> None:
             run=arguments.run,
             upstreams=arguments.upstream,
             root_public_key=_public_key(arguments.public_key),
+            keep_versions=arguments.keep_versions,
             host=host,
             port=port,
             log=log,

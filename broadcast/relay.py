@@ -28,7 +28,6 @@ from runspec.common.files import read_bounded, remove_leftovers, write_atomic
 from runspec.common.hashing import digest_file
 from runspec.common.signed import BadSignature
 
-KEEP_VERSIONS = 5
 _POLL_S = 20.0
 _PAUSE_S = 0.5
 _MANIFEST_DEADLINE_S = 30.0
@@ -40,12 +39,20 @@ class Mirror:
     """A run as the relay knows it (a `server.Source`)."""
 
     def __init__(
-        self, fetcher: Fetcher, metrics: Metrics, *, run: str, store: Path, log: logging.Logger
+        self,
+        fetcher: Fetcher,
+        metrics: Metrics,
+        *,
+        run: str,
+        store: Path,
+        keep_versions: int,
+        log: logging.Logger,
     ) -> None:
         self._fetcher = fetcher
         self._metrics = metrics
         self._run = run
         self._store = store
+        self._keep_versions = keep_versions
         self._log = log
         self._announced = Announcement()
         self._manifests: dict[int, WeightsManifest] = {}
@@ -206,7 +213,9 @@ class Mirror:
                 lambda digest: asyncio.shield(self._obtain(digest)),
                 parallel=PARALLEL_CHUNKS,
             )
-            await asyncio.to_thread(prune, self._store, run=self._run, keep_versions=KEEP_VERSIONS)
+            await asyncio.to_thread(
+                prune, self._store, run=self._run, keep_versions=self._keep_versions
+            )
         except UserError as error:  # tried again after the next poll, and by whoever asks for it
             self._log.warning("version %d is not whole here yet: %s", manifest.version, error)
             return
@@ -226,6 +235,7 @@ async def run_relay(
     run: str,
     upstreams: Sequence[str],
     root_public_key: str,
+    keep_versions: int,
     host: str,
     port: int,
     log: logging.Logger,
@@ -238,12 +248,18 @@ async def run_relay(
         run: the run's id.
         upstreams: base URLs of origins or relays; several for failover.
         root_public_key: pinned.
+        keep_versions: how many of the newest versions, and what those are based on, stay here.
         host, port: to listen on.
         log: of this process.
         started: called with the port once connections are accepted.
+
+    Raises:
+        UserError: `run` names none, or nothing would be kept.
     """
     if not layout.is_run(run):
         raise UserError(f"{run!r} is not the name of a run")
+    if keep_versions < 1:
+        raise UserError(f"--keep-versions {keep_versions}: at least 1 is needed")
     (store / run).mkdir(parents=True, exist_ok=True)
     metrics = Metrics(store)
     async with new_session() as session:
@@ -254,7 +270,9 @@ async def run_relay(
             folder=store / run,
             session=session,
         )
-        mirror = Mirror(fetcher, metrics, run=run, store=store, log=log)
+        mirror = Mirror(
+            fetcher, metrics, run=run, store=store, keep_versions=keep_versions, log=log
+        )
         await mirror.recall()
         try:
             await serve(mirror, metrics, host=host, port=port, log=log, started=started)

@@ -86,6 +86,7 @@ def role_specs(
                 f"relay-{relay.name}",
                 *("broadcast", "relay", "--run", spec.name),
                 *(option for url in upstream for option in ("--upstream", url)),
+                *("--keep-versions", str(spec.broadcast.keep_versions)),
                 *("--store", str(run_dir / "store" / f"relay-{relay.name}"), *root),
             )
         )

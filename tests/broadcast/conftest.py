@@ -144,13 +144,14 @@ class Run:
         self._stack.callback(served.stop)
         return served
 
-    def relay(self, *upstreams: str, name: str = "relay") -> Served:
+    def relay(self, *upstreams: str, name: str = "relay", keep_versions: int = 5) -> Served:
         served = Served(
             lambda started: run_relay(
                 self.folder / name,
                 run=self.name,
                 upstreams=upstreams,
                 root_public_key=self.root,
+                keep_versions=keep_versions,
                 host="127.0.0.1",
                 port=0,
                 log=LOG,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import threading
@@ -14,10 +15,11 @@ import httpx
 import pytest
 
 from broadcast.manifest import read_manifest
+from broadcast.relay import run_relay
 from broadcast.store import publish
 from runspec.common.errors import UserError
 
-from .conftest import Run, contents, eventually, weights
+from .conftest import LOG, Run, contents, eventually, weights
 
 
 def test_a_version_arrives_through_a_relay(run: Run) -> None:
@@ -193,19 +195,36 @@ def test_a_server_that_is_down_is_passed_over(run: Run) -> None:
     assert contents(client.fetch(0, manifest_digest=None, deadline_s=10)) == weights()
 
 
-def test_a_relay_keeps_the_newest_versions_only(run: Run) -> None:
+@pytest.mark.parametrize("keep_versions", [2, 5])
+def test_a_relay_keeps_the_newest_versions_only(run: Run, keep_versions: int) -> None:
     origin = run.origin()
     run.publish(0, weights())
-    relay = run.relay(origin.url)
+    relay = run.relay(origin.url, keep_versions=keep_versions)
     client = run.client(relay.url)
     for version in range(1, 8):
         run.publish(version, weights(seed=version))
         assert client.latest(version - 1, 10) is not None
         client.fetch(version, manifest_digest=None, deadline_s=10)
 
-    eventually(lambda: len(run.chunks("relay")) == 5 * 6 + 1, "the oldest versions go")
+    left = keep_versions * 6 + 1  # six chunks of weights each, and the config that all share
+    eventually(lambda: len(run.chunks("relay")) == left, "the oldest versions go")
     client.prune({7})
     assert [p.name for p in (run.folder / "cache").glob("v*")] == ["v7"]
+
+
+def test_a_relay_that_would_keep_nothing_does_not_start(run: Run) -> None:
+    relay = run_relay(
+        run.folder / "relay",
+        run=run.name,
+        upstreams=["http://127.0.0.1:1"],
+        root_public_key=run.root,
+        keep_versions=0,
+        host="127.0.0.1",
+        port=0,
+        log=LOG,
+    )
+    with pytest.raises(UserError, match="--keep-versions 0: at least 1"):
+        asyncio.run(relay)
 
 
 def test_published_once(run: Run, tmp_path: Path) -> None:

@@ -35,13 +35,13 @@ def line(role: RoleSpec) -> str:
 
 
 def test_the_laptop_profile_is_seven_processes() -> None:
-    roles = roles_of(small_spec())
+    roles = roles_of(small_spec("small", 5, "broadcast.keep_versions=7"))
     served = f"--public-key {ROOT_KEY}"
     weights = "--weights http://127.0.0.1:8002 --weights http://127.0.0.1:8001"
     assert {name: line(role) for name, role in roles.items()} == {
         "origin": "python -m broadcast origin /runs/small/store/origin --listen 127.0.0.1:8001",
         "relay-local": "python -m broadcast relay --run small --upstream http://127.0.0.1:8001 "
-        f"--store /runs/small/store/relay-local {served} --listen 127.0.0.1:8002",
+        f"--keep-versions 7 --store /runs/small/store/relay-local {served} --listen 127.0.0.1:8002",
         "coordinator": "python -m verify coordinator /runs/small "
         f"--weights http://127.0.0.1:8001 {served} --listen 127.0.0.1:8000",
         "publisher": "python -m learner_jax publish /runs/small",
