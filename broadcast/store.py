@@ -75,7 +75,8 @@ def publish(
         The manifest digest.
 
     Raises:
-        UserError: the version was published with other contents, an unusable file name, disk full.
+        UserError: the version was published with other contents or is older than the newest and
+            pruned, an unusable file name, disk full.
     """
     if not layout.is_run(run) or not layout.is_version(version):
         raise UserError(f"run {run!r} or version {version} is malformed", place=str(directory))
@@ -88,6 +89,15 @@ def publish(
             base < version and (store / layout.manifest_name(run, base)).exists()
         ):
             raise UserError(f"base {base} is not an older published version", place=str(store))
+        manifest = store / layout.manifest_name(run, version)
+        newest = newest_version(store, run=run)
+        if newest is not None and version <= newest and not manifest.exists():
+            raise UserError(
+                f"version {version} is gone, and its number may have been published: "
+                f"the newest is {newest}",
+                place=str(manifest),
+                remedy=f"a version number is published once: publish as {newest + 1} or later",
+            )
         remove_leftovers(store / run / "chunks")
         objects = {
             path.name: _store_object(store, run, path, chunk_bytes) for path in _files(directory)
@@ -96,7 +106,6 @@ def publish(
             WeightsManifest(run, version, base, model_digest, tensors, objects), key
         )
         digest = digest_bytes(data)
-        manifest = store / layout.manifest_name(run, version)
         if not manifest.exists():
             write_atomic(manifest, data)
         elif (published := digest_bytes(read_bounded(manifest, MAX_BYTES))) != digest:
@@ -107,7 +116,6 @@ def publish(
                 remedy="a version number is published once: publish under a newer one",
             )
         write_atomic(store / layout.roles_name(run), roles)
-        newest = newest_version(store, run=run)
         if newest is None or newest < version:
             write_atomic(
                 store / layout.latest_name(run),

@@ -16,7 +16,7 @@ import pytest
 
 from broadcast.manifest import read_manifest
 from broadcast.relay import run_relay
-from broadcast.store import publish
+from broadcast.store import prune, publish
 from runspec.common.errors import UserError
 
 from .conftest import LOG, Run, contents, eventually, weights
@@ -236,6 +236,23 @@ def test_published_once(run: Run, tmp_path: Path) -> None:
 
     path = run.client(run.origin().url).fetch(0, manifest_digest=digest, deadline_s=10)
     assert contents(path) == weights()
+
+
+def test_published_once_even_when_pruned(run: Run) -> None:
+    # given versions of which the oldest is pruned
+    for version in range(3):
+        run.publish(version, weights(seed=version))
+    prune(run.store, run="demo", keep_versions=2)
+    stored = run.chunks()
+
+    # when its number is published again, with the same contents or others, then it is refused
+    for seed in (0, 9):
+        with pytest.raises(UserError, match=r"version 0 is gone.* the newest is 2"):
+            run.publish(0, weights(seed=seed))
+
+    # and nothing of it is stored, while one that is still there may be published again
+    assert run.chunks() == stored
+    run.publish(1, weights(seed=1))
 
 
 def test_only_a_named_publisher_publishes(run: Run, other_run: Run, tmp_path: Path) -> None:
