@@ -55,15 +55,10 @@ class Activity:
     def seen(self, key: str, now: float) -> None:
         self.peers.setdefault(key, Peer(now)).last_seen = now
 
-    def registered(self, key: str, info: Mapping[str, Any], now: float) -> None:
-        """Takes note of what a worker says about itself.
-
-        Raises:
-            ValueError: not a small map of scalars.
-        """
-        scalars = _scalars(info)
+    def registered(self, key: str, info: Scalars, now: float) -> None:
+        """Takes note of what a worker says about itself."""
         self.seen(key, now)
-        self.peers[key].info = scalars
+        self.peers[key].info = info
 
     def heartbeat(self, key: str, state: Mapping[str, Any], now: float) -> None:
         """Takes note of a heartbeat.
@@ -71,7 +66,7 @@ class Activity:
         Raises:
             ValueError: not a small map of scalars.
         """
-        self.peers.setdefault(key, Peer(now)).heartbeat(_scalars(state), now)
+        self.peers.setdefault(key, Peer(now)).heartbeat(scalars(state), now)
 
     def rates(self, now: float) -> tuple[float, float]:
         """Mean busy fraction and summed tokens per second of the peers that are alive."""
@@ -81,7 +76,12 @@ class Activity:
         return (sum(busy) / len(busy) if busy else 0.0, sum(tokens))
 
 
-def _scalars(state: Mapping[str, Any]) -> Scalars:
+def scalars(state: Mapping[str, Any]) -> Scalars:
+    """What a peer sent, checked.
+
+    Raises:
+        ValueError: not a small map of scalars.
+    """
     if len(state) > _MAX_FIELDS:
         raise ValueError(f"at most {_MAX_FIELDS} fields are allowed")
     for name, value in state.items():

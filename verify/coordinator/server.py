@@ -20,7 +20,7 @@ from runspec.common.errors import UserError
 from runspec.common.hashing import digest_bytes, is_digest
 from runspec.common.roles import Roles
 from runspec.common.signed import BadSignature
-from verify.coordinator.activity import Activity
+from verify.coordinator.activity import Activity, scalars
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.judging import Judging
@@ -121,11 +121,12 @@ class Api:
         body = await _json(request, caller, {"pool", "info"})
         if not isinstance(body["pool"], str) or not isinstance(body["info"], dict):
             raise Refusal(400, "pool must be a name and info a map")
-        self._leasing.register(caller.key, body["pool"])
         try:
-            self._workers.registered(caller.key, body["info"], self._journal.clock())
+            info = scalars(body["info"])
         except ValueError as error:
             raise Refusal(400, f"info: {error}") from error
+        self._leasing.register(caller.key, body["pool"])
+        self._workers.registered(caller.key, info, self._journal.clock())
         return web.json_response({})
 
     async def _heartbeat(self, request: web.Request) -> web.StreamResponse:

@@ -293,6 +293,17 @@ def test_requests_are_refused_by_who_asks(site: Site):
             client.register("far", {})
 
 
+def test_a_worker_whose_words_are_refused_is_not_registered(site: Site):
+    with site.serving():
+        client = site.client(SigningKey.generate())
+        for info in ({"gpu": ["a", "b"]}, {"gpu": "x" * 121}, {str(i): i for i in range(17)}):
+            with pytest.raises(UserError, match="400, info: "):
+                client.register("near", info)
+        with pytest.raises(UserError, match="403, this key is not registered"):
+            client.lease(0.0)
+        assert httpx.get(f"{site.url}/v1/status", trust_env=False).json()["workers"] == []
+
+
 def test_a_banned_key_is_refused(site: Site):
     with site.serving():
         key, worker = site.worker()
