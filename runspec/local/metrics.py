@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ class JsonLines:
     def new_rows(self) -> list[dict[str, Any]]:
         """Rows since the last call; a line still being written waits for the next call.
 
-        A line that is no JSON object (a crash in the middle of writing it) is left out. A file
-        that became shorter is read from its start: the learner cut off steps that it trains again.
+        A line that is no JSON object (a crash in the middle of writing it) is left out. A number
+        that is not finite (a diverged step) is None: strict JSON has no word for it. A file that
+        became shorter is read from its start: the learner cut off steps that it trains again.
         """
         try:
             with self._path.open("rb") as file:
@@ -120,8 +122,13 @@ def _objects(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
         if len(line) > MAX_LINE_BYTES:
             continue
         try:
-            value = json.loads(line)
+            value = json.loads(line, parse_float=_finite, parse_constant=_finite)
         except ValueError:
             continue
         if isinstance(value, dict):
             yield value
+
+
+def _finite(text: str) -> float | None:
+    number = float(text)
+    return number if math.isfinite(number) else None

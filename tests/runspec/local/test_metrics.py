@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from runspec.local.conclude import conclude
 from runspec.local.metrics import JsonLines, mean, read_rows, summarise, weights_bytes_sent
 
 
@@ -35,6 +36,24 @@ def test_a_step_trained_again_counts_once_by_its_last_row(tmp_path: Path) -> Non
     rows = [{"step": 0, "x": 1}, {"step": 1, "x": 1}, {"step": 1, "x": 2}, {"step": 2, "x": 1}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [row["x"] for row in read_rows(tmp_path)] == [1, 2, 1]
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_summary(tmp_path: Path) -> None:
+    # given a step that diverged, in each of the ways that a JSON number can fail to be finite
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "reward": -1.5, "length_error": 2.0}\n'
+        '{"step": 1, "reward": NaN, "length_error": Infinity, "lag_max": 1e999, "train_s": NaN,'
+        ' "by_target": {"8": {"length_mean": -Infinity}}}\n'
+    )
+    # when the run is summed up
+    second = read_rows(tmp_path)[1]
+    summary = conclude(tmp_path, 1.0)
+    # then those are null, the finite ones count, and the file is strict JSON
+    assert (second["reward"], second["by_target"]) == (None, {"8": {"length_mean": None}})
+    written = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert written == summary
+    assert (written["reward_last"], written["length_error_last"]) == (-1.5, 2.0)
+    assert written["max_lag"] is None
 
 
 def test_the_summary_of_twelve_steps() -> None:
