@@ -125,12 +125,14 @@ def supervise(run: OpenRun, watcher: Watcher, stop_requests: Callable[[], int]) 
     """
     with closing(RunState(run.directory)) as state:
         state.begin(run.spec.name, spec_digest(run.spec), run.spec.steps)
-        identity = make_identity(run.directory, run.spec)
-        machine = this_machine()
-        roles = role_specs(
-            run.spec, run.directory, endpoints=run.endpoints, identity=identity, machine=machine
-        )
-        return drive(run, _stages(run, machine), roles, state, watcher, stop_requests)
+        with _failure_on_record(run, state):
+            identity = make_identity(run.directory, run.spec)
+            machine = this_machine()
+            roles = role_specs(
+                run.spec, run.directory, endpoints=run.endpoints, identity=identity, machine=machine
+            )
+            stages = _stages(run, machine)
+        return drive(run, stages, roles, state, watcher, stop_requests)
 
 
 def drive(
@@ -164,7 +166,7 @@ def drive(
             stop_requests=stop_requests,
         ).run()
 
-    try:
+    with _failure_on_record(run, state):
         outcome = Outcome("finished")
         for stage in stages:
             state.set_run("starting", stage.name)
@@ -183,13 +185,21 @@ def drive(
         if failure is not None:
             raise failure
         state.set_run(outcome.kind)
-    except UserError as error:
-        with suppress(UserError):  # a full disk; the first error is the one to read
-            state.set_run("failed", error.thing.splitlines()[0])
-            conclude(run.directory, state.wall_s())
-        raise
     conclude(run.directory, state.wall_s())
     return outcome
+
+
+@contextmanager
+def _failure_on_record(run: OpenRun, state: RunState) -> Iterator[None]:
+    """Tells `status` what ended the run, and sums up what was trained before."""
+    try:
+        yield
+    except Exception as error:
+        reason = error.thing if isinstance(error, UserError) else f"internal error: {error!r}"
+        with suppress(UserError):  # a full disk; the first error is the one to read
+            state.set_run("failed", reason.splitlines()[0])
+            conclude(run.directory, state.wall_s())
+        raise
 
 
 def _require_ready(spec: RunSpec, run_dir: Path) -> None:

@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 
+from runspec.cli.status import read_status
+from runspec.common.errors import UserError
 from runspec.common.process import EXIT_FINAL
-from runspec.local.apply import RunFailed, is_finished, open_run
+from runspec.local.apply import RunFailed, is_finished, open_run, supervise
 from runspec.local.children import birth
+from runspec.local.identity import make_identity
 from runspec.local.run_dir import RunLocked, holder
 from runspec.local.state import RunState
 from runspec.local.supervisor import RoleView
@@ -104,6 +107,20 @@ def test_a_killed_role_is_back_within_two_seconds(tmp_path: Path, victim: str) -
     assert steps_trained(run.directory) == list(range(30))
     assert (victim, "killed by SIGKILL, starts again") in watch.events
     assert watch.roles[victim].restarts == 1
+
+
+def test_a_run_that_fails_before_its_first_process_says_so_in_status(tmp_path: Path) -> None:
+    # given a run with a damaged key
+    with open_run(small_spec(), tmp_path) as run:
+        make_identity(run.directory, run.spec)
+        (run.directory / "keys" / "publisher.key").write_text("no key")
+        # when it is supervised
+        with pytest.raises(UserError) as failure:
+            supervise(run, Watch(), lambda: 0)
+    # then the status is its failure, and not a start that never ends
+    status = read_status(run.directory)
+    assert (status["state"], status["reason"]) == ("failed", failure.value.thing)
+    assert status["roles"] == {}
 
 
 def test_a_role_that_keeps_dying_ends_the_run_with_its_last_lines(tmp_path: Path) -> None:
