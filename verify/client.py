@@ -70,8 +70,8 @@ class CoordinatorClient:
         key: the caller's; a validator's must be named in roles.json.
         run: the run's name.
         root_public_key: the pinned root key (hex).
-        deadline_s: how long one call goes on trying while the coordinator cannot be reached or
-            answers 5xx; then UserError.
+        deadline_s: how long one call goes on trying while the coordinator cannot be reached,
+            answers 5xx or does not come to the end of its answer; then UserError.
     """
 
     def __init__(
@@ -259,7 +259,11 @@ class CoordinatorClient:
         pause, waiting = _FIRST_PAUSE_S, False
         while True:
             try:
-                answer = self._try(method, path, body, envelope, wait_s, max_bytes)
+                # An attempt that begins late still has the time that an answer needs.
+                ends = time.monotonic() + min(_TIMEOUT_S, self._deadline_s) + wait_s
+                answer = self._try(
+                    method, path, body, envelope, wait_s, max_bytes, max(deadline, ends)
+                )
                 if not answer.is_server_error:
                     break
                 trouble = f"answers {answer.status_code}: {_words(answer)}"
@@ -288,6 +292,7 @@ class CoordinatorClient:
         envelope: bytes | None,
         wait_s: float,
         max_bytes: int,
+        ends_at: float,
     ) -> httpx.Response:
         headers = sign_request(self._key, run=self._run, method=method, path=path, body=body)
         if envelope is not None:
@@ -303,6 +308,8 @@ class CoordinatorClient:
                     raise self._not_believed(
                         BadSignature(f"{method} {path}: more than {max_bytes} bytes")
                     )
+                if time.monotonic() > ends_at:  # the timeouts above are of each read alone
+                    raise httpx.ReadTimeout(f"after {len(content)} bytes the answer has no end")
         # Without the headers: an answer is what came over the wire, never decompressed.
         return httpx.Response(answer.status_code, content=bytes(content))
 
