@@ -52,8 +52,6 @@ class SubmissionRefused(UserError):
 class WorkItem:
     """A submission that a validator is to check."""
 
-    step: int
-    """The step that the lease was for."""
     submission: str
     """Digest of the Parquet bytes; `download` fetches them."""
     lease: bytes
@@ -235,11 +233,11 @@ class CoordinatorClient:
         try:
             answer = parse_object(data, max_bytes=_MAX_ANSWER_BYTES)
             lease, envelope = (str(answer[name]).encode() for name in ("lease", "envelope"))
-            known = open_lease(lease, coordinators=self.roles().coordinator)
+            open_lease(lease, coordinators=self.roles().coordinator)
             submitted = open_submission(envelope)
         except (MalformedJson, KeyError, BadSignature) as error:
             raise self._not_believed(error) from error
-        return WorkItem(known.step, submitted.digest, lease, envelope)
+        return WorkItem(submitted.digest, lease, envelope)
 
     def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> httpx.Response:
         return self._call("POST", path, body=canonical_json(dict(body)), wait_s=wait_s)

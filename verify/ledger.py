@@ -29,7 +29,6 @@ from verify.coordinator.events import (
     WorkerRegistered,
 )
 
-FILE_NAME = "state.db"
 _BUSY_TIMEOUT_S = 10.0
 _FIRST_CHAIN = bytes(32).hex()
 _SCHEMA = """

@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.cli.background import start_in_background
-from runspec.cli.text import duration, number
 from runspec.cli.view import watching
 from runspec.common.errors import UserError
 from runspec.local.apply import NotReady, is_finished, open_run, supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
 from runspec.local.run_dir import EXIT_LOCKED, RunLocked
+from runspec.local.text import duration, number
 from runspec.spec.load import load_spec
 
 EXIT_FAILED = 1

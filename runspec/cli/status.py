@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from runspec.cli.text import duration
 from runspec.cli.view import step_line
 from runspec.local.metrics import read_rows
 from runspec.local.run_dir import find_run, holder
 from runspec.local.state import RunState
+from runspec.local.text import duration
 from runspec.spec.resolved import load_resolved
 
 EVENTS = 10

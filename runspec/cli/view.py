@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli.text import number, per_second, sparkline
 from runspec.local.metrics import Row
 from runspec.local.supervisor import RoleView, Watcher
+from runspec.local.text import number, per_second, sparkline
 
 LINE_EVERY_S = 5.0
 FRAME_EVERY_S = 0.5

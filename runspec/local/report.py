@@ -12,6 +12,7 @@ from typing import Any
 
 from runspec.local.metrics import Row
 from runspec.local.plots import Curve, Figure, draw
+from runspec.local.text import duration, number
 
 _STEPS_SHOWN = 3
 _SAMPLES_A_STEP = 4
@@ -56,7 +57,7 @@ def render_report(
     """
     body = [
         f"<h1>{escape(run)}</h1>",
-        f"<p>{summary['steps']} steps in {_duration(summary['wall_s'])}, "
+        f"<p>{summary['steps']} steps in {duration(summary['wall_s'])}, "
         f"{summary['rollouts_accepted']:,} rollouts accepted, "
         f"{summary['rollouts_rejected']:,} rejected.</p>",
         _table(summary),
@@ -168,11 +169,11 @@ def _table(summary: dict[str, Any]) -> str:
         ("Length error, tokens", summary["length_error_first"], summary["length_error_last"]),
     ]
     cells = "".join(
-        f"<tr><td>{name}</td><td>{_number(a)}</td><td>{_number(b)}</td></tr>" for name, a, b in rows
+        f"<tr><td>{name}</td><td>{number(a)}</td><td>{number(b)}</td></tr>" for name, a, b in rows
     )
     facts = [
-        ("Mean lag", _number(summary["mean_lag"])),
-        ("Largest lag", _number(summary["max_lag"])),
+        ("Mean lag", number(summary["mean_lag"])),
+        ("Largest lag", number(summary["max_lag"])),
         ("Learner busy", _share(summary["learner_busy_fraction"])),
         ("Samplers busy", _share(summary["sampler_busy_fraction"])),
         ("Weights sent", f"{summary['weights_bytes_sent'] / 1e6:,.1f} MB"),
@@ -208,11 +209,11 @@ def _rollout(sample: Row) -> str:
         f"step {sample['step']}",
         f"problem {sample.get('problem_id')}",
         f"length {sample.get('length')}, asked for {sample.get('target')}",
-        f"reward {_number(sample.get('reward'))}",
+        f"reward {number(sample.get('reward'))}",
     ]
     return (
         f"<article><header>{escape(' · '.join(facts))} · "
-        f'<span class="{mood}">task reward {escape(_number(task))}</span></header>'
+        f'<span class="{mood}">task reward {escape(number(task))}</span></header>'
         f'<pre class="prompt">{_text(sample.get("prompt"))}</pre>'
         f"<pre>{_text(sample.get('output'))}</pre></article>"
     )
@@ -224,14 +225,5 @@ def _text(value: object) -> str:
     return escape(text if len(text) <= _MAX_TEXT else cut)
 
 
-def _number(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, int | float) else "-"
-
-
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

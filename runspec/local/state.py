@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runspec.common.errors import UserError
+from verify.formats.layout import STATE_FILE
 
-FILE_NAME = "state.db"
 BUSY_S = 10.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (
@@ -70,7 +70,7 @@ class RunState:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / FILE_NAME
+        self._path = run_dir / STATE_FILE
         with self._errors():
             self._db = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")

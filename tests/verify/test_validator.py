@@ -35,7 +35,7 @@ class QueueCoordinator:
 
     def offer(self, envelope: bytes, table: bytes, lease: bytes) -> str:
         digest = digest_bytes(table)
-        self.queue.append(WorkItem(0, digest, lease, envelope))
+        self.queue.append(WorkItem(digest, lease, envelope))
         self.tables[digest] = table
         return digest
 

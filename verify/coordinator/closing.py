@@ -15,7 +15,7 @@ from verify.coordinator.grading import batch_stats
 from verify.coordinator.journal import Journal
 from verify.coordinator.state import Tally
 from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
-from verify.ledger import FILE_NAME
+from verify.formats.layout import STATE_FILE
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Closing:
             raise RunStopped(
                 f"version {latest.version} is published, but by the ledger only "
                 f"{self._journal.state.next_close} steps are closed",
-                place=str(self._journal.run_dir / FILE_NAME),
+                place=str(self._journal.run_dir / STATE_FILE),
                 remedy="restore the ledger, or delete the run and its published weights",
             )
         if newest is None or latest.version > newest.version:

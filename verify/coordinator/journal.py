@@ -19,8 +19,8 @@ from runspec.common.process import RunStopped
 from verify.coordinator.events import CoordinatorStarted, Event, StepClosed
 from verify.coordinator.state import Policy, State, apply
 from verify.formats import batch as batch_format
-from verify.formats.layout import SubmissionFiles, step_folder, submission_files
-from verify.ledger import FILE_NAME, Ledger
+from verify.formats.layout import STATE_FILE, SubmissionFiles, step_folder, submission_files
+from verify.ledger import Ledger
 
 _log = logging.getLogger(__name__)
 _SHORTEST_WAIT_S = 0.001
@@ -48,7 +48,7 @@ class Journal:
     ) -> None:
         self.run_dir, self.clock = run_dir, clock
         self.state = State(policy)
-        self.ledger = Ledger(run_dir / FILE_NAME)
+        self.ledger = Ledger(run_dir / STATE_FILE)
         self._changed = asyncio.Event()
         self._stopping = False
         self._recover()
@@ -101,7 +101,7 @@ class Journal:
             raise RunStopped(
                 f"a batch of step {self.state.next_close}, which the ledger has not closed",
                 place=str(unknown),
-                remedy=f"restore {FILE_NAME}, or delete the run",
+                remedy=f"restore {STATE_FILE}, or delete the run",
             )
         self._remove_unknown_files()
 

@@ -1,9 +1,12 @@
-"""Where the files of a step lie in a run directory, by the name of the submission."""
+"""Where things lie in a run directory: its database, and the files of each submission."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
+STATE_FILE = "state.db"
+"""SQLite: the coordinator's ledger and the supervisor's tables, side by side."""
 
 
 def step_folder(run_dir: Path, step: int) -> Path:

@@ -7,7 +7,6 @@ import io
 from rich.console import Console
 from rich.live import Live
 
-from runspec.cli.text import duration, number, per_second, sparkline
 from runspec.cli.view import LiveView, PlainView, step_line
 from runspec.local.supervisor import RoleView
 
@@ -22,18 +21,6 @@ ROW = {
     "sampler_tokens_per_s": 8123.4,
 }
 ROLES = [RoleView("learner", "running", 0, 41), RoleView("relay-eu", "backoff", 3, None)]
-
-
-def test_a_sparkline_goes_from_lowest_to_highest() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0, 0, 7, 7], 2) == "▁█", "each bar is a mean"
-    assert sparkline([5, 5, 5], 8) == "▁▁▁"
-    assert sparkline([], 8) == ""
-
-
-def test_figures_are_short_and_unknown_ones_a_dash() -> None:
-    assert (number(0.45678), number(None), per_second(8123.4)) == ("0.457", "-", "8,123")
-    assert [duration(s) for s in (42.4, 185, 7801)] == ["42 s", "3 min 5 s", "2 h 10 min"]
 
 
 def test_plain_lines_say_every_change_but_not_every_step() -> None:
