@@ -54,6 +54,11 @@ class Submitter:
         with self._changed:
             self._changed.wait_for(lambda: lease not in self._open, timeout_s)
 
+    def drain(self, timeout_s: float) -> bool:
+        """Waits, no longer than `timeout_s` seconds, until nothing is open; whether that came."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, timeout_s)
+
     def _work(self) -> None:
         while True:
             lease, finish = self._queue.get()

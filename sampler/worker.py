@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from verify.plugins import TaskSet, load_task_set
 LEASE_POLL_S = 1.0
 """How long one question for a lease stays open; SIGTERM is looked at in between."""
 HEARTBEAT_S = 2.0
+LAST_SUBMISSIONS_S = 5.0
+"""How long a finished run's last submissions may take to be made and handed in."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,13 @@ class Worker:
             while not stop.is_set():
                 self._work(stop)
         except RunFinished:
+            # What is sampled already still goes out, unless the coordinator refuses it.
+            if not self._submitter.drain(LAST_SUBMISSIONS_S):
+                self._log.warning(
+                    "a submission is given up: not in after %.0f s", LAST_SUBMISSIONS_S
+                )
+            with suppress(RunFinished):  # the coordinator's answer to what came too late
+                self._submitter.check()
             self._log.info("the run is finished")
         except GenerationAborted:
             self._log.info("stopped while sampling; the lease will be granted again")

@@ -36,6 +36,19 @@ def test_a_lease_is_open_until_it_is_handed_in():
     assert not submitter.is_open("a")
 
 
+def test_draining_waits_for_what_is_queued_and_no_longer_than_allowed():
+    submitter, gate, finished = Submitter(LOG), threading.Event(), []
+    assert submitter.drain(0.0)  # nothing is open
+
+    submitter.add("a", lambda: gate.wait(DEADLINE_S))
+    submitter.add("b", lambda: finished.append("b"))
+    assert not submitter.drain(0.05)
+    gate.set()
+
+    assert submitter.drain(DEADLINE_S)
+    assert finished == ["b"]
+
+
 def test_no_more_than_the_limit_are_in_flight():
     submitter, gate, added = Submitter(LOG), threading.Event(), threading.Event()
     started = threading.Event()
