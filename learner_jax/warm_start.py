@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from bridge.config import ModelConfig, hf_config
+from bridge.safetensors_io import SINGLE_NAME
 from learner_jax.arrays import TokenBatch
 from learner_jax.layout import initial_model
 from learner_jax.leaves import save_weights
@@ -35,18 +36,19 @@ from learner_jax.model import abstract_params, final_hidden, head_weight, init_p
 from learner_jax.optimizer import make_optimizer
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
-from runspec.common.canonical import canonical_json
+from runspec.common.canonical import MalformedJson, canonical_json, parse_object
 from runspec.common.errors import UserError
-from runspec.common.files import new_directory, remove_leftovers
+from runspec.common.files import new_directory, read_bounded, remove_leftovers
 from runspec.common.hashing import digest_bytes, digest_file
 from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import Optimizer, RunSpec, WarmStart
 from verify.plugins import Trace, WarmStartData, load_warm_start_data
 
-FORMAT = 1
-"""Part of the digest: a change of this file that changes the weights raises it."""
+FORMAT = 2
+"""Part of the digest: a change of this file that changes what is kept raises it."""
 HELD_OUT_TRACES = 256
 CURVE_FILE = "warm_start.json"
+_MAX_RECORD_BYTES = 1 << 20
 OTHERS_S = 3600.0
 """How long the warm start of another run in the same cache may take."""
 
@@ -67,7 +69,8 @@ def make_initial_model(run_dir: Path, cache: Path, log: logging.Logger) -> Path:
     """Makes version 0 of a run, or finds it in the cache, and links `initial` to it.
 
     Raises:
-        UserError: `max_updates` passed without the mark, or another run holds the cache.
+        UserError: `max_updates` passed without the mark, another run holds the cache, or what lies
+            there is damaged.
     """
     spec = load_resolved(run_dir)
     data = load_warm_start_data(spec)
@@ -113,6 +116,7 @@ def _find_or_make(spec: RunSpec, data: WarmStartData, cache: Path, log: logging.
         data.write_tokenizer(tokenizer)
         model = cache / warm_start_digest(spec, tokenizer)
         if model.is_dir():
+            _check_whole(model)
             log.info("warm start: %s is there already, skipped", model)
         else:
             with new_directory(model) as directory:
@@ -121,6 +125,29 @@ def _find_or_make(spec: RunSpec, data: WarmStartData, cache: Path, log: logging.
     finally:
         shutil.rmtree(tokenizer, ignore_errors=True)
     return model
+
+
+def _check_whole(model: Path) -> None:
+    """Compares a cached start with the digest that was kept when it was made.
+
+    Raises:
+        UserError: its weights are damaged, or their digest is missing.
+    """
+    try:
+        record = read_bounded(model / CURVE_FILE, _MAX_RECORD_BYTES)
+        kept = parse_object(record, max_bytes=_MAX_RECORD_BYTES).get(SINGLE_NAME)
+        found = digest_file(model / SINGLE_NAME)
+    except (OSError, MalformedJson) as error:
+        damage = str(error)
+    else:
+        if kept == found:
+            return
+        damage = f"the digest of {SINGLE_NAME} is {found[:16]}, not {str(kept)[:16]}"
+    raise UserError(
+        f"the cached warm start is damaged: {damage}",
+        place=str(model),
+        remedy="delete this directory and apply again: it is made anew",
+    )
 
 
 def warm_start_digest(spec: RunSpec, tokenizer: Path) -> str:
@@ -182,9 +209,12 @@ def _make(spec: RunSpec, data: WarmStartData, directory: Path, log: logging.Logg
         )
     )
     params, curve = supervise(spec, config, data, log)
-    points = [vars(point) for point in curve]
-    (directory / CURVE_FILE).write_text(json.dumps({"curve": points}, indent=1))
     save_weights(params, config, directory)
+    record = {
+        "curve": [vars(point) for point in curve],
+        SINGLE_NAME: digest_file(directory / SINGLE_NAME),
+    }
+    (directory / CURVE_FILE).write_text(json.dumps(record, indent=1))
 
 
 def _link(link: Path, target: Path) -> None:

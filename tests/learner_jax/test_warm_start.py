@@ -18,6 +18,7 @@ from bridge.config import load_config
 from bridge.load import iter_leaves
 from learner_jax.warm_start import make_initial_model, model_config, warm_start_digest
 from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
 from runspec.spec.resolved import dump_resolved
 from runspec.spec.schema import RunSpec
 from tests.learner_jax.conftest import tiny_spec
@@ -109,6 +110,10 @@ def test_what_another_run_has_begun_in_the_cache_is_left_alone(tmp_path: Path) -
     load_warm_start_data(spec).write_tokenizer(tokenizer)
     model = cache / warm_start_digest(spec, tokenizer)
     model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(b"weights")
+    (model / "warm_start.json").write_text(
+        json.dumps({"curve": [], "model.safetensors": digest_bytes(b"weights")})
+    )
     begun = cache / ".tmp-0123-another"
     begun.mkdir()
     run_dir, told = run_dir_of(tmp_path / "a", spec), threading.Event()
@@ -126,6 +131,31 @@ def test_what_another_run_has_begun_in_the_cache_is_left_alone(tmp_path: Path) -
         assert made.result(60) == model
     assert not begun.exists()
     assert (run_dir / "initial").resolve() == model.resolve()
+
+
+def test_a_damaged_start_in_the_cache_is_named_and_not_used(tmp_path: Path) -> None:
+    # given a start in the cache
+    spec, cache = spec_with(), tmp_path / "cache"
+    model = make_initial_model(run_dir_of(tmp_path / "a", spec), cache, LOG)
+    weights = model / "model.safetensors"
+    whole = weights.read_bytes()
+    # when a bit of its weights flips, they are cut short or gone, or its record is torn
+    for number, damage in enumerate(
+        [
+            lambda: weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1])),
+            lambda: weights.write_bytes(whole[:1000]),
+            weights.unlink,
+            lambda: (model / "warm_start.json").write_text("{"),
+        ]
+    ):
+        damage()
+        # then another run of it is told which directory to delete, and gets no model
+        run_dir = run_dir_of(tmp_path / f"run-{number}", spec)
+        with pytest.raises(UserError, match="cached warm start is damaged") as failure:
+            make_initial_model(run_dir, cache, LOG)
+        assert failure.value.place == str(model)
+        assert "delete this directory" in (failure.value.remedy or "")
+        assert not (run_dir / "initial").is_symlink()
 
 
 def test_a_mark_out_of_reach_is_an_error_with_the_number_reached(tmp_path: Path) -> None:
