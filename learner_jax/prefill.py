@@ -7,8 +7,8 @@ token, a chunk at a time, so that [B, T, V] never exists.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,8 @@ from verify.noise import gumbel
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
 
 MICROBATCH_TOKENS = 1 << 15
+IN_FLIGHT = 3
+"""Microbatches on the device at once, at most: small ones would wait for the host with fewer."""
 MAX_CHUNK = 512
 """Output tokens whose logits exist at once, at most."""
 
@@ -118,7 +120,7 @@ def prefill(
         rows=_rows(policy),
     )
     queries = _queries(packed, inputs)
-    results = [
+    results = (
         _prefill(
             policy.params,
             shard_batch(packed.token_batch(index), policy.mesh),
@@ -129,18 +131,32 @@ def prefill(
             mesh=policy.mesh,
         )
         for index in range(packed.microbatches)
-    ]
-    host = [jax.tree.map(np.asarray, result) for result in results]
+    )
     outputs: list[PrefillOutput | None] = [None] * len(inputs)
-    for index, members in enumerate(_members(packed)):
+    for members, host in zip(_members(packed), _fetched(results), strict=True):
         begin = 0
         for member in members:
             end = begin + len(inputs[member].output_tokens)
-            logprobs, hidden, gap = (array[begin:end] for array in host[index])
+            logprobs, hidden, gap = (array[begin:end] for array in host)
             seeded = inputs[member].noise_key is not None
             outputs[member] = PrefillOutput(logprobs, hidden, gap if seeded else None)
             begin = end
     return [output for output in outputs if output is not None]
+
+
+def _fetched(results: Iterable[tuple[Array, ...]]) -> Iterator[tuple[np.ndarray, ...]]:
+    """Each result on the host, fetched while the next `IN_FLIGHT` - 1 are computed.
+
+    Args:
+        results: dispatched as they are taken.
+    """
+    waiting: deque[tuple[Array, ...]] = deque()
+    for result in results:
+        waiting.append(result)
+        if len(waiting) == IN_FLIGHT:
+            yield tuple(np.asarray(array) for array in waiting.popleft())
+    while waiting:
+        yield tuple(np.asarray(array) for array in waiting.popleft())
 
 
 @jax.tree_util.register_dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -139,7 +139,10 @@ def _share(
     return _Share(rollouts, packed, old, scores)
 
 
-def _microbatches(spec: RunSpec, mesh: Mesh, share: _Share) -> list[tuple[TokenBatch, LossInputs]]:
+def _microbatches(
+    spec: RunSpec, mesh: Mesh, share: _Share
+) -> Iterator[tuple[TokenBatch, LossInputs]]:
+    """Put on the mesh one by one, while the one before is computed."""
     lengths = [len(rollout.output_tokens) for rollout in share.rollouts]
     weights = share.packed.scatter(
         token_weights(
@@ -150,7 +153,6 @@ def _microbatches(spec: RunSpec, mesh: Mesh, share: _Share) -> list[tuple[TokenB
     )
     advantages = share.packed.scatter([rollout.advantage for rollout in share.rollouts])
     mu = share.packed.scatter([rollout.mu for rollout in share.rollouts])
-    result = []
     for i in range(share.packed.microbatches):
         on = weights[i] > 0  # scores say something at every position, the loss wants outputs only
         inputs = LossInputs(
@@ -160,5 +162,4 @@ def _microbatches(spec: RunSpec, mesh: Mesh, share: _Share) -> list[tuple[TokenB
             sampler_logprobs=mu[i],
             ref_logprobs=None if share.reference is None else np.where(on, share.reference[i], 0.0),
         )
-        result.append((shard_batch(share.packed.token_batch(i), mesh), shard_batch(inputs, mesh)))
-    return result
+        yield shard_batch(share.packed.token_batch(i), mesh), shard_batch(inputs, mesh)
