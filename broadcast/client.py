@@ -149,8 +149,19 @@ class WeightsClient:
         """Removes fetched versions other than `keep`, partial ones too."""
         self._client.prune(keep)
 
+    def cancel(self) -> None:
+        """Ends what other threads have under way: they get a `CancelledError`."""
+
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        self._run(end())
+
     def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections; no other thread may have anything under way."""
         self._run(self._client.close())
         self._stop()
 

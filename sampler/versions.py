@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 from broadcast.client import WeightsClient
@@ -15,6 +16,7 @@ FIRST_S = 600.0
 _POLL_S = 20.0
 """How long one question for a newer version stays open."""
 _RETRY_S = 1.0
+_JOIN_S = 0.05
 
 
 class Versions:
@@ -97,8 +99,14 @@ class Versions:
                 self._fetching.release()
 
     def close(self) -> None:
-        """Ends the prefetch, after the question that is open."""
+        """Ends the prefetch and closes the connections."""
         self._stop.set()
+        while self._thread.is_alive():  # it may ask again between two looks at `_stop`
+            for client in (self._news, self._client):
+                client.cancel()
+            self._thread.join(_JOIN_S)
+        for client in (self._news, self._client):
+            client.close()
 
     def _prefetch(self) -> None:
         while not self._stop.is_set():
@@ -106,6 +114,8 @@ class Versions:
                 latest = self._news.latest(self._newest, _POLL_S)
                 if latest is not None:
                     self.get(latest.version, latest.manifest_digest)
+            except CancelledError:  # `close`
+                return
             except UserError as error:  # what a lease needs is fetched, and fails, in the open
                 self._log.warning("prefetch: %s", error)
                 self._stop.wait(_RETRY_S)

@@ -13,7 +13,7 @@ from tests.runspec.local.fake_run import small_spec
 
 
 def test_what_differs_is_listed_with_both_values(tmp_path: Path) -> None:
-    old = small_spec("small", 5)
+    old = small_spec("small", 5, "optimizer.lr=7e-4")
     new = small_spec("small", 4, "optimizer.lr=1e-3", "samplers.volunteers.max_new_tokens=40")
     with pytest.raises(UserError) as error:
         refuse_other_spec(old, new, tmp_path / "small")
