@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.cli.background import start_in_background
+from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.cli.view import watching
 from runspec.common.errors import UserError
 from runspec.local.apply import NotReady, is_finished, open_run, supervise
@@ -26,7 +25,6 @@ from runspec.spec.load import load_spec
 
 EXIT_FAILED = 1
 EXIT_UNREADABLE = 2
-EXIT_INTERRUPTED = 130
 LAPTOP = "laptop"
 
 
@@ -63,34 +61,6 @@ def apply_command(
         print(f"Interrupted by {requests.last}. To go on from the newest checkpoint: {again}")
         return EXIT_INTERRUPTED
     return 0
-
-
-class StopSignals:
-    """Counts Ctrl-C, SIGTERM and a closed terminal instead of dying of them, inside `with`."""
-
-    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._before: dict[signal.Signals, Any] = {}
-        self.last = ""
-        """Name of the newest."""
-
-    def __call__(self) -> int:
-        """How many have come."""
-        return self._count
-
-    def __enter__(self) -> StopSignals:
-        self._before = {stop: signal.signal(stop, self._note) for stop in self._NUMBERS}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for stop, handler in self._before.items():
-            signal.signal(stop, handler)
-
-    def _note(self, stop: int, frame: FrameType | None) -> None:
-        self._count += 1
-        self.last = signal.Signals(stop).name
 
 
 def show_result(run_dir: Path) -> None:

@@ -12,6 +12,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.common.errors import UserError
 from runspec.common.process import EXIT_INTERNAL, EXIT_USER_ERROR
 from runspec.local.apply import OpenRun, supervise
@@ -67,7 +68,6 @@ def start_in_background(run: OpenRun) -> int:
 
 def main(arguments: list[str]) -> int:
     """Supervises a run whose lock this process was started with."""
-    from runspec.cli.apply import EXIT_INTERRUPTED, StopSignals
     from runspec.cli.view import PlainView
 
     run_dir, lock = Path(arguments[0]), int(arguments[1])

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from runspec.cli.apply import StopSignals
+from runspec.cli.signals import StopSignals
 from runspec.cli.view import PlainView
 from runspec.common.errors import UserError
 from runspec.local.apply import OpenRun, drive, open_run
