@@ -20,6 +20,8 @@ from runspec.spec.schema import Algorithm, Learner, Mesh, RunSpec
 from tests.learner_jax.conftest import tiny_spec
 from tests.learner_jax.reference import Rollout, loss_of, make_rollouts, relative_errors
 
+pytestmark = pytest.mark.slow  # many programs to compile
+
 CONFIG = ModelConfig("qwen2", 24, 16, 24, 2, 4, 2, 8, 64, 10000.0, 1e-6, False)
 MAX_NEW_TOKENS = 16  # of tiny_spec's pool
 TEMPERATURE = 0.7

@@ -76,6 +76,7 @@ def run_dir_of(path: Path, spec: RunSpec) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_start_is_made_once_and_both_runs_link_to_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
