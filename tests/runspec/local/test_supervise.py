@@ -26,6 +26,8 @@ from runspec.local.state import RunState
 from runspec.local.supervisor import RoleView
 from tests.runspec.local.fake_run import ROOT, drive_roles, role, small_spec, usual_roles
 
+pytestmark = pytest.mark.slow  # real processes, killed and waited for
+
 DEADLINE_S = 30.0
 
 
