@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from learner_jax.arrays import Data, LossInputs
 from runspec.spec.schema import Algorithm, Clip
@@ -104,7 +104,8 @@ def surrogate(
     With A < 0 the plain clip has no bound for large r; delta is that bound.
     """
     clipped = jnp.clip(ratio, 1.0 - clip.eps_low, 1.0 + clip.eps_high)
-    return jnp.minimum(jnp.minimum(ratio, clip.delta) * advantages, clipped * advantages)
+    bounded = ratio if clip.delta is None else jnp.minimum(ratio, clip.delta)
+    return jnp.minimum(bounded * advantages, clipped * advantages)
 
 
 def k3(logprobs: Float[Array, ...], ref_logprobs: Float[Array, ...]) -> Float[Array, ...]:
@@ -119,6 +120,7 @@ def k3(logprobs: Float[Array, ...], ref_logprobs: Float[Array, ...]) -> Float[Ar
 def grpo_loss(
     logprobs: Float[Array, "B T"],
     entropy: Float[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
     inputs: LossInputs,
     algorithm: Algorithm,
 ) -> tuple[Float[Array, ""], LossMetrics]:
@@ -132,6 +134,7 @@ def grpo_loss(
     Args:
         logprobs: log pi_theta of the targets, at the temperature of sampling.
         entropy: of pi_theta at each position, at that temperature.
+        segment_ids: 1, 2, ... for the samples of a row, 0 for padding.
         inputs: the rest, per position.
         algorithm: clip, kl, entropy_coef and importance of the spec.
 
@@ -172,7 +175,7 @@ def grpo_loss(
         entropy=jnp.sum(entropy),
         clipped_low=count(negative & (ratio < 1.0 - algorithm.clip.eps_low)),
         clipped_high=count((inputs.advantages > 0) & (ratio > 1.0 + algorithm.clip.eps_high)),
-        clipped_delta=count(negative & (ratio > algorithm.clip.delta)),
+        clipped_delta=count(negative & (ratio > (algorithm.clip.delta or jnp.inf))),
         drift=jnp.sum(jnp.abs(logprobs - sampler)),
         tokens=count(on),
         ratio_max=jnp.max(ratio, where=on, initial=0.0),

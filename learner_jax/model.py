@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from bridge.config import ModelConfig
 from learner_jax.attention import packed_attention
+from learner_jax.execution import Execution
 from learner_jax.sharding import constrain
 
 Params = Mapping[str, Any]
@@ -103,27 +104,23 @@ def final_hidden(
     tokens: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"],
     positions: Int[Array, "B T"],
-    *,
-    compute_dtype: jnp.dtype | type,
-    remat: Literal["none", "full"],
-    mesh: Mesh | None = None,
+    execution: Execution,
 ) -> Float[Array, "B T D"]:
     """Hidden states after the last norm, from which `head_weight` makes logits.
 
     Args:
-        params: in any type; cast to `compute_dtype` on use.
+        params: in any type; cast to `execution.compute_dtype` on use.
         config: the shape.
         tokens: ids in [0, V).
         segment_ids: 1, 2, ... for the samples of a row, 0 for padding.
         positions: of each token in its own sample, from 0.
-        compute_dtype: type of activations and matrix products; norms, RoPE and softmax are
-            computed in at least float32.
-        remat: `full` keeps only the layers' inputs for the backward pass.
-        mesh: activations are sharded over it; None leaves that to the compiler.
+        execution: kernels, types and mesh.
 
     Returns:
-        [B, T, D] in `compute_dtype`. Padding positions hold finite values that mean nothing.
+        [B, T, D] in `execution.compute_dtype`. Padding positions hold finite values that mean
+        nothing.
     """
+    mesh, compute_dtype = execution.mesh, execution.compute_dtype
     x = params["embed"][tokens].astype(compute_dtype)  # [B, T, D]
     x = constrain(x, mesh, "batch", "sequence", None)
     rotation = _rope_angles(positions, config)
@@ -131,7 +128,7 @@ def final_hidden(
     def body(x: Array, layer: Params) -> tuple[Array, None]:
         return _layer(x, layer, config, segment_ids, rotation, mesh), None
 
-    if remat == "full":
+    if execution.remat == "full":
         body = jax.checkpoint(body, prevent_cse=False)  # a scan's body is not merged with another
     layers = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), params["layers"])
     x, _ = jax.lax.scan(body, x, layers)

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, UInt16
 from bridge.config import ModelConfig, load_config
 from broadcast.client import WeightsClient
 from learner_jax.arrays import TokenBatch
+from learner_jax.execution import execution
 from learner_jax.leaves import load_params
 from learner_jax.logprobs import chunk_tokens
 from learner_jax.model import final_hidden, head_weight
@@ -230,9 +231,7 @@ def _prefill(
         batch.tokens,
         batch.segment_ids,
         batch.positions,
-        compute_dtype=jnp.dtype(learner.compute_dtype),
-        remat="none",
-        mesh=mesh,
+        execution(learner, mesh, remat="none"),
     )
     chosen = hidden.reshape(-1, hidden.shape[-1])[query.index]  # [N, D]
     bits = jax.lax.bitcast_convert_type(chosen.astype(jnp.bfloat16), jnp.uint16)

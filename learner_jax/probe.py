@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from bridge.config import ModelConfig
 from learner_jax.arrays import TokenBatch
+from learner_jax.execution import execution
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import final_hidden, head_weight
 from runspec.spec.schema import RunSpec
@@ -56,9 +56,7 @@ def build_probe(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Callable[[Any
             batch.tokens,
             batch.segment_ids,
             batch.positions,
-            compute_dtype=jnp.dtype(spec.learner.compute_dtype),
-            remat="none",
-            mesh=mesh,
+            execution(spec.learner, mesh, remat="none"),
         )
         return token_logprobs(hidden, head_weight(params), batch.targets, temperature=1.0)[0]
 

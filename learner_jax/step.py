@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxtyping import Array, Float
 
 from bridge.config import ModelConfig
 from learner_jax.arrays import Data, LossInputs, TokenBatch
+from learner_jax.execution import Execution, execution
 from learner_jax.logprobs import token_logprobs
 from learner_jax.loss import LossMetrics, grpo_loss
 from learner_jax.model import Params, abstract_params, final_hidden, head_weight
@@ -97,11 +98,9 @@ def policy_logprobs(
     params: Params,
     config: ModelConfig,
     batch: TokenBatch,
+    execution: Execution,
     *,
     temperature: float,
-    compute_dtype: np.dtype | type,
-    remat: Literal["none", "full"],
-    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probs of the targets and entropies: `model.final_hidden`, then `token_logprobs`."""
     hidden = final_hidden(
@@ -110,9 +109,7 @@ def policy_logprobs(
         batch.tokens,
         batch.segment_ids,
         batch.positions,
-        compute_dtype=compute_dtype,
-        remat=remat,
-        mesh=mesh,
+        execution,
     )
     return token_logprobs(hidden, head_weight(params), batch.targets, temperature=temperature)
 
@@ -128,9 +125,7 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
         policy_logprobs,
         config=config,
         temperature=sampling_temperature(spec),
-        compute_dtype=jnp.dtype(spec.learner.compute_dtype),
-        remat=spec.learner.remat,
-        mesh=mesh,
+        execution=execution(spec.learner, mesh),
     )
     optimizer = make_optimizer(spec.optimizer)
     abstract_state = _abstract_state(config, mesh, optimizer)
@@ -157,7 +152,9 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
         params: Any, total: Accumulated, batch: TokenBatch, inputs: LossInputs
     ) -> Accumulated:
         def objective(params: Any) -> tuple[Array, LossMetrics]:
-            return grpo_loss(*policy(params, batch=batch), inputs, spec.algorithm)
+            return grpo_loss(
+                *policy(params, batch=batch), batch.segment_ids, inputs, spec.algorithm
+            )
 
         grads, metrics = jax.grad(objective, has_aux=True)(params)
         return Accumulated(jax.tree.map(jnp.add, total.grads, grads), total.metrics.merge(metrics))

@@ -29,6 +29,7 @@ from jaxtyping import Array
 from bridge.config import ModelConfig, hf_config
 from bridge.safetensors_io import SINGLE_NAME
 from learner_jax.arrays import TokenBatch
+from learner_jax.execution import Execution
 from learner_jax.layout import initial_model
 from learner_jax.leaves import save_weights
 from learner_jax.logprobs import token_logprobs
@@ -322,9 +323,7 @@ def _build_steps(config: ModelConfig, start: WarmStart, mesh: Mesh) -> _Steps:
             batch.tokens,
             batch.segment_ids,
             batch.positions,
-            compute_dtype=jnp.float32,
-            remat="none",
-            mesh=mesh,
+            Execution(jnp.float32, mesh=mesh),
         )
         return token_logprobs(hidden, head_weight(params), batch.targets, temperature=1.0)[0]
 

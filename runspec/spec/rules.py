@@ -85,7 +85,7 @@ def updates_divide_batch(spec: RunSpec) -> Iterator[Violation]:
 
 def clip_bounds(spec: RunSpec) -> Iterator[Violation]:
     clip = spec.algorithm.clip
-    if clip.delta <= 1 + clip.eps_high:
+    if clip.delta is not None and clip.delta <= 1 + clip.eps_high:
         yield Violation(
             ("algorithm", "clip", "delta"),
             f"{clip.delta:g} must be greater than 1 + eps_high = {1 + clip.eps_high:g}",
@@ -244,6 +244,15 @@ def mesh_fits(spec: RunSpec) -> Iterator[Violation]:
             ("learner", "mesh"),
             f"data x fsdp x context x tensor = {product}, but there are {devices} devices",
         )
+    if product % spec.learner.hosts:
+        yield Violation(
+            ("learner", "hosts"), f"{spec.learner.hosts} does not divide the {product} devices"
+        )
+    if getattr(mesh, mesh.slice_axis) % mesh.slices:
+        yield Violation(
+            ("learner", "mesh", "slices"),
+            f"{mesh.slices} does not divide {mesh.slice_axis} = {getattr(mesh, mesh.slice_axis)}",
+        )
 
 
 def rows_divide(spec: RunSpec) -> Iterator[Violation]:
@@ -252,6 +261,11 @@ def rows_divide(spec: RunSpec) -> Iterator[Violation]:
     if rows % shards:
         yield Violation(
             ("learner", "packing", "rows"), f"{rows} is not divisible by data x fsdp = {shards}"
+        )
+    if spec.learner.packing.tokens % mesh.context:
+        yield Violation(
+            ("learner", "packing", "tokens"),
+            f"{spec.learner.packing.tokens} is not divisible by context = {mesh.context}",
         )
 
 

@@ -26,13 +26,15 @@ class Block(BaseModel):
 class ModelShape(Block):
     """Shape of a model that the run makes itself, in the words of a Hugging Face config.json."""
 
-    model_type: Literal["qwen2"]
+    model_type: Literal["qwen2", "qwen3", "llama", "mistral"]
     vocab_size: Count
     hidden_size: Count
     intermediate_size: Count
     num_hidden_layers: Count
     num_attention_heads: Count
     num_key_value_heads: Count
+    head_dim: Count | None = None
+    """Size of a head; hidden_size / num_attention_heads when null."""
     rope_theta: Positive = 10000.0
     rms_norm_eps: Positive = 1e-6
     tie_word_embeddings: bool = False
@@ -110,8 +112,8 @@ class Clip(Block):
 
     eps_low: Positive = 0.2
     eps_high: Positive = 0.2
-    delta: Positive = 4.0
-    """Upper bound of the ratio where the advantage is negative."""
+    delta: Positive | None = 4.0
+    """Upper bound of the ratio where the advantage is negative; null is off."""
 
 
 class Kl(Block):
@@ -151,6 +153,10 @@ class Algorithm(Block):
     updates_per_step: Count = 8
     async_level: int = Field(2, ge=0)
     """Largest lag: training step minus the policy version that sampled."""
+    ratio: Literal["token", "sequence"] = "token"
+    """`sequence`: every token takes the geometric mean of its sequence's ratios (GSPO)."""
+    surrogate: Literal["clip", "cispo"] = "clip"
+    """`cispo`: the clipped ratio is a weight without gradient on A log pi_theta (CISPO)."""
     clip: Clip = Clip()
     kl: Kl = Kl()
     entropy_coef: float = Field(1e-4, ge=0.0)
@@ -171,6 +177,10 @@ class Optimizer(Block):
     clip_norm: Positive = 1.0
     warmup_updates: int = Field(0, ge=0)
     schedule: Literal["constant"] = "constant"
+    max_skipped: int = Field(3, ge=0)
+    """Updates in a row whose loss or gradient is not finite that are skipped; one more stops."""
+    offload: bool = False
+    """Keeps the moments in the host's memory between updates."""
 
 
 class Reward(Block):
@@ -198,10 +208,20 @@ class Hardware(Block):
 
 
 class Mesh(Block):
+    """How the learner's devices divide the work; the product is their number."""
+
     data: Count = 1
+    """Copies of the parameters, each on its own rows."""
     fsdp: Count = 1
+    """Rows too; parameters and optimizer state are cut over it."""
     context: Count = 1
+    """Positions of a row."""
     tensor: Count = 1
+    """Heads, MLP columns and vocabulary."""
+    slices: Count = 1
+    """TPU slices, or groups of hosts, joined by the slower data-centre network."""
+    slice_axis: Literal["data", "fsdp"] = "data"
+    """The axis that crosses from slice to slice; `slices` divides its size."""
 
 
 class Packing(Block):
@@ -211,13 +231,39 @@ class Packing(Block):
     """Rows of one microbatch, over all devices."""
 
 
+Remat = Literal["none", "dots", "attention", "full", "offload"]
+Attention = Literal["auto", "xla", "splash", "cudnn"]
+
+
+class Lora(Block):
+    """Low-rank adapters: W + (alpha / rank) A B, of which A and B are trained and W is not."""
+
+    rank: Count = 16
+    alpha: Positive = 32.0
+    targets: list[Literal["q", "k", "v", "o", "gate", "up", "down"]] = Field(
+        ["q", "k", "v", "o", "gate", "up", "down"], min_length=1
+    )
+    """The matrices of every layer that get adapters."""
+
+
 class Learner(Block):
     hardware: Hardware
+    hosts: Count = 1
+    """Processes that join one program through `jax.distributed`, an equal share of devices each."""
     mesh: Mesh = Mesh()
     packing: Packing
-    remat: Literal["none", "full"] = "full"
+    remat: Remat = "full"
+    """What a layer keeps for the backward pass: `none` everything, `dots` its matrix products,
+    `attention` its input and what attention gave, `full` its input, `offload` its input, in the
+    host's memory. The rest is computed again."""
+    attention: Attention = "auto"
+    """The kernel: `splash` on TPU, `cudnn` on GPU, `xla` everywhere; `auto` goes by platform."""
     compute_dtype: FloatType = "bfloat16"
     """Type of activations and of the weights in matrix products; masters are float32."""
+    lora: Lora | None = None
+    """Trains adapters instead of the weights."""
+    compile_cache: str | None = None
+    """Folder of compiled programs, shared by restarts; in the run directory when null."""
 
 
 class Parallel(Block):

@@ -11,6 +11,7 @@ import pytest
 
 from bridge.config import ModelConfig
 from learner_jax.arrays import LossInputs, TokenBatch
+from learner_jax.execution import Execution
 from learner_jax.loss import grpo_loss, token_weights
 from learner_jax.model import abstract_params
 from learner_jax.packing import Sample, pack
@@ -69,8 +70,7 @@ def logprobs64(params: Any, batch: TokenBatch) -> Any:
         batch=batch,
         config=CONFIG,
         temperature=TEMPERATURE,
-        compute_dtype=jnp.float64,
-        remat="full",
+        execution=Execution(jnp.float64, "full"),
     )
 
 
@@ -83,8 +83,9 @@ def packed_gradient64(rollouts: list[Rollout], algorithm: Algorithm, *, tokens: 
         total = jnp.zeros(())
         for i in range(packed.microbatches):
             part = jax.tree.map(lambda x, i=i: x[i], inputs)
-            outputs = logprobs64(params, packed.token_batch(i))
-            total = total + grpo_loss(*outputs, part, algorithm)[0]
+            batch = packed.token_batch(i)
+            outputs = logprobs64(params, batch)
+            total = total + grpo_loss(*outputs, batch.segment_ids, part, algorithm)[0]
         return total
 
     return jax.grad(objective)(params_of(jnp.float64))

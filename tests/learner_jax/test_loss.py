@@ -63,6 +63,9 @@ def test_weights_of_the_normalisers(normalizer: Any, expected: list[float]) -> N
     assert token_weights([3, 5], normalizer, max_new_tokens=10) == pytest.approx(expected)
 
 
+SEGMENTS = np.ones((2, 6), np.int32)
+
+
 def batch_of(seed: int = 0) -> tuple[dict[str, Any], jax.Array, jax.Array]:
     """Two rows of six positions, a third of them no output tokens, filled with nonsense."""
     rng = np.random.default_rng(seed)
@@ -84,7 +87,7 @@ def test_positions_without_an_output_token_carry_nothing() -> None:
     algorithm = Algorithm(importance={"cap": 2.0}, kl={"coef": 0.1})
 
     def value(logprobs: jax.Array, entropy: jax.Array) -> Any:
-        return grpo_loss(logprobs, entropy, LossInputs(**fields), algorithm)
+        return grpo_loss(logprobs, entropy, SEGMENTS, LossInputs(**fields), algorithm)
 
     # when differentiated
     grads, metrics = jax.grad(value, (0, 1), has_aux=True)(logprobs, entropy)
@@ -108,7 +111,7 @@ def test_truncated_weights_scale_the_surrogate_alone() -> None:
     logprobs, entropy = jnp.array([[-1.0, -2.0]]), jnp.array([[0.4, 0.6]])
     algorithm = Algorithm(importance={"cap": 3.0}, kl={"coef": 0.1}, entropy_coef=0.01)
     # when, then
-    loss, metrics = grpo_loss(logprobs, entropy, inputs, algorithm)
+    loss, metrics = grpo_loss(logprobs, entropy, SEGMENTS, inputs, algorithm)
     kl = math.exp(0.5) - 0.5 - 1
     policy_loss = -0.5 * (3.0 + math.exp(-1))
     assert float(metrics.policy_loss) == pytest.approx(policy_loss)
@@ -126,7 +129,9 @@ def test_clip_fractions_count_where_the_gradient_stops() -> None:
     zeros = np.zeros_like(ratios)
     inputs = LossInputs(np.full_like(ratios, 1 / 8), signs, zeros, zeros, zeros)
     # when, then
-    metrics = grpo_loss(jnp.log(ratios), jnp.zeros((1, 8)), inputs, Algorithm())[1].means()
+    metrics = grpo_loss(jnp.log(ratios), jnp.zeros((1, 8)), SEGMENTS, inputs, Algorithm())[
+        1
+    ].means()
     assert metrics["clip_fraction_low"] == 1 / 8  # A < 0, r = 0.5
     assert metrics["clip_fraction_high"] == 2 / 8  # A > 0, r = 1.5 and 9
     assert metrics["clip_fraction_delta"] == 1 / 8  # A < 0, r = 9
@@ -139,7 +144,7 @@ def test_metrics_of_microbatches_merge_to_those_of_the_batch() -> None:
 
     def metrics_of(rows: slice) -> LossMetrics:
         inputs = LossInputs(**{name: value[rows] for name, value in fields.items()})
-        return grpo_loss(logprobs[rows], entropy[rows], inputs, algorithm)[1]
+        return grpo_loss(logprobs[rows], entropy[rows], SEGMENTS[rows], inputs, algorithm)[1]
 
     merged = LossMetrics.zeros().merge(metrics_of(slice(0, 1))).merge(metrics_of(slice(1, 2)))
     assert merged.means() == pytest.approx(metrics_of(slice(0, 2)).means(), rel=1e-5)
@@ -149,6 +154,6 @@ def test_a_kl_term_without_a_reference_is_refused() -> None:
     fields, logprobs, entropy = batch_of()
     inputs = LossInputs(**{**fields, "ref_logprobs": None})
     with pytest.raises(ValueError, match="reference"):
-        grpo_loss(logprobs, entropy, inputs, Algorithm())
+        grpo_loss(logprobs, entropy, SEGMENTS, inputs, Algorithm())
     # and without the term none is needed
-    assert grpo_loss(logprobs, entropy, inputs, Algorithm(kl={"coef": 0.0}))[1].kl == 0
+    assert grpo_loss(logprobs, entropy, SEGMENTS, inputs, Algorithm(kl={"coef": 0.0}))[1].kl == 0

@@ -16,6 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bridge.config import ModelConfig, load_config
 from bridge.load import iter_leaves
+from learner_jax.execution import Execution
 from learner_jax.model import abstract_params, final_hidden, head_weight, init_params
 from learner_jax.packing import Sample, pack
 
@@ -30,8 +31,7 @@ def logits_of(params: Any, config: ModelConfig, batch: Any) -> jax.Array:
         batch.tokens,
         batch.segment_ids,
         batch.positions,
-        compute_dtype=jnp.float32,
-        remat="none",
+        Execution(jnp.float32),
     )
     return hidden @ head_weight(params)
 

@@ -17,6 +17,7 @@ import pytest
 
 from bridge.config import ModelConfig
 from learner_jax.checkpoint import save_params
+from learner_jax.execution import Execution
 from learner_jax.layout import params_folder
 from learner_jax.model import abstract_params, final_hidden, head_weight, init_params
 from learner_jax.prefill import JaxPrefill, Policy, prefill
@@ -67,8 +68,7 @@ def hidden_of(
         tokens,
         (positions < length).astype(jnp.int32),
         positions,
-        compute_dtype=jnp.dtype(dtype),
-        remat="none",
+        Execution(jnp.dtype(dtype)),
     )[0]
     return hidden, (hidden @ head_weight(params).astype(hidden.dtype)).astype(jnp.float32)
 

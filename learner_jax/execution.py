@@ -1,0 +1,35 @@
+"""How a model is computed, as opposed to what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from runspec.spec import schema
+
+
+@dataclass(frozen=True)
+class Execution:
+    """None of it changes the result beyond rounding."""
+
+    compute_dtype: np.dtype | type
+    """Type of activations and matrix products; norms, RoPE and softmax are computed in at least
+    float32."""
+    remat: schema.Remat = "none"
+    """What a layer keeps for the backward pass."""
+    attention: schema.Attention = "auto"
+    """The attention kernel."""
+    mesh: Mesh | None = None
+    """Activations are sharded over it; None leaves that to the compiler."""
+
+
+def execution(
+    learner: schema.Learner, mesh: Mesh | None, *, remat: schema.Remat | None = None
+) -> Execution:
+    """As the spec says; `remat` "none" where no gradient is asked for."""
+    return Execution(
+        jnp.dtype(learner.compute_dtype), remat or learner.remat, learner.attention, mesh
+    )
