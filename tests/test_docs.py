@@ -1,0 +1,82 @@
+"""Every command that README and docs show exists, with every flag; README's own are run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from runspec.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"^ *(?:\$ )?((?:[A-Z_]+=\S+ )*)(python -m|runspec|make) (.+)$")
+
+
+def shown() -> list[tuple[str, list[str]]]:
+    """(page:line, words) of every command line in a code block, continued lines joined."""
+    found = []
+    for page in PAGES:
+        lines = page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+        fenced = False
+        for number, line in enumerate(lines, start=1):
+            fenced ^= line.startswith("```")
+            match = COMMAND.match(line) if fenced or line.startswith("    ") else None
+            if match:
+                words = f"{match[2]} {match[3]}".split("#")[0].rstrip(" &")
+                found.append((f"{page.name}:{number}", words.replace("[", " ").replace("]", " ")))
+    return [(place, shlex.split(words)) for place, words in found]
+
+
+def help_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What `--help` of a shown command prints; a command that is not there raises or fails."""
+    if words[0] == "runspec":
+        result = CliRunner().invoke(app, [words[1], "--help"], env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        return re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+    package = words[2]
+    main = import_module(f"{package}.__main__").main
+    with pytest.raises(SystemExit) as stopped:
+        main([words[3], "--help"])
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+SHOWN = shown()
+
+
+def test_the_pages_show_commands() -> None:
+    assert len(SHOWN) > 20
+
+
+@pytest.mark.parametrize(("place", "words"), SHOWN, ids=[place for place, _ in SHOWN])
+def test_a_shown_command_exists(
+    place: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets
+        return
+    if words[:2] == ["python", "-m"] and words[2].startswith("benchmarks"):
+        name = words[2].removeprefix("benchmarks").lstrip(".")
+        known = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} | {
+            path.parent.name for path in (ROOT / "benchmarks").glob("*/__main__.py")
+        }
+        assert (name or "__main__") in known
+        return
+    text = help_of(words, capsys)
+    flags = {word.split("=")[0] for word in words if word.startswith("--")}
+    assert [flag for flag in flags if flag not in text] == []
+
+
+def test_the_specs_that_readme_lints_are_clean() -> None:
+    specs = [str(path) for path in sorted((ROOT / "specs").glob("*.yaml"))]
+    command = [sys.executable, "-m", "runspec", "lint", *specs]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
