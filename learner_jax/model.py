@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from bridge.config import ModelConfig
@@ -126,7 +125,7 @@ def final_hidden(
     rotation = _rope_angles(positions, config)
 
     def body(x: Array, layer: Params) -> tuple[Array, None]:
-        return _layer(x, layer, config, segment_ids, rotation, mesh), None
+        return _layer(x, layer, config, segment_ids, rotation, execution), None
 
     if execution.remat == "full":
         body = jax.checkpoint(body, prevent_cse=False)  # a scan's body is not merged with another
@@ -141,18 +140,19 @@ def _layer(
     config: ModelConfig,
     segment_ids: Int[Array, "B T"],
     rotation: tuple[Array, Array],
-    mesh: Mesh | None,
+    execution: Execution,
 ) -> Float[Array, "B T D"]:
     y = _rms_norm(x, layer["attn_norm"], config.rms_norm_eps)  # [B, T, D]
     q = _dense(y, layer["q"]) + layer["q_bias"]  # [B, T, H, h]
     k = _dense(y, layer["k"]) + layer["k_bias"]  # [B, T, K, h]
     v = _dense(y, layer["v"]) + layer["v_bias"]  # [B, T, K, h]
-    mixed = packed_attention(_rotate(q, rotation), _rotate(k, rotation), v, segment_ids)
+    q, k = _rotate(q, rotation), _rotate(k, rotation)
+    mixed = packed_attention(q, k, v, segment_ids, execution)
     x = x + _dense(mixed, layer["o"], contract=2)  # [B, T, D]
-    x = constrain(x, mesh, "batch", "sequence", None)
+    x = constrain(x, execution.mesh, "batch", "sequence", None)
     y = _rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)  # [B, T, D]
     gated = jax.nn.silu(_dense(y, layer["gate"])) * _dense(y, layer["up"])  # [B, T, F]
-    return constrain(x + _dense(gated, layer["down"]), mesh, "batch", "sequence", None)
+    return constrain(x + _dense(gated, layer["down"]), execution.mesh, "batch", "sequence", None)
 
 
 def _dense(x: Float[Array, "B T ..."], weight: Array, contract: int = 1) -> Float[Array, "B T ..."]:

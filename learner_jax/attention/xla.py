@@ -11,7 +11,7 @@ BLOCK = 512
 B x H x BLOCK x T floats, never B x H x T x T."""
 
 
-def packed_attention(
+def attend(
     q: Float[Array, "B T H h"],
     k: Float[Array, "B T K h"],
     v: Float[Array, "B T K h"],
@@ -40,11 +40,11 @@ def packed_attention(
 
     # Without the checkpoint the backward pass would keep every block's scores: T x T again.
     @jax.checkpoint
-    def attend(block: tuple[Array, Array, Array]) -> Array:
+    def one_block(block: tuple[Array, Array, Array]) -> Array:
         queries, segments, start = block
         return _attend(queries, k, v, segments, segment_ids, start)
 
-    out = jax.lax.map(attend, (split(q), split(segment_ids), jnp.arange(blocks) * BLOCK))
+    out = jax.lax.map(one_block, (split(q), split(segment_ids), jnp.arange(blocks) * BLOCK))
     return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])[:, :length]
 
 

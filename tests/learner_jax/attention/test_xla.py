@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner_jax import attention
-from learner_jax.attention import packed_attention
+from learner_jax.attention import xla
 
 HEADS, KV_HEADS, SIZE = 6, 2, 8
 
@@ -43,32 +42,32 @@ def plain(q: np.ndarray, k: np.ndarray, v: np.ndarray, segments: np.ndarray) -> 
 
 
 # One row within a block; several blocks, the last one not full.
-@pytest.mark.parametrize("length", [24, 2 * attention.BLOCK + 64])
+@pytest.mark.parametrize("length", [24, 2 * xla.BLOCK + 64])
 def test_each_segment_attends_to_itself_alone(length: int) -> None:
     q, k, v = inputs_of(length)
     segments = segments_of(length)
-    found = jax.jit(packed_attention)(q, k, v, segments)
+    found = jax.jit(xla.attend)(q, k, v, segments)
     np.testing.assert_allclose(found, plain(q, k, v, segments), atol=1e-5)
 
 
 def test_strongly_negative_scores_do_not_disturb_the_mask() -> None:
     # given scores down to some -1e4, where a mask of small numbers would leak
     q, k, v = inputs_of(24, scale=1e4)
-    found = packed_attention(q, k, v, segments_of(24))
+    found = xla.attend(q, k, v, segments_of(24))
     np.testing.assert_allclose(found, plain(q, k, v, segments_of(24)), atol=1e-3)
 
 
 def test_blocks_have_the_gradients_of_the_whole() -> None:
     # given a row of three blocks and the same row attended at once
-    length = 2 * attention.BLOCK + 64
+    length = 2 * xla.BLOCK + 64
     arrays, segments = inputs_of(length), segments_of(length)
     weight = np.random.default_rng(1).normal(size=(2, length, HEADS, SIZE)).astype(np.float32)
 
     def blocked(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.sum(packed_attention(q, k, v, segments) * weight)
+        return jnp.sum(xla.attend(q, k, v, segments) * weight)
 
     def at_once(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.sum(attention._attend(q, k, v, segments, segments, 0) * weight)
+        return jnp.sum(xla._attend(q, k, v, segments, segments, 0) * weight)
 
     # when both are differentiated, inside a remat as the layers are
     found, expected = (
@@ -82,7 +81,7 @@ def test_blocks_have_the_gradients_of_the_whole() -> None:
 
 def test_bfloat16_stays_near_float32() -> None:
     q, k, v = (x.astype(jnp.bfloat16) for x in inputs_of(24))
-    found = packed_attention(q, k, v, segments_of(24))
+    found = xla.attend(q, k, v, segments_of(24))
     assert found.dtype == jnp.bfloat16
     expected = plain(*(np.asarray(x, np.float32) for x in (q, k, v)), segments_of(24))
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=0.03)
