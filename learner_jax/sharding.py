@@ -9,6 +9,7 @@ tensor   heads, MLP columns and vocabulary
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -35,8 +36,8 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
 Tree = TypeVar("Tree")
 
 
-def make_mesh(shape: schema.Mesh) -> Mesh:
-    """The mesh of `learner.mesh` over the first devices of this program.
+def make_mesh(shape: schema.Mesh, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of `learner.mesh` over the first of `devices`; those of this program when None.
 
     Axes are of type Auto: the compiler propagates shardings from the parameters and the few
     constraints in the model. Explicit axes, JAX's default, refuse the scanned layers.
@@ -45,7 +46,7 @@ def make_mesh(shape: schema.Mesh) -> Mesh:
         UserError: fewer devices than the mesh needs.
     """
     sizes = tuple(getattr(shape, axis) for axis in AXES)
-    needed, devices = math.prod(sizes), jax.devices()
+    needed, devices = math.prod(sizes), jax.devices() if devices is None else devices
     if needed > len(devices):
         raise UserError(
             f"the mesh {dict(zip(AXES, sizes, strict=True))} needs {needed} devices, "
