@@ -1,72 +1,23 @@
-"""GRPO with the two-sided clip (INTELLECT-2, arXiv 2505.07291, section 4.1)."""
+"""The policy loss: GRPO with the two-sided clip, and what else the spec's switches make of it.
+
+Sources: GRPO (arXiv 2402.03300), two-sided clip (INTELLECT-2, 2505.07291, section 4.1), token
+normaliser and uneven clip (DAPO, 2503.14476), constant normaliser (Dr. GRPO, 2503.20783), sequence
+ratio (GSPO, 2507.18071), clipped weight (CISPO, 2506.13585).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from learner_jax.arrays import Data, LossInputs
+from learner_jax.arrays import LossInputs
+from learner_jax.loss_metrics import MAX_LOG_RATIO, LossMetrics, log_ratios_below
+from learner_jax.segments import segment_sums
 from runspec.spec.schema import Algorithm, Clip
-
-MAX_LOG_RATIO = 20.0
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LossMetrics:
-    """Of one microbatch: scalars that `merge` joins over microbatches."""
-
-    loss: Data
-    """Normalised by N already: the microbatches' add up to the optimizer batch's."""
-    policy_loss: Data
-    """The surrogate's part of it."""
-    kl: Data
-    """Sum over output tokens; so are those below."""
-    entropy: Data
-    clipped_low: Data
-    """Tokens whose gradient the lower clip stops: A < 0 and r < 1 - eps_low."""
-    clipped_high: Data
-    """A > 0 and r > 1 + eps_high."""
-    clipped_delta: Data
-    """A < 0 and r > delta: the second side."""
-    drift: Data
-    """|log pi_theta - log mu|."""
-    tokens: Data
-    """Output tokens."""
-    ratio_max: Data
-    """Largest r_t."""
-
-    @staticmethod
-    def zeros() -> LossMetrics:
-        return LossMetrics(*(np.zeros((), np.float32) for _ in range(10)))
-
-    def merge(self, other: LossMetrics) -> LossMetrics:
-        sums = jax.tree.map(jnp.add, self, other)
-        return LossMetrics(
-            **{**vars(sums), "ratio_max": jnp.maximum(self.ratio_max, other.ratio_max)}
-        )
-
-    def means(self) -> dict[str, float]:
-        """Host floats: `loss` and `policy_loss` as they are, the rest per output token."""
-        values = {name: float(value) for name, value in vars(self).items()}
-        tokens = max(values["tokens"], 1.0)
-        return {
-            "loss": values["loss"],
-            "policy_loss": values["policy_loss"],
-            "kl": values["kl"] / tokens,
-            "entropy": values["entropy"] / tokens,
-            "clip_fraction_low": values["clipped_low"] / tokens,
-            "clip_fraction_high": values["clipped_high"] / tokens,
-            "clip_fraction_delta": values["clipped_delta"] / tokens,
-            "policy_drift": values["drift"] / tokens,
-            "ratio_max": values["ratio_max"],
-        }
 
 
 def token_weights(
@@ -96,25 +47,66 @@ def token_weights(
     return [1.0 / (count * max_new_tokens)] * count
 
 
-def surrogate(
+def clip_surrogate(
     ratio: Float[Array, ...], advantages: Float[Array, ...], clip: Clip
 ) -> Float[Array, ...]:
     """min( min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A ) per token.
 
-    With A < 0 the plain clip has no bound for large r; delta is that bound.
+    With A < 0 the plain clip has no bound for large r; delta is that bound, infinite where null.
     """
     clipped = jnp.clip(ratio, 1.0 - clip.eps_low, 1.0 + clip.eps_high)
     bounded = ratio if clip.delta is None else jnp.minimum(ratio, clip.delta)
     return jnp.minimum(bounded * advantages, clipped * advantages)
 
 
-def k3(logprobs: Float[Array, ...], ref_logprobs: Float[Array, ...]) -> Float[Array, ...]:
-    """exp(ref - cur) - (ref - cur) - 1 >= 0, an estimate of KL(cur || ref) with a gradient.
+def cispo_surrogate(
+    ratio: Float[Array, ...],
+    advantages: Float[Array, ...],
+    logprobs: Float[Array, ...],
+    clip: Clip,
+) -> Float[Array, ...]:
+    """sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi_theta per token, sg the stopped gradient.
 
-    The exponent is held at 20 as the ratio's is: beyond that only the linear part moves.
+    No token's gradient is stopped: the clip bounds its weight. delta has no part in it.
+    """
+    weight = jnp.clip(ratio, 1.0 - clip.eps_low, 1.0 + clip.eps_high)
+    return jax.lax.stop_gradient(weight) * advantages * logprobs
+
+
+def k3(logprobs: Float[Array, ...], ref_logprobs: Float[Array, ...]) -> Float[Array, ...]:
+    """exp(ref - cur) - (ref - cur) - 1 >= 0: of KL(cur || ref) where cur drew the tokens.
+
+    It has a gradient. The exponent is held at 20 as the ratio's is: beyond that only the linear
+    part moves.
     """
     difference = ref_logprobs - logprobs
     return jnp.exp(jnp.minimum(difference, MAX_LOG_RATIO)) - difference - 1.0
+
+
+def log_ratios(
+    logprobs: Float[Array, "B T"],
+    old_logprobs: Float[Array, "B T"],
+    on: Bool[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    level: Literal["token", "sequence"],
+) -> Float[Array, "B T"]:
+    """log r of each output token.
+
+        token      clamp(log pi_theta(o_t) - log pi_old(o_t), -20, 20)
+        sequence   clamp(mean of log pi_theta(o_u) - log pi_old(o_u) over the n output tokens o_u of
+                   its sequence, -20, 20): log of s_i, the geometric mean, the same for each token
+
+    Args:
+        logprobs, old_logprobs: 0 where not `on`.
+        on: positions that predict an output token.
+        segment_ids: 1, 2, ... for the samples of a row, 0 for padding; no sample is split.
+        level: as above.
+    """
+    difference = logprobs - old_logprobs
+    if level == "sequence":
+        lengths = segment_sums(on.astype(difference.dtype), segment_ids)
+        difference = segment_sums(difference, segment_ids) / jnp.maximum(lengths, 1.0)
+    return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def grpo_loss(
@@ -126,17 +118,19 @@ def grpo_loss(
 ) -> tuple[Float[Array, ""], LossMetrics]:
     """- (1/N) sum_t mask_t w_t surrogate_t + beta KL - c_H H, this microbatch's share of it.
 
-        r_t = exp(clamp(log pi_theta(o_t) - log pi_old(o_t), -20, 20))
-        w_t = min(pi_old(o_t) / mu(o_t), cap), or 1 where `importance.cap` is null
-
-    KL and H are sums with the same mask and normaliser (`LossInputs.weights`).
+        r_t          exp of `log_ratios`, by `ratio: token | sequence`
+        surrogate_t  `clip`:  min( min(r_t, delta) A, clip(r_t, 1 - eps_low, 1 + eps_high) A )
+                     `cispo`: sg(clip(r_t, 1 - eps_low, 1 + eps_high)) A log pi_theta(o_t)
+        w_t          min(pi_old(o_t) / mu(o_t), cap), or 1 where `importance.cap` is null
+        KL           mask_t / N (exp(ref - cur) - (ref - cur) - 1), summed: k3
+        H            mask_t / N times the entropy at t, summed
 
     Args:
         logprobs: log pi_theta of the targets, at the temperature of sampling.
         entropy: of pi_theta at each position, at that temperature.
         segment_ids: 1, 2, ... for the samples of a row, 0 for padding.
-        inputs: the rest, per position.
-        algorithm: clip, kl, entropy_coef and importance of the spec.
+        inputs: the rest, per position; its weights are mask_t / N (`token_weights`).
+        algorithm: ratio, surrogate, clip, kl, entropy_coef and importance of the spec.
 
     Raises:
         ValueError: `kl.coef` is not 0 and there are no log-probs of the reference policy.
@@ -151,8 +145,13 @@ def grpo_loss(
 
     logprobs, entropy = kept(logprobs), kept(entropy)
     old, sampler = kept(inputs.old_logprobs), kept(inputs.sampler_logprobs)
-    ratio = jnp.exp(jnp.clip(logprobs - old, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    gain = surrogate(ratio, inputs.advantages, algorithm.clip)
+    advantages = kept(inputs.advantages)
+    log_ratio = log_ratios(logprobs, old, on, segment_ids, algorithm.ratio)
+    ratio = jnp.exp(log_ratio)
+    if algorithm.surrogate == "cispo":
+        gain = cispo_surrogate(ratio, advantages, logprobs, algorithm.clip)
+    else:
+        gain = clip_surrogate(ratio, advantages, algorithm.clip)
     if algorithm.importance.cap is not None:
         correction = jnp.exp(jnp.clip(old - sampler, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         gain = gain * jnp.minimum(correction, algorithm.importance.cap)
@@ -160,24 +159,42 @@ def grpo_loss(
         kl = jnp.zeros_like(logprobs)
     else:
         kl = k3(logprobs, kept(inputs.ref_logprobs))
-    policy_loss = -jnp.sum(inputs.weights * gain)
     penalty = algorithm.kl.coef * kl - algorithm.entropy_coef * entropy
+    policy_loss = -jnp.sum(inputs.weights * gain)
     loss = policy_loss + jnp.sum(inputs.weights * penalty)
 
     def count(where: Array) -> Array:
-        return jnp.sum(on & where, dtype=loss.dtype)
+        return jnp.sum(on & where, dtype=jnp.int32)
 
-    negative = inputs.advantages < 0
+    low, high, delta = _acting_bounds(ratio, advantages, algorithm)
     metrics = LossMetrics(
         loss=loss,
         policy_loss=policy_loss,
         kl=jnp.sum(kl),
+        kl_sampler=jnp.sum(k3(sampler, logprobs)),
+        kl_sampler_old=jnp.sum(k3(sampler, old)),
+        drift=jnp.sum(logprobs - sampler),
+        drift_abs=jnp.sum(jnp.abs(logprobs - sampler)),
         entropy=jnp.sum(entropy),
-        clipped_low=count(negative & (ratio < 1.0 - algorithm.clip.eps_low)),
-        clipped_high=count((inputs.advantages > 0) & (ratio > 1.0 + algorithm.clip.eps_high)),
-        clipped_delta=count(negative & (ratio > (algorithm.clip.delta or jnp.inf))),
-        drift=jnp.sum(jnp.abs(logprobs - sampler)),
+        clipped_low=count(low),
+        clipped_high=count(high),
+        clipped_delta=count(delta),
+        nonfinite=count(~jnp.isfinite(penalty - gain)),
         tokens=count(on),
         ratio_max=jnp.max(ratio, where=on, initial=0.0),
+        log_ratios_below=log_ratios_below(log_ratio, on),
     )
     return loss, jax.lax.stop_gradient(metrics)
+
+
+def _acting_bounds(
+    ratio: Array, advantages: Array, algorithm: Algorithm
+) -> tuple[Array, Array, Array]:
+    """Where the lower, the upper and the second-side bound act, as `LossMetrics` counts them."""
+    clip = algorithm.clip
+    below, above = ratio < 1.0 - clip.eps_low, ratio > 1.0 + clip.eps_high
+    if algorithm.surrogate == "cispo":
+        return below, above, jnp.zeros_like(below)
+    negative = advantages < 0
+    beyond = ratio > (jnp.inf if clip.delta is None else clip.delta)
+    return negative & below, (advantages > 0) & above, negative & beyond

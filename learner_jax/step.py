@@ -27,7 +27,8 @@ from bridge.config import ModelConfig
 from learner_jax.arrays import Data, LossInputs, TokenBatch
 from learner_jax.execution import Execution, execution
 from learner_jax.logprobs import token_logprobs
-from learner_jax.loss import LossMetrics, grpo_loss
+from learner_jax.loss import grpo_loss
+from learner_jax.loss_metrics import LossMetrics
 from learner_jax.model import Params, abstract_params, final_hidden, head_weight
 from learner_jax.optimizer import make_optimizer
 from learner_jax.sharding import param_shardings

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 
 from learner_jax.arrays import LossInputs, TokenBatch
 from learner_jax.batch import Batch, TrainingRollout
-from learner_jax.loss import LossMetrics, token_weights
+from learner_jax.loss import token_weights
+from learner_jax.loss_metrics import LossMetrics
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import shard_batch
 from learner_jax.step import Programs, TrainState

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from learner_jax.arrays import LossInputs
-from learner_jax.loss import LossMetrics, grpo_loss, k3, surrogate, token_weights
+from learner_jax.loss import clip_surrogate, grpo_loss, k3, token_weights
+from learner_jax.loss_metrics import LossMetrics
 from runspec.spec.schema import Algorithm, Clip
 
 CLIP = Clip()
@@ -32,7 +33,7 @@ CLIP = Clip()
 def test_surrogate_has_two_sides(
     ratio: float, advantage: float, value: float, slope: float
 ) -> None:
-    found, found_slope = jax.value_and_grad(surrogate)(ratio, advantage, CLIP)
+    found, found_slope = jax.value_and_grad(clip_surrogate)(ratio, advantage, CLIP)
     assert float(found) == pytest.approx(value)
     assert float(found_slope) == pytest.approx(slope)
 
