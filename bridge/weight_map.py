@@ -57,7 +57,8 @@ class Entry:
 def weight_map(config: ModelConfig) -> list[Entry]:
     """The map of a model: every leaf once, in the order of the tree's definition.
 
-    A tied head has no entry: the embedding is its only copy.
+    What a model does not have (biases, q/k norms) has no entry; nor has a tied head, of which the
+    embedding is the only copy.
     """
     d, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
     q_heads, kv_heads, h = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -76,20 +77,31 @@ def weight_map(config: ModelConfig) -> list[Entry]:
         layer("attn_norm", "input_layernorm.weight", (d,)),
         linear("q", "self_attn.q_proj.weight", (d, q_heads, h), d),
         layer("q_bias", "self_attn.q_proj.bias", (q_heads, h)),
+        layer("q_norm", "self_attn.q_norm.weight", (h,)),
         linear("k", "self_attn.k_proj.weight", (d, kv_heads, h), d),
         layer("k_bias", "self_attn.k_proj.bias", (kv_heads, h)),
+        layer("k_norm", "self_attn.k_norm.weight", (h,)),
         linear("v", "self_attn.v_proj.weight", (d, kv_heads, h), d),
         layer("v_bias", "self_attn.v_proj.bias", (kv_heads, h)),
         linear("o", "self_attn.o_proj.weight", (q_heads, h, d), q_heads * h),
+        layer("o_bias", "self_attn.o_proj.bias", (d,)),
         layer("mlp_norm", "post_attention_layernorm.weight", (d,)),
         linear("gate", "mlp.gate_proj.weight", (d, f), d),
         linear("up", "mlp.up_proj.weight", (d, f), d),
         linear("down", "mlp.down_proj.weight", (f, d), f),
         Entry(("final_norm",), "model.norm.weight", (d,), (d,)),
+        Entry(("head",), "lm_head.weight", (d, v), (v, d), transpose=True),
     ]
-    if not config.tie_word_embeddings:
-        entries.append(Entry(("head",), "lm_head.weight", (d, v), (v, d), transpose=True))
-    return entries
+    absent: set[str] = set()
+    if not config.qkv_bias:
+        absent |= {"q_bias", "k_bias", "v_bias"}
+    if not config.output_bias:
+        absent.add("o_bias")
+    if not config.qk_norm:
+        absent |= {"q_norm", "k_norm"}
+    if config.tie_word_embeddings:
+        absent.add("head")
+    return [entry for entry in entries if entry.path[-1] not in absent]
 
 
 _LAYER = "model.layers.{layer}."

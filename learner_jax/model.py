@@ -1,4 +1,4 @@
-"""A Qwen2 decoder as pure functions over a nested dict of arrays.
+"""A decoder as pure functions over a nested dict of arrays: Qwen2, Qwen3, Llama and Mistral shapes.
 
 `abstract_params` is the one description of the parameters: shapes, logical axes and initial
 scales. Initialisation, shardings and restores follow from it. The layers are stacked on axis 0 and
@@ -22,12 +22,15 @@ from jaxtyping import Array, Float, Int
 from bridge.config import ModelConfig
 from learner_jax.attention import packed_attention
 from learner_jax.execution import Execution
+from learner_jax.rope import Rotation, rotate, rotation
 from learner_jax.sharding import constrain
 
 Params = Mapping[str, Any]
 """Nested dict of arrays, the tree that `bridge.weight_map` maps to Hugging Face names."""
 OUTPUT_SCALE = 0.1
 """Factor on the initial scale of matrices that write to the residual stream."""
+CONTRACTED = {"o": 2}
+"""Dimensions of a layer's matrix that are its input, where there is more than one."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class ParamSpec:
 
 
 def abstract_params(config: ModelConfig) -> dict[str, Any]:
-    """The tree of `ParamSpec`; `head` is absent where the embedding is tied.
+    """The tree of `ParamSpec`; absent is what the config does not have, and a tied `head`.
 
     Initial scales: embedding 1/sqrt(D), matrices 1/sqrt(fan-in), `o` and `down` a tenth of that.
     """
@@ -55,22 +58,27 @@ def abstract_params(config: ModelConfig) -> dict[str, Any]:
         return ParamSpec((n, *shape), ("layers", *axes), std, mean)
 
     query, key_value = ("heads", "head_dim"), ("kv_heads", "head_dim")
+    layers = {
+        "attn_norm": layer(("norm",), d, mean=1.0),
+        "q": layer(("embed", *query), d, heads, h, std=d**-0.5),
+        "k": layer(("embed", *key_value), d, kv_heads, h, std=d**-0.5),
+        "v": layer(("embed", *key_value), d, kv_heads, h, std=d**-0.5),
+        "o": layer((*query, "embed"), heads, h, d, std=OUTPUT_SCALE * (heads * h) ** -0.5),
+        "mlp_norm": layer(("norm",), d, mean=1.0),
+        "gate": layer(("embed", "mlp"), d, f, std=d**-0.5),
+        "up": layer(("embed", "mlp"), d, f, std=d**-0.5),
+        "down": layer(("mlp", "embed"), f, d, std=OUTPUT_SCALE * f**-0.5),
+    }
+    if config.qkv_bias:
+        layers["q_bias"] = layer(query, heads, h)
+        layers["k_bias"] = layers["v_bias"] = layer(key_value, kv_heads, h)
+    if config.output_bias:
+        layers["o_bias"] = layer(("norm",), d)
+    if config.qk_norm:
+        layers["q_norm"] = layers["k_norm"] = layer(("norm",), h, mean=1.0)
     tree: dict[str, Any] = {
         "embed": ParamSpec((v, d), ("vocab", "embed"), std=d**-0.5),
-        "layers": {
-            "attn_norm": layer(("norm",), d, mean=1.0),
-            "q": layer(("embed", *query), d, heads, h, std=d**-0.5),
-            "q_bias": layer(query, heads, h),
-            "k": layer(("embed", *key_value), d, kv_heads, h, std=d**-0.5),
-            "k_bias": layer(key_value, kv_heads, h),
-            "v": layer(("embed", *key_value), d, kv_heads, h, std=d**-0.5),
-            "v_bias": layer(key_value, kv_heads, h),
-            "o": layer((*query, "embed"), heads, h, d, std=OUTPUT_SCALE * (heads * h) ** -0.5),
-            "mlp_norm": layer(("norm",), d, mean=1.0),
-            "gate": layer(("embed", "mlp"), d, f, std=d**-0.5),
-            "up": layer(("embed", "mlp"), d, f, std=d**-0.5),
-            "down": layer(("mlp", "embed"), f, d, std=OUTPUT_SCALE * f**-0.5),
-        },
+        "layers": layers,
         "final_norm": ParamSpec((d,), ("norm",), mean=1.0),
     }
     if not config.tie_word_embeddings:
@@ -81,7 +89,12 @@ def abstract_params(config: ModelConfig) -> dict[str, Any]:
 @partial(jax.jit, static_argnames="config")
 def init_params(config: ModelConfig, key: Array) -> dict[str, Any]:
     """Draws initial parameters, float32 (float64 under `jax_enable_x64`)."""
-    specs, tree = jax.tree.flatten(abstract_params(config))
+    return draw(abstract_params(config), key)
+
+
+def draw(abstract: Any, key: Array) -> Any:
+    """Draws the arrays of a tree of `ParamSpec`."""
+    specs, tree = jax.tree.flatten(abstract)
     # One draw, cut up: a draw for each leaf takes ten times as long to compile.
     ends = np.cumsum([math.prod(spec.shape) for spec in specs]).tolist()
     parts = jnp.split(jax.random.normal(key, (ends[-1],)), ends[:-1])
@@ -122,15 +135,16 @@ def final_hidden(
     mesh, compute_dtype = execution.mesh, execution.compute_dtype
     x = params["embed"][tokens].astype(compute_dtype)  # [B, T, D]
     x = constrain(x, mesh, "batch", "sequence", None)
-    rotation = _rope_angles(positions, config)
+    turn = rotation(positions, config)
 
     def body(x: Array, layer: Params) -> tuple[Array, None]:
-        return _layer(x, layer, config, segment_ids, rotation, execution), None
+        # Cast here, a layer at a time: before the scan it would be a second copy of the model.
+        layer = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), layer)
+        return _layer(x, layer, config, segment_ids, turn, execution), None
 
     if execution.remat == "full":
         body = jax.checkpoint(body, prevent_cse=False)  # a scan's body is not merged with another
-    layers = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), params["layers"])
-    x, _ = jax.lax.scan(body, x, layers)
+    x, _ = jax.lax.scan(body, x, params["layers"])
     return _rms_norm(x, params["final_norm"].astype(compute_dtype), config.rms_norm_eps)
 
 
@@ -139,20 +153,32 @@ def _layer(
     layer: Params,
     config: ModelConfig,
     segment_ids: Int[Array, "B T"],
-    rotation: tuple[Array, Array],
+    turn: Rotation,
     execution: Execution,
 ) -> Float[Array, "B T D"]:
     y = _rms_norm(x, layer["attn_norm"], config.rms_norm_eps)  # [B, T, D]
-    q = _dense(y, layer["q"]) + layer["q_bias"]  # [B, T, H, h]
-    k = _dense(y, layer["k"]) + layer["k_bias"]  # [B, T, K, h]
-    v = _dense(y, layer["v"]) + layer["v_bias"]  # [B, T, K, h]
-    q, k = _rotate(q, rotation), _rotate(k, rotation)
+    q, k = _linear(y, layer, "q"), _linear(y, layer, "k")  # [B, T, H, h], [B, T, K, h]
+    if "q_norm" in layer:
+        q = _rms_norm(q, layer["q_norm"], config.rms_norm_eps)
+        k = _rms_norm(k, layer["k_norm"], config.rms_norm_eps)
+    q, k, v = rotate(q, turn), rotate(k, turn), _linear(y, layer, "v")
     mixed = packed_attention(q, k, v, segment_ids, execution)
-    x = x + _dense(mixed, layer["o"], contract=2)  # [B, T, D]
+    x = x + _linear(mixed, layer, "o")  # [B, T, D]
     x = constrain(x, execution.mesh, "batch", "sequence", None)
     y = _rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)  # [B, T, D]
-    gated = jax.nn.silu(_dense(y, layer["gate"])) * _dense(y, layer["up"])  # [B, T, F]
-    return constrain(x + _dense(gated, layer["down"]), execution.mesh, "batch", "sequence", None)
+    gated = jax.nn.silu(_linear(y, layer, "gate")) * _linear(y, layer, "up")  # [B, T, F]
+    return constrain(x + _linear(gated, layer, "down"), execution.mesh, "batch", "sequence", None)
+
+
+def _linear(x: Float[Array, "B T ..."], layer: Params, name: str) -> Float[Array, "B T ..."]:
+    """x W, plus the bias and the adapter (`lora.with_adapters`) where the layer has one."""
+    contract = CONTRACTED.get(name, 1)
+    product = _dense(x, layer[name], contract)
+    if f"{name}_bias" in layer:
+        product = product + layer[f"{name}_bias"]
+    if f"{name}_a" in layer:
+        product = product + _dense(_dense(x, layer[f"{name}_a"], contract), layer[f"{name}_b"])
+    return product
 
 
 def _dense(x: Float[Array, "B T ..."], weight: Array, contract: int = 1) -> Float[Array, "B T ..."]:
@@ -178,21 +204,3 @@ def _rms_norm(
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     # Rounded before the weight, as transformers and vLLM do.
     return weight * wide.astype(x.dtype)
-
-
-def _rope_angles(
-    positions: Int[Array, "B T"], config: ModelConfig
-) -> tuple[Float[Array, "B T 1 h2"], Float[Array, "B T 1 h2"]]:
-    """Cosine and sine of position * theta^(-2i/h), for the h/2 pairs (i, i + h/2)."""
-    half = config.head_dim // 2
-    wide = jnp.result_type(float)  # float32, or float64 under jax_enable_x64
-    frequency = config.rope_theta ** (-jnp.arange(half, dtype=wide) / half)  # [h/2]
-    angles = positions[:, :, None, None].astype(wide) * frequency  # [B, T, 1, h/2]
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def _rotate(x: Float[Array, "B T N h"], rotation: tuple[Array, Array]) -> Float[Array, "B T N h"]:
-    cos, sin = rotation
-    first, second = jnp.split(widen(x), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)

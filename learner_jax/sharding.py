@@ -24,6 +24,7 @@ AXES = ("data", "fsdp", "context", "tensor")
 MESH_AXES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "sequence": ("context",),
+    "shard": ("data", "fsdp", "context"),
     "layers": (),
     "vocab": ("tensor",),
     "embed": ("fsdp",),
@@ -32,6 +33,7 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
+    "rank": (),
 }
 Tree = TypeVar("Tree")
 

@@ -26,7 +26,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from bridge.config import ModelConfig, hf_config
+from bridge.config import ModelConfig, hf_config, parse_config
 from bridge.safetensors_io import SINGLE_NAME
 from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution
@@ -171,7 +171,7 @@ def warm_start_digest(spec: RunSpec, tokenizer: Path) -> str:
 
 
 def model_config(spec: RunSpec) -> ModelConfig:
-    """The config of `model.shape`; heads split the hidden size evenly."""
+    """The config of `model.shape`; without a `head_dim`, heads split the hidden size evenly."""
     shape = spec.model.shape
     if shape is None:
         raise UserError(
@@ -179,20 +179,11 @@ def model_config(spec: RunSpec) -> ModelConfig:
             place="model.shape",
             remedy="a model that has weights (`model.hf`) needs no warm start",
         )
-    return ModelConfig(
-        model_type=shape.model_type,
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.hidden_size // shape.num_attention_heads,
-        max_position_embeddings=spec.model.max_context,
-        rope_theta=shape.rope_theta,
-        rms_norm_eps=shape.rms_norm_eps,
-        tie_word_embeddings=shape.tie_word_embeddings,
-    )
+    fields = shape.model_dump(exclude_none=True)
+    fields.setdefault("head_dim", shape.hidden_size // shape.num_attention_heads)
+    # No window unless said: transformers assumes one for some families.
+    fields |= {"max_position_embeddings": spec.model.max_context, "sliding_window": None}
+    return parse_config(fields, place="model.shape")
 
 
 def _make(spec: RunSpec, data: WarmStartData, directory: Path, log: logging.Logger) -> None:

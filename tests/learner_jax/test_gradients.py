@@ -23,7 +23,7 @@ from tests.learner_jax.reference import Rollout, loss_of, make_rollouts, relativ
 
 pytestmark = pytest.mark.slow  # many programs to compile
 
-CONFIG = ModelConfig("qwen2", 24, 16, 24, 2, 4, 2, 8, 64, 10000.0, 1e-6, False)
+CONFIG = ModelConfig("qwen2", 24, 16, 24, 2, 4, 2, 8, 64, 10000.0, 1e-6, False, True)
 MAX_NEW_TOKENS = 16  # of tiny_spec's pool
 TEMPERATURE = 0.7
 SWITCHES = {

@@ -82,7 +82,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, tied: bool) -> None:
 
 def test_packing_changes_neither_logits_nor_gradients() -> None:
     # given the same samples packed together and one a row
-    config = ModelConfig("qwen2", 23, 16, 24, 2, 2, 1, 8, 64, 1e4, 1e-6, False)
+    config = ModelConfig("qwen2", 23, 16, 24, 2, 2, 1, 8, 64, 1e4, 1e-6, False, True)
     params = init_params(config, jax.random.key(0))
     samples = samples_of(23)
     together = pack(samples, tokens=40, rows=1)
@@ -104,7 +104,7 @@ def test_packing_changes_neither_logits_nor_gradients() -> None:
 
 def test_padding_is_finite_and_has_no_gradient() -> None:
     # given a row that is half padding, and a row of nothing else
-    config = ModelConfig("qwen2", 23, 16, 24, 2, 2, 1, 8, 64, 1e4, 1e-6, False)
+    config = ModelConfig("qwen2", 23, 16, 24, 2, 2, 1, 8, 64, 1e4, 1e-6, False, True)
     params = init_params(config, jax.random.key(0))
     packed = pack([Sample(np.array([1, 2]), np.array([3, 4]))], tokens=8, rows=2)
     batch, on = packed.token_batch(0), packed.scatter([1.0])[0]
@@ -125,7 +125,7 @@ def test_padding_is_finite_and_has_no_gradient() -> None:
 
 def test_initial_parameters_have_the_scales_of_the_recipe() -> None:
     # given a model large enough to measure a scale
-    config = ModelConfig("qwen2", 300, 64, 100, 2, 4, 2, 16, 64, 1e4, 1e-6, False)
+    config = ModelConfig("qwen2", 300, 64, 100, 2, 4, 2, 16, 64, 1e4, 1e-6, False, True)
     # when it is initialised
     params = init_params(config, jax.random.key(0))
     # then each scale is as said

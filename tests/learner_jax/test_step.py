@@ -24,7 +24,7 @@ from runspec.common.errors import UserError
 from runspec.spec.schema import Broadcast, Learner, Mesh, Optimizer
 from tests.learner_jax.conftest import tiny_spec
 
-CONFIG = ModelConfig("qwen2", 32, 16, 24, 2, 2, 1, 8, 64, 1e4, 1e-6, False)
+CONFIG = ModelConfig("qwen2", 32, 16, 24, 2, 2, 1, 8, 64, 1e4, 1e-6, False, True)
 LR, CLIP_NORM = 1e-2, 0.01
 
 
