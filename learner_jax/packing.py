@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,7 @@ class Sample:
         return len(self.prompt) + len(self.output)
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Where one sample's output is predicted: [start, stop) of a row, n positions."""
 
     microbatch: int
@@ -31,23 +31,17 @@ class Placement:
     start: int
     stop: int
 
-    @property
-    def index(self) -> tuple[int, int, slice]:
-        return self.microbatch, self.row, slice(self.start, self.stop)
-
 
 @dataclass(frozen=True)
 class Packed:
-    """M microbatches of the same shape, [M, rows, tokens], and where every sample went."""
+    """Microbatches of the same shape, [M, rows, tokens], and where every sample went."""
 
     batch: TokenBatch
     """numpy int32 [M, rows, tokens] each."""
+    microbatches: int
+    """Those that hold samples; the rest of M is padding."""
     placements: tuple[Placement, ...]
     """In the order of the samples."""
-
-    @property
-    def microbatches(self) -> int:
-        return int(self.batch.tokens.shape[0])
 
     def token_batch(self, index: int) -> TokenBatch:
         """Microbatch `index`, numpy int32 [rows, tokens] each."""
@@ -71,7 +65,7 @@ class Packed:
         dtype = np.float64 if any(_is_float64(value) for value in values) else np.float32
         out = np.zeros(self.batch.tokens.shape, dtype)
         for place, value in zip(self.placements, values, strict=True):
-            out[place.index] = value
+            out[place.microbatch, place.row, place.start : place.stop] = value
         return out
 
     def gather(self, array: np.ndarray) -> list[np.ndarray]:
@@ -80,66 +74,146 @@ class Packed:
         Args:
             array: [M, rows, tokens].
         """
-        return [array[place.index] for place in self.placements]
+        return [array[p.microbatch, p.row, p.start : p.stop] for p in self.placements]
 
 
-def pack(samples: Sequence[Sample], *, tokens: int, rows: int) -> Packed:
+def pack(
+    samples: Sequence[Sample],
+    *,
+    tokens: int,
+    rows: int,
+    shards: int = 1,
+    microbatches: int | None = None,
+) -> Packed:
     """Packs samples by first-fit decreasing: the longest first, each into the first row with room.
 
     No sample is split, dropped or repeated. The same samples in the same order give the same rows.
 
+    Attention costs a row the sum of its squared sample lengths, all else is the same for every row.
+    The costliest rows make up the first microbatch and so on, and in a microbatch they are dealt to
+    the shards back and forth (0 1 2 2 1 0 0 1 ...). So the loads of two shards differ by at most
+    its costliest row less its cheapest, and the costliest shard of each microbatch, which all wait
+    for, adds up over the microbatches to at most the mean load and one row's cost.
+
     Args:
         samples: at least one.
         tokens: length of a row.
-        rows: of a microbatch; the last one is filled with rows of padding.
+        rows: of a microbatch, a multiple of `shards`; the last one is filled with rows of padding.
+        shards: devices that share the rows of a microbatch, each a contiguous part.
+        microbatches: M, the rest padding; by default as many as are needed.
 
     Raises:
-        UserError: a sample is longer than a row.
+        UserError: a sample is longer than a row, or there are too many for M microbatches.
     """
     if not samples:
         raise ValueError("no samples to pack")
-    longest = max(len(sample) for sample in samples)
-    if longest > tokens:
-        raise UserError(
-            f"a sample has {longest} tokens, a packed row {tokens}",
-            place="learner.packing.tokens",
-            remedy=f"raise it to at least {longest}; samples are never cut",
-        )
-    if any(len(sample.prompt) == 0 or len(sample.output) == 0 for sample in samples):
+    prompts, outputs = (
+        np.array([len(part) for part in parts])
+        for parts in ([s.prompt for s in samples], [s.output for s in samples])
+    )
+    if not (prompts.all() and outputs.all()):
         raise ValueError("a sample needs a prompt token and an output token")
-    bins = _first_fit_decreasing([len(sample) for sample in samples], tokens)
-    shape = (-(-len(bins) // rows), rows, tokens)
+    lengths = prompts + outputs
+    if lengths.max() > tokens:
+        raise UserError(
+            f"a sample has {lengths.max()} tokens, a packed row {tokens}",
+            place="learner.packing.tokens",
+            remedy=f"raise it to at least {lengths.max()}; samples are never cut",
+        )
+    order = np.argsort(-lengths, kind="stable")
+    row_of = np.empty_like(order)
+    row_of[order] = _first_fit(lengths[order].tolist(), tokens)
+    row_of = _dealt(np.bincount(row_of, weights=lengths.astype(float) ** 2), rows, shards)[row_of]
+    needed = int(row_of.max()) // rows + 1
+    if microbatches is not None and needed > microbatches:
+        raise UserError(
+            f"{len(samples)} samples of up to {lengths.max()} tokens need {needed} microbatches "
+            f"of {rows} rows of {tokens} tokens, the spec's sizes allow for {microbatches}",
+            place="learner.packing",
+            remedy="the batch is larger or its rollouts are longer than the spec says: report this",
+        )
+    begin, batch = _laid_out(samples, order, row_of, (microbatches or needed, rows, tokens))
+    start = begin + prompts - 1
+    columns = (row_of // rows, row_of % rows, start, start + outputs)
+    placements = tuple(map(Placement, *(column.tolist() for column in columns)))
+    return Packed(batch, needed, placements)
+
+
+def _laid_out(
+    samples: Sequence[Sample], order: np.ndarray, row_of: np.ndarray, shape: tuple[int, int, int]
+) -> tuple[np.ndarray, TokenBatch]:
+    """The column where each sample begins, and the arrays of all rows.
+
+    Every row is its samples, in the given order, and a gap: joined end to end they are the arrays.
+    """
+    tokens, rows = shape[2], (int(row_of.max()) // shape[1] + 1) * shape[1]
+    lengths = np.array([len(sample) for sample in samples])
+    gaps = tokens - np.bincount(row_of, weights=lengths, minlength=rows).astype(int)
+    row = np.concatenate([row_of[order], np.arange(rows)])
+    by_row = np.argsort(row, kind="stable")
+    row = row[by_row]
+    item = np.concatenate([order, np.full(rows, -1)])[by_row]  # -1: a gap, the row's last item
+    length = np.concatenate([lengths[order], gaps])[by_row]
+    end = np.cumsum(length)
+
+    padding = np.zeros(tokens, np.int32)
+    pieces: list[np.ndarray] = []
+    for i, n in zip(item.tolist(), length.tolist(), strict=True):
+        pieces += (samples[i].prompt, samples[i].output) if i >= 0 else (padding[:n],)
+    number = np.arange(len(item)) - np.searchsorted(row, row) + 1  # of the item in its row
+
     batch = TokenBatch(*(np.zeros(shape, np.int32) for _ in range(4)))
-    placements: dict[int, Placement] = {}
-    for number, members in enumerate(bins):
-        microbatch, row = divmod(number, rows)
-        begin = 0
-        for segment, member in enumerate(members, start=1):
-            sample = samples[member]
-            end, prompt = begin + len(sample), len(sample.prompt)
-            text = np.concatenate([sample.prompt, sample.output])
-            batch.tokens[microbatch, row, begin:end] = text
-            batch.targets[microbatch, row, begin : end - 1] = text[1:]
-            batch.segment_ids[microbatch, row, begin:end] = segment
-            batch.positions[microbatch, row, begin:end] = np.arange(len(sample))
-            placements[member] = Placement(microbatch, row, begin + prompt - 1, end - 1)
-            begin = end
-    return Packed(batch, tuple(placements[member] for member in range(len(samples))))
+    flat = TokenBatch(*(a.reshape(-1)[: end[-1]] for a in vars(batch).values()))
+    np.concatenate(pieces, out=flat.tokens, casting="same_kind")
+    flat.targets[:-1] = flat.tokens[1:]
+    flat.targets[end[length > 0] - 1] = 0
+    flat.segment_ids[:] = np.repeat(np.where(item >= 0, number, 0).astype(np.int32), length)
+    flat.positions[:] = np.arange(end[-1], dtype=np.int32)
+    flat.positions[:] -= np.repeat((end - length).astype(np.int32), length)
+    flat.positions[flat.segment_ids == 0] = 0
+    begin = np.empty(len(samples), int)
+    begin[item[item >= 0]] = ((end - length) % tokens)[item >= 0]
+    return begin, batch
 
 
-def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of indices into `lengths`, none above capacity."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fit = next((b for b, free in enumerate(room) if free >= lengths[index]), None)
-        if fit is None:
-            fit = len(bins)
-            bins.append([])
-            room.append(capacity)
-        bins[fit].append(index)
-        room[fit] -= lengths[index]
-    return bins
+def row_bound(samples: int, longest: int, tokens: int) -> int:
+    """Rows of `tokens` that first-fit needs at most for samples of up to `longest` tokens.
+
+    A row that a later sample did not fit into has less than `longest` room, so it holds at least
+    floor(tokens / longest) samples; every row but the last is such a row.
+    """
+    return -(-samples // (tokens // longest))
+
+
+def _first_fit(lengths: Sequence[int], capacity: int) -> list[int]:
+    """For each length in turn the first row with room for it; O(n log n)."""
+    leaves = 1 << (len(lengths) - 1).bit_length()
+    # A binary tree: the leaves are the rows' room, a node knows the larger of its two below.
+    room = [capacity] * (2 * leaves)
+    rows = []
+    for length in lengths:
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        rows.append(node - leaves)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return rows
+
+
+def _dealt(cost: np.ndarray, rows: int, shards: int) -> np.ndarray:
+    """For each row of a cost its place, microbatch * rows + row, as `pack` says."""
+    microbatches = -(-len(cost) // rows)
+    places = np.arange(microbatches * rows).reshape(microbatches, shards, rows // shards)
+    turns = places.swapaxes(1, 2).copy()  # [M, rows / shards, shards]: each turn a row a shard
+    turns[:, 1::2] = turns[:, 1::2, ::-1]
+    dealt = np.empty(len(cost), int)
+    dealt[np.argsort(-cost, kind="stable")] = turns.reshape(-1)[: len(cost)]
+    return dealt
 
 
 def _is_float64(value: np.ndarray | float) -> bool:
