@@ -56,21 +56,21 @@ class Clock:
 
     def __init__(self) -> None:
         self._at = time.monotonic()
-        self.train_s = 0.0
-        self.wait_s = 0.0
+        self._train_s = 0.0
+        self._waits: dict[str, float] = {}
 
     def trained(self) -> None:
         """Counts the time since the last call as training."""
-        self.train_s += self._elapsed()
+        self._train_s += self._elapsed()
 
-    def waited(self) -> None:
-        """Counts the time since the last call as waiting."""
-        self.wait_s += self._elapsed()
+    def waited(self, whom: str) -> None:
+        """Counts the time since the last call as waiting for `whom`."""
+        self._waits[whom] = self._waits.get(whom, 0.0) + self._elapsed()
 
-    def take(self) -> tuple[float, float]:
-        """(train_s, wait_s) since the last `take`, in seconds."""
-        result = self.train_s, self.wait_s
-        self.train_s = self.wait_s = 0.0
+    def take(self) -> tuple[float, dict[str, float]]:
+        """Seconds since the last `take`: of training, and of waiting by whom it was for."""
+        result = self._train_s, self._waits
+        self._train_s, self._waits = 0.0, {}
         return result
 
     def _elapsed(self) -> float:

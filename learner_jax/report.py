@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,30 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from learner_jax.batch import Batch
+from learner_jax.flops import Meter
 from learner_jax.training import StepResult
 
 SAMPLES_A_STEP = 2
-WAITED_FOR = "coordinator"
 
 
-def metrics_line(batch: Batch, result: StepResult, *, train_s: float, wait_s: float) -> dict:
+def metrics_line(
+    batch: Batch, result: StepResult, meter: Meter, *, train_s: float, waits: Mapping[str, float]
+) -> dict:
     """One step's line, without `step`.
 
     Rewards and lengths are the manifest's, over all graded groups, the filtered ones included;
-    loss, KL and clipping are of what was trained.
+    loss, KL and clipping are of what was trained. `mfu` is over all of `train_s`, `mfu_update` over
+    the updates alone; both are null on a device whose peak is not known.
 
     Args:
         batch: what was trained.
         result: what came of it.
-        train_s, wait_s: the learner's seconds since the step before.
+        meter: for MFU.
+        train_s: the learner's seconds of work since the step before.
+        waits: its seconds of waiting since then, by whom it waited for.
     """
-    stats, lags = batch.manifest.stats, batch.lags
+    stats, lags, wait_s = batch.manifest.stats, batch.lags, sum(waits.values())
+    lengths = [len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts]
     from_stats = {
         ours: stats.get(theirs)
         for ours, theirs in {
@@ -57,9 +64,15 @@ def metrics_line(batch: Batch, result: StepResult, *, train_s: float, wait_s: fl
         "trained_rollouts": len(lags),
         "tokens": result.tokens,
         "tokens_per_s": result.tokens / train_s,
+        "padding_share": 1.0 - result.tokens / result.positions,
+        "mfu": meter.mfu(lengths, train_s),
+        "mfu_update": meter.mfu(lengths, result.update_s),
         "train_s": train_s,
+        "score_s": result.score_s,
+        "update_s": result.update_s,
         "wait_s": wait_s,
-        "waited_for": WAITED_FOR if wait_s > 0 else None,
+        "waited_for": max(waits, key=lambda whom: waits[whom]) if wait_s > 0 else None,
+        "waits": dict(waits),
         "learner_busy_fraction": train_s / (train_s + wait_s),
         "complete": batch.manifest.complete,
     }

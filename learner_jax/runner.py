@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from bridge.config import ModelConfig, load_config
 from learner_jax.batch import BatchReader
 from learner_jax.checkpoint import load_state, save_state, state_steps
+from learner_jax.flops import Meter, peak_flops
 from learner_jax.layout import (
     clear_unfinished,
     initial_model,
@@ -68,6 +69,8 @@ def train(run_dir: Path, log: logging.Logger, stop: threading.Event) -> None:
     versions = VersionWriter(run_dir, spec, config, build_probe(spec, config, mesh), log)
     metrics, samples = (JsonLines(run_dir / f"{name}.jsonl") for name in ("metrics", "samples"))
     decode = SampleWriter(model_dir)
+    peak = peak_flops(mesh.devices.flat[0].device_kind)
+    meter = Meter(config, spec.learner.lora, mesh.size, peak)
     reader = BatchReader(run_dir, spec, _root_public_key(run_dir, spec))
 
     published = programs.publish(state.params)
@@ -78,7 +81,7 @@ def train(run_dir: Path, log: logging.Logger, stop: threading.Event) -> None:
     saved = start.step
     while step < spec.steps:
         manifest = reader.wait(step, stop, log)
-        clock.waited()
+        clock.waited("coordinator")
         if manifest is None:
             break
         batch = reader.read(manifest)
@@ -95,15 +98,15 @@ def train(run_dir: Path, log: logging.Logger, stop: threading.Event) -> None:
         published = programs.publish(state.params)
         versions.write(step + 1, published)
         clock.trained()
-        train_s, wait_s = clock.take()
-        line = metrics_line(batch, result, train_s=train_s, wait_s=wait_s)
+        train_s, waits = clock.take()
+        line = metrics_line(batch, result, meter, train_s=train_s, waits=waits)
         metrics.append(step, [line])
         samples.append(step, decode.lines(batch))
         log.info(
             "step %d: task reward %s, loss %.4f, gradient %.3f, lag %.2f, trained %.2f s, "
             "waited %.2f s",
             *(step, line["task_reward"], line["loss"], line["grad_norm"], line["lag_mean"]),
-            *(train_s, wait_s),
+            *(train_s, sum(waits.values())),
         )
         step += 1
         if step % spec.checkpoints.every == 0 and step < spec.steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,6 +32,12 @@ class StepResult:
     """`LossMetrics.means` over the step's updates, and `grad_norm`, the mean before clipping."""
     tokens: int
     """Prompt and output tokens of the rollouts."""
+    positions: int
+    """Of the packed rows that were trained, padding included."""
+    score_s: float
+    """Seconds of packing, and of the log-probs of pi_old and of the reference policy."""
+    update_s: float
+    """Seconds of the updates: loss, gradients, optimizer."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +73,13 @@ def train_step(
     Raises:
         RunStopped: a gradient that is not finite.
     """
+    begun = time.perf_counter()
     # All of pi_old before the first update: that is what makes it the version's.
     shares = [
         _share(spec, mesh, programs, published, reference, groups)
         for groups in _split(batch.groups, spec.algorithm.updates_per_step)
     ]
+    scored = time.perf_counter()
     merged, norms = LossMetrics.zeros(), []
     for update, share in enumerate(shares):
         total = programs.zeros()
@@ -90,7 +99,16 @@ def train_step(
         numbers[summed] /= len(shares)
     numbers["grad_norm"] = float(np.mean(norms))
     tokens_trained = sum(len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts)
-    return StepResult(state, numbers, tokens_trained)
+    return StepResult(
+        state,
+        numbers,
+        tokens_trained,
+        positions=sum(share.packed.microbatches for share in shares)
+        * spec.learner.packing.rows
+        * spec.learner.packing.tokens,
+        score_s=scored - begun,
+        update_s=time.perf_counter() - scored,
+    )
 
 
 def compile_ahead(
