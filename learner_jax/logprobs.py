@@ -1,20 +1,55 @@
-"""Log-probability of given tokens and entropy, without logits of the whole row."""
+"""Log-probability of given tokens and entropy, without the logits of all positions.
+
+With z = hidden @ head / temperature and p = softmax(z), at a position whose target is token o:
+
+    log p_o = z_o - logsumexp(z)                H = - sum_v p_v log p_v
+    d log p_o / dz = onehot(o) - p              dH / dz = - p (log p + H)
+
+The positions of each device are taken together, those with a target first, and cut into chunks.
+Only chunks that hold a target are computed: prompts and padding cost nothing. The backward pass
+forms dz in closed form from logits that it computes again, chunk by chunk, or that were kept where
+those of all positions take no more room than one chunk may.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from learner_jax.model import widen
+from learner_jax.sharding import MESH_AXES, constrain
 
-LOGITS_PER_ROW = 2**26
-"""Logits of one row alive at a time, at most: 256 MiB in float32."""
+MAX_LOGITS = 2**29
+"""Logits of a chunk, over all shards of the vocabulary, are no more: 2 GiB in float32."""
+KEPT_LOGITS = 2**26
+"""The backward pass finds all logits of a device kept where they are no more: 256 MiB."""
+MIN_CHUNK, MAX_CHUNK = 512, 2048
+"""Positions of a chunk: a chunk reads and writes the head's gradient once, D x V numbers, for
+chunk x D x V products; fine chunks skip more positions without a target."""
 
 
-def chunk_tokens(vocab: int) -> int:
-    """Positions of a row whose logits are computed at a time, a power of two."""
-    return 1 << ((LOGITS_PER_ROW // vocab).bit_length() - 1)
+@dataclass(frozen=True)
+class _Plan:
+    """What is known before the arrays are."""
+
+    temperature: float
+    chunk: int
+    mesh: Mesh | None
+
+
+def chunk_tokens(positions: int, vocab: int) -> int:
+    """Positions whose logits a device computes at a time, a power of two.
+
+    An eighth of them all, 512 to 2048; fewer where the vocabulary is above 262,144.
+    """
+    wanted = min(max(positions // 8, MIN_CHUNK), MAX_CHUNK, MAX_LOGITS // vocab)
+    return 1 << (max(wanted, 1).bit_length() - 1)
 
 
 def token_logprobs(
@@ -23,56 +58,176 @@ def token_logprobs(
     targets: Int[Array, "B T"],
     *,
     temperature: float,
+    mesh: Mesh | None = None,
     chunk: int | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """log_softmax(logits / temperature) at `targets`, and the entropy of that distribution.
 
-    Computed in chunks of the sequence, recomputed in the backward pass, so that [B, T, V] never
-    exists, forward or backward.
+    [B, T, V] never exists, forward or backward, unless it is no larger than a chunk.
 
     Args:
         hidden: after the last norm.
-        head: cast to the type of `hidden` inside a chunk, so that its gradient is summed over the
-            chunks in its own type: pass the float32 masters.
-        targets: the token that follows each position.
+        head: cast to the type of `hidden` for the products; its gradient is summed over the chunks
+            and devices in at least float32 and comes in its own type: pass the float32 masters.
+        targets: the token that follows each position; -1 where none is asked for.
         temperature: of sampling.
-        chunk: positions at a time; by default as `chunk_tokens` says.
+        mesh: over which rows, positions and vocabulary are cut, as `sharding.MESH_AXES` says.
+        chunk: positions of a device at a time; by default as `chunk_tokens` says.
 
     Returns:
-        log-probabilities and entropies in nats, [B, T], at least float32.
+        log-probabilities and entropies in nats, [B, T], at least float32; 0 where no target is.
     """
-    length = hidden.shape[1]
-    chunk = min(chunk or chunk_tokens(head.shape[1]), length)
-
-    @jax.checkpoint
-    def one_chunk(part: tuple[Array, Array]) -> tuple[Array, Array]:
-        return _logprobs(*part, head, temperature)
-
-    if chunk == length:
-        return one_chunk((hidden, targets))
-    count = -(-length // chunk)
-    padding = count * chunk - length
-
-    def split(x: Array) -> Array:  # [B, T, ...] -> [count, B, chunk, ...]
-        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], count, chunk, *x.shape[2:]), 1, 0)
-
-    def join(x: Array) -> Array:  # [count, B, chunk] -> [B, T]
-        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :length]
-
-    logprobs, entropy = jax.lax.map(one_chunk, (split(hidden), split(targets)))
-    return join(logprobs), join(entropy)
+    hidden_by_device = _by_device(hidden, mesh)  # [S, N, D]
+    targets_by_device = _by_device(targets, mesh)  # [S, N]
+    positions = targets_by_device.shape[1]
+    chunk = min(chunk or chunk_tokens(positions, head.shape[1]), positions)
+    plan = _Plan(float(temperature), chunk, mesh)
+    scores = _scores(hidden_by_device, head, targets_by_device, plan)
+    return _by_row(scores[0], hidden.shape, mesh), _by_row(scores[1], hidden.shape, mesh)
 
 
-def _logprobs(
-    hidden: Array, targets: Array, head: Array, temperature: float
-) -> tuple[Array, Array]:
-    wide = widen(hidden).dtype
-    logits = jnp.einsum(
-        "btd,dv->btv", hidden, head.astype(hidden.dtype), preferred_element_type=wide
+def _cuts(shape: tuple[int, ...], mesh: Mesh | None) -> tuple[int, int]:
+    """Into how many parts the mesh cuts the rows and the positions of [B, T, ...]."""
+
+    def parts(size: int, axis: str) -> int:
+        count = math.prod(mesh.shape[name] for name in MESH_AXES[axis]) if mesh else 1
+        return count if size % count == 0 else 1
+
+    return parts(shape[0], "batch"), parts(shape[1], "sequence")
+
+
+def _by_device(x: Array, mesh: Mesh | None) -> Array:
+    """[B, T, ...] -> [S, N, ...], a shard's rows and positions together; nothing moves."""
+    (rows, columns), (b, t, *rest) = _cuts(x.shape, mesh), x.shape
+    x = x.reshape(rows, b // rows, columns, t // columns, *rest)
+    x = jnp.moveaxis(x, 2, 1).reshape(rows * columns, -1, *rest)
+    return constrain(x, mesh, "shard", *[None] * (x.ndim - 1))
+
+
+def _by_row(x: Array, shape: tuple[int, ...], mesh: Mesh | None) -> Array:
+    """[S, N] -> [B, T], the inverse."""
+    (rows, columns), (b, t, *_) = _cuts(shape, mesh), shape
+    x = x.reshape(rows, columns, b // rows, t // columns)
+    return constrain(jnp.moveaxis(x, 1, 2).reshape(b, t), mesh, "batch", "sequence")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _scores(
+    hidden: Float[Array, "S N D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "S N"],
+    plan: _Plan,
+) -> tuple[Float[Array, "S N"], Float[Array, "S N"]]:
+    (logprobs, entropy, _), _ = _forward(hidden, head, targets, plan, keep=False)
+    return logprobs, entropy
+
+
+def _scores_forward(hidden: Array, head: Array, targets: Array, plan: _Plan) -> tuple:
+    keep = targets.shape[1] * head.shape[1] <= KEPT_LOGITS
+    (logprobs, entropy, normaliser), logits = _forward(hidden, head, targets, plan, keep=keep)
+    return (logprobs, entropy), (hidden, head, targets, entropy, normaliser, logits)
+
+
+def _forward(
+    hidden: Array, head: Array, targets: Array, plan: _Plan, *, keep: bool
+) -> tuple[tuple[Array, Array, Array], Array | None]:
+    """((log p_o, H, logsumexp(z)) [S, N], all logits [C, S, n, V] if `keep`)."""
+    order, rank, count = _order(targets, plan)
+    matrix = _matrix(head, hidden, plan)
+    wide, vocabulary = widen(hidden).dtype, jnp.arange(head.shape[1])
+
+    def one_chunk(i: Array, done: tuple) -> tuple:
+        results, kept = done
+        logits = _logits(_take(hidden, order[i]), matrix, plan)  # [S, n, V]
+        top = jnp.max(logits, axis=-1, keepdims=True)
+        weights = jnp.exp(logits - top)
+        total = jnp.sum(weights, axis=-1)
+        # Comparison, not gather: the vocabulary may be sharded.
+        own = vocabulary == _take(targets, order[i])[..., None]
+        chosen = jnp.sum(jnp.where(own, logits - top, 0.0), axis=-1)
+        spread = jnp.sum(weights * (logits - top), axis=-1) / total
+        log_total = jnp.log(total)
+        parts = (chosen - log_total, log_total - spread, log_total + top[..., 0])
+        results = tuple(out.at[i].set(part) for out, part in zip(results, parts, strict=True))
+        return results, None if kept is None else kept.at[i].set(logits)
+
+    zeros = jnp.zeros(order.shape, wide)
+    kept = jnp.zeros((*order.shape, head.shape[1]), wide) if keep else None
+    kept = None if kept is None else constrain(kept, plan.mesh, None, "shard", None, "vocab")
+    results, kept = jax.lax.fori_loop(0, count, one_chunk, ((zeros,) * 3, kept))
+    wanted = targets >= 0
+    logprobs, entropy, normaliser = (
+        jnp.where(wanted, _take(_joined(x), rank), 0.0) for x in results
     )
-    table = jax.nn.log_softmax(logits / temperature)  # [B, c, V]
-    # A comparison, not a gather: its gradient is no scatter, and V may be sharded.
-    chosen = jnp.arange(head.shape[1]) == targets[..., None]
-    logprobs = jnp.sum(jnp.where(chosen, table, 0.0), axis=-1)
-    return logprobs, -jnp.sum(jnp.exp(table) * table, axis=-1)
+    return (logprobs, entropy, normaliser), kept
+
+
+def _scores_backward(plan: _Plan, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
+    hidden, head, targets, entropy, normaliser, kept = saved
+    order, rank, count = _order(targets, plan)
+    matrix = _matrix(head, hidden, plan)
+    wide, vocabulary = widen(hidden).dtype, jnp.arange(head.shape[1])
+    wanted = targets >= 0
+    by_logprob, by_entropy = (jnp.where(wanted, x, 0.0).astype(wide) for x in cotangents)
+
+    def one_chunk(i: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        d_hidden, d_head = done
+        part = _take(hidden, order[i])  # [S, n, D]
+        logits = _logits(part, matrix, plan) if kept is None else kept[i]  # [S, n, V]
+        target, norm, h, g_p, g_h = (
+            _take(x, order[i])[..., None]
+            for x in (targets, normaliser, entropy, by_logprob, by_entropy)
+        )
+        table = logits - norm  # log p
+        own = vocabulary == target
+        d_logits = jnp.where(own, g_p, 0.0) - jnp.exp(table) * (g_p + g_h * (table + h))
+        d_logits = (d_logits / plan.temperature).astype(hidden.dtype)
+        back = jnp.einsum("snv,dv->snd", d_logits, matrix, preferred_element_type=wide)
+        # One sum for each shard of the batch: they are added up once, after the last chunk.
+        d_head += jnp.einsum("snd,snv->sdv", part, d_logits, preferred_element_type=wide)
+        return d_hidden.at[i].set(back.astype(hidden.dtype)), d_head
+
+    d_hidden = jnp.zeros((*order.shape, hidden.shape[-1]), hidden.dtype)
+    d_head = jnp.zeros((hidden.shape[0], *head.shape), wide)
+    d_head = constrain(d_head, plan.mesh, "shard", None, "vocab")
+    d_hidden, d_head = jax.lax.fori_loop(0, count, one_chunk, (d_hidden, d_head))
+    return _take(_joined(d_hidden), rank), d_head.sum(axis=0).astype(head.dtype), None
+
+
+_scores.defvjp(_scores_forward, _scores_backward)
+
+
+def _order(targets: Int[Array, "S N"], plan: _Plan) -> tuple[Array, Array, Array]:
+    """Positions with a target first: (positions by chunk [C, S, n], where each position went
+    [S, N], how many chunks hold a target on any shard). The last chunk is filled up with N."""
+    shards, positions = targets.shape
+    order = jnp.argsort(targets < 0, axis=1, stable=True)
+    rank = jnp.argsort(order, axis=1)
+    chunks = -(-positions // plan.chunk)
+    filling = [(0, 0), (0, chunks * plan.chunk - positions)]
+    padded = jnp.pad(order, filling, constant_values=positions)
+    by_chunk = jnp.moveaxis(padded.reshape(shards, chunks, plan.chunk), 1, 0)
+    most = jnp.max(jnp.sum(targets >= 0, axis=1))
+    return by_chunk, rank, -(-most // plan.chunk)
+
+
+def _matrix(head: Array, hidden: Array, plan: _Plan) -> Float[Array, "D V"]:
+    # Gathered over fsdp once, in the type of the products, not in every chunk.
+    return constrain(head.astype(hidden.dtype), plan.mesh, None, "vocab")
+
+
+def _logits(hidden: Array, matrix: Array, plan: _Plan) -> Float[Array, "S n V"]:
+    wide = widen(hidden).dtype
+    logits = jnp.einsum("snd,dv->snv", hidden, matrix, preferred_element_type=wide)
+    return logits / plan.temperature
+
+
+def _take(x: Array, index: Int[Array, "S n"]) -> Array:
+    """[S, N, ...] -> [S, n, ...]; 0 for index N."""
+    index = index.reshape(*index.shape, *[1] * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
+
+
+def _joined(x: Array) -> Array:
+    """[C, S, n, ...] -> [S, C n, ...]"""
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])

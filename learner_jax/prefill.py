@@ -247,7 +247,7 @@ def _judge(
 ) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
     """Of each token log_softmax(logits / T), and max_v(logits_v / T + noise_v) minus its own."""
     count = hidden.shape[0]
-    chunk = min(MAX_CHUNK, chunk_tokens(head.shape[1]), count)
+    chunk = min(MAX_CHUNK, chunk_tokens(count, head.shape[1]), count)
     vocabulary = jnp.arange(head.shape[1], dtype=jnp.int32)[None, :]
 
     def one_chunk(number: Int[Array, ""], out: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -44,22 +45,56 @@ def make_mesh(shape: schema.Mesh, devices: Sequence[jax.Device] | None = None) -
     Axes are of type Auto: the compiler propagates shardings from the parameters and the few
     constraints in the model. Explicit axes, JAX's default, refuse the scanned layers.
 
+    With `slices` above 1, `slice_axis` runs from slice to slice in its outer part and inside a
+    slice in its inner part, so that only it crosses the slower network. Slices are those of the
+    TPU; elsewhere consecutive processes, or on one process equal parts of its devices.
+
     Raises:
-        UserError: fewer devices than the mesh needs.
+        UserError: fewer devices than the mesh needs, or slices that do not divide it.
     """
-    sizes = tuple(getattr(shape, axis) for axis in AXES)
-    needed, devices = math.prod(sizes), jax.devices() if devices is None else devices
+    sizes = {axis: getattr(shape, axis) for axis in AXES}
+    needed, devices = math.prod(sizes.values()), jax.devices() if devices is None else devices
     if needed > len(devices):
         raise UserError(
-            f"the mesh {dict(zip(AXES, sizes, strict=True))} needs {needed} devices, "
+            f"the mesh {sizes} needs {needed} devices, "
             f"here are {len(devices)} ({devices[0].platform})",
             place="learner.mesh",
             remedy="shrink the mesh, or on a CPU set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}",
         )
-    return jax.make_mesh(
-        sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:needed]
-    )
+    if sizes[shape.slice_axis] % shape.slices:
+        raise UserError(
+            f"{shape.slices} slices do not divide {shape.slice_axis} = {sizes[shape.slice_axis]}",
+            place="learner.mesh.slices",
+            remedy=f"make {shape.slice_axis} a multiple of it, or let another axis cross slices",
+        )
+    inner = sizes | {shape.slice_axis: sizes[shape.slice_axis] // shape.slices}
+    parts = [
+        mesh_utils.create_device_mesh(tuple(inner.values()), part, allow_split_physical_axes=True)
+        for part in _slices(devices, shape.slices, needed)
+    ]
+    array = np.concatenate(parts, axis=AXES.index(shape.slice_axis))
+    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _slices(devices: Sequence[jax.Device], slices: int, needed: int) -> list[Sequence[jax.Device]]:
+    """`needed` devices in `slices` equal parts, the closest together."""
+    by_slice: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_slice.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    if len(by_slice) == slices:
+        parts = [by_slice[index] for index in sorted(by_slice)]
+    else:  # JAX lists devices process by process
+        each = len(devices) // slices if needed == len(devices) else needed // slices
+        parts = [list(devices[i * each : (i + 1) * each]) for i in range(slices)]
+    if any(len(part) < needed // slices for part in parts):
+        raise UserError(
+            f"slices of {[len(part) for part in parts]} devices, the mesh needs "
+            f"{needed // slices} of each",
+            place="learner.mesh.slices",
+            remedy="slices are of one size; see learner.hardware.topology",
+        )
+    return [part[: needed // slices] for part in parts]
 
 
 def logical_sharding(
@@ -91,10 +126,19 @@ def shard_params(params: Any, abstract: Any, mesh: Mesh) -> Any:
     return jax.tree.map(jax.device_put, params, param_shardings(abstract, mesh))
 
 
+def batch_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
+    """Sharding of [..., B, T] by rows and positions."""
+    return logical_sharding(mesh, shape, (*[None] * (len(shape) - 2), "batch", "sequence"))
+
+
 def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
-    """Puts host arrays [B, T] on the mesh. Every process passes the whole batch."""
+    """Puts host arrays [..., B, T] on the mesh; each process passes the whole batch, the same."""
 
     def put(array: np.ndarray) -> Array:
-        return jax.device_put(array, logical_sharding(mesh, array.shape, ("batch", "sequence")))
+        sharding = batch_sharding(mesh, array.shape)
+        if sharding.is_fully_addressable:
+            return jax.device_put(array, sharding)
+        # `device_put` would first ask every process whether all have the same array.
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
     return jax.tree.map(put, batch)
