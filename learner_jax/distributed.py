@@ -1,0 +1,269 @@
+"""Processes that join one program through `jax.distributed`, and what they agree on.
+
+Every process runs the same program on its share of the mesh. Two rules keep them together:
+
+- What only one of them can know (the next batch, the newest checkpoint, that a file is damaged) is
+  process 0's to find out, and the others are given it: `Peers.from_first`, `Peers.broadcast`.
+- Where one may want to end and the others not, all say a word and do what the gravest one says:
+  `Peers.agree`.
+
+A process that dies is found out by JAX's coordination service, which lives in process 0: it ends the
+others within `HEARTBEAT_S`, with a message that gives the dead one's number.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from runspec.common.errors import UserError
+from runspec.common.process import EXIT_USER_ERROR, RunStopped
+
+JOIN_S = 300
+"""How long a process waits for the others to join."""
+HEARTBEAT_S = 60
+"""Silence after which a process counts as dead."""
+SHUTDOWN_S = 60
+"""How long a process that is done waits for the others."""
+MAX_MESSAGE_BYTES = 2**31 - 1
+_CHUNK_BYTES = 64 * 1024 * 1024
+_SMALLEST_CHUNK_BYTES = 64 * 1024
+_NAME_BYTES = 128
+
+
+class Word(IntEnum):
+    """What a process would do next; of several the largest counts."""
+
+    WAIT = 0
+    """Nothing yet: process 0 alone says it."""
+    GO = 1
+    STOP = 2
+    """It was told to end."""
+    FAILED = 3
+    """It cannot go on; the training state is whole, and can be saved."""
+    UNSAVED = 4
+    """It cannot go on, and saving is what failed."""
+
+
+class PeerFailed(UserError):
+    """Another process said that it cannot go on."""
+
+
+@dataclass
+class Peers:
+    """The processes of this program."""
+
+    index: int = 0
+    """Of this process."""
+    names: list[str] = field(default_factory=lambda: [""])
+    """Host and process id of each, by index."""
+    said: Word = Word.GO
+    """What all last agreed on."""
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is process 0: it alone reads batches and writes files by itself."""
+        return self.index == 0
+
+    def agree(self, word: Word, number: int = 0) -> tuple[Word, int]:
+        """Collective: the gravest word of all, and process 0's number (0 .. 2^31 - 1).
+
+        Raises:
+            PeerFailed: another process failed; one that failed itself has its own error to raise.
+        """
+        said = np.array([[word, number]], np.int32)
+        if self.count > 1:
+            said = multihost_utils.process_allgather(said[0])
+        self.said = Word(int(said[:, 0].max()))
+        if self.said >= Word.FAILED and word < Word.FAILED:
+            failed = int(np.flatnonzero(said[:, 0] == self.said)[0])
+            raise PeerFailed(
+                f"process {failed} of {self.count} ({self.names[failed]}) cannot go on",
+                remedy="its log says why",
+            )
+        return self.said, int(said[0, 1])
+
+    def broadcast(self, data: bytes, size: int) -> bytes:
+        """Collective: process 0's `data`, of `size` bytes, which all know; others pass b""."""
+        if self.count == 1:
+            return data
+        chunks = []
+        for start in range(0, size, _CHUNK_BYTES):
+            wanted = min(size - start, _CHUNK_BYTES)
+            # A few sizes, so that a few programs do it.
+            length = max(_SMALLEST_CHUNK_BYTES, 1 << (wanted - 1).bit_length())
+            buffer = np.zeros(length, np.uint8)
+            if self.first:
+                buffer[:wanted] = np.frombuffer(data, np.uint8, wanted, start)
+            chunks.append(multihost_utils.broadcast_one_to_all(buffer)[:wanted].tobytes())
+        return b"".join(chunks)
+
+    def from_first(self, action: Callable[[], bytes]) -> bytes:
+        """Collective: what `action` gives in process 0; elsewhere it is not run.
+
+        Raises:
+            UserError: what it raised there; a PeerFailed elsewhere.
+        """
+        data = b""
+        if self.first:
+            try:
+                data = action()
+            except UserError:
+                self.agree(Word.UNSAVED)
+                raise
+        _, size = self.agree(Word.GO, len(data))
+        return self.broadcast(data, size)
+
+
+def mesh_devices(processes: int, needed: int) -> list[jax.Device]:
+    """`needed` devices, an equal share of each process, in the order of the processes.
+
+    Raises:
+        UserError: a process has fewer.
+    """
+    share, chosen = needed // processes, []
+    for index in range(processes):
+        own = [device for device in jax.devices() if device.process_index == index]
+        if len(own) < share or needed % processes:
+            raise UserError(
+                f"learner.mesh needs {needed} devices, {needed / processes:g} in each of "
+                f"{processes} processes; process {index} has {len(own)} ({jax.default_backend()})",
+                place="learner.mesh",
+                remedy="shrink the mesh, or on a CPU set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={-(-needed // processes)}",
+            )
+        chosen += own[:share]
+    return chosen
+
+
+@contextmanager
+def joined(
+    processes: int,
+    coordinator: str | None,
+    index: int | None,
+    log: logging.Logger,
+    *,
+    heartbeat_s: int = HEARTBEAT_S,
+) -> Iterator[Peers]:
+    """Joins the other processes for the block's time. Call before anything else touches JAX.
+
+    Args:
+        processes: `learner.hosts`.
+        coordinator: HOST:PORT of process 0; None where JAX finds out: a TPU pod, SLURM, Open MPI.
+        index: of this process, 0 .. processes - 1; None likewise.
+        log: told who is who.
+        heartbeat_s: see HEARTBEAT_S.
+
+    Raises:
+        UserError: the others do not come in time, or are not as many as the spec says.
+    """
+    if processes == 1:
+        yield Peers()
+        return
+    _initialize(processes, coordinator, index, heartbeat_s)
+    peers = Peers(jax.process_index(), _names(processes))
+    who = ", ".join(f"{i}: {name}" for i, name in enumerate(peers.names))
+    log.info("process %d of %d; %s", peers.index, peers.count, who)
+    try:
+        yield peers
+    except RunStopped:
+        # All have computed the same, and all stop.
+        jax.distributed.shutdown()
+        raise
+    except UserError:
+        if peers.said >= Word.STOP:
+            jax.distributed.shutdown()
+        raise
+    except jax.errors.JaxRuntimeError as error:
+        _await_verdict(error, peers, heartbeat_s, log)
+        raise UserError(
+            f"process {peers.index} of {peers.count} lost its peers: {str(error)[:400]}",
+            remedy="see the logs of the other processes, then start all of them again",
+        ) from error
+    jax.distributed.shutdown()
+
+
+def leave(code: int) -> int:
+    """Ends a process that failed by itself at once: an orderly end would wait for the others."""
+    if "jax" in sys.modules and jax.distributed.is_initialized():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or EXIT_USER_ERROR)
+    return code
+
+
+def _initialize(processes: int, coordinator: str | None, index: int | None, beat: int) -> None:
+    given = coordinator is not None and index is not None
+    if not given and (coordinator, index) != (None, None):
+        raise UserError(
+            "--coordinator and --process are given together, or neither is",
+            remedy="name the address of process 0 and the number of this one",
+        )
+    if index is not None and not 0 <= index < processes:
+        raise UserError(
+            f"process {index} of {processes}",
+            place="--process",
+            remedy=f"learner.hosts is {processes}: number the processes from 0",
+        )
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            processes if given else None,
+            index,
+            cluster_detection_method="deactivate" if given else None,
+            initialization_timeout=JOIN_S,
+            heartbeat_timeout_seconds=beat,
+            shutdown_timeout_seconds=SHUTDOWN_S,
+        )
+    except (RuntimeError, ValueError) as error:
+        me = f"process {index} of {processes}" if given else f"one of {processes} processes"
+        raise UserError(
+            f"{me} could not join the coordinator {coordinator or '(none given)'}: "
+            f"{str(error).splitlines()[0][:300]}",
+            place="learner.hosts",
+            remedy="start all processes within "
+            f"{JOIN_S} s, each with --coordinator HOST:PORT of process 0 and its --process number"
+            " (on TPU pods and under SLURM without either)",
+        ) from error
+    if jax.process_count() != processes:
+        raise UserError(
+            f"{jax.process_count()} processes joined, the spec says {processes}",
+            place="learner.hosts",
+            remedy="start as many as learner.hosts says",
+        )
+
+
+def _names(processes: int) -> list[str]:
+    name = f"{socket.gethostname()}, process id {os.getpid()}".encode()[:_NAME_BYTES]
+    mine = np.zeros(_NAME_BYTES, np.uint8)
+    mine[: len(name)] = np.frombuffer(name, np.uint8)
+    gathered = multihost_utils.process_allgather(mine).reshape(processes, _NAME_BYTES)
+    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in gathered]
+
+
+def _await_verdict(
+    error: jax.errors.JaxRuntimeError, peers: Peers, heartbeat_s: int, log: logging.Logger
+) -> None:
+    """Gives JAX's coordination service its time to say who died; it ends this process then."""
+    log.error(
+        "process %d of %d: %s; if another process died, its number follows within %d s",
+        *(peers.index, peers.count, str(error).splitlines()[0][:300], heartbeat_s),
+    )
+    time.sleep(heartbeat_s + 5)
