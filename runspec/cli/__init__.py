@@ -40,7 +40,7 @@ def lint(
     profile: Profile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Checks specs. Exits 0 clean, 1 with findings, 2 on an unreadable file or bad usage."""
+    """Checks specs. Exits 0 without errors, 1 with them, 2 on an unreadable file or bad usage."""
     from runspec.cli.lint import lint_command
 
     raise typer.Exit(lint_command(files, profile, overrides or []))

@@ -21,6 +21,7 @@ from runspec.local.apply import NotReady, is_finished, open_run, supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
 from runspec.local.run_dir import EXIT_LOCKED, RunLocked
 from runspec.local.text import duration, number
+from runspec.spec.findings import format_finding
 from runspec.spec.load import load_spec
 
 EXIT_FAILED = 1
@@ -38,6 +39,8 @@ def apply_command(
         print(f"error: {error}", file=sys.stderr)
         return EXIT_UNREADABLE
     spec = loaded.require()
+    for warning in loaded.findings:
+        print(format_finding(warning), file=sys.stderr)
     run_dir = runs_dir / spec.name
     again = _command_line(file, profile, overrides, runs_dir)
     try:

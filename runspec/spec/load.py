@@ -95,7 +95,9 @@ def _rule_findings(spec: RunSpec, tree: MapNode, used: Mapping[str, ScalarNode])
     for code, violation in broken_rules(spec):
         place = locate(tree, violation.location)[0]
         path = ".".join(str(step) for step in violation.location)
-        findings.append(finding_at(place, code, violation.message, path=path))
+        findings.append(
+            finding_at(place, code, violation.message, path=path, severity=violation.severity)
+        )
     for secret in spec.secrets:
         if node := used.get(secret.source.env):
             message = f"${{{secret.source.env}}} is a secret: its value would land in the spec"

@@ -1,6 +1,7 @@
 """One layer over another: maps merge, lists of named objects merge by name, null deletes.
 
-The schema says which lists are named, so a list merges by what it is, not by how it looks.
+The schema says which lists are named, so a list merges by what it is, not by how it looks; and
+which keys can be null: there null is a value like any other (`clip.delta: null` is no bound).
 Values keep the place of the layer that wrote them. Unknown keys are found here, layer by layer:
 a misspelt key is an error even where a later layer, or a null, hides it.
 """
@@ -11,14 +12,21 @@ from typing import Any
 
 from runspec.spec.findings import Finding, Place, finding_at
 from runspec.spec.schema import Block, RunSpec
-from runspec.spec.schema_keys import block_in, close_match, keys_of, named_item, suggest_key
+from runspec.spec.schema_keys import (
+    block_in,
+    close_match,
+    is_nullable,
+    keys_of,
+    named_item,
+    suggest_key,
+)
 from runspec.spec.yaml_nodes import Entry, ListNode, MapNode, Node, ScalarNode, object_name
 
 EMPTY = MapNode({}, Place("", 1, 1))
 
 
 def merge_layers(layers: list[MapNode], findings: list[Finding]) -> MapNode:
-    """All layers, the first lowest, as one tree that has known keys and no nulls in maps."""
+    """All layers, the first lowest, as one tree that has known keys, and nulls where they fit."""
     merger = _Merger(findings)
     merged = EMPTY
     for layer in layers:
@@ -33,7 +41,7 @@ class _Merger:
     def value(self, base: Node | None, overlay: Node, annotation: Any, path: str) -> Node | None:
         """`overlay` over `base`; None where it deletes."""
         if isinstance(overlay, ScalarNode) and overlay.value is None:
-            return None
+            return overlay if is_nullable(annotation) else None
         if item := named_item(annotation):
             return self._named_list(base, overlay, item, path)
         if isinstance(overlay, MapNode):

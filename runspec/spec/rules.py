@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
+from runspec.spec.findings import Severity
 from runspec.spec.schema import Hardware, Reward, RunSpec
 
 _TOPOLOGY = re.compile(r"[0-9]{1,5}(x[0-9]{1,5})*")
@@ -21,6 +22,7 @@ class Violation:
     location: tuple[str | int, ...]
     """Keys, and names of named objects, from the root."""
     message: str
+    severity: Severity = "error"
 
 
 Rule = Callable[[RunSpec], Iterator[Violation]]
@@ -84,14 +86,44 @@ def updates_divide_batch(spec: RunSpec) -> Iterator[Violation]:
 
 
 def clip_bounds(spec: RunSpec) -> Iterator[Violation]:
-    clip = spec.algorithm.clip
-    if clip.delta is not None and clip.delta <= 1 + clip.eps_high:
+    clip, cispo = spec.algorithm.clip, spec.algorithm.surrogate == "cispo"
+    if clip.delta is not None and clip.delta <= 1 + clip.eps_high and not cispo:
         yield Violation(
             ("algorithm", "clip", "delta"),
             f"{clip.delta:g} must be greater than 1 + eps_high = {1 + clip.eps_high:g}",
         )
-    if clip.eps_low >= 1:
+    # CISPO's weight may go without a lower bound, and its authors' does.
+    if clip.eps_low >= 1 and not cispo:
         yield Violation(("algorithm", "clip", "eps_low"), f"{clip.eps_low:g} must be less than 1")
+
+
+def cispo(spec: RunSpec) -> Iterator[Violation]:
+    algorithm = spec.algorithm
+    if algorithm.surrogate != "cispo":
+        return
+    if algorithm.ratio != "token":
+        yield Violation(
+            ("algorithm", "ratio"),
+            "surrogate: cispo weighs each token by its own ratio: it goes with ratio: token",
+        )
+    if algorithm.clip.delta is not None:
+        yield Violation(
+            ("algorithm", "clip", "delta"),
+            f"{algorithm.clip.delta:g} has no part in surrogate: cispo, whose weight 1 + eps_high "
+            "bounds; set it to null",
+        )
+
+
+def stale_pi_old(spec: RunSpec) -> Iterator[Violation]:
+    algorithm = spec.algorithm
+    recomputed = algorithm.old_logprobs == "recompute" and algorithm.importance.cap is None
+    if recomputed and algorithm.updates_per_step == 1 and algorithm.async_level > 0:
+        yield Violation(
+            ("algorithm", "old_logprobs"),
+            "in the only update of a step the recomputed ratio is 1: nothing clips, nor corrects for "
+            f"a lag of up to {algorithm.async_level}; old_logprobs: sampler or an importance.cap does",
+            severity="warning",
+        )
 
 
 def importance_cap(spec: RunSpec) -> Iterator[Violation]:
@@ -314,6 +346,8 @@ RULES: dict[str, Rule] = {
     "shape-heads": shape_heads,
     "updates-divide-batch": updates_divide_batch,
     "clip-bounds": clip_bounds,
+    "cispo": cispo,
+    "stale-pi-old": stale_pi_old,
     "importance-cap": importance_cap,
     "task-advantage": task_advantage,
     "context-fits": context_fits,

@@ -32,6 +32,11 @@ def named_item(annotation: Any) -> type[Block] | None:
     return block if block is not None and "name" in keys_of(block) else None
 
 
+def is_nullable(annotation: Any) -> bool:
+    """Whether null is one of the values that an annotation allows."""
+    return type(None) in get_args(annotation)
+
+
 def close_match(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` was probably meant to be."""
     matches = difflib.get_close_matches(word[:80], list(known), n=1, cutoff=0.6)

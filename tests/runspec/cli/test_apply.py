@@ -63,6 +63,12 @@ def test_a_finished_run_says_so(finished: Path) -> None:
     assert f"{finished / 'small' / 'report.html'}" in done.stdout
 
 
+def test_a_warning_is_shown_before_anything_else(finished: Path) -> None:
+    changes = ("name=small", "steps=5", "algorithm.old_logprobs=recompute")
+    done = apply(finished, *(word for change in changes for word in ("--set", change)))
+    assert "warning stale-pi-old: algorithm.old_logprobs" in done.stderr.splitlines()[0]
+
+
 def test_another_spec_under_the_same_name_is_refused(finished: Path) -> None:
     done = apply(finished, "--set", "name=small", "--set", "steps=5", "--set", "seed=7")
     assert done.returncode == 1

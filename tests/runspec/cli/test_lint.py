@@ -24,6 +24,14 @@ def test_a_finding_exits_1_with_its_place(tmp_path: Path) -> None:
     assert "error" in done.stderr
 
 
+def test_a_warning_is_shown_and_exits_0() -> None:
+    recompute = ("--set", "algorithm.old_logprobs=recompute")
+    done = runspec("lint", TARGET_SHORT, "--profile", "laptop", *recompute)
+    assert done.returncode == 0
+    assert "--set:1:" in done.stdout and "warning stale-pi-old" in done.stdout
+    assert "0 errors, 1 warning" in done.stderr
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

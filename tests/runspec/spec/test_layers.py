@@ -56,6 +56,14 @@ def test_null_deletes_and_the_default_comes_back(tmp_path: Path) -> None:
     assert load(path).require().algorithm.group_size == 16
 
 
+def test_null_is_a_value_where_a_key_can_be_null(tmp_path: Path) -> None:
+    # given a bound whose default is not null, taken away, and set again by a later layer
+    path = small_spec(tmp_path, "algorithm: {clip: {delta: null}}")
+    assert load(path).require().algorithm.clip.delta is None
+    assert load(path, "algorithm.clip.delta=6.0").require().algorithm.clip.delta == 6.0
+    assert load(path, "algorithm.clip=").require().algorithm.clip.delta == 4.0
+
+
 def test_an_empty_list_replaces_a_named_list(tmp_path: Path) -> None:
     loaded = load(small_spec(tmp_path, "reward: []"))
     assert lines(loaded, tmp_path)[0].startswith("spec.yaml:2:9: error bad-value: reward: ")
