@@ -25,11 +25,19 @@ def main(arguments: list[str] | None = None) -> int:
         "publish", help="publish each new policy version until told to end"
     )
     publish.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
+    aot = commands.add_parser(
+        "aot", help="compile the run's programs for its hardware, without it; prints JSON"
+    )
+    aot.add_argument("run", type=Path, metavar="SPEC|RUN_DIR", help="a spec, or a run directory")
+    aot.add_argument("--profile", help="overlay in profiles/ beside the spec")
+    aot.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="overrides")
+    aot.add_argument("--topology", help="TPU slice, like v5p:4x4x4; else learner.hardware")
+    aot.add_argument("--model-config", type=Path, help="config.json, in place of the spec's model")
     options = parser.parse_args(arguments)
     return run_role(_ROLES[options.command], lambda log: _run(options, log))
 
 
-_ROLES = {"warm-start": "warm-start", "train": "learner", "publish": "publisher"}
+_ROLES = {"warm-start": "warm-start", "train": "learner", "publish": "publisher", "aot": "aot"}
 
 
 def _run(options: argparse.Namespace, log: logging.Logger) -> None:
@@ -43,6 +51,11 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
 
         logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each save, at length
         train(options.run_dir, log, stop_event())
+    elif options.command == "aot":
+        from learner_jax.aot_command import AotOptions, aot_command
+
+        fields = ("run", "profile", "overrides", "topology", "model_config")
+        aot_command(AotOptions(**{name: getattr(options, name) for name in fields}))
     else:
         from learner_jax.warm_start import make_initial_model
 

@@ -1,0 +1,198 @@
+"""Compiles the programs of a run without running them, and says what each needs of a device.
+
+For a TPU slice no chip is needed: libtpu compiles for a topology by its name. All numbers are the
+compiler's or counted in its output; none is a measurement.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh
+
+from bridge.config import ModelConfig
+from learner_jax.hlo import program_cost
+from learner_jax.sharding import AXES, make_mesh
+from learner_jax.step import Programs, build_programs
+from runspec.common.errors import UserError
+from runspec.spec.schema import RunSpec
+
+PROGRAMS = ("publish", "score", "accumulate", "apply")
+HOST_MEMORY = "pinned_host"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One program for one shape of mesh and microbatch."""
+
+    name: str
+    executable: jax.stages.Compiled | None
+    """None where it needs more memory than the device has."""
+    refusal: str
+    """What the compiler said then."""
+    lower_s: float
+    compile_s: float
+
+
+def learner_mesh(spec: RunSpec, devices: Sequence[jax.Device]) -> Mesh:
+    """The mesh over exactly these devices.
+
+    Raises:
+        UserError: the mesh is for another number of them.
+    """
+    sizes = [getattr(spec.learner.mesh, axis) for axis in AXES]
+    if math.prod(sizes) != len(devices):
+        raise UserError(
+            f"{' x '.join(map(str, sizes))} ({', '.join(AXES)}) is {math.prod(sizes)} devices, "
+            f"the topology has {len(devices)}",
+            place="learner.mesh",
+            remedy="make the product of the mesh equal to the devices, or name another topology",
+        )
+    return make_mesh(spec.learner.mesh, devices)
+
+
+def abstract_arguments(programs: Programs) -> dict[str, tuple[Any, ...]]:
+    """What each program takes, as `jax.ShapeDtypeStruct` with shardings."""
+    state, (tokens, inputs) = programs.abstract_state, programs.abstract_batch
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    published = _outputs(programs.publish, state.params)
+    accumulated = (state.params, tokens, inputs, count)
+    return {
+        "publish": (state.params,),
+        "score": (published, tokens, count),
+        "accumulate": accumulated,
+        "apply": (state, _outputs(programs.accumulate, *accumulated)),
+    }
+
+
+def compile_programs(programs: Programs, names: Sequence[str] = PROGRAMS) -> Iterator[Compiled]:
+    """Compiles programs one after another, each when it is asked for."""
+    arguments = abstract_arguments(programs)
+    for name in names:
+        began = time.perf_counter()
+        lowered = getattr(programs, name).lower(*arguments[name])
+        lower_s = time.perf_counter() - began
+        executable, refusal = None, ""
+        try:
+            executable = lowered.compile()
+        except JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            refusal = str(error)
+        compile_s = time.perf_counter() - began - lower_s
+        yield Compiled(name, executable, refusal, lower_s, compile_s)
+
+
+def analyse(
+    spec: RunSpec,
+    config: ModelConfig,
+    devices: Sequence[jax.Device],
+    *,
+    memory: int | None,
+    names: Sequence[str] = PROGRAMS,
+) -> dict[str, Any]:
+    """Compiles a run's programs and reports them, ready for JSON. Bytes and FLOPs are per device.
+
+    Args:
+        spec: mesh, packing, remat, attention, optimizer.
+        config: shape of the model.
+        devices: to compile for, of this machine or of a topology.
+        memory: of one device, bytes; None where it is not known.
+        names: of programs.
+
+    Raises:
+        UserError: the mesh or the packing does not fit the devices.
+    """
+    mesh = learner_mesh(spec, devices)
+    programs = build_programs(spec, config, mesh)
+    arguments = abstract_arguments(programs)
+    resident = {
+        "state": _device_bytes(programs.abstract_state),
+        "gradients": _device_bytes(arguments["apply"][1].grads),
+        "published": _device_bytes(arguments["score"][0]),
+        "reference": _device_bytes(arguments["score"][0]) if spec.algorithm.kl.coef else 0,
+    }
+    reports = {c.name: _report(c) for c in compile_programs(programs, names)}
+    # Beside what a program takes, the learner holds the rest of what a step needs.
+    needed = {
+        name: sum(resident.values()) + report["own_bytes"]
+        for name, report in reports.items()
+        if "own_bytes" in report
+    }
+    fits = None
+    if memory is not None:
+        fits = len(needed) == len(reports) and max(needed.values()) <= memory
+    return {
+        "devices": len(devices),
+        "device_kind": devices[0].device_kind,
+        "mesh": dict(mesh.shape),
+        "microbatch": spec.learner.packing.model_dump(),
+        "parameters": sum(math.prod(p.shape) for p in jax.tree.leaves(arguments["publish"])),
+        "remat": spec.learner.remat,
+        "attention": spec.learner.attention,
+        "compute_dtype": spec.learner.compute_dtype,
+        "memory": {
+            "device_bytes": memory,
+            "resident_bytes": resident,
+            "needed_bytes": needed,
+            "fits": fits,
+            "host_bytes": _device_bytes(programs.abstract_state, kind=HOST_MEMORY),
+        },
+        "programs": reports,
+    }
+
+
+def _report(compiled: Compiled) -> dict[str, Any]:
+    seconds = {
+        "lower_s": round(compiled.lower_s, 2),
+        "compile_s": round(compiled.compile_s, 2),
+    }
+    if compiled.executable is None:
+        return seconds | {"does_not_fit": compiled.refusal.splitlines()[0]}
+    memory = compiled.executable.memory_analysis()
+    cost = program_cost(compiled.executable.as_text())
+    fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    own = fresh + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    return seconds | {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "aliased_bytes": memory.alias_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+        "peak_bytes": memory.peak_memory_in_bytes,
+        "own_bytes": own,
+        "host_temporary_bytes": memory.host_temp_size_in_bytes,
+        "flops": cost.flops,
+        "hbm_bytes": cost.hbm_bytes,
+        "collectives": {
+            kind: {"count": count, "bytes_sent": round(cost.wire_bytes[kind])}
+            for kind, count in sorted(cost.collectives.items())
+        },
+        "kernels": dict(sorted(cost.custom_calls.items())),
+        "loops_of_unknown_length": cost.loops_of_unknown_length,
+    }
+
+
+def _outputs(program: Any, *arguments: Any) -> Any:
+    """Shapes and shardings of what a program gives, without compiling it."""
+    return jax.tree.map(
+        lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=out.sharding),
+        program.lower(*arguments).out_info,
+    )
+
+
+def _device_bytes(tree: Any, *, kind: str | None = None) -> int:
+    """Bytes of one device's shards, in the host's memory if `kind` says so."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+        for leaf in jax.tree.leaves(tree)
+        if (leaf.sharding.memory_kind == HOST_MEMORY) == (kind == HOST_MEMORY)
+    )

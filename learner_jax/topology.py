@@ -1,0 +1,116 @@
+"""TPU slices by name: their chips' public figures, and their devices on a machine that has none.
+
+Imports JAX only inside functions: the environment has to be set before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from runspec.common.errors import UserError
+from runspec.spec.schema import Learner
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Of one chip, as Google Cloud's pages on TPU versions state it."""
+
+    memory: int
+    """HBM, bytes."""
+    flops: float
+    """Peak of bf16 matrix products, FLOP/s."""
+    hbm: float
+    """Bytes/s."""
+    ici: float
+    """To neighbours over all links, one direction, bytes/s."""
+
+
+CHIPS = {
+    "v5e": Chip(16 * 10**9, 197e12, 0.82e12, 0.2e12),
+    "v5p": Chip(95 * 10**9, 459e12, 2.765e12, 0.6e12),
+    "v6e": Chip(32 * 10**9, 918e12, 1.64e12, 0.448e12),
+}
+"""By the name that libtpu gives them; `tpu-` before it is the spec's `hardware.kind`."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A slice, like v5p:4x4x4."""
+
+    chip: str
+    shape: str
+
+    def __str__(self) -> str:
+        return f"{self.chip}:{self.shape}"
+
+
+def parse_topology(text: str) -> Topology:
+    """Reads `v5p:4x4x4`.
+
+    Raises:
+        UserError: another form, or a chip that is not known.
+    """
+    chip, _, shape = text.partition(":")
+    if chip not in CHIPS or not re.fullmatch(r"\d{1,4}(x\d{1,4}){1,2}", shape):
+        raise UserError(
+            f"no TPU topology: {text!r}",
+            place="topology",
+            remedy=f"write it like v5p:4x4x4; chips: {', '.join(CHIPS)}",
+        )
+    return Topology(chip, shape)
+
+
+def learner_topology(learner: Learner) -> Topology | None:
+    """The slice that `learner.hardware` names; None where it is no TPU.
+
+    Raises:
+        UserError: a TPU that is not known, or no topology.
+    """
+    hardware = learner.hardware
+    if not hardware.kind.startswith("tpu-"):
+        return None
+    return parse_topology(f"{hardware.kind.removeprefix('tpu-')}:{hardware.topology or ''}")
+
+
+def prepare_environment() -> None:
+    """Before the first import of JAX: the local devices are the CPU's, and libtpu, which is only
+    to compile, looks for no TPU, asks no metadata server and takes no lock on the machine's."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+
+def topology_devices(topology: Topology, slices: int = 1) -> list[jax.Device]:
+    """The devices of `slices` slices, which exist for the compiler alone.
+
+    Raises:
+        UserError: libtpu is missing or does not know the topology.
+    """
+    from jax.errors import JaxRuntimeError
+    from jax.experimental import topologies
+
+    try:
+        found = topologies.get_topology_desc(
+            topology_name=str(topology), platform="tpu", num_slices=slices
+        )
+    except JaxRuntimeError as error:
+        raise UserError(
+            f"libtpu cannot make {topology}: {str(error).splitlines()[0]}",
+            place="topology",
+            remedy="name a slice that exists; its first two sizes are multiples of 2",
+        ) from error
+    except (RuntimeError, NotImplementedError) as error:
+        raise UserError(
+            f"no TPU compiler: {str(error).splitlines()[0]}",
+            place="libtpu",
+            remedy="pip install -r requirements/aot.txt (or the extra: runspec[aot])",
+        ) from error
+    return list(found.devices)
