@@ -120,8 +120,9 @@ def stale_pi_old(spec: RunSpec) -> Iterator[Violation]:
     if recomputed and algorithm.updates_per_step == 1 and algorithm.async_level > 0:
         yield Violation(
             ("algorithm", "old_logprobs"),
-            "in the only update of a step the recomputed ratio is 1: nothing clips, nor corrects for "
-            f"a lag of up to {algorithm.async_level}; old_logprobs: sampler or an importance.cap does",
+            "in the only update of a step the recomputed ratio is 1: no clip acts, and nothing "
+            f"corrects a lag of up to {algorithm.async_level}; old_logprobs: sampler or "
+            "importance.cap does",
             severity="warning",
         )
 
