@@ -1,70 +1,153 @@
-"""Hugging Face safetensors -> leaves of the JAX tree, one at a time."""
+"""Hugging Face safetensors -> leaves of the JAX tree, or any slice of them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from bridge.config import ModelConfig
-from bridge.safetensors_io import TensorInfo, listed, read_headers, read_tensor
+from bridge.safetensors_io import TensorInfo, listed, read_headers, read_slice
 from bridge.weight_map import Entry, hf_shapes, weight_map
 from bridge.weight_map import Path as LeafPath
 from runspec.common.errors import UserError
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+"""Constants that old checkpoints hold; they follow from the config."""
+_COMPARED_BYTES = 1 << 24
+_REMEDY = "use the config.json that belongs to these weights"
+
+
+class LeafReader:
+    """The leaves of a Hugging Face directory, read when asked for, only the bytes asked for."""
+
+    def __init__(self, hf_dir: Path, config: ModelConfig) -> None:
+        """Reads the headers, no weights.
+
+        Args:
+            hf_dir: a Hugging Face directory, one safetensors file or several with an index.
+            config: its shape (`bridge.config.load_config`).
+
+        Raises:
+            UserError: unreadable files; tensors missing, not expected or of another shape, by name.
+        """
+        self._tensors = checked_headers(hf_dir, config)
+        self.entries: dict[LeafPath, Entry] = {entry.path: entry for entry in weight_map(config)}
+
+    def dtype(self, path: LeafPath) -> np.dtype:
+        """The stored type of a leaf, float32 or `ml_dtypes.bfloat16`.
+
+        Raises:
+            UserError: its layers differ in type.
+        """
+        infos = self._infos(path)
+        if len({info.dtype for info in infos}) != 1:
+            raise UserError(
+                f"layers of {self.entries[path].hf_name} differ in dtype",
+                place=str(infos[0].file.parent),
+            )
+        return infos[0].dtype
+
+    def read(self, path: LeafPath, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Reads a leaf, or the part of it that `index` cuts.
+
+        Memory: the part, and one layer of it twice.
+
+        Args:
+            path: such as ("layers", "q").
+            index: a slice of step 1 for each dimension of the leaf, layers first where stacked.
+
+        Returns:
+            The part, C-contiguous, in the stored type.
+
+        Raises:
+            UserError: the files cannot be read, with the tensor's name.
+        """
+        entry, infos, dtype = self.entries[path], self._infos(path), self.dtype(path)
+        bounds = index or (slice(None),) * len(entry.leaf_shape)
+        if entry.layers is None:
+            return np.ascontiguousarray(_read_part(entry, infos[0], bounds))
+        chosen = infos[bounds[0]]
+        shape = [len(range(n)[part]) for n, part in zip(entry.shape, bounds[1:], strict=True)]
+        out = np.empty([len(chosen), *shape], dtype)
+        for layer, info in enumerate(chosen):
+            out[layer] = _read_part(entry, info, bounds[1:])
+        return out
+
+    def _infos(self, path: LeafPath) -> list[TensorInfo]:
+        return [self._tensors[name] for name in self.entries[path].tensor_names()]
+
+
+def _read_part(entry: Entry, info: TensorInfo, index: tuple[slice, ...]) -> np.ndarray:
+    """The part of one layer of a leaf; a view of what was read.
+
+    A slice of [in..., out...] is one of the tensor's [out..., in...]: its dimensions are split as
+    the leaf's are, and moved.
+    """
+    order = entry.tensor_axes()
+    split = TensorInfo(
+        info.name, info.file, info.dtype, tuple(entry.shape[axis] for axis in order), info.offset
+    )
+    part = read_slice(split, tuple(index[axis] for axis in order))
+    return part.transpose(np.argsort(order))
+
 
 def iter_leaves(hf_dir: Path, config: ModelConfig) -> Iterator[tuple[LeafPath, np.ndarray]]:
     """Reads a model leaf by leaf; at most one leaf and one tensor are in memory.
-
-    Args:
-        hf_dir: a Hugging Face directory, one safetensors file or several with an index.
-        config: its shape (`bridge.config.load_config`).
 
     Yields:
         The leaf's path, such as ("layers", "q"), and its array in the stored dtype (float32 or
         `ml_dtypes.bfloat16`), stacked [L, ...] below "layers". All leaves, in the map's order.
 
     Raises:
-        UserError: unreadable files; tensors missing, not expected or of another shape, by name.
+        UserError: as `LeafReader`.
     """
-    tensors = checked_headers(hf_dir, config)
-    for entry in weight_map(config):
-        yield entry.path, _read_leaf(entry, tensors)
+    reader = LeafReader(hf_dir, config)
+    for path in reader.entries:
+        yield path, reader.read(path)
 
 
 def checked_headers(hf_dir: Path, config: ModelConfig) -> dict[str, TensorInfo]:
     """The headers of a model, exactly the tensors that its config asks for.
 
     Raises:
-        UserError: as `iter_leaves`.
+        UserError: as `LeafReader`.
     """
     tensors = read_headers(hf_dir)
     expected = dict(hf_shapes(config))
-    remedy = "use the config.json that belongs to these weights"
     if missing := expected.keys() - tensors.keys():
-        raise UserError(f"tensors missing: {listed(missing)}", place=str(hf_dir), remedy=remedy)
-    if unknown := tensors.keys() - expected.keys():
-        raise UserError(f"tensors unexpected: {listed(unknown)}", place=str(hf_dir), remedy=remedy)
+        raise UserError(f"tensors missing: {listed(missing)}", place=str(hf_dir), remedy=_REMEDY)
+    unknown = {name for name in tensors.keys() - expected.keys() if not _IGNORED.fullmatch(name)}
+    if config.tie_word_embeddings and _HEAD in unknown:
+        _check_tied(tensors[_HEAD], tensors[_EMBEDDING])
+        unknown.remove(_HEAD)
+    if unknown:
+        raise UserError(f"tensors unexpected: {listed(unknown)}", place=str(hf_dir), remedy=_REMEDY)
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise UserError(
                 f"tensor {name} has shape {tensors[name].shape}, the config says {shape}",
                 place=str(hf_dir),
-                remedy=remedy,
+                remedy=_REMEDY,
             )
-    return tensors
+    return {name: tensors[name] for name in expected}
 
 
-def _read_leaf(entry: Entry, tensors: dict[str, TensorInfo]) -> np.ndarray:
-    infos = [tensors[name] for name in entry.tensor_names()]
-    if entry.layers is None:
-        return np.ascontiguousarray(entry.to_tree(read_tensor(infos[0])))
-    if len({info.dtype for info in infos}) != 1:
+def _check_tied(head: TensorInfo, embedding: TensorInfo) -> None:
+    """Some tied models are stored with their head: it must be the embedding, bit by bit."""
+    same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and len(head.shape) == 2
+    if same:
+        rows = max(1, _COMPARED_BYTES // max(1, head.nbytes // max(1, head.shape[0])))
+        for start in range(0, head.shape[0], rows):
+            index = (slice(start, start + rows), slice(None))
+            a, b = (read_slice(info, index).view(np.uint8) for info in (head, embedding))
+            same = same and np.array_equal(a, b)
+    if not same:
         raise UserError(
-            f"layers of {entry.hf_name} differ in dtype", place=str(infos[0].file.parent)
+            f"the config ties {head.name} to the embedding, but they differ",
+            place=str(head.file),
+            remedy="set tie_word_embeddings to false in config.json",
         )
-    leaf = np.empty(entry.leaf_shape, infos[0].dtype)
-    for layer, info in enumerate(infos):
-        leaf[layer] = entry.to_tree(read_tensor(info))
-    return leaf

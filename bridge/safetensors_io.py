@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ _CODES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"]}
 class TensorInfo:
     """Where one tensor lies and what it is."""
 
+    name: str
     file: Path
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -110,7 +112,7 @@ def _tensor(name: str, entry: object, path: Path, start: int, size: int) -> Tens
         raise UserError(f"tensor {name[:200]}: dtype {code}, not {codes}", place=str(path))
     if not naturals:
         raise UserError(f"tensor {name[:200]}: malformed header", place=str(path))
-    info = TensorInfo(path, _CODES[code], tuple(shape), start + first)
+    info = TensorInfo(name, path, _CODES[code], tuple(shape), start + first)
     if last - first != info.nbytes or start + last > size:
         raise UserError(
             f"tensor {name[:200]}: {last - first} bytes at {first}, of shape {shape}: "
@@ -122,11 +124,56 @@ def _tensor(name: str, entry: object, path: Path, start: int, size: int) -> Tens
 
 def read_tensor(info: TensorInfo) -> np.ndarray:
     """Reads one tensor into memory."""
-    count = info.nbytes // info.dtype.itemsize
-    flat = np.fromfile(info.file, dtype=info.dtype, count=count, offset=info.offset)
-    if flat.size != count:
-        raise UserError("the file became shorter while it was read", place=str(info.file))
-    return flat.reshape(info.shape)
+    return read_slice(info, (slice(None),) * len(info.shape))
+
+
+def read_slice(info: TensorInfo, index: tuple[slice, ...]) -> np.ndarray:
+    """Reads the part of a tensor that `index` cuts, and asks for no other byte of the file.
+
+    Args:
+        info: where it lies.
+        index: a slice of step 1 for each dimension.
+
+    Returns:
+        A new C-contiguous array.
+
+    Raises:
+        UserError: the file is gone, unreadable or shorter than its header said.
+    """
+    bounds = [part.indices(size)[:2] for part, size in zip(index, info.shape, strict=True)]
+    out = np.empty([max(0, stop - start) for start, stop in bounds], info.dtype)
+    # Dimensions after the last one that is cut lie together in the file: a run.
+    whole = [length == size for length, size in zip(out.shape, info.shape, strict=True)]
+    last_cut = max((axis for axis, full in enumerate(whole) if not full), default=0)
+    strides = [math.prod(info.shape[axis + 1 :]) for axis in range(len(info.shape))]
+    run = math.prod(out.shape[last_cut:]) * info.dtype.itemsize
+    if run == 0 or out.size == 0:
+        return out
+    first = sum(start * stride for (start, _), stride in zip(bounds, strides, strict=True))
+    target = memoryview(out.reshape(-1).view(np.uint8))
+    try:
+        with info.file.open("rb", buffering=0) as file:
+            for number, outer in enumerate(np.ndindex(out.shape[:last_cut])):
+                element = first + sum(map(operator.mul, outer, strides))
+                where = info.offset + element * info.dtype.itemsize
+                _read_into(file.fileno(), target[number * run : (number + 1) * run], where, info)
+    except OSError as error:
+        raise UserError(
+            f"tensor {info.name}: cannot read: {error.strerror}", place=str(info.file)
+        ) from error
+    return out
+
+
+def _read_into(descriptor: int, target: memoryview, offset: int, info: TensorInfo) -> None:
+    done = 0
+    while done < len(target):
+        count = os.preadv(descriptor, [target[done:]], offset + done)
+        if count == 0:
+            raise UserError(
+                f"tensor {info.name}: the file became shorter while it was read",
+                place=str(info.file),
+            )
+        done += count
 
 
 def write_safetensors(

@@ -7,6 +7,7 @@ F intermediate, H query heads, K key-value heads, h head size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ class Entry:
     """Whether the tensor is the [out, in] transpose of the leaf flattened to [in, out]."""
     layers: int | None = None
     """L where the leaf is stacked on axis 0, else None."""
+    inputs: int = 1
+    """How many dimensions of the leaf are the `in` of a transposed tensor."""
 
     @property
     def leaf_shape(self) -> tuple[int, ...]:
@@ -42,6 +45,11 @@ class Entry:
         if self.layers is None:
             return [self.hf_name]
         return [self.hf_name.format(layer=layer) for layer in range(self.layers)]
+
+    def tensor_axes(self) -> tuple[int, ...]:
+        """The dimensions of `shape` in the order in which the tensor's bytes run over them."""
+        axes = tuple(range(len(self.shape)))
+        return axes[self.inputs :] + axes[: self.inputs] if self.transpose else axes
 
     def to_hf(self, part: np.ndarray) -> np.ndarray:
         """One layer of the leaf as its tensor: a view where numpy can make one, else a copy."""
@@ -65,30 +73,30 @@ def weight_map(config: ModelConfig) -> list[Entry]:
     n_layers = config.num_hidden_layers
 
     def layer(leaf: str, name: str, shape: tuple[int, ...]) -> Entry:
-        hf_shape = (int(np.prod(shape)),)
+        hf_shape = (math.prod(shape),)
         return Entry(("layers", leaf), _LAYER + name, shape, hf_shape, layers=n_layers)
 
-    def linear(leaf: str, name: str, shape: tuple[int, ...], n_in: int) -> Entry:
-        hf_shape = (int(np.prod(shape)) // n_in, n_in)
-        return Entry(("layers", leaf), _LAYER + name, shape, hf_shape, True, n_layers)
+    def linear(leaf: str, name: str, shape: tuple[int, ...], inputs: int = 1) -> Entry:
+        hf_shape = (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
+        return Entry(("layers", leaf), _LAYER + name, shape, hf_shape, True, n_layers, inputs)
 
     entries = [
         Entry(("embed",), "model.embed_tokens.weight", (v, d), (v, d)),
         layer("attn_norm", "input_layernorm.weight", (d,)),
-        linear("q", "self_attn.q_proj.weight", (d, q_heads, h), d),
+        linear("q", "self_attn.q_proj.weight", (d, q_heads, h)),
         layer("q_bias", "self_attn.q_proj.bias", (q_heads, h)),
         layer("q_norm", "self_attn.q_norm.weight", (h,)),
-        linear("k", "self_attn.k_proj.weight", (d, kv_heads, h), d),
+        linear("k", "self_attn.k_proj.weight", (d, kv_heads, h)),
         layer("k_bias", "self_attn.k_proj.bias", (kv_heads, h)),
         layer("k_norm", "self_attn.k_norm.weight", (h,)),
-        linear("v", "self_attn.v_proj.weight", (d, kv_heads, h), d),
+        linear("v", "self_attn.v_proj.weight", (d, kv_heads, h)),
         layer("v_bias", "self_attn.v_proj.bias", (kv_heads, h)),
-        linear("o", "self_attn.o_proj.weight", (q_heads, h, d), q_heads * h),
+        linear("o", "self_attn.o_proj.weight", (q_heads, h, d), inputs=2),
         layer("o_bias", "self_attn.o_proj.bias", (d,)),
         layer("mlp_norm", "post_attention_layernorm.weight", (d,)),
-        linear("gate", "mlp.gate_proj.weight", (d, f), d),
-        linear("up", "mlp.up_proj.weight", (d, f), d),
-        linear("down", "mlp.down_proj.weight", (f, d), f),
+        linear("gate", "mlp.gate_proj.weight", (d, f)),
+        linear("up", "mlp.up_proj.weight", (d, f)),
+        linear("down", "mlp.down_proj.weight", (f, d)),
         Entry(("final_norm",), "model.norm.weight", (d,), (d,)),
         Entry(("head",), "lm_head.weight", (d, v), (v, d), transpose=True),
     ]

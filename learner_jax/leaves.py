@@ -1,4 +1,4 @@
-"""Between a tree of device arrays and the bridge's flat leaves, one leaf on the host at a time."""
+"""Between a tree of device arrays and the bridge's flat leaves, at most one leaf on the host."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
 
 from bridge.config import ModelConfig
-from bridge.load import iter_leaves
+from bridge.load import LeafReader
 from bridge.safetensors_io import SINGLE_NAME, write_safetensors
 from bridge.tensors import dtype_named
 from bridge.weight_map import hf_shapes, weight_map
@@ -29,19 +30,38 @@ def leaf_at(tree: Any, path: LeafPath) -> Any:
 
 
 def load_params(model_dir: Path, config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
-    """Reads a Hugging Face directory onto the mesh, in the stored dtype, leaf by leaf.
+    """Reads a Hugging Face directory onto the mesh, in the stored dtype.
+
+    Each process reads what its own devices hold, one device's part of one leaf at a time: that is
+    the most that lies in the host's memory.
 
     Raises:
         UserError: the files are unreadable or are not this model's.
     """
+    reader = LeafReader(model_dir, config)
     shardings = param_shardings(abstract_params(config), mesh)
     tree: dict[str, Any] = {}
-    for path, leaf in iter_leaves(model_dir, config):
+    for path, entry in reader.entries.items():
         node = tree
         for key in path[:-1]:
             node = node.setdefault(key, {})
-        node[path[-1]] = jax.device_put(leaf, leaf_at(shardings, path))
+        node[path[-1]] = _load_leaf(reader, path, entry.leaf_shape, leaf_at(shardings, path))
     return tree
+
+
+def _load_leaf(
+    reader: LeafReader, path: LeafPath, shape: tuple[int, ...], sharding: NamedSharding
+) -> Array:
+    parts: dict[tuple, Array] = {}
+    arrays = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        # A part that several devices hold is read once, and copied from the first.
+        source = parts.get(bounds)
+        array = jax.device_put(reader.read(path, index) if source is None else source, device)
+        parts.setdefault(bounds, array.block_until_ready())
+        arrays.append(array)
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def save_weights(params: Any, config: ModelConfig, directory: Path) -> None:
