@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from bridge.config import ModelConfig
 from learner_jax.attention import packed_attention
+from learner_jax.attention.context import from_zigzag, to_zigzag
 from learner_jax.execution import Execution
 from learner_jax.rope import Rotation, rotate, rotation
 from learner_jax.sharding import constrain
@@ -133,6 +134,8 @@ def final_hidden(
         nothing.
     """
     mesh, compute_dtype = execution.mesh, execution.compute_dtype
+    # Under context parallelism the columns are in another order in here, and nowhere else.
+    tokens, segment_ids, positions = (to_zigzag(x, mesh) for x in (tokens, segment_ids, positions))
     x = params["embed"][tokens].astype(compute_dtype)  # [B, T, D]
     x = constrain(x, mesh, "batch", "sequence", None)
     turn = rotation(positions, config)
@@ -145,7 +148,8 @@ def final_hidden(
     if execution.remat == "full":
         body = jax.checkpoint(body, prevent_cse=False)  # a scan's body is not merged with another
     x, _ = jax.lax.scan(body, x, params["layers"])
-    return _rms_norm(x, params["final_norm"].astype(compute_dtype), config.rms_norm_eps)
+    x = _rms_norm(x, params["final_norm"].astype(compute_dtype), config.rms_norm_eps)
+    return from_zigzag(x, mesh)
 
 
 def _layer(

@@ -1,62 +1,60 @@
-"""Causal attention inside the segments of packed rows."""
+"""Packed attention in plain XLA: right on every platform, and in float64.
+
+Short rows are attended at once. Longer ones go a tile at a time, `BLOCK` queries of one row, each
+over the blocks of keys that it sees (`spans.key_blocks`) and no others: what is computed grows
+with the sum of the squared segment lengths, and memory with T, never with T x T. Softmax is taken
+online and its backward pass recomputed from the log-sum-exp, after FlashAttention-2 (arXiv
+2307.08691, algorithms 1 and 2).
+"""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-BLOCK = 512
-"""Longest row attended at once, and queries of a block in longer ones: a block's scores are
-B x H x BLOCK x T floats, never B x H x T x T."""
+from learner_jax.attention.spans import key_blocks, segment_starts, visible
+
+DIRECT = 512
+"""Longest row attended at once."""
+BLOCK = 256
+"""Queries of a tile and keys of a block: scores are H x BLOCK x BLOCK floats."""
+SAVED = "attention"
+"""Name, for remat policies, of what the backward pass needs from the forward one: output and
+log-sum-exp. A policy that saves them spares the second forward pass."""
 
 
 def attend(
-    q: Float[Array, "B T H h"],
-    k: Float[Array, "B T K h"],
-    v: Float[Array, "B T K h"],
-    segment_ids: Int[Array, "B T"],
-) -> Float[Array, "B T H h"]:
-    """Softmax(q k / sqrt(h)) v, each query over the keys of its own segment up to itself.
-
-    Query head n reads key/value head n // (H / K). Scores and softmax are in at least float32.
-
-    Args:
-        q, k, v: queries, keys and values, rotated already.
-        segment_ids: 1, 2, ... in a row, 0 for padding.
-
-    Returns:
-        [B, T, H, h] in the type of q; zeros at padding, whose gradients are zeros too.
-    """
-    length = q.shape[1]
-    if length <= BLOCK:
-        return _attend(q, k, v, segment_ids, segment_ids, 0)
-    blocks = -(-length // BLOCK)
-    padding = blocks * BLOCK - length
-
-    def split(x: Array) -> Array:  # [B, T, ...] -> [blocks, B, BLOCK, ...]
-        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], blocks, BLOCK, *x.shape[2:]), 1, 0)
-
-    # Without the checkpoint the backward pass would keep every block's scores: T x T again.
-    @jax.checkpoint
-    def one_block(block: tuple[Array, Array, Array]) -> Array:
-        queries, segments, start = block
-        return _attend(queries, k, v, segments, segment_ids, start)
-
-    out = jax.lax.map(one_block, (split(q), split(segment_ids), jnp.arange(blocks) * BLOCK))
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])[:, :length]
-
-
-def _attend(
     q: Float[Array, "B Q H h"],
     k: Float[Array, "B T K h"],
     v: Float[Array, "B T K h"],
-    query_segments: Int[Array, "B Q"],
-    key_segments: Int[Array, "B T"],
-    start: Array | int,
+    segment_ids: Int[Array, "B T"],
+    columns: Int[Array, " Q"],
 ) -> Float[Array, "B Q H h"]:
-    """Attention of the queries at positions start, start + 1, ... over all keys."""
+    """See `packed_attention`, of the queries at some columns of the row over all keys.
+
+    Args:
+        q: queries at `columns`.
+        k, v: keys and values of the whole row, in order.
+        segment_ids: of the whole row, in order.
+        columns: where in the row each query stands.
+    """
+    starts = segment_starts(segment_ids)[:, columns]  # [B, Q]
+    if k.shape[1] <= DIRECT:
+        return _direct(q, k, v, starts, columns)
+    return _blocked(q, k, v, starts, columns)
+
+
+def _direct(
+    q: Float[Array, "B Q H h"],
+    k: Float[Array, "B T K h"],
+    v: Float[Array, "B T K h"],
+    starts: Int[Array, "B Q"],
+    columns: Int[Array, " Q"],
+) -> Float[Array, "B Q H h"]:
     batch, queries, heads, size = q.shape
     kv_heads = k.shape[2]
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -66,8 +64,7 @@ def _attend(
     stacked = grouped.reshape(batch, kv_heads, -1, size)  # [B, K, G Q, h]
     scores = jnp.einsum("bkqh,btkh->bkqt", stacked, k, preferred_element_type=wide)
     scores = scores.reshape(*grouped.shape[:-1], -1)  # [B, K, G, Q, T]
-    causal = start + jnp.arange(queries)[:, None] >= jnp.arange(k.shape[1])  # [Q, T]
-    mask = causal & (query_segments[:, :, None] == key_segments[:, None, :])  # [B, Q, T]
+    mask = visible(starts, columns, jnp.arange(k.shape[1]))  # [B, Q, T]
     # Finite, so that a query that sees no key makes no NaN.
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(wide).min)
     # The sum divides last, over h numbers a query, not T. The maximum cancels: no gradient.
@@ -76,5 +73,152 @@ def _attend(
     weights = weights.astype(v.dtype).reshape(batch, kv_heads, -1, k.shape[1])
     mixed = jnp.einsum("bkqt,btkh->bkqh", weights, v, preferred_element_type=wide) / total
     out = jnp.transpose(mixed.reshape(grouped.shape), (0, 3, 1, 2, 4))  # [B, Q, K, G, h]
-    out = jnp.where((query_segments != 0)[:, :, None, None], out.reshape(q.shape), 0.0)
+    out = jnp.where((starts <= columns)[:, :, None, None], out.reshape(q.shape), 0.0)
     return out.astype(q.dtype)
+
+
+class _Tile(NamedTuple):
+    """`BLOCK` queries of one row."""
+
+    row: Any
+    """Int []."""
+    q: Any
+    """[K, G, BLOCK, h]."""
+    starts: Any
+    columns: Any
+    """Int [BLOCK]: the keys that each query sees, none in the padding of the last tile."""
+
+
+def _blocked(
+    q: Float[Array, "B Q H h"],
+    k: Float[Array, "B T K h"],
+    v: Float[Array, "B T K h"],
+    starts: Int[Array, "B Q"],
+    columns: Int[Array, " Q"],
+) -> Float[Array, "B Q H h"]:
+    batch, queries, heads, size = q.shape
+    kv_heads = k.shape[2]
+    padded = -queries % BLOCK
+    q = jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0)))
+    q = q.reshape(batch, -1, BLOCK, kv_heads, heads // kv_heads, size)
+    q = jnp.transpose(q, (0, 1, 3, 4, 2, 5))  # [B, tiles, K, G, BLOCK, h]
+    starts = jnp.pad(starts, ((0, 0), (0, padded)), constant_values=k.shape[1])
+    tiles = _Tile(
+        row=jnp.repeat(jnp.arange(batch, dtype=jnp.int32), q.shape[1]),
+        q=q.reshape(-1, *q.shape[2:]),
+        starts=starts.reshape(-1, BLOCK),
+        columns=jnp.tile(jnp.pad(columns, (0, padded)).reshape(-1, BLOCK), (batch, 1)),
+    )
+
+    def by_head(x: Array) -> Array:  # [B, T, K, h] -> [B, K, whole blocks, h]
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK), (0, 0), (0, 0)))
+        return jnp.transpose(x, (0, 2, 1, 3))
+
+    out = _attend_tiles(tiles.q, by_head(k), by_head(v), tiles)
+    out = jnp.transpose(out.reshape(q.shape), (0, 1, 4, 2, 3, 5))  # [B, tiles, BLOCK, K, G, h]
+    return out.reshape(batch, -1, heads, size)[:, :queries]
+
+
+@jax.custom_vjp
+def _attend_tiles(q: Array, k: Array, v: Array, tiles: _Tile) -> Array:
+    return _forward(q, k, v, tiles)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, tiles: _Tile) -> tuple[Array, tuple[Any, ...]]:
+    """Output [N, K, G, BLOCK, h], and what `_backward` needs."""
+
+    def one_tile(tile: _Tile) -> tuple[Array, Array]:
+        def one_block(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            top, total, mixed = carry
+            keys, values = (_block(x, tile.row, number) for x in (k, v))
+            scores, _ = _scores(tile, keys, number)
+            new_top = jnp.maximum(top, scores.max(axis=-1))
+            weights = jnp.exp(scores - new_top[..., None])
+            shrink = jnp.exp(top - new_top)
+            total = total * shrink + weights.sum(axis=-1)
+            gain = _einsum("kgqt,kth->kgqh", weights.astype(v.dtype), values)
+            return new_top, total, mixed * shrink[..., None] + gain
+
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        empty = jnp.zeros(tile.q.shape, wide)
+        carry = (jnp.full(empty.shape[:-1], jnp.finfo(wide).min), empty[..., 0], empty)
+        first, stop = key_blocks(tile.starts, tile.columns, BLOCK)
+        top, total, mixed = jax.lax.fori_loop(first, stop, one_block, carry)
+        # Queries that see nothing stand in tiles that were skipped, or saw masked scores alone.
+        sees = tile.starts <= tile.columns
+        total = jnp.where(sees, total, 1.0)
+        out = jnp.where(sees[:, None], mixed / total[..., None], 0.0)
+        return out.astype(q.dtype), top + jnp.log(total)
+
+    out, lse = jax.lax.map(one_tile, tiles._replace(q=q))
+    out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
+    return out, (q, k, v, tiles, out, lse)
+
+
+def _backward(residuals: tuple[Any, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, tiles, out, lse = residuals
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+
+    def one_tile(
+        sums: tuple[Array, Array], inputs: tuple[_Tile, Array, Array, Array]
+    ) -> tuple[tuple[Array, Array], Array]:
+        tile, out, lse, d_out = inputs
+        sees = (tile.starts <= tile.columns)[:, None]
+        d_out = jnp.where(sees, d_out, 0)
+        # d softmax: d_scores = weights * (d_weights - sum_t weights d_weights).
+        inner = jnp.sum(out.astype(wide) * d_out.astype(wide), axis=-1, keepdims=True)
+
+        def one_block(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            dk, dv, dq = carry
+            keys, values = (_block(x, tile.row, number) for x in (k, v))
+            scores, mask = _scores(tile, keys, number)
+            weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
+            d_weights = _einsum("kgqh,kth->kgqt", d_out, values)
+            d_scores = weights * (d_weights - inner) * q.shape[-1] ** -0.5
+            d_scores = d_scores.astype(q.dtype)
+            dk = _add(dk, tile.row, number, _einsum("kgqt,kgqh->kth", d_scores, tile.q))
+            gain = _einsum("kgqt,kgqh->kth", weights.astype(q.dtype), d_out)
+            dv = _add(dv, tile.row, number, gain)
+            return dk, dv, dq + _einsum("kgqt,kth->kgqh", d_scores, keys)
+
+        first, stop = key_blocks(tile.starts, tile.columns, BLOCK)
+        dk, dv, dq = jax.lax.fori_loop(
+            first, stop, one_block, (*sums, jnp.zeros(tile.q.shape, wide))
+        )
+        return (dk, dv), dq.astype(q.dtype)
+
+    zeros = (jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide))
+    (dk, dv), dq = jax.lax.scan(one_tile, zeros, (tiles._replace(q=q), out, lse, d_out))
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_attend_tiles.defvjp(_forward, _backward)
+
+
+def _scores(tile: _Tile, keys: Array, number: Array) -> tuple[Array, Array]:
+    """Scores of a tile's queries, [K, G, BLOCK, BLOCK], and which of them count.
+
+    The others are finite, so that a query that sees no key makes no NaN.
+    """
+    scores = _einsum("kgqh,kth->kgqt", tile.q, keys) * tile.q.shape[-1] ** -0.5
+    mask = visible(tile.starts, tile.columns, number * BLOCK + jnp.arange(BLOCK))
+    return jnp.where(mask, scores, jnp.finfo(scores.dtype).min), mask
+
+
+def _einsum(formula: str, a: Array, b: Array) -> Array:
+    """Summed in at least float32."""
+    return jnp.einsum(formula, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+
+
+def _place(row: Array, number: Array) -> tuple[Array, ...]:
+    zero = jnp.zeros_like(row)  # indices are of one type
+    return row, zero, number * BLOCK, zero
+
+
+def _block(x: Float[Array, "B K T h"], row: Array, number: Array) -> Float[Array, "K N h"]:
+    return jax.lax.dynamic_slice(x, _place(row, number), (1, x.shape[1], BLOCK, x.shape[3]))[0]
+
+
+def _add(x: Float[Array, "B K T h"], row: Array, number: Array, gain: Array) -> Array:
+    total = _block(x, row, number) + gain
+    return jax.lax.dynamic_update_slice(x, total[None], _place(row, number))
