@@ -18,11 +18,11 @@ Data = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenBatch:
-    """Rows of packed samples, int32 [B, T] each."""
+    """Rows of packed samples, int32 [B, T] each; [M, B, T] for all microbatches of an update."""
 
     tokens: Data
     targets: Data
-    """The next token of the same sample; 0 where there is none."""
+    """The output token that the position predicts; -1 where it predicts none."""
     segment_ids: Data
     """1, 2, ... for the samples of a row, 0 for padding."""
     positions: Data
@@ -32,7 +32,8 @@ class TokenBatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossInputs:
-    """What the loss knows of each output token, float32 [B, T] each; read where weights > 0."""
+    """What the loss knows of each output token, float32, shaped as the tokens are; read where
+    weights > 0."""
 
     weights: Data
     """mask_t / N, of `loss.token_weights`: 0 where the position predicts no output token."""

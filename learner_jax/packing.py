@@ -156,17 +156,24 @@ def _laid_out(
     length = np.concatenate([lengths[order], gaps])[by_row]
     end = np.cumsum(length)
 
-    padding = np.zeros(tokens, np.int32)
-    pieces: list[np.ndarray] = []
+    zero, none = np.zeros(tokens, np.int32), np.full(tokens, -1, np.int32)
+    texts: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
     for i, n in zip(item.tolist(), length.tolist(), strict=True):
-        pieces += (samples[i].prompt, samples[i].output) if i >= 0 else (padding[:n],)
+        if i < 0:
+            texts.append(zero[:n])
+            targets.append(none[:n])
+        else:
+            prompt, output = samples[i].prompt, samples[i].output
+            texts += (prompt, output)
+            targets += (none[: len(prompt) - 1], output, none[:1])
     number = np.arange(len(item)) - np.searchsorted(row, row) + 1  # of the item in its row
 
     batch = TokenBatch(*(np.zeros(shape, np.int32) for _ in range(4)))
     flat = TokenBatch(*(a.reshape(-1)[: end[-1]] for a in vars(batch).values()))
-    np.concatenate(pieces, out=flat.tokens, casting="same_kind")
-    flat.targets[:-1] = flat.tokens[1:]
-    flat.targets[end[length > 0] - 1] = 0
+    batch.targets[:] = -1
+    np.concatenate(texts, out=flat.tokens, casting="same_kind")
+    np.concatenate(targets, out=flat.targets, casting="same_kind")
     flat.segment_ids[:] = np.repeat(np.where(item >= 0, number, 0).astype(np.int32), length)
     flat.positions[:] = np.arange(end[-1], dtype=np.int32)
     flat.positions[:] -= np.repeat((end - length).astype(np.int32), length)

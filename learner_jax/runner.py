@@ -76,7 +76,7 @@ def train(run_dir: Path, log: logging.Logger, stop: threading.Event) -> None:
     published = programs.publish(state.params)
     versions.write(step, published)
     if step < spec.steps:
-        compile_ahead(spec, mesh, programs, state, published)
+        compile_ahead(mesh, programs, state, published)
     clock = Clock()
     saved = start.step
     while step < spec.steps:
@@ -95,6 +95,8 @@ def train(run_dir: Path, log: logging.Logger, stop: threading.Event) -> None:
             batch=batch,
         )
         state = result.state
+        for skipped in result.skipped:
+            log.warning("step %d: %s", step, skipped)
         published = programs.publish(state.params)
         versions.write(step + 1, published)
         clock.trained()

@@ -79,22 +79,21 @@ def make_mesh(shape: schema.Mesh, devices: Sequence[jax.Device] | None = None) -
 
 def _slices(devices: Sequence[jax.Device], slices: int, needed: int) -> list[Sequence[jax.Device]]:
     """`needed` devices in `slices` equal parts, the closest together."""
+    each = needed // slices
     by_slice: dict[int, list[jax.Device]] = {}
     for device in devices:
         by_slice.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
     if len(by_slice) == slices:
         parts = [by_slice[index] for index in sorted(by_slice)]
     else:  # JAX lists devices process by process
-        each = len(devices) // slices if needed == len(devices) else needed // slices
         parts = [list(devices[i * each : (i + 1) * each]) for i in range(slices)]
-    if any(len(part) < needed // slices for part in parts):
+    if any(len(part) < each for part in parts):
         raise UserError(
-            f"slices of {[len(part) for part in parts]} devices, the mesh needs "
-            f"{needed // slices} of each",
+            f"slices of {[len(part) for part in parts]} devices, the mesh needs {each} of each",
             place="learner.mesh.slices",
             remedy="slices are of one size; see learner.hardware.topology",
         )
-    return [part[: needed // slices] for part in parts]
+    return [part[:each] for part in parts]
 
 
 def logical_sharding(

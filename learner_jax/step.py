@@ -2,11 +2,15 @@
 
 programs = build_programs(spec, config, mesh)
 state = programs.init_state(shard_params(params, abstract_params(config), mesh))
-published = programs.publish(state.params)          # the policy version's bits
-old = programs.score(published, shard_batch(packed.token_batch(i), mesh))
-total = programs.zeros()
-total = programs.accumulate(state.params, total, token_batch, loss_inputs)   # a microbatch
-state, grad_norm = programs.apply(state, total)      # uses up `state`
+published = programs.publish(state.params)              # the policy version's bits
+packed = pack(samples, ..., microbatches=microbatch_bound(spec))
+tokens = shard_batch(packed.batch, mesh)                # the whole optimizer batch
+old = programs.score(published, tokens, packed.microbatches)
+inputs = LossInputs(*shard_batch(...), old_logprobs=old, ...)
+total = programs.accumulate(state.params, tokens, inputs, packed.microbatches)
+state, update = programs.apply(state, total)            # uses up `state`
+
+Each is compiled once: M is fixed by the spec, and loops run over the microbatches that are there.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from learner_jax.loss import grpo_loss
 from learner_jax.loss_metrics import LossMetrics
 from learner_jax.model import Params, abstract_params, final_hidden, head_weight
 from learner_jax.optimizer import make_optimizer
-from learner_jax.sharding import param_shardings
+from learner_jax.packing import row_bound
+from learner_jax.sharding import batch_sharding, param_shardings
 from runspec.common.errors import UserError
 from runspec.spec.schema import RunSpec
 
@@ -46,37 +51,53 @@ class TrainState:
     opt_state: Any
     updates: Data
     """Optimizer updates made, int32 []."""
+    skipped: Data
+    """Updates skipped in a row since the last one that was made, int32 []."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Accumulated:
-    """Sum over the microbatches of one optimizer batch."""
+    """Of one optimizer batch."""
 
     grads: Any
-    """float32, like the parameters."""
+    """Summed over its microbatches, float32, like the parameters."""
     metrics: LossMetrics
+    logprobs: Data
+    """log pi_theta of the targets, float32 [M, rows, tokens]."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Update:
+    """What became of an optimizer batch."""
+
+    grad_norm: Data
+    """Global norm of the gradient before clipping, float32 []."""
+    skipped: Data
+    """int32 []: 0 where the update was made. Else its loss or gradient was not finite, the state
+    is as it was, and this many updates in a row have been skipped."""
 
 
 @dataclass(frozen=True)
 class Programs:
-    """Compiled on first use, one shape of microbatch each."""
+    """Compiled on first use, once each."""
 
-    init_state: Callable[[Any], TrainState]
-    """Parameters on the mesh -> a state with an empty optimizer; masters are float32 copies."""
     abstract_state: TrainState
     """`jax.ShapeDtypeStruct` with shardings: the target of a restore."""
+    abstract_batch: tuple[TokenBatch, LossInputs]
+    """The same of what `score` and `accumulate` take, [M, rows, tokens]."""
+    init_state: Callable[[Any], TrainState]
+    """Parameters on the mesh -> a state with an empty optimizer; masters are float32 copies."""
     publish: Callable[[Any], Any]
     """Masters -> a copy in `broadcast.dtype`: the policy version as its bits."""
-    score: Callable[[Any, TokenBatch], Array]
-    """(published parameters, microbatch) -> log-probs of the targets, float32 [B, T], on every
-    device; meaningful at the positions that predict an output token."""
-    zeros: Callable[[], Accumulated]
-    accumulate: Callable[[Any, Accumulated, TokenBatch, LossInputs], Accumulated]
-    """(masters, sum, microbatch, its loss inputs) -> sum; donates the sum it is given."""
-    apply: Callable[[TrainState, Accumulated], tuple[TrainState, Array]]
-    """One update -> (state, global norm of the gradient before clipping); donates the state. A
-    gradient that is not finite gives a norm that is not finite: check it before publishing."""
+    score: Callable[[Any, TokenBatch, int], Array]
+    """(published parameters, microbatches, how many are real) -> log-probs of the targets, float32
+    [M, rows, tokens], sharded as `LossInputs` are; 0 where no target is."""
+    accumulate: Callable[[Any, TokenBatch, LossInputs, int], Accumulated]
+    """(masters, microbatches, their loss inputs, how many are real) -> gradient and metrics."""
+    apply: Callable[[TrainState, Accumulated], tuple[TrainState, Update]]
+    """One update, or none where it would not be finite; donates the state."""
 
 
 def sampling_temperature(spec: RunSpec) -> float:
@@ -93,6 +114,14 @@ def sampling_temperature(spec: RunSpec) -> float:
             remedy="give every pool the same sampling.temperature",
         )
     return temperatures.pop()
+
+
+def microbatch_bound(spec: RunSpec) -> int:
+    """M: the microbatches that no optimizer batch of the run needs more of."""
+    algorithm, packing = spec.algorithm, spec.learner.packing
+    groups = -(-algorithm.prompts_per_step // algorithm.updates_per_step)
+    longest = min(packing.tokens, max(pool.max_model_len for pool in spec.samplers))
+    return -(-row_bound(groups * algorithm.group_size, longest, packing.tokens) // packing.rows)
 
 
 def policy_logprobs(
@@ -112,7 +141,13 @@ def policy_logprobs(
         batch.positions,
         execution,
     )
-    return token_logprobs(hidden, head_weight(params), batch.targets, temperature=temperature)
+    return token_logprobs(
+        hidden,
+        head_weight(params),
+        batch.targets,
+        temperature=temperature,
+        mesh=execution.mesh,
+    )
 
 
 def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
@@ -132,52 +167,81 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
     abstract_state = _abstract_state(config, mesh, optimizer)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
     params_shardings = state_shardings.params
+    abstract_batch = _abstract_batch(spec, mesh)
+    per_token = abstract_batch[1].weights.sharding
     replicated = NamedSharding(mesh, PartitionSpec())
     broadcast_dtype = jnp.dtype(spec.broadcast.dtype)
 
     def init_state(params: Any) -> TrainState:
         masters = _copy_as(params, jnp.float32)
-        return TrainState(masters, optimizer.init(masters), jnp.zeros((), jnp.int32))
+        none = jnp.zeros((), jnp.int32)
+        return TrainState(masters, optimizer.init(masters), none, none)
 
     def publish(params: Any) -> Any:
         return _copy_as(params, broadcast_dtype)
 
-    def score(params: Any, batch: TokenBatch) -> Array:
-        return policy(params, batch=batch)[0]
+    def score(params: Any, batches: TokenBatch, count: Array) -> Array:
+        def one(i: Array, scores: Array) -> Array:
+            return scores.at[i].set(policy(params, batch=_at(batches, i))[0])
 
-    def zeros() -> Accumulated:
-        grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state.params)
-        return Accumulated(grads, LossMetrics.zeros())
+        return jax.lax.fori_loop(0, count, one, jnp.zeros(batches.tokens.shape, jnp.float32))
+
+    def objective(
+        params: Any, batch: TokenBatch, inputs: LossInputs
+    ) -> tuple[Array, tuple[LossMetrics, Array]]:
+        logprobs, entropy = policy(params, batch=batch)
+        loss, metrics = grpo_loss(logprobs, entropy, batch.segment_ids, inputs, spec.algorithm)
+        return loss, (metrics, logprobs)
 
     def accumulate(
-        params: Any, total: Accumulated, batch: TokenBatch, inputs: LossInputs
+        params: Any, batches: TokenBatch, inputs: LossInputs, count: Array
     ) -> Accumulated:
-        def objective(params: Any) -> tuple[Array, LossMetrics]:
-            return grpo_loss(
-                *policy(params, batch=batch), batch.segment_ids, inputs, spec.algorithm
+        def one(i: Array, total: Accumulated) -> Accumulated:
+            grads, (metrics, logprobs) = jax.grad(objective, has_aux=True)(
+                params, _at(batches, i), _at(inputs, i)
+            )
+            return Accumulated(
+                jax.tree.map(jnp.add, total.grads, grads),
+                total.metrics.merge(metrics),
+                total.logprobs.at[i].set(logprobs),
             )
 
-        grads, metrics = jax.grad(objective, has_aux=True)(params)
-        return Accumulated(jax.tree.map(jnp.add, total.grads, grads), total.metrics.merge(metrics))
+        nothing = Accumulated(
+            jax.tree.map(jnp.zeros_like, params),
+            jax.tree.map(jnp.asarray, LossMetrics.zeros()),
+            jnp.zeros(inputs.weights.shape, inputs.weights.dtype),
+        )
+        return jax.lax.fori_loop(0, count, one, nothing)
 
-    def apply(state: TrainState, total: Accumulated) -> tuple[TrainState, Array]:
+    def apply(state: TrainState, total: Accumulated) -> tuple[TrainState, Update]:
         norm = optax.tree.norm(total.grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(total.metrics.loss)
         updates, opt_state = optimizer.update(total.grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        return TrainState(params, opt_state, state.updates + 1), norm
+        made = TrainState(params, opt_state, state.updates + 1, jnp.zeros_like(state.skipped))
+        left = TrainState(state.params, state.opt_state, state.updates, state.skipped + 1)
+        state = jax.tree.map(partial(jnp.where, finite), made, left)
+        return state, Update(norm, state.skipped)
 
     sum_shardings = Accumulated(
-        params_shardings, jax.tree.map(lambda _: replicated, LossMetrics.zeros())
+        params_shardings,
+        jax.tree.map(lambda _: replicated, LossMetrics.zeros()),
+        per_token,
     )
     return Programs(
-        init_state=jax.jit(init_state, out_shardings=state_shardings),
         abstract_state=abstract_state,
+        abstract_batch=abstract_batch,
+        init_state=jax.jit(init_state, out_shardings=state_shardings),
         publish=jax.jit(publish, out_shardings=params_shardings),
-        score=jax.jit(score, out_shardings=replicated),
-        zeros=jax.jit(zeros, out_shardings=sum_shardings),
-        accumulate=jax.jit(accumulate, out_shardings=sum_shardings, donate_argnums=1),
+        score=jax.jit(score, out_shardings=per_token),
+        accumulate=jax.jit(accumulate, out_shardings=sum_shardings),
         apply=jax.jit(apply, out_shardings=(state_shardings, replicated), donate_argnums=0),
     )
+
+
+def _at(batches: Any, i: Array) -> Any:
+    """Microbatch i of a tree of [M, rows, tokens]."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
 
 
 def _copy_as(params: Any, dtype: np.dtype | type) -> Any:
@@ -204,7 +268,19 @@ def _abstract_state(
             leaf.shape, leaf.dtype, sharding=replicated
         ),
     )
-    return TrainState(params, opt_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated))
+    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    return TrainState(params, opt_state, number, number)
+
+
+def _abstract_batch(spec: RunSpec, mesh: Mesh) -> tuple[TokenBatch, LossInputs]:
+    packing = spec.learner.packing
+    shape = (microbatch_bound(spec), packing.rows, packing.tokens)
+    sharding = batch_sharding(mesh, shape)
+    token, value = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in (jnp.int32, jnp.float32)
+    )
+    reference = value if spec.algorithm.kl.coef else None
+    return TokenBatch(*[token] * 4), LossInputs(value, value, value, value, reference)
 
 
 def _check_packing(spec: RunSpec, mesh: Mesh) -> None:

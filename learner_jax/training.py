@@ -1,10 +1,15 @@
-"""One rollout step on the mesh: rollouts in, updated state and the step's numbers out."""
+"""One rollout step on the mesh: rollouts in, updated state and the step's numbers out.
+
+All programs are dispatched without looking at what they computed, so that the devices never wait
+for the host between updates; the host looks once, at the end.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +23,8 @@ from learner_jax.loss import token_weights
 from learner_jax.loss_metrics import LossMetrics
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import shard_batch
-from learner_jax.step import Programs, TrainState
+from learner_jax.skipped import RolloutName, SkippedUpdate, skipped_update
+from learner_jax.step import Programs, TrainState, Update, microbatch_bound
 from runspec.common.process import RunStopped
 from runspec.spec.schema import RunSpec
 
@@ -29,7 +35,9 @@ class StepResult:
 
     state: TrainState
     numbers: dict[str, float]
-    """`LossMetrics.means` over the step's updates, and `grad_norm`, the mean before clipping."""
+    """`LossMetrics.means` over the updates that were made (not finite where none was),
+    `grad_norm`, their mean before clipping, and `skipped_updates`."""
+    skipped: tuple[SkippedUpdate, ...]
     tokens: int
     """Prompt and output tokens of the rollouts."""
     positions: int
@@ -42,13 +50,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Share:
-    """The rollouts of one optimizer update, packed, and their log-probs before the first update."""
+    """The rollouts of one optimizer update, packed and on the mesh."""
 
-    rollouts: Sequence[TrainingRollout]
+    names: Sequence[RolloutName]
     packed: Packed
-    old: list[np.ndarray]
-    """log pi_old, one array [rows, tokens] a microbatch."""
-    reference: list[np.ndarray] | None
+    tokens: TokenBatch
+    inputs: LossInputs
+    """With the log-probs from before the first update."""
 
 
 def train_step(
@@ -71,65 +79,72 @@ def train_step(
         batch: in training order.
 
     Raises:
-        RunStopped: a gradient that is not finite.
+        RunStopped: more than `optimizer.max_skipped` updates in a row were not finite.
     """
     begun = time.perf_counter()
     # All of pi_old before the first update: that is what makes it the version's.
     shares = [
-        _share(spec, mesh, programs, published, reference, groups)
-        for groups in _split(batch.groups, spec.algorithm.updates_per_step)
+        _share(spec, mesh, programs, published, reference, rollouts)
+        for rollouts in _split(batch, spec.algorithm.updates_per_step)
     ]
+    jax.block_until_ready([share.inputs for share in shares])
     scored = time.perf_counter()
-    merged, norms = LossMetrics.zeros(), []
-    for update, share in enumerate(shares):
-        total = programs.zeros()
-        for tokens, inputs in _microbatches(spec, mesh, share):
-            total = programs.accumulate(state.params, total, tokens, inputs)
-        state, norm = programs.apply(state, total)
-        norms.append(float(norm))
-        if not np.isfinite(norms[-1]):
-            raise RunStopped(
-                f"step {batch.manifest.step}, update {update}: the gradient is not finite",
-                place="optimizer",
-                remedy="lower optimizer.lr or clip_norm; the newest full state is from before this",
-            )
-        merged = merged.merge(jax.device_get(total.metrics))
-    numbers = merged.means()
-    for summed in ("loss", "policy_loss"):
-        numbers[summed] /= len(shares)
-    numbers["grad_norm"] = float(np.mean(norms))
-    tokens_trained = sum(len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts)
+    logprobs: list[jax.Array] = []
+    outcomes: list[tuple[LossMetrics, Update]] = []
+    for share in shares:
+        total = programs.accumulate(
+            state.params, share.tokens, share.inputs, share.packed.microbatches
+        )
+        state, update = programs.apply(state, total)
+        logprobs.append(total.logprobs)
+        outcomes.append((total.metrics, update))
+    outcomes = jax.device_get(outcomes)
+    skipped = tuple(
+        skipped_update(number, share.names, share.packed, _per_token(share.inputs, current))
+        for number, (share, current, (_, update)) in enumerate(
+            zip(shares, logprobs, outcomes, strict=True)
+        )
+        if update.skipped
+    )
+    in_a_row = max(int(update.skipped) for _, update in outcomes)
+    if in_a_row > spec.optimizer.max_skipped:
+        raise RunStopped(
+            f"step {batch.manifest.step}: {in_a_row} updates in a row were not finite; "
+            + "; ".join(str(each) for each in skipped),
+            place="optimizer.max_skipped",
+            remedy="lower optimizer.lr or clip_norm; the newest full state is from before this",
+        )
     return StepResult(
         state,
-        numbers,
-        tokens_trained,
-        positions=sum(share.packed.microbatches for share in shares)
-        * spec.learner.packing.rows
-        * spec.learner.packing.tokens,
+        _numbers(outcomes),
+        skipped,
+        tokens=sum(len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts),
+        positions=sum(
+            share.packed.microbatches * share.packed.batch.tokens[0].size for share in shares
+        ),
         score_s=scored - begun,
         update_s=time.perf_counter() - scored,
     )
 
 
-def compile_ahead(
-    spec: RunSpec, mesh: Mesh, programs: Programs, state: TrainState, published: Any
-) -> None:
-    """Compiles the large programs on a microbatch of padding, while the first rollouts are made."""
-    shape = (spec.learner.packing.rows, spec.learner.packing.tokens)
-    tokens = shard_batch(TokenBatch(*(np.zeros(shape, np.int32) for _ in range(4))), mesh)
-    zeros = np.zeros(shape, np.float32)
-    with_reference = zeros if spec.algorithm.kl.coef else None
-    inputs = shard_batch(LossInputs(zeros, zeros, zeros, zeros, with_reference), mesh)
-    total = programs.accumulate(state.params, programs.zeros(), tokens, inputs)
-    jax.block_until_ready((total, programs.score(published, tokens)))
+def compile_ahead(mesh: Mesh, programs: Programs, state: TrainState, published: Any) -> None:
+    """Compiles the large programs, on no microbatch, while the first rollouts are made."""
+    tokens, inputs = shard_batch(
+        jax.tree.map(lambda like: np.zeros(like.shape, like.dtype), programs.abstract_batch), mesh
+    )
+    total = programs.accumulate(state.params, tokens, inputs, 0)
+    jax.block_until_ready((total, programs.score(published, tokens, 0)))
 
 
-def _split(
-    groups: Sequence[list[TrainingRollout]], parts: int
-) -> list[list[list[TrainingRollout]]]:
-    """Contiguous shares, as equal as can be; an incomplete step may have fewer than `parts`."""
+def _split(batch: Batch, parts: int) -> list[list[tuple[RolloutName, TrainingRollout]]]:
+    """Rollouts of contiguous shares of the groups, as equal as can be, none empty: an incomplete
+    step may have fewer than `parts`."""
+    groups = [
+        [(RolloutName(named.submission, named.group, i), each) for i, each in enumerate(rollouts)]
+        for named, rollouts in zip(batch.manifest.groups, batch.groups, strict=True)
+    ]
     bounds = [round(i * len(groups) / parts) for i in range(parts + 1)]
-    shares = (list(groups[a:b]) for a, b in pairwise(bounds))
+    shares = ([each for group in groups[a:b] for each in group] for a, b in pairwise(bounds))
     return [share for share in shares if share]
 
 
@@ -139,46 +154,50 @@ def _share(
     programs: Programs,
     published: Any,
     reference: Any | None,
-    groups: Sequence[list[TrainingRollout]],
+    named: Sequence[tuple[RolloutName, TrainingRollout]],
 ) -> _Share:
-    rollouts = [rollout for group in groups for rollout in group]
+    names, rollouts = zip(*named, strict=True)
     packed = pack(
         [Sample(rollout.prompt_tokens, rollout.output_tokens) for rollout in rollouts],
         tokens=spec.learner.packing.tokens,
         rows=spec.learner.packing.rows,
+        shards=mesh.shape["data"] * mesh.shape["fsdp"],
+        microbatches=microbatch_bound(spec),
     )
-    batches = [shard_batch(packed.token_batch(i), mesh) for i in range(packed.microbatches)]
-    if spec.algorithm.old_logprobs == "sampler":
-        old = list(packed.scatter([rollout.mu for rollout in rollouts]))
-    else:
-        old = jax.device_get([programs.score(published, tokens) for tokens in batches])
-    scores = None
-    if reference is not None:
-        scores = jax.device_get([programs.score(reference, tokens) for tokens in batches])
-    return _Share(rollouts, packed, old, scores)
+    tokens = shard_batch(packed.batch, mesh)
+    per_token = token_weights(
+        [len(rollout.output_tokens) for rollout in rollouts],
+        spec.algorithm.loss_normalizer,
+        max_new_tokens=max(pool.max_new_tokens for pool in spec.samplers),
+    )
+    weights, advantages, mu = (
+        shard_batch(packed.scatter(values), mesh)
+        for values in (per_token, [r.advantage for r in rollouts], [r.mu for r in rollouts])
+    )
+    recompute = spec.algorithm.old_logprobs == "recompute"
+    inputs = LossInputs(
+        weights=weights,
+        advantages=advantages,
+        old_logprobs=programs.score(published, tokens, packed.microbatches) if recompute else mu,
+        sampler_logprobs=mu,
+        ref_logprobs=(
+            None if reference is None else programs.score(reference, tokens, packed.microbatches)
+        ),
+    )
+    return _Share(names, packed, tokens, inputs)
 
 
-def _microbatches(
-    spec: RunSpec, mesh: Mesh, share: _Share
-) -> Iterator[tuple[TokenBatch, LossInputs]]:
-    """Put on the mesh one by one, while the one before is computed."""
-    lengths = [len(rollout.output_tokens) for rollout in share.rollouts]
-    weights = share.packed.scatter(
-        token_weights(
-            lengths,
-            spec.algorithm.loss_normalizer,
-            max_new_tokens=max(pool.max_new_tokens for pool in spec.samplers),
-        )
-    )
-    advantages = share.packed.scatter([rollout.advantage for rollout in share.rollouts])
-    mu = share.packed.scatter([rollout.mu for rollout in share.rollouts])
-    for i in range(share.packed.microbatches):
-        on = weights[i] > 0  # scores say something at every position, the loss wants outputs only
-        inputs = LossInputs(
-            weights=weights[i],
-            advantages=advantages[i],
-            old_logprobs=np.where(on, share.old[i], 0.0),
-            sampler_logprobs=mu[i],
-            ref_logprobs=None if share.reference is None else np.where(on, share.reference[i], 0.0),
-        )
-        yield shard_batch(share.packed.token_batch(i), mesh), shard_batch(inputs, mesh)
+def _per_token(inputs: LossInputs, current: jax.Array) -> list[jax.Array]:
+    return [current, *jax.tree.leaves(inputs)]
+
+
+def _numbers(outcomes: Sequence[tuple[LossMetrics, Update]]) -> dict[str, float]:
+    """Of `StepResult`; `loss` and `policy_loss`, sums of an update, are means over them."""
+    made = [(metrics, update) for metrics, update in outcomes if not update.skipped]
+    numbers = reduce(LossMetrics.merge, (m for m, _ in made), LossMetrics.zeros()).means()
+    for summed in ("loss", "policy_loss"):
+        numbers[summed] /= max(len(made), 1)
+    numbers["grad_norm"] = sum(float(update.grad_norm) for _, update in made) / max(len(made), 1)
+    if not made:
+        numbers = dict.fromkeys(numbers, float("nan"))
+    return {**numbers, "skipped_updates": float(len(outcomes) - len(made))}

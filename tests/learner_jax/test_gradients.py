@@ -26,15 +26,10 @@ pytestmark = pytest.mark.slow  # many programs to compile
 CONFIG = ModelConfig("qwen2", 24, 16, 24, 2, 4, 2, 8, 64, 10000.0, 1e-6, False, True)
 MAX_NEW_TOKENS = 16  # of tiny_spec's pool
 TEMPERATURE = 0.7
-SWITCHES = {
-    "the paper": {},
-    "token normaliser": {"loss_normalizer": "token"},
-    "constant normaliser": {"loss_normalizer": "constant"},
-    "no KL": {"kl": {"coef": 0.0}},
-    "strong KL": {"kl": {"coef": 0.5}},
-    "strong entropy": {"entropy_coef": 0.3},
-    "importance weights": {"importance": {"cap": 1.5}},
-    "uneven clip": {"clip": {"eps_low": 0.05, "eps_high": 0.6, "delta": 1.7}},
+SWITCHES = {  # the rest of them in test_switches
+    "clip": {"kl": {"coef": 0.1}, "entropy_coef": 0.3, "importance": {"cap": 1.5}},
+    "sequence ratio": {"ratio": "sequence", "clip": {"delta": None}},
+    "cispo": {"surrogate": "cispo", "clip": {"delta": None}, "loss_normalizer": "token"},
 }
 
 
@@ -147,10 +142,9 @@ def program_gradient(spec: RunSpec, rollouts: list[Rollout]) -> tuple[Any, dict[
     inputs = jax.tree.map(
         lambda x: x.astype(np.float32), inputs_of(packed, rollouts, spec.algorithm)
     )
-    total = programs.zeros()
-    for i in range(packed.microbatches):
-        part = shard_batch(jax.tree.map(lambda x, i=i: x[i], inputs), mesh)
-        total = programs.accumulate(params, total, shard_batch(packed.token_batch(i), mesh), part)
+    total = programs.accumulate(
+        params, shard_batch(packed.batch, mesh), shard_batch(inputs, mesh), packed.microbatches
+    )
     total = jax.device_get(total)
     return total.grads, total.metrics.means()
 

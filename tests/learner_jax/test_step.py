@@ -19,7 +19,7 @@ from learner_jax.loss import token_weights
 from learner_jax.model import abstract_params, init_params
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
-from learner_jax.step import Programs, TrainState, build_programs
+from learner_jax.step import Accumulated, Programs, TrainState, build_programs
 from runspec.common.errors import UserError
 from runspec.spec.schema import Broadcast, Learner, Mesh, Optimizer
 from tests.learner_jax.conftest import tiny_spec
@@ -37,27 +37,25 @@ class Bench:
     state: TrainState
     packed: Packed
 
-    def tokens(self, i: int) -> TokenBatch:
-        return shard_batch(self.packed.token_batch(i), self.mesh)
+    @property
+    def tokens(self) -> TokenBatch:
+        return shard_batch(self.packed.batch, self.mesh)
 
     def scores(self, params: Any) -> list[np.ndarray]:
         """Log-probs of each sample's output tokens."""
-        count = range(self.packed.microbatches)
-        scores = [np.asarray(self.programs.score(params, self.tokens(i))) for i in count]
-        return self.packed.gather(np.stack(scores))
+        scores = self.programs.score(params, self.tokens, self.packed.microbatches)
+        return self.packed.gather(np.asarray(scores))
 
-    def accumulated(self, old: list[np.ndarray]) -> Any:
+    def accumulated(self, old: list[np.ndarray]) -> Accumulated:
         scattered = self.packed.scatter
         lengths = [len(values) for values in old]
         weights = scattered(token_weights(lengths, "sequence", max_new_tokens=16))
         advantages = scattered([1.0, -1.0, 0.5, -0.5, 2.0, -2.0])
         logprobs = scattered(old)
-        total = self.programs.zeros()
-        for i in range(self.packed.microbatches):
-            inputs = LossInputs(weights[i], advantages[i], *(logprobs[i],) * 3)
-            inputs = shard_batch(inputs, self.mesh)
-            total = self.programs.accumulate(self.state.params, total, self.tokens(i), inputs)
-        return total
+        inputs = shard_batch(LossInputs(weights, advantages, *(logprobs,) * 3), self.mesh)
+        return self.programs.accumulate(
+            self.state.params, self.tokens, inputs, self.packed.microbatches
+        )
 
 
 @cache
@@ -129,10 +127,10 @@ def test_one_update_is_the_clipped_adamw_step() -> None:
     total = made.accumulated(old)
     grads, before = jax.device_get((total.grads, made.state.params))
     # when applied
-    state, norm = made.programs.apply(made.state, total)
+    state, update = made.programs.apply(made.state, total)
     # then the norm is that before clipping
     expected = math.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(grads)))
-    assert float(norm) == pytest.approx(expected, rel=1e-5)
+    assert float(update.grad_norm) == pytest.approx(expected, rel=1e-5)
     assert expected > CLIP_NORM
     # and the first step of Adam moves by lr against the sign of the gradient
     moved = jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, before)
