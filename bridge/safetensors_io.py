@@ -150,7 +150,7 @@ def read_slice(info: TensorInfo, index: tuple[slice, ...]) -> np.ndarray:
     if run == 0 or out.size == 0:
         return out
     first = sum(start * stride for (start, _), stride in zip(bounds, strides, strict=True))
-    target = memoryview(out.reshape(-1).view(np.uint8))
+    target = out.reshape(-1).view(np.uint8).data
     try:
         with info.file.open("rb", buffering=0) as file:
             for number, outer in enumerate(np.ndindex(out.shape[:last_cut])):

@@ -1,4 +1,4 @@
-"""`python -m learner_jax`: the learner's stage and its two role processes."""
+"""`python -m learner_jax`: the learner's stage, its two role processes, and tools for a person."""
 
 from __future__ import annotations
 
@@ -33,11 +33,25 @@ def main(arguments: list[str] | None = None) -> int:
     aot.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="overrides")
     aot.add_argument("--topology", help="TPU slice, like v5p:4x4x4; else learner.hardware")
     aot.add_argument("--model-config", type=Path, help="config.json, in place of the spec's model")
+    score = commands.add_parser(
+        "score", help="print the log-probs of given tokens under a Hugging Face model"
+    )
+    score.add_argument("model_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors")
+    score.add_argument("--tokens", type=Path, required=True, help="a JSON list of token ids a line")
+    score.add_argument("--dtype", choices=["float32", "bfloat16"], help="else that of the weights")
+    score.add_argument("--mesh", metavar="AXIS=N,...", help="else fsdp over all devices")
+    score.add_argument("--out", type=Path, help="a file in place of standard output")
     options = parser.parse_args(arguments)
     return run_role(_ROLES[options.command], lambda log: _run(options, log))
 
 
-_ROLES = {"warm-start": "warm-start", "train": "learner", "publish": "publisher", "aot": "aot"}
+_ROLES = {
+    "warm-start": "warm-start",
+    "train": "learner",
+    "publish": "publisher",
+    "aot": "aot",
+    "score": "score",
+}
 
 
 def _run(options: argparse.Namespace, log: logging.Logger) -> None:
@@ -56,6 +70,17 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
 
         fields = ("run", "profile", "overrides", "topology", "model_config")
         aot_command(AotOptions(**{name: getattr(options, name) for name in fields}))
+    elif options.command == "score":
+        from learner_jax.score import score_command
+
+        score_command(
+            options.model_dir,
+            options.tokens,
+            log,
+            dtype=options.dtype,
+            mesh=options.mesh,
+            out=options.out,
+        )
     else:
         from learner_jax.warm_start import make_initial_model
 

@@ -55,6 +55,7 @@ def _load_leaf(
     parts: dict[tuple, Array] = {}
     arrays = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None, "a device of this process has a part"
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         # A part that several devices hold is read once, and copied from the first.
         source = parts.get(bounds)
