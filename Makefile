@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+AOT_STAMP := $(VENV)/.aot
 CPU_TORCH := torch==2.13.0+cpu
 # Spec and profile of the quickstart; `make quickstart SPEC=specs/target_long.yaml` works too.
 SPEC ?= specs/target_short.yaml
@@ -30,6 +31,12 @@ $(STAMP): requirements/laptop.txt pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
+# The TPU compiler (200 MB): tests compile for TPUs, the quickstart does not.
+$(AOT_STAMP): $(STAMP) requirements/aot.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/aot.txt || \
+	  $(BIN)/pip install --quiet --no-deps -r requirements/aot.txt
+	@touch $@
+
 quickstart: install  ## a run that learns, on this machine, in minutes
 	$(BIN)/runspec apply $(SPEC) --profile $(PROFILE)
 
@@ -45,7 +52,7 @@ lint: install  ## ruff, types, import rule, and runspec lint over every shipped 
 test-fast: install  ## the layers without engines, under three minutes
 	$(BIN)/pytest -m "not slow"
 
-test: lint  ## everything that must hold
+test: lint $(AOT_STAMP)  ## everything that must hold
 	$(BIN)/pytest
 
 bench: install  ## benchmarks, each prints JSON

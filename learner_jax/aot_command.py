@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.config import ModelConfig, parse_config
 from learner_jax.topology import (
-    CHIPS,
+    CHIP_MEMORY,
     Topology,
     learner_topology,
     parse_topology,
@@ -25,6 +25,7 @@ from runspec.common.canonical import MalformedJson, parse_object
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 from runspec.spec.load import load_spec
+from runspec.spec.named_models import model_names, named_model
 from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import Learner, RunSpec
 
@@ -103,11 +104,15 @@ def _model_config(options: AotOptions, spec: RunSpec) -> ModelConfig:
 
         return model_config(spec)
     if named is None:
-        raise UserError(
-            f"the shape of {spec.model.hf} is not known here",
-            place="model.hf",
-            remedy="give its config.json: --model-config FILE",
-        )
+        shape = named_model(spec.model.hf or "")
+        if shape is None:
+            raise UserError(
+                f"the shape of {spec.model.hf} is not known here",
+                place="model.hf",
+                remedy="give its config.json: --model-config FILE; known without it: "
+                + ", ".join(model_names()),
+            )
+        return parse_config(shape, place=f"{spec.model.hf}/config.json")
     try:
         data = read_bounded(named, _MAX_CONFIG_BYTES)
         return parse_config(parse_object(data, max_bytes=_MAX_CONFIG_BYTES), place=str(named))
@@ -120,7 +125,7 @@ def _devices(learner: Learner, topology: Topology | None) -> tuple[list[jax.Devi
     if topology is not None:
         prepare_environment()
         slices = learner.mesh.slices
-        return topology_devices(topology, slices), CHIPS[topology.chip].memory
+        return topology_devices(topology, slices), CHIP_MEMORY[topology.chip]
     mesh = learner.mesh
     needed = mesh.data * mesh.fsdp * mesh.context * mesh.tensor
     if learner.hardware.kind == "cpu":

@@ -1,4 +1,4 @@
-"""TPU slices by name: their chips' public figures, and their devices on a machine that has none.
+"""TPU slices by name, and their devices on a machine that has none.
 
 Imports JAX only inside functions: the environment has to be set before.
 """
@@ -17,26 +17,9 @@ if TYPE_CHECKING:
     import jax
 
 
-@dataclass(frozen=True)
-class Chip:
-    """Of one chip, as Google Cloud's pages on TPU versions state it."""
-
-    memory: int
-    """HBM, bytes."""
-    flops: float
-    """Peak of bf16 matrix products, FLOP/s."""
-    hbm: float
-    """Bytes/s."""
-    ici: float
-    """To neighbours over all links, one direction, bytes/s."""
-
-
-CHIPS = {
-    "v5e": Chip(16 * 10**9, 197e12, 0.82e12, 0.2e12),
-    "v5p": Chip(95 * 10**9, 459e12, 2.765e12, 0.6e12),
-    "v6e": Chip(32 * 10**9, 918e12, 1.64e12, 0.448e12),
-}
-"""By the name that libtpu gives them; `tpu-` before it is the spec's `hardware.kind`."""
+CHIP_MEMORY = {"v5e": 16 * 10**9, "v5p": 95 * 10**9, "v6e": 32 * 10**9}
+"""Bytes of HBM, as Google Cloud's pages on TPU versions state it, by the name that libtpu gives the
+chip; with `tpu-` before it, it is the spec's `hardware.kind`."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +40,11 @@ def parse_topology(text: str) -> Topology:
         UserError: another form, or a chip that is not known.
     """
     chip, _, shape = text.partition(":")
-    if chip not in CHIPS or not re.fullmatch(r"\d{1,4}(x\d{1,4}){1,2}", shape):
+    if chip not in CHIP_MEMORY or not re.fullmatch(r"\d{1,4}(x\d{1,4}){1,2}", shape):
         raise UserError(
             f"no TPU topology: {text!r}",
             place="topology",
-            remedy=f"write it like v5p:4x4x4; chips: {', '.join(CHIPS)}",
+            remedy=f"write it like v5p:4x4x4; chips: {', '.join(CHIP_MEMORY)}",
         )
     return Topology(chip, shape)
 
