@@ -23,6 +23,7 @@ from bridge.config import ModelConfig
 from learner_jax.attention import packed_attention
 from learner_jax.attention.context import from_zigzag, to_zigzag
 from learner_jax.execution import Execution
+from learner_jax.remat import layer_remat
 from learner_jax.rope import Rotation, rotate, rotation
 from learner_jax.sharding import constrain
 
@@ -145,9 +146,7 @@ def final_hidden(
         layer = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), layer)
         return _layer(x, layer, config, segment_ids, turn, execution), None
 
-    if execution.remat == "full":
-        body = jax.checkpoint(body, prevent_cse=False)  # a scan's body is not merged with another
-    x, _ = jax.lax.scan(body, x, params["layers"])
+    x, _ = jax.lax.scan(layer_remat(body, execution.remat), x, params["layers"])
     x = _rms_norm(x, params["final_norm"].astype(compute_dtype), config.rms_norm_eps)
     return from_zigzag(x, mesh)
 
