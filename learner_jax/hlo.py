@@ -48,10 +48,10 @@ class Instruction:
     attributes: str
     root: bool
 
-    def called(self, kind: str) -> str | None:
-        """The computation named by an attribute such as `body`."""
+    def called(self, kind: str) -> str:
+        """The computation named by an attribute such as `body`, "" where there is none."""
         found = re.search(rf"\b{kind}=%?([\w.\-]+)", self.attributes)
-        return found.group(1) if found else None
+        return found.group(1) if found else ""
 
 
 Computation = Mapping[str, Instruction]
@@ -73,8 +73,9 @@ class Cost:
     """Bytes that a device sends, by kind, if the collective runs as a ring."""
     custom_calls: Counter[str] = field(default_factory=Counter)
     """Executions by target: attention kernels are among them."""
-    loops_of_unknown_length: int = 0
-    """Counted as if they ran once."""
+    assumed_loops: dict[str, int] = field(default_factory=dict)
+    """Loops whose length depends on data, by the operation they come from, and the length that was
+    assumed."""
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
@@ -98,44 +99,62 @@ def arrays(text: str) -> Iterator[ArrayType]:
             yield from instruction.result
 
 
-def program_cost(text: str) -> Cost:
-    """Counts a compiled program (`compiled.as_text()`)."""
+def program_cost(text: str, assumed: Mapping[str, int] | None = None) -> Cost:
+    """Counts a compiled program (`compiled.as_text()`).
+
+    Args:
+        text: of the module.
+        assumed: how often a loop runs whose length depends on data, by a word in the name of the
+            operation that it comes from (a `jax.named_scope`); others are counted once.
+    """
     computations, entry = parse(text)
-    cost = Cost()
-    _count(computations, entry, 1, cost, fused=False)
-    return cost
+    counter = _Counter(computations, assumed or {}, Cost())
+    counter.count(entry, 1, fused=False)
+    return counter.cost
 
 
-def _count(
-    computations: Mapping[str, Computation], name: str, times: int, cost: Cost, *, fused: bool
-) -> None:
-    computation = computations[name]
-    for instruction in computation.values():
-        opcode = instruction.opcode.removesuffix("-start")
-        if opcode in COLLECTIVES:
-            cost.collectives[opcode] += times
-            cost.wire_bytes[opcode] += times * _sent(instruction, opcode, computation)
-        elif opcode == "dot":
-            cost.flops += times * _dot_flops(instruction, computation)
-        elif opcode == "convolution":
-            cost.flops += times * _convolution_flops(instruction, computation)
-        elif opcode == "custom-call":
-            target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-            cost.custom_calls[target.group(1) if target else ""] += times
-        if not fused and opcode not in _FREE and not instruction.opcode.endswith("-done"):
-            cost.hbm_bytes += times * _traffic(instruction, computation, computations)
-        if opcode == "while":
-            trips = _trips(instruction, computation, computations)
-            cost.loops_of_unknown_length += trips is None
-            body = instruction.called("body") or ""
-            _count(computations, body, times * (trips or 1), cost, fused=fused)
-        elif opcode == "conditional":
-            for branch in _branches(instruction):
-                _count(computations, branch, times, cost, fused=fused)
-        elif opcode in ("fusion", "async", "call"):
-            callee = instruction.called("calls") or instruction.called("to_apply")
-            if callee in computations:
-                _count(computations, callee, times, cost, fused=fused or opcode == "fusion")
+@dataclass(frozen=True)
+class _Counter:
+    computations: Mapping[str, Computation]
+    assumed: Mapping[str, int]
+    cost: Cost
+
+    def count(self, name: str, times: int, *, fused: bool) -> None:
+        """Adds a computation that runs so many times."""
+        computation, computations, cost = self.computations[name], self.computations, self.cost
+        for instruction in computation.values():
+            opcode = instruction.opcode.removesuffix("-start")
+            if opcode in COLLECTIVES:
+                cost.collectives[opcode] += times
+                cost.wire_bytes[opcode] += times * _sent(instruction, opcode, computation)
+            elif opcode == "dot":
+                cost.flops += times * _dot_flops(instruction, computation)
+            elif opcode == "convolution":
+                cost.flops += times * _convolution_flops(instruction, computation)
+            elif opcode == "custom-call":
+                target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+                cost.custom_calls[target.group(1) if target else ""] += times
+            if not fused and opcode not in _FREE and not instruction.opcode.endswith("-done"):
+                cost.hbm_bytes += times * _traffic(instruction, computation, computations)
+            if opcode == "while":
+                trips = _trips(instruction, computation, computations)
+                if trips is None:
+                    trips = self._assume(instruction)
+                self.count(instruction.called("body"), times * trips, fused=fused)
+            elif opcode == "conditional":
+                for branch in _branches(instruction):
+                    self.count(branch, times, fused=fused)
+            elif opcode in ("fusion", "async", "call"):
+                callee = instruction.called("calls") or instruction.called("to_apply")
+                if callee in computations:
+                    self.count(callee, times, fused=fused or opcode == "fusion")
+
+    def _assume(self, loop: Instruction) -> int:
+        named = re.search(r'op_name="([^"]*)"', loop.attributes)
+        name = named.group(1) if named else loop.name
+        length = next((times for word, times in self.assumed.items() if word in name), 1)
+        self.cost.assumed_loops[name] = length
+        return length
 
 
 def _branches(instruction: Instruction) -> list[str]:
@@ -143,7 +162,7 @@ def _branches(instruction: Instruction) -> list[str]:
     if found:
         return [name.strip().lstrip("%") for name in found.group(1).split(",")]
     both = (instruction.called(f"{value}_computation") for value in ("true", "false"))
-    return [name for name in both if name is not None]
+    return [name for name in both if name]
 
 
 def _trips(
@@ -153,8 +172,8 @@ def _trips(
     it grows; None where that is not plain to see."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(known.group(1))
-    condition = computations[loop.called("condition") or ""]
-    body = computations[loop.called("body") or ""]
+    condition = computations[loop.called("condition")]
+    body = computations[loop.called("body")]
     before = outside[loop.operands[0]]
     after, compare = _root(body), _root(condition)
     if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
@@ -196,16 +215,16 @@ def _constant(computation: Computation, name: str) -> int | None:
     return int(source.attributes) if source.opcode == "constant" else None
 
 
-def _sent(instruction: Instruction, opcode: str, computation: Computation) -> float:
+def _sent(instruction: Instruction, opcode: str, computation: Computation) -> int:
     """Bytes a device sends in a ring of n: (n - 1) shares of what is gathered or scattered, twice
     that for an all-reduce; all of it for a permutation."""
     held = sum(a.bytes for name in instruction.operands for a in computation[name].result)
     n = _group_size(instruction.attributes)
     return {
         "all-gather": held * (n - 1),
-        "reduce-scatter": held * (n - 1) / n,
-        "all-reduce": 2 * held * (n - 1) / n,
-        "all-to-all": held * (n - 1) / n,
+        "reduce-scatter": held * (n - 1) // n,
+        "all-reduce": 2 * held * (n - 1) // n,
+        "all-to-all": held * (n - 1) // n,
         "collective-permute": held,
     }[opcode]
 
