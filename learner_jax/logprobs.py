@@ -135,22 +135,23 @@ def _forward(
     """((log p_o, H, logsumexp(z)) [S, N], all logits [C, S, n, V] if `keep`)."""
     order, rank, count = _order(targets, plan)
     matrix = _matrix(head, hidden, plan)
-    wide, vocabulary = widen(hidden).dtype, jnp.arange(head.shape[1])
+    wide = widen(hidden).dtype
 
     def one_chunk(i: Array, done: tuple) -> tuple:
         results, kept = done
         logits = _logits(_take(hidden, order[i]), matrix, plan)  # [S, n, V]
         top = jnp.max(logits, axis=-1, keepdims=True)
-        weights = jnp.exp(logits - top)
-        total = jnp.sum(weights, axis=-1)
-        # Comparison, not gather: the vocabulary may be sharded.
-        own = vocabulary == _take(targets, order[i])[..., None]
-        chosen = jnp.sum(jnp.where(own, logits - top, 0.0), axis=-1)
-        spread = jnp.sum(weights * (logits - top), axis=-1) / total
+        total = jnp.sum(jnp.exp(logits - top), axis=-1)
+        # A second exponential costs less than to write the first one down; the barrier keeps the
+        # compiler from merging the two.
+        again, shift = jax.lax.optimization_barrier((logits, top))
+        spread = jnp.sum(jnp.exp(again - shift) * (again - shift), axis=-1) / total
+        own = jnp.maximum(_take(targets, order[i]), 0)[..., None]
+        chosen = jnp.take_along_axis(logits, own, axis=-1)
         log_total = jnp.log(total)
-        parts = (chosen - log_total, log_total - spread, log_total + top[..., 0])
-        results = tuple(out.at[i].set(part) for out, part in zip(results, parts, strict=True))
-        return results, None if kept is None else kept.at[i].set(logits)
+        parts = ((chosen - top)[..., 0] - log_total, log_total - spread, log_total + top[..., 0])
+        results = tuple(_put(out, part, i) for out, part in zip(results, parts, strict=True))
+        return results, None if kept is None else _put(kept, logits, i)
 
     zeros = jnp.zeros(order.shape, wide)
     kept = jnp.zeros((*order.shape, head.shape[1]), wide) if keep else None
@@ -186,7 +187,7 @@ def _scores_backward(plan: _Plan, saved: tuple, cotangents: tuple[Array, Array])
         back = jnp.einsum("snv,dv->snd", d_logits, matrix, preferred_element_type=wide)
         # One sum for each shard of the batch: they are added up once, after the last chunk.
         d_head += jnp.einsum("snd,snv->sdv", part, d_logits, preferred_element_type=wide)
-        return d_hidden.at[i].set(back.astype(hidden.dtype)), d_head
+        return _put(d_hidden, back.astype(hidden.dtype), i), d_head
 
     d_hidden = jnp.zeros((*order.shape, hidden.shape[-1]), hidden.dtype)
     d_head = jnp.zeros((hidden.shape[0], *head.shape), wide)
@@ -227,6 +228,11 @@ def _take(x: Array, index: Int[Array, "S n"]) -> Array:
     """[S, N, ...] -> [S, n, ...]; 0 for index N."""
     index = index.reshape(*index.shape, *[1] * (x.ndim - 2))
     return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
+
+
+def _put(x: Array, part: Array, i: Array) -> Array:
+    """[C, S, n, ...] with chunk i replaced."""
+    return jax.lax.dynamic_update_index_in_dim(x, part, i, 0)
 
 
 def _joined(x: Array) -> Array:
