@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -21,6 +22,22 @@ def main(arguments: list[str] | None = None) -> int:
     start.add_argument("--cache", type=Path, required=True, help="where finished starts are kept")
     train = commands.add_parser("train", help="train every step that is left, then exit 0")
     train.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
+    train.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        default=os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        help="address of process 0, where learner.hosts is above 1 and JAX cannot find out",
+    )
+    train.add_argument(
+        "--process",
+        type=int,
+        metavar="I",
+        default=os.environ.get("JAX_PROCESS_ID"),
+        help="number of this process, from 0",
+    )
+    train.add_argument(
+        "--heartbeat", type=int, default=60, metavar="S", help="silence that means death, seconds"
+    )
     publish = commands.add_parser(
         "publish", help="publish each new policy version until told to end"
     )
@@ -42,7 +59,12 @@ def main(arguments: list[str] | None = None) -> int:
     score.add_argument("--mesh", metavar="AXIS=N,...", help="else fsdp over all devices")
     score.add_argument("--out", type=Path, help="a file in place of standard output")
     options = parser.parse_args(arguments)
-    return run_role(_ROLES[options.command], lambda log: _run(options, log))
+    code = run_role(_ROLES[options.command], lambda log: _run(options, log))
+    if options.command == "train":
+        from learner_jax.distributed import leave
+
+        leave(code)
+    return code
 
 
 _ROLES = {
@@ -61,10 +83,7 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
 
         publish_versions(options.run_dir, log, stop_event())
     elif options.command == "train":
-        from learner_jax.runner import train
-
-        logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each save, at length
-        train(options.run_dir, log, stop_event())
+        _train(options, log)
     elif options.command == "aot":
         from learner_jax.aot_command import AotOptions, aot_command
 
@@ -85,6 +104,25 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
         from learner_jax.warm_start import make_initial_model
 
         make_initial_model(options.run_dir, options.cache, log)
+
+
+def _train(options: argparse.Namespace, log: logging.Logger) -> None:
+    from learner_jax.compile_cache import cache_folder, keep_compiled
+    from learner_jax.distributed import joined
+    from learner_jax.runner import train
+    from runspec.spec.resolved import load_resolved
+
+    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each save, at length
+    stop, spec = stop_event(), load_resolved(options.run_dir)
+    keep_compiled(cache_folder(options.run_dir, spec))
+    with joined(
+        spec.learner.hosts,
+        options.coordinator,
+        options.process,
+        log,
+        heartbeat_s=options.heartbeat,
+    ) as peers:
+        train(options.run_dir, log, stop, peers)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,15 @@ manifest does not name is ever read.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from learner_jax.advantage import group_advantages
+from runspec.common.canonical import canonical_json
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 from runspec.common.hashing import digest_bytes
@@ -72,9 +73,27 @@ class Batch:
         return [rollout for group in self.groups for rollout in group]
 
     @property
+    def digest(self) -> str:
+        """Names what the manifest says, whoever signed it when."""
+        return manifest_digest(self.manifest)
+
+    @property
     def lags(self) -> list[int]:
         """For each rollout the training step minus the version that sampled it."""
         return [self.manifest.step - rollout.version for rollout in self.rollouts]
+
+
+def manifest_digest(manifest: BatchManifest) -> str:
+    """BLAKE3 of a manifest's canonical JSON, without its signature."""
+    return digest_bytes(canonical_json(asdict(manifest)))
+
+
+class StopSignal(Protocol):
+    """A `threading.Event`, as one who waits sees it."""
+
+    def is_set(self) -> bool: ...
+
+    def wait(self, timeout: float) -> bool: ...
 
 
 class BatchReader:
@@ -99,7 +118,7 @@ class BatchReader:
         self._limit_s = spec.algorithm.fill.deadline + slack_s
         self._roles = _read_roles(run_dir, spec.name, root_public_key)
 
-    def wait(self, step: int, stop: threading.Event, log: logging.Logger) -> BatchManifest | None:
+    def wait(self, step: int, stop: StopSignal, log: logging.Logger) -> BatchManifest | None:
         """Waits for the manifest of a step; None when `stop` was set meanwhile.
 
         Raises:

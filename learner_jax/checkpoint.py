@@ -1,17 +1,21 @@
 """Orbax checkpoints: the parameters of each policy version, and full training states.
 
     checkpoints/params/v<N>/        params/ (Orbax, in `broadcast.dtype`) and probe.json
-    checkpoints/state/step_<N>/     state/ (Orbax: fp32 masters, moments, count) and state.json
+    checkpoints/state/step_<N>/     state/ (Orbax: fp32 masters, moments, counts) and state.json
 
-Both appear by one rename. Orbax itself writes the arrays, synchronously: 50 ms for the laptop's
-model. They are chunked so that one layer of a stacked leaf can be read alone, and are restored
-straight onto the shardings of the target, whatever mesh wrote them.
+Both appear by one rename. A save has two parts: the call copies the arrays to the host, and returns
+what writes them, which `learner_jax.saver` runs in the background. Arrays are chunked so that one
+layer of a stacked leaf can be read alone, and are restored straight onto the shardings of the
+target, whatever mesh and however many processes wrote them. Saves and restores are collective:
+every process of the program calls them; process 0 makes and renames directories.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,43 +24,52 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from learner_jax.layout import PARAMS_NAME, PROBE_FILE, numbered
+from learner_jax.saver import Finish
 from runspec.common.canonical import MalformedJson, canonical_json, parse_object
 from runspec.common.errors import UserError
-from runspec.common.files import new_directory, read_bounded, write_atomic
+from runspec.common.files import read_bounded, write_atomic
 from runspec.common.hashing import digest_file
 
 STATE_NAME = "state"
 STATE_FILE = "state.json"
 MAX_STATE_FILE_BYTES = 64 * 1024 * 1024
 CHUNK_BYTES = 8 * 1024 * 1024
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
 class StateInfo:
-    """state.json: what a full state is of, and the digests of its files."""
+    """What a full state is of. state.json holds it with a format number and the files' digests."""
 
-    format: int
     step: int
     """Rollout steps trained: the state is that of policy version `step`."""
+    batch: str | None
+    """Digest of the batch manifest trained last, that of `step - 1`: the data position."""
+    seed: int
+    """The run's: all randomness follows from it, nothing random is drawn between steps."""
     reference: str
     """Model digest of version 0, the reference policy."""
-    files: dict[str, str]
-    """BLAKE3 of every file under state/, by its relative path."""
+    published: bool
+    """Whether the masters give the bits that version `step` was published with. False only where a
+    replay elsewhere than the run began came out otherwise."""
+    fingerprint: dict[str, Any]
+    """`learner_jax.fingerprint` of the program that wrote it."""
 
 
-def save_params(folder: Path, version: int, params: Any, probe: dict[str, Any]) -> None:
-    """Writes the parameters of a version, already in the published dtype, and its probe.
+def save_params(folder: Path, version: int, params: Any, probe: dict[str, Any]) -> Finish:
+    """Copies the parameters of a version to the host; the rest writes them with their probe.
 
     Args:
         folder: `checkpoints/params` of the run.
         version: its number; must not exist yet.
-        params: the tree of arrays.
+        params: the tree of arrays, in the published dtype.
         probe: see `learner_jax.probe`.
     """
-    with new_directory(folder / f"v{version}") as directory:
-        _save(directory / PARAMS_NAME, params)
+
+    def complete(directory: Path) -> None:
         write_atomic(directory / PROBE_FILE, json.dumps(probe).encode())
+
+    return _save(folder / f"v{version}", PARAMS_NAME, params, complete)
 
 
 def load_params(folder: Path, version: int, target: Any) -> Any:
@@ -65,7 +78,7 @@ def load_params(folder: Path, version: int, target: Any) -> Any:
     Args:
         folder: `checkpoints/params` of the run.
         version: its number.
-        target: tree of jax.ShapeDtypeStruct.
+        target: tree of jax.ShapeDtypeStruct, or of arrays like those wanted.
 
     Raises:
         UserError: unreadable.
@@ -74,80 +87,80 @@ def load_params(folder: Path, version: int, target: Any) -> Any:
     return _load(path / PARAMS_NAME, target, remedy=f"remove {path}: the learner writes it again")
 
 
-def save_state(folder: Path, step: int, state: Any, *, reference: str, keep: int) -> None:
-    """Writes the full training state after `step` steps, then drops all but the newest `keep`.
+def save_state(folder: Path, info: StateInfo, state: Any, *, keep: int) -> Finish:
+    """Copies the training state to the host; the rest writes it, and drops all but the newest
+    `keep` states.
 
     Args:
         folder: `checkpoints/state`.
-        step: rollout steps trained.
+        info: what it is of.
         state: tree of arrays.
-        reference: model digest of version 0.
         keep: full states to keep.
     """
+
+    def complete(directory: Path) -> None:
+        record = {
+            "format": FORMAT,
+            **asdict(info),
+            "files": _file_digests(directory / STATE_NAME),
+        }
+        write_atomic(directory / STATE_FILE, canonical_json(record))
+
+    write = _save(folder / f"step_{info.step}", STATE_NAME, state, complete)
+
+    def finish() -> None:
+        write()
+        if jax.process_index() == 0:
+            _drop_old(folder, keep)
+
+    return finish
+
+
+def check_state(folder: Path, step: int) -> StateInfo:
+    """Reads state.json of a full state, and compares every file of the state with it.
+
+    Raises:
+        UserError: damaged.
+    """
     path = folder / f"step_{step}"
-    if not path.exists():
-        with new_directory(path) as directory:
-            _save(directory / STATE_NAME, state)
-            info = StateInfo(FORMAT, step, reference, _file_digests(directory / STATE_NAME))
-            write_atomic(directory / STATE_FILE, canonical_json(asdict(info)))
-    for old in state_steps(folder)[:-keep]:
-        # Renamed first: a removal that is cut short must not leave half a state behind.
-        doomed = folder / f".tmp-removed-step_{old}"
-        (folder / f"step_{old}").rename(doomed)
-        shutil.rmtree(doomed)
+    try:
+        record = parse_object(
+            read_bounded(path / STATE_FILE, MAX_STATE_FILE_BYTES), max_bytes=MAX_STATE_FILE_BYTES
+        )
+        if record.pop("format", None) != FORMAT:
+            raise MalformedJson(f"not of format {FORMAT}")
+        files = record.pop("files")
+        info = StateInfo(**record)
+        if info.step != step:
+            raise MalformedJson(f"of step {info.step}")
+    except (OSError, TypeError, KeyError, MalformedJson) as error:
+        raise UserError(
+            f"unreadable checkpoint: {error}", place=str(path / STATE_FILE), remedy=_remedy(path)
+        ) from error
+    found = _file_digests(path / STATE_NAME)
+    wrong = sorted(name for name in {*found, *files} if found.get(name) != files.get(name))
+    if wrong:
+        raise UserError(
+            f"unreadable checkpoint: {wrong[0]} is missing or not what was written",
+            place=str(path),
+            remedy=_remedy(path),
+        )
+    return info
 
 
-def load_state(folder: Path, step: int, target: Any, *, reference: str) -> Any:
+def load_state(folder: Path, step: int, target: Any) -> Any:
     """Reads a full state onto the shardings of `target`.
 
     Args:
         folder: `checkpoints/state`.
         step: one of `state_steps`.
         target: tree of jax.ShapeDtypeStruct.
-        reference: model digest of the run's version 0.
 
     Raises:
-        UserError: damaged, or of another run's starting model.
+        UserError: unreadable, or of other shapes.
     """
     path = folder / f"step_{step}"
-    remedy = (
-        f"put {path} back from a copy, or remove it to go on from the full state before it "
-        "(the steps since then are trained again from their batch manifests)"
-    )
-    try:
-        info = StateInfo(
-            **parse_object(
-                read_bounded(path / STATE_FILE, MAX_STATE_FILE_BYTES),
-                max_bytes=MAX_STATE_FILE_BYTES,
-            )
-        )
-    except (OSError, TypeError, MalformedJson) as error:
-        raise UserError(
-            f"unreadable checkpoint: {error}", place=str(path / STATE_FILE), remedy=remedy
-        ) from error
-    if info.format != FORMAT or info.step != step:
-        raise UserError(
-            f"unreadable checkpoint: format {info.format} of step {info.step}",
-            place=str(path / STATE_FILE),
-            remedy=remedy,
-        )
-    if info.reference != reference:
-        raise UserError(
-            f"a state of another starting model: {info.reference[:16]}, not {reference[:16]}",
-            place=str(path),
-            remedy="give the run another name, or delete it with `runspec delete`",
-        )
-    found = _file_digests(path / STATE_NAME)
-    wrong = sorted(
-        name for name in {*found, *info.files} if found.get(name) != info.files.get(name)
-    )
-    if wrong:
-        raise UserError(
-            f"unreadable checkpoint: {wrong[0]} is missing or not what was written",
-            place=str(path),
-            remedy=remedy,
-        )
-    return _load(path / STATE_NAME, target, remedy=remedy)
+    return _load(path / STATE_NAME, target, remedy=_remedy(path))
 
 
 def state_steps(folder: Path) -> list[int]:
@@ -173,16 +186,56 @@ def _storage_options(keys: Any, leaf: Any) -> ocp.options.ArrayOptions.Saving.St
     )
 
 
-def _save(path: Path, tree: Any) -> None:
-    try:
+def _save(final: Path, name: str, tree: Any, complete: Callable[[Path], None]) -> Finish:
+    """Copies `tree` to the host; the rest writes it as <final>/<name>, with what `complete` adds.
+
+    What it writes to has a fixed name, on which all processes agree without a word; what a killed
+    process left there was removed when this one started (`layout.clear_unfinished`).
+    """
+    temporary, first = final.with_name(f".tmp-{final.name}"), jax.process_index() == 0
+    with _named(temporary):
+        if first:
+            temporary.mkdir(parents=True)
         with _context():
-            ocp.save(path, tree)
+            response = ocp.save_async(temporary / name, tree)
+
+    def finish() -> None:
+        with _named(temporary):
+            response.result()
+            if first:
+                complete(temporary)
+                temporary.rename(final)
+
+    return finish
+
+
+@contextmanager
+def _named(temporary: Path) -> Iterator[None]:
+    """Turns what goes wrong in writing into an error for people; half a checkpoint is removed."""
+    try:
+        yield
     except (OSError, ValueError) as error:  # TensorStore reports a full disk as a ValueError
+        shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(
             f"cannot write a checkpoint: {error}",
-            place=str(path),
+            place=str(temporary),
             remedy="free disk space or mend the permissions, then start again",
         ) from error
+
+
+def _drop_old(folder: Path, keep: int) -> None:
+    for old in state_steps(folder)[:-keep]:
+        # Renamed first: a removal that is cut short must not leave half a state behind.
+        doomed = folder / f".tmp-removed-step_{old}"
+        (folder / f"step_{old}").rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _remedy(path: Path) -> str:
+    return (
+        f"put {path} back from a copy, or remove it to go on from the full state before it "
+        "(the steps since then are trained again from their batch manifests)"
+    )
 
 
 def _load(path: Path, target: Any, *, remedy: str) -> Any:

@@ -7,8 +7,8 @@ Every process runs the same program on its share of the mesh. Two rules keep the
 - Where one may want to end and the others not, all say a word and do what the gravest one says:
   `Peers.agree`.
 
-A process that dies is found out by JAX's coordination service, which lives in process 0: it ends the
-others within `HEARTBEAT_S`, with a message that gives the dead one's number.
+A process that dies is found out by JAX's coordination service, which lives in process 0: it ends
+the others within `HEARTBEAT_S`, with a message that gives the dead one's number.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ JOIN_S = 300
 """How long a process waits for the others to join."""
 HEARTBEAT_S = 60
 """Silence after which a process counts as dead."""
-SHUTDOWN_S = 60
-"""How long a process that is done waits for the others."""
+SHUTDOWN_S = 3600
+"""How long a process that is done waits for the others: for process 0's last checkpoint."""
 MAX_MESSAGE_BYTES = 2**31 - 1
 _CHUNK_BYTES = 64 * 1024 * 1024
 _SMALLEST_CHUNK_BYTES = 64 * 1024
@@ -45,9 +45,9 @@ _NAME_BYTES = 128
 class Word(IntEnum):
     """What a process would do next; of several the largest counts."""
 
-    WAIT = 0
-    """Nothing yet: process 0 alone says it."""
-    GO = 1
+    GO = 0
+    WAIT = 1
+    """There is nothing to do yet: process 0 alone says it."""
     STOP = 2
     """It was told to end."""
     FAILED = 3
@@ -131,24 +131,25 @@ class Peers:
 
 
 def mesh_devices(processes: int, needed: int) -> list[jax.Device]:
-    """`needed` devices, an equal share of each process, in the order of the processes.
+    """The devices for a mesh: all that are here, or an equal share of each of several processes.
 
     Raises:
-        UserError: a process has fewer.
+        UserError: a process has fewer than its share.
     """
-    share, chosen = needed // processes, []
-    for index in range(processes):
-        own = [device for device in jax.devices() if device.process_index == index]
-        if len(own) < share or needed % processes:
-            raise UserError(
-                f"learner.mesh needs {needed} devices, {needed / processes:g} in each of "
-                f"{processes} processes; process {index} has {len(own)} ({jax.default_backend()})",
-                place="learner.mesh",
-                remedy="shrink the mesh, or on a CPU set "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={-(-needed // processes)}",
-            )
-        chosen += own[:share]
-    return chosen
+    if processes == 1:
+        return jax.devices()
+    share = needed // processes
+    own = [[d for d in jax.devices() if d.process_index == index] for index in range(processes)]
+    fewest = min(own, key=len)
+    if len(fewest) < share or needed % processes:
+        raise UserError(
+            f"learner.mesh needs {needed} devices, {needed / processes:g} in each of {processes} "
+            f"processes; one has {len(fewest)} ({jax.default_backend()})",
+            place="learner.mesh",
+            remedy="shrink the mesh, or on a CPU set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={-(-needed // processes)}",
+        )
+    return [device for devices in own for device in devices[:share]]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
@@ -86,7 +87,10 @@ class HostLeaves(Mapping[LeafPath, np.ndarray]):
         self._leaves = {tuple(key.key for key in path): leaf for path, leaf in flat}
 
     def __getitem__(self, path: LeafPath) -> np.ndarray:
-        return np.asarray(self._leaves[path])
+        leaf = self._leaves[path]
+        if not leaf.is_fully_addressable:  # then every process asks for it
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+        return np.asarray(leaf)
 
     def __iter__(self) -> Iterator[LeafPath]:
         return iter(self._leaves)

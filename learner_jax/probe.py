@@ -7,11 +7,12 @@ engine: repacked tensors, stale caches, a wrong configuration.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from bridge.config import ModelConfig
@@ -48,7 +49,7 @@ def build_probe(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Callable[[Any
         positions=np.tile(np.arange(tokens.shape[1], dtype=np.int32), (SEQUENCES, 1)),
     )
 
-    @jax.jit
+    @partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
     def score(params: Any) -> Float[Array, "B T"]:
         hidden = final_hidden(
             params,

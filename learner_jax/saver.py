@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 
 from runspec.common.errors import UserError
@@ -36,7 +36,7 @@ class Saver:
 
         Args:
             what: names it in messages.
-            begin: copies arrays to the host, on this thread; what it returns runs in the background.
+            begin: copies arrays to the host, on this thread; what it returns runs on another.
 
         Raises:
             UserError: the save before this one failed.
@@ -57,20 +57,17 @@ class Saver:
         """
         begun = time.monotonic()
         while self._save is not None:
-            try:
-                self._save.result(REPORT_EVERY_S)
-            except TimeoutError:
-                waited = time.monotonic() - begun
-                if waited > DEADLINE_S:
-                    raise UserError(
-                        f"{self._what} is not written after {waited:.0f} s",
-                        remedy="see whether the disk is full or slow, then start again",
-                    ) from None
-                self._log.info("%s: still being written after %.0f s", self._what, waited)
-                continue
-            finally:
-                if self._save.done():
-                    self._save = None
+            if wait([self._save], REPORT_EVERY_S).done:
+                save, self._save = self._save, None
+                save.result()
+                return
+            waited = time.monotonic() - begun
+            if waited > DEADLINE_S:
+                raise UserError(
+                    f"{self._what} is not written after {waited:.0f} s",
+                    remedy="see whether the disk is full or slow, then start again",
+                )
+            self._log.info("%s: still being written after %.0f s", self._what, waited)
 
     def __enter__(self) -> Saver:
         return self

@@ -65,7 +65,7 @@ def train_step(
     programs: Programs,
     state: TrainState,
     *,
-    published: Any,
+    published: Any | None,
     reference: Any | None,
     batch: Batch,
 ) -> StepResult:
@@ -74,7 +74,7 @@ def train_step(
     Args:
         spec, mesh, programs: of the run.
         state: of the version being trained; used up.
-        published: that version's bits, under which pi_old is recomputed.
+        published: that version's bits, under which pi_old is recomputed; None where it is mu.
         reference: version 0's bits; None where `kl.coef` is 0.
         batch: in training order.
 
@@ -127,13 +127,19 @@ def train_step(
     )
 
 
-def compile_ahead(mesh: Mesh, programs: Programs, state: TrainState, published: Any) -> None:
-    """Compiles the large programs, on no microbatch, while the first rollouts are made."""
+def compile_ahead(mesh: Mesh, programs: Programs, state: TrainState, scored: Any | None) -> None:
+    """Compiles the large programs, on no microbatch, while the first rollouts are made.
+
+    Args:
+        mesh, programs, state: of the run.
+        scored: parameters whose log-probs the run needs; None where it needs none.
+    """
     tokens, inputs = shard_batch(
         jax.tree.map(lambda like: np.zeros(like.shape, like.dtype), programs.abstract_batch), mesh
     )
-    total = programs.accumulate(state.params, tokens, inputs, 0)
-    jax.block_until_ready((total, programs.score(published, tokens, 0)))
+    jax.block_until_ready(programs.accumulate(state.params, tokens, inputs, 0))
+    if scored is not None:
+        jax.block_until_ready(programs.score(scored, tokens, 0))
 
 
 def _split(batch: Batch, parts: int) -> list[list[tuple[RolloutName, TrainingRollout]]]:

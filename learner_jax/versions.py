@@ -8,27 +8,47 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
 from bridge.config import ModelConfig
 from bridge.tensors import tree_digests
 from learner_jax.checkpoint import load_params, save_params
+from learner_jax.distributed import Peers
+from learner_jax.fingerprint import same_bits
 from learner_jax.layout import TENSORS_FILE, params_folder, versions_in, weights_folder
 from learner_jax.leaves import HostLeaves
+from learner_jax.leaves import load_params as load_weights
+from learner_jax.metrics import JsonLines
+from learner_jax.saver import Saver
 from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
 from runspec.common.process import RunStopped
 from runspec.spec.schema import RunSpec
 
+FINGERPRINTS_FILE = "fingerprints.jsonl"
+MAX_FINGERPRINTS_BYTES = 16 * 1024 * 1024
+
 
 class VersionWriter:
-    """Writes checkpoints/params/v<N> for each new version of a run.
+    """Writes checkpoints/params/v<N> for each new version of a run, in the background.
 
     A version number is published once. After a restart the steps since the last full state are
-    trained again: their versions are not written again, but must come out with the same bits.
+    trained again, and their versions are not written again. Those that were made on this program's
+    fingerprint must come out with the same bits; of others the difference is reported. Either way
+    the published bits stay the version.
 
     Args:
         run_dir: the run directory.
         spec: its resolved spec.
         config: the model's shape.
+        mesh: that published bits are read back onto.
+        fingerprint: of this program.
         probe: from `learner_jax.probe.build_probe`.
+        peers: the processes; every method is collective.
+        saver: writes.
         log: told of what is compared.
     """
 
@@ -37,57 +57,176 @@ class VersionWriter:
         run_dir: Path,
         spec: RunSpec,
         config: ModelConfig,
+        mesh: Mesh,
+        fingerprint: dict[str, Any],
         probe: Callable[[Any], dict[str, Any]],
+        peers: Peers,
+        saver: Saver,
         log: logging.Logger,
     ) -> None:
         self._params, self._weights = params_folder(run_dir), weights_folder(run_dir)
-        self._config, self._dtype = config, spec.broadcast.dtype
-        self._probe, self._log = probe, log
-        written = [*versions_in(self._params), *versions_in(self._weights)]
-        self.newest = max(written, default=-1)
+        self._config, self._mesh, self._dtype = config, mesh, spec.broadcast.dtype
+        self._probe, self._peers, self._saver, self._log = probe, peers, saver, log
+        self._made_on = _MadeOn(run_dir / "checkpoints" / FINGERPRINTS_FILE, fingerprint, peers)
+        self._exact = True
+        self._recompute = spec.algorithm.old_logprobs == "recompute"
+        self.newest = int(peers.from_first(lambda: str(self._newest()).encode()))
         """The newest version that was ever written; -1 for none."""
+        self.difference: float | None = None
+        """Of the last version that was written or compared: 0 for the published bits, else the
+        relative norm ||replayed - published|| / ||published||; None where there was nothing to
+        compare with."""
+        self.published = True
+        """Whether the masters give the bits that the last version was published with."""
 
-    def write(self, version: int, published: Any) -> None:
-        """Writes a new version, or compares one that was written before.
+    def start(self, version: int, bits: Any, published: bool) -> Any | None:
+        """Writes version 0, or compares the version of a full state.
 
         Args:
             version: its number.
-            published: its parameters in `broadcast.dtype`.
+            bits: its parameters in `broadcast.dtype`, from the masters.
+            published: whether they should be those it was published with.
+
+        Returns:
+            The version's bits; None where nothing needs them (`old_logprobs: sampler`).
 
         Raises:
-            RunStopped: the version exists with other bits.
+            RunStopped: they should, and are not.
         """
         if version > self.newest:
-            save_params(self._params, version, published, self._probe(published))
-            self.newest = version
-            return
-        digests = self._digests_before(version, published)
-        if digests is None:
-            self._log.info("version %d is published and pruned: nothing to compare with", version)
-            return
-        now = tree_digests(HostLeaves(published), self._config, self._dtype)
-        differing = [name for name, digest in now.items() if digests.get(name) != digest]
-        if differing:
-            raise RunStopped(
-                f"version {version}, trained again, differs from the published one in "
-                f"{len(differing)} of {len(now)} tensors, the first is {differing[0]}",
-                place=str(self._weights / f"v{version}"),
-                remedy="train on the mesh, devices and software that the run began with; to go on "
-                "from here all the same, start a run of another name from these weights",
-            )
-        self._log.info("version %d, trained again, has the published bits", version)
+            self._write(version, bits)
+        else:
+            bits = self._compare(version, bits, exact=published)
+            self._exact = published or self.difference is not None
+        return bits if self._recompute else None
 
-    def _digests_before(self, version: int, like: Any) -> dict[str, str] | None:
-        """Digests by Hugging Face name of the version as it was written; None where it is gone."""
-        try:
-            records = json.loads((self._weights / f"v{version}" / TENSORS_FILE).read_bytes())
-            return {name: record["blake3"] for name, record in records["tensors"].items()}
-        except FileNotFoundError:
-            pass  # not exported yet, or pruned
-        try:
-            before = load_params(self._params, version, like)
-        except UserError:
-            if (self._params / f"v{version}").exists():
-                raise
-            return None  # the publisher removed it while we looked
-        return tree_digests(HostLeaves(before), self._config, self._dtype)
+    def write(self, version: int, trained: Any) -> Any | None:
+        """Writes a new version, or compares one that was written before.
+
+        Args:
+            version: its number, one more than the last.
+            trained: its parameters in `broadcast.dtype`, as they were just trained.
+
+        Returns:
+            The version's bits: `trained` itself, or those it was published with where they differ;
+            None where nothing needs them.
+
+        Raises:
+            RunStopped: they differ, and were made on this program's fingerprint.
+        """
+        bits = trained
+        if version > self.newest:
+            self._write(version, bits)
+        else:
+            # One step that differed leads to others that do.
+            self._exact = self._exact and self._made_on.same(version)
+            bits = self._compare(version, bits, exact=self._exact)
+        return bits if self._recompute else None
+
+    def _write(self, version: int, bits: Any) -> None:
+        self._made_on.note(version)
+        probe = self._probe(bits)
+        self._saver.run(
+            f"version {version}", lambda: save_params(self._params, version, bits, probe)
+        )
+        self.newest, self.difference, self.published = version, None, True
+
+    def _compare(self, version: int, replayed: Any, *, exact: bool) -> Any:
+        place = self._peers.from_first(lambda: self._place(version)).decode()
+        if not place:
+            self._log.info("version %d is published and pruned: nothing to compare with", version)
+            self.difference, self.published = None, exact
+            return replayed
+        before = None
+        if place == self._params.name:
+            try:
+                before = load_params(self._params, version, replayed)
+            except UserError:
+                if (self._params / f"v{version}").exists():
+                    raise
+                return self._compare(version, replayed, exact=exact)  # the publisher has moved on
+        now = tree_digests(HostLeaves(replayed), self._config, self._dtype)
+        then = {} if before is None else tree_digests(HostLeaves(before), self._config, self._dtype)
+        differing = json.loads(
+            self._peers.from_first(
+                lambda: json.dumps(_differing(now, then or self._digests(version))).encode()
+            )
+        )
+        self.difference, self.published = 0.0, not differing
+        if not differing:
+            self._log.info("version %d, trained again, has the published bits", version)
+            return replayed
+        said = (
+            f"version {version}, trained again, differs from the published one in "
+            f"{len(differing)} of {len(now)} tensors, the first is {differing[0]}"
+        )
+        if exact:
+            raise RunStopped(
+                said,
+                place=str(self._weights / f"v{version}"),
+                remedy="something that bits depend on has changed unseen, or a file has: compare "
+                "the batch manifests with a copy; to go on from here all the same, start a run of "
+                "another name from these weights",
+            )
+        if before is None:
+            before = load_weights(self._weights / f"v{version}", self._config, self._mesh)
+        self.difference = float(_relative_difference(replayed, before))
+        self._log.warning(
+            "%s, by %.2g in relative norm; the published bits stay the version",
+            *(said, self.difference),
+        )
+        return before
+
+    def _newest(self) -> int:
+        return max([*versions_in(self._params), *versions_in(self._weights)], default=-1)
+
+    def _place(self, version: int) -> bytes:
+        """The name of the folder that holds the version as it was written; b"" where it is gone."""
+        for folder in (self._weights, self._params):
+            if (folder / f"v{version}").exists():
+                return folder.name.encode()
+        return b""
+
+    def _digests(self, version: int) -> dict[str, str]:
+        """Digests by Hugging Face name, as the export wrote them."""
+        records = json.loads((self._weights / f"v{version}" / TENSORS_FILE).read_bytes())
+        return {name: record["blake3"] for name, record in records["tensors"].items()}
+
+
+class _MadeOn:
+    """On what each version was made: lines {"step": first version, "fingerprint": {...}}."""
+
+    def __init__(self, path: Path, fingerprint: dict[str, Any], peers: Peers) -> None:
+        self._now = fingerprint
+        self._file = JsonLines(path) if peers.first else None
+        data = peers.from_first(lambda: read_bounded(path, MAX_FINGERPRINTS_BYTES))
+        self._lines = [json.loads(line) for line in data.splitlines()]
+
+    def note(self, version: int) -> None:
+        """A new version is made here."""
+        if self._lines and self._lines[-1]["fingerprint"] == self._now:
+            return
+        line = {"fingerprint": self._now}
+        self._lines.append({"step": version, **line})
+        if self._file is not None:
+            self._file.append(version, [line])
+
+    def same(self, version: int) -> bool:
+        """Whether a version that was written before must have the same bits here."""
+        then = [line for line in self._lines if line["step"] <= version]
+        return bool(then) and same_bits(then[-1]["fingerprint"], self._now)
+
+
+def _differing(now: dict[str, str], then: dict[str, str]) -> list[str]:
+    return [name for name, digest in now.items() if then.get(name) != digest]
+
+
+@jax.jit
+def _relative_difference(a: Any, b: Any) -> Float[Array, ""]:
+    """||a - b|| / ||b|| over all leaves, in float32."""
+
+    def norm(tree: Any) -> Array:
+        return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
+
+    a, b = (jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree) for tree in (a, b))
+    return norm(jax.tree.map(jnp.subtract, a, b)) / norm(b)

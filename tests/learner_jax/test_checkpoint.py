@@ -14,6 +14,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from learner_jax.checkpoint import (
+    StateInfo,
+    check_state,
     load_params,
     load_state,
     save_params,
@@ -23,7 +25,16 @@ from learner_jax.checkpoint import (
 from learner_jax.layout import clear_unfinished, versions_in
 from runspec.common.errors import UserError
 
-REFERENCE = "ab" * 32
+
+def save(folder: Path, step: int, state: Any, *, keep: int = 3) -> None:
+    """A full state, both parts of its save."""
+    info = StateInfo(step, "cd" * 32, 7, "ab" * 32, published=True, fingerprint={"mesh": "fsdp=2"})
+    save_state(folder, info, state, keep=keep)()
+
+
+def load(folder: Path, step: int, target: Any) -> Any:
+    check_state(folder, step)
+    return load_state(folder, step, target)
 
 
 def mesh_of(count: int) -> Mesh:
@@ -60,10 +71,10 @@ def like(value: dict[str, Any], mesh: Mesh) -> Any:
 def test_a_state_comes_back_bit_for_bit_onto_another_mesh(tmp_path: Path, devices: int) -> None:
     # given a state written by two devices
     written = tree(mesh_of(2))
-    save_state(tmp_path, 10, written, reference=REFERENCE, keep=3)
+    save(tmp_path, 10, written, keep=3)
     # when a mesh of another size restores it
     target = like(written, mesh_of(devices))
-    read = load_state(tmp_path, 10, target, reference=REFERENCE)
+    read = load(tmp_path, 10, target)
     # then every bit is there, and lies where the target says
     for a, b, t in zip(*map(jax.tree.leaves, (read, written, target)), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -72,7 +83,7 @@ def test_a_state_comes_back_bit_for_bit_onto_another_mesh(tmp_path: Path, device
 
 def test_parameters_keep_their_type_and_lie_beside_their_probe(tmp_path: Path) -> None:
     written = tree(mesh_of(2), jnp.bfloat16)
-    save_params(tmp_path, 4, written, {"sequences": [[1]], "logprobs": [[]]})
+    save_params(tmp_path, 4, written, {"sequences": [[1]], "logprobs": [[]]})()
     read = load_params(tmp_path, 4, like(written, mesh_of(1)))
     assert read["layers"]["q"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(
@@ -84,20 +95,37 @@ def test_parameters_keep_their_type_and_lie_beside_their_probe(tmp_path: Path) -
 
 def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:
     for step in (1, 9, 10, 11):
-        save_state(tmp_path, step, tree(mesh_of(1)), reference=REFERENCE, keep=2)
+        save(tmp_path, step, tree(mesh_of(1)), keep=2)
     assert state_steps(tmp_path) == [10, 11]
 
 
-def test_saving_a_step_again_leaves_the_first_as_it_is(tmp_path: Path) -> None:
-    save_state(tmp_path, 2, tree(mesh_of(1)), reference=REFERENCE, keep=2)
-    before = (tmp_path / "step_2" / "state.json").read_bytes()
-    save_state(tmp_path, 2, tree(mesh_of(1)), reference=REFERENCE, keep=2)
-    assert (tmp_path / "step_2" / "state.json").read_bytes() == before
+def test_training_goes_on_while_a_state_is_written(tmp_path: Path) -> None:
+    # given states of a few megabytes, and a step that reuses their memory
+    mesh, step = mesh_of(4), jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)
+    state = {
+        "layers": {"q": sharded(jnp.zeros((512, 2048)), mesh)},
+        "updates": jax.device_put(jnp.int32(0), NamedSharding(mesh, PartitionSpec())),
+    }
+    target = like(state, mesh)
+    for number in range(3):
+        # when a save has begun, and the steps after it change everything before it is written
+        info = StateInfo(number, None, 7, "ab" * 32, published=True, fingerprint={})
+        finish = save_state(tmp_path, info, state, keep=9)
+        for _ in range(4):
+            state = step(state)
+        jax.block_until_ready(state)
+        assert state_steps(tmp_path) == list(range(number))
+        finish()
+    # then each holds what was there when it began
+    for number in range(3):
+        read = load(tmp_path, number, target)
+        assert (np.asarray(read["layers"]["q"]) == 4 * number).all()
+        assert int(read["updates"]) == 4 * number
 
 
 def test_unfinished_checkpoints_are_not_seen_and_are_cleared(tmp_path: Path) -> None:
     # given what a killed learner leaves: a directory under a temporary name
-    save_state(tmp_path, 2, tree(mesh_of(1)), reference=REFERENCE, keep=2)
+    save(tmp_path, 2, tree(mesh_of(1)), keep=2)
     (tmp_path / ".tmp-0123-step_4" / "state").mkdir(parents=True)
     assert state_steps(tmp_path) == [2]
     # when the learner starts again, then it is gone
@@ -111,7 +139,7 @@ def damage_every_file(state: Path) -> list[Path]:
 
 def test_a_flipped_bit_anywhere_in_a_state_is_found_and_named(tmp_path: Path) -> None:
     written = tree(mesh_of(2))
-    save_state(tmp_path, 10, written, reference=REFERENCE, keep=3)
+    save(tmp_path, 10, written, keep=3)
     target = like(written, mesh_of(2))
     for path in damage_every_file(tmp_path / "step_10"):
         # given one bit of one file flipped
@@ -119,25 +147,32 @@ def test_a_flipped_bit_anywhere_in_a_state_is_found_and_named(tmp_path: Path) ->
         path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
         # when the state is read, then the error names the checkpoint and what to do
         with pytest.raises(UserError, match="unreadable checkpoint") as caught:
-            load_state(tmp_path, 10, target, reference=REFERENCE)
+            load(tmp_path, 10, target)
         assert "step_10" in caught.value.place and "put" in caught.value.remedy
         path.write_bytes(whole)
-    load_state(tmp_path, 10, target, reference=REFERENCE)
+    load(tmp_path, 10, target)
 
 
 def test_a_missing_file_is_an_error_not_zeros(tmp_path: Path) -> None:
     written = tree(mesh_of(1))
-    save_state(tmp_path, 1, written, reference=REFERENCE, keep=3)
+    save(tmp_path, 1, written, keep=3)
     damage_every_file(tmp_path / "step_1" / "state")[-1].unlink()
     with pytest.raises(UserError, match="unreadable checkpoint"):
-        load_state(tmp_path, 1, like(written, mesh_of(1)), reference=REFERENCE)
+        load(tmp_path, 1, like(written, mesh_of(1)))
 
 
-def test_a_state_of_another_model_or_shape_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"format":1,"step":1}', b"[]"])
+def test_a_torn_or_foreign_state_file_is_named(tmp_path: Path, damage: bytes) -> None:
+    save(tmp_path, 1, tree(mesh_of(1)))
+    (tmp_path / "step_1" / "state.json").write_bytes(damage)
+    with pytest.raises(UserError, match="unreadable checkpoint") as caught:
+        check_state(tmp_path, 1)
+    assert caught.value.place.endswith("step_1/state.json")
+
+
+def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
     written = tree(mesh_of(1))
-    save_state(tmp_path, 1, written, reference=REFERENCE, keep=3)
-    with pytest.raises(UserError, match="another starting model"):
-        load_state(tmp_path, 1, like(written, mesh_of(1)), reference="cd" * 32)
+    save(tmp_path, 1, written, keep=3)
     larger = {"layers": {"q": jnp.zeros((3, 16))}, "updates": jnp.zeros((), jnp.int32)}
     with pytest.raises(UserError, match="unreadable checkpoint"):
-        load_state(tmp_path, 1, like(larger, mesh_of(1)), reference=REFERENCE)
+        load(tmp_path, 1, like(larger, mesh_of(1)))

@@ -37,7 +37,7 @@ def run(run: Run) -> Run:
 def add_version(run: Run, version: int) -> None:
     """What the learner writes: other weights for every version, and a probe."""
     params = init_params(model_config(run.spec), jax.random.key(version))
-    save_params(params_folder(run.path), version, params, {"sequences": [version]})
+    save_params(params_folder(run.path), version, params, {"sequences": [version]})()
 
 
 def publisher_of(run: Run) -> Publisher:
@@ -97,7 +97,7 @@ def test_a_version_is_never_published_with_other_bits(run: Run) -> None:
     shutil.rmtree(params_folder(run.path) / "v0")
     shutil.rmtree(weights_folder(run.path) / "v0")
     params = init_params(model_config(run.spec), jax.random.key(99))
-    save_params(params_folder(run.path), 0, params, {"sequences": [0]})
+    save_params(params_folder(run.path), 0, params, {"sequences": [0]})()
     # when the publisher starts again, then it refuses
     with pytest.raises(UserError, match="published"):
         publisher_of(run).publish_new()

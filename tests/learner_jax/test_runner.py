@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,18 @@ def ready_run(path: Path, *, batches: range = range(4), **changes: Any) -> Run:
     write_initial_model(run)
     for step in batches:
         run.add_step(step, version=max(0, step - 1))
+    return run
+
+
+def broken_run(path: Path, **changes: Any) -> Run:
+    """A run that died at step 3, a step after its last full state."""
+    run = ready_run(path, batches=range(3), **changes)
+    (run.path / "rollouts" / "step_3").mkdir()
+    (run.path / "rollouts" / "step_3" / "batch.json").write_bytes(b"garbage")
+    with pytest.raises(UserError, match="batch"):
+        train_to_the_end(run)
+    # An error that names its cause saves the state; a crash does not.
+    shutil.rmtree(state_folder(run.path, run.spec) / "step_3")
     return run
 
 
@@ -93,12 +106,8 @@ def test_version_0_is_the_initial_model_bit_for_bit(straight: Run, tmp_path: Pat
 
 
 def test_a_crash_changes_no_bit_and_no_line(straight: Run, tmp_path: Path) -> None:
-    # given the same run, that dies at step 3 (its batch is damaged), a step after its last state
-    run = ready_run(tmp_path / "run", batches=range(3))
-    (run.path / "rollouts" / "step_3").mkdir()
-    (run.path / "rollouts" / "step_3" / "batch.json").write_bytes(b"garbage")
-    with pytest.raises(UserError, match="batch"):
-        train_to_the_end(run)
+    # given the same run, that dies at step 3, a step after its last state
+    run = broken_run(tmp_path / "run")
     assert versions_in(params_folder(run.path)) == [0, 1, 2, 3]
     assert state_steps(state_folder(run.path, run.spec)) == [2]
     written = (params_folder(run.path) / "v3").stat().st_mtime_ns
@@ -116,11 +125,7 @@ def test_a_crash_changes_no_bit_and_no_line(straight: Run, tmp_path: Path) -> No
 
 def test_a_replay_that_differs_from_the_published_bits_stops_the_run(tmp_path: Path) -> None:
     # given a run whose version 3 was published, then a crash before the next full state
-    run = ready_run(tmp_path / "run", batches=range(3))
-    (run.path / "rollouts" / "step_3").mkdir()
-    (run.path / "rollouts" / "step_3" / "batch.json").write_bytes(b"garbage")
-    with pytest.raises(UserError):
-        train_to_the_end(run)
+    run = broken_run(tmp_path / "run")
     published = run.path / "weights" / "v3"
     export_checkpoint(
         params_folder(run.path) / "v3" / "params",

@@ -1,0 +1,74 @@
+"""What a person reads of a run: metrics.jsonl, samples.jsonl and a line of log a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from bridge.config import ModelConfig
+from learner_jax.batch import Batch
+from learner_jax.flops import Meter, peak_flops
+from learner_jax.layout import initial_model
+from learner_jax.metrics import JsonLines
+from learner_jax.report import SampleWriter, metrics_line
+from learner_jax.training import StepResult
+from runspec.spec.schema import RunSpec
+
+
+class Records:
+    """Process 0's, of one run. A step trained again is logged, and its lines stay as they were.
+
+    Args:
+        run_dir: the run directory.
+        spec, config, mesh: of the run.
+        log: told of each step.
+    """
+
+    def __init__(
+        self, run_dir: Path, spec: RunSpec, config: ModelConfig, mesh: Mesh, log: logging.Logger
+    ) -> None:
+        self._metrics, self._samples = (
+            JsonLines(run_dir / f"{name}.jsonl") for name in ("metrics", "samples")
+        )
+        self._decode, self._log = SampleWriter(initial_model(run_dir)), log
+        peak = peak_flops(mesh.devices.flat[0].device_kind)
+        self._meter = Meter(config, spec.learner.lora, mesh.size, peak)
+        self._replay_difference: float | None = None
+
+    def write(
+        self,
+        batch: Batch,
+        result: StepResult,
+        *,
+        train_s: float,
+        waits: Mapping[str, float],
+        replay_difference: float | None,
+    ) -> None:
+        """Writes a step's lines.
+
+        Args:
+            batch: what was trained.
+            result: what came of it.
+            train_s, waits: see `report.metrics_line`.
+            replay_difference: `VersionWriter.difference`; the next new line has the largest of a
+                replay.
+        """
+        step = batch.manifest.step
+        if replay_difference is not None:
+            self._replay_difference = max(self._replay_difference or 0.0, replay_difference)
+        line = metrics_line(batch, result, self._meter, train_s=train_s, waits=waits)
+        line["replay_difference"] = self._replay_difference
+        if self._metrics.append(step, [line]):
+            self._replay_difference = None
+        self._samples.append(step, self._decode.lines(batch))
+        for skipped in result.skipped:
+            self._log.warning("step %d: %s", step, skipped)
+        self._log.info(
+            "step %d: task reward %s, loss %.4f, gradient %.3f, lag %.2f, trained %.2f s, "
+            "waited %.2f s",
+            *(step, line["task_reward"], line["loss"], line["grad_norm"], line["lag_mean"]),
+            *(train_s, sum(waits.values())),
+        )

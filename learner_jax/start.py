@@ -1,0 +1,132 @@
+"""Where a run goes on: at its newest full state, or at version 0."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from bridge.config import ModelConfig
+from learner_jax.batch import BatchReader, manifest_digest
+from learner_jax.checkpoint import StateInfo, check_state, load_state, state_steps
+from learner_jax.distributed import MAX_MESSAGE_BYTES, Peers
+from learner_jax.fingerprint import differences
+from learner_jax.layout import initial_model, state_folder
+from learner_jax.leaves import load_params
+from learner_jax.step import Programs, TrainState
+from runspec.common.canonical import canonical_json, parse_object
+from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes, digest_file
+from runspec.spec.schema import RunSpec
+from verify.formats.batch import FILE_NAME
+from verify.formats.layout import step_folder
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the loop begins with."""
+
+    step: int
+    """The next to be trained."""
+    state: TrainState
+    reference: Any | None
+    """Version 0's bits; None where no KL is asked for."""
+    model_digest: str
+    """Names version 0."""
+    batch: str | None
+    """Digest of the batch manifest trained last."""
+    published: bool
+    """Whether the masters should give version `step` its published bits."""
+
+
+def find_start(
+    run_dir: Path,
+    spec: RunSpec,
+    config: ModelConfig,
+    mesh: Mesh,
+    programs: Programs,
+    peers: Peers,
+    reader: BatchReader | None,
+    fingerprint: dict[str, Any],
+    log: logging.Logger,
+) -> Start:
+    """Collective: reads the newest full state, or version 0.
+
+    Args:
+        run_dir, spec, config, mesh, programs: of the run.
+        peers: the processes.
+        reader: process 0's.
+        fingerprint: of this program.
+        log: told what differs from the program that wrote the state.
+
+    Raises:
+        UserError: the state is damaged, or of another run.
+    """
+    model_dir, states = initial_model(run_dir), state_folder(run_dir, spec)
+
+    def newest() -> bytes:
+        digest = _model_digest(model_dir)
+        steps = state_steps(states)
+        if not steps:
+            return canonical_json({"digest": digest})
+        info = check_state(states, steps[-1])
+        assert reader is not None, "process 0 has one"
+        _check_run(info, spec, digest, states)
+        _check_position(info, run_dir, reader)
+        return canonical_json({"digest": digest, "info": asdict(info)})
+
+    found = parse_object(peers.from_first(newest), max_bytes=MAX_MESSAGE_BYTES)
+    info = StateInfo(**found["info"]) if "info" in found else None
+    initial = None
+    if info is None or spec.algorithm.kl.coef:
+        initial = load_params(model_dir, config, mesh)
+    reference = programs.publish(initial) if spec.algorithm.kl.coef else None
+    if info is None:
+        return Start(0, programs.init_state(initial), reference, found["digest"], None, True)
+    for difference in differences(info.fingerprint, fingerprint):
+        log.info("not the program that wrote the full state: %s", difference)
+    state = load_state(states, info.step, programs.abstract_state)
+    return Start(info.step, state, reference, found["digest"], info.batch, info.published)
+
+
+def _check_run(info: StateInfo, spec: RunSpec, model_digest: str, states: Path) -> None:
+    for what, then, now in (
+        ("starting model", info.reference[:16], model_digest[:16]),
+        ("seed", info.seed, spec.seed),
+    ):
+        if then != now:
+            raise UserError(
+                f"a state of another {what}: {then}, not {now}",
+                place=str(states / f"step_{info.step}"),
+                remedy="give the run another name, or delete it with `runspec delete`",
+            )
+
+
+def _check_position(info: StateInfo, run_dir: Path, reader: BatchReader) -> None:
+    """The batch that the state was trained on last is still the one that lies there."""
+    path = step_folder(run_dir, info.step - 1) / FILE_NAME
+    if info.batch is None or not path.exists():
+        return
+    found = manifest_digest(reader.manifest(info.step - 1))
+    if found != info.batch:
+        raise UserError(
+            f"not the batch manifest that was trained: {found[:16]}, the full state of step "
+            f"{info.step} names {info.batch[:16]}",
+            place=str(path),
+            remedy="put the run directory back together from one copy",
+        )
+
+
+def _model_digest(model_dir: Path) -> str:
+    """One digest of a model directory's weights, read once, however large."""
+    files = {path.name: digest_file(path) for path in sorted(model_dir.glob("*.safetensors"))}
+    if not files:
+        raise UserError(
+            "no safetensors files",
+            place=str(model_dir),
+            remedy="run `python -m learner_jax warm-start`, or point model.hf at weights",
+        )
+    return digest_bytes(canonical_json(files))
