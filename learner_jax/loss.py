@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from learner_jax.arrays import LossInputs
-from learner_jax.loss_metrics import MAX_LOG_RATIO, LossMetrics, log_ratios_below
+from learner_jax.loss_metrics import MAX_LOG_RATIO, LossMetrics, log_ratio_counts
 from learner_jax.segments import segment_sums
 from runspec.spec.schema import Algorithm, Clip
 
@@ -182,7 +182,7 @@ def grpo_loss(
         nonfinite=count(~jnp.isfinite(penalty - gain)),
         tokens=count(on),
         ratio_max=jnp.max(ratio, where=on, initial=0.0),
-        log_ratios_below=log_ratios_below(log_ratio, on),
+        log_ratios=log_ratio_counts(log_ratio, on),
     )
     return loss, jax.lax.stop_gradient(metrics)
 

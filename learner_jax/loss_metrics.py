@@ -16,12 +16,13 @@ MAX_LOG_RATIO = 20.0
 """log r is held within this of 0, and so is every exponent of a log-prob difference."""
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
+# The histogram of log r: bin k lies around 1e-3 sinh((k - 128) step), k = 1 .. 255 from -20 to 20,
+# so that bins are even near 0 and grow with |log r| further out.
+_ROOT = 16
+_BINS = _ROOT * _ROOT
 _CENTRE = 1e-3
-_HALF = 128
-_STEP = math.asinh(MAX_LOG_RATIO / _CENTRE) / _HALF
-LOG_RATIO_EDGES = _CENTRE * np.sinh((np.arange(-_HALF, _HALF) + 0.5) * _STEP)
-"""Edges of the histogram of log r: even near 0, in equal factors further out. A bin is
-max(8.3e-5, 8.3 % of |log r|) wide, which is how exactly the quantiles are known."""
+_STEP = math.asinh(MAX_LOG_RATIO / _CENTRE) / (_BINS / 2 - 1)
+_UPPER_EDGES = _CENTRE * np.sinh((np.arange(_BINS) - _BINS / 2 + 0.5) * _STEP)
 
 _SUMS = ("kl", "kl_sampler", "kl_sampler_old", "drift", "drift_abs", "entropy")
 _COUNTS = ("clipped_low", "clipped_high", "clipped_delta", "nonfinite", "tokens")
@@ -60,8 +61,8 @@ class LossMetrics:
     """Output tokens."""
     ratio_max: Data
     """Largest r_t."""
-    log_ratios_below: Data
-    """int32 [256]: output tokens with log r below each of `LOG_RATIO_EDGES`."""
+    log_ratios: Data
+    """int32 [256], the histogram that `log_ratio_counts` makes."""
 
     @staticmethod
     def zeros() -> LossMetrics:
@@ -71,7 +72,7 @@ class LossMetrics:
             **numbers,
             **counts,
             ratio_max=np.zeros((), np.float32),
-            log_ratios_below=np.zeros(len(LOG_RATIO_EDGES), np.int32),
+            log_ratios=np.zeros(_BINS, np.int32),
         )
 
     def merge(self, other: LossMetrics) -> LossMetrics:
@@ -82,8 +83,11 @@ class LossMetrics:
 
     def means(self) -> dict[str, float]:
         """Host floats: `loss` and `policy_loss` as they are, `nonfinite_tokens` a count, ratios
-        as they are, the rest per output token."""
-        below = np.asarray(self.log_ratios_below, np.float64)
+        as they are, the rest per output token.
+
+        `ratio_p01`, `_p50` and `_p99` are exp of quantiles of log r, which are known to within
+        their bin of the histogram: to the larger of 1e-4 and 9 % of |log r|.
+        """
         tokens = max(float(self.tokens), 1.0)
         per_token = {name: float(getattr(self, name)) / tokens for name in (*_SUMS, *_COUNTS)}
         return {
@@ -100,20 +104,41 @@ class LossMetrics:
             "clip_fraction_delta": per_token["clipped_delta"],
             "nonfinite_tokens": float(self.nonfinite),
             **{
-                f"ratio_{name}": math.exp(np.interp(share * tokens, below, LOG_RATIO_EDGES))
+                f"ratio_{name}": math.exp(log_ratio_quantile(self.log_ratios, share))
                 for name, share in QUANTILES.items()
             },
             "ratio_max": float(self.ratio_max),
         }
 
 
-def log_ratios_below(
-    log_ratio: Float[Array, "B T"], on: Bool[Array, "B T"]
-) -> Int[Array, " edges"]:
-    """How many of the values where `on` lie below each edge of `LOG_RATIO_EDGES`.
+def log_ratio_counts(log_ratio: Float[Array, "B T"], on: Bool[Array, "B T"]) -> Int[Array, " bins"]:
+    """The histogram of the values where `on`; one that is not finite is in no bin.
 
-    Comparisons that XLA sums as it makes them: no scatter, and nothing of size B x T x edges.
+    As a product of two matrices of zeros and ones, [16, B T] and [B T, 16]: no scatter, and 32
+    numbers a token in place of 256.
     """
-    edges = jnp.asarray(LOG_RATIO_EDGES, log_ratio.dtype)
-    below = (log_ratio[..., None] < edges) & on[..., None]
-    return jnp.sum(below, axis=(0, 1), dtype=jnp.int32)
+    finite = jnp.isfinite(log_ratio)
+    place = jnp.round(jnp.arcsinh(jnp.where(finite, log_ratio, 0.0) / _CENTRE) / _STEP)
+    bins = place.astype(jnp.int32) + _BINS // 2  # [B, T]
+    digits = jnp.arange(_ROOT)
+    high = (bins[..., None] // _ROOT == digits) & (on & finite)[..., None]  # [B, T, 16]
+    low = bins[..., None] % _ROOT == digits  # [B, T, 16]
+    counts = jnp.einsum(
+        "bth,btl->hl",
+        high.astype(jnp.bfloat16),
+        low.astype(jnp.bfloat16),
+        preferred_element_type=jnp.float32,  # exact up to 2^24 tokens a bin
+    )
+    return counts.reshape(_BINS).astype(jnp.int32)
+
+
+def log_ratio_quantile(counts: Int[np.ndarray, " bins"], share: float) -> float:
+    """The value below which that share of a histogram lies, evenly spread inside its bin; 0 where
+    the histogram is empty."""
+    below = np.cumsum(np.asarray(counts, np.int64))
+    if below[-1] == 0:
+        return 0.0
+    k = int(np.searchsorted(below, share * below[-1]))
+    inside = (share * below[-1] - (below[k] - counts[k])) / counts[k]
+    lower, upper = _UPPER_EDGES[max(k - 1, 0)], _UPPER_EDGES[k]
+    return float(lower + inside * (upper - lower))

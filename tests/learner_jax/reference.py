@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge.config import ModelConfig
-from runspec.spec.schema import Algorithm
+from runspec.spec.schema import Algorithm, Clip
 
 
 @dataclass(frozen=True)
@@ -106,27 +106,60 @@ def loss_of(
     max_new_tokens: int,
 ) -> jax.Array:
     """The loss of one whole optimizer batch."""
+    logprobs, entropies = [], []
+    for rollout in rollouts:
+        table = log_table(params, config, rollout.prompt, rollout.output, temperature)
+        logprobs.append(table[np.arange(len(rollout.output)), rollout.output])
+        entropies.append(-(jnp.exp(table) * table).sum(-1))
+    return loss_of_logprobs(logprobs, entropies, rollouts, algorithm, max_new_tokens=max_new_tokens)
+
+
+def loss_of_logprobs(
+    logprobs: list[jax.Array],
+    entropies: list[jax.Array],
+    rollouts: list[Rollout],
+    algorithm: Algorithm,
+    *,
+    max_new_tokens: int,
+) -> jax.Array:
+    """The loss of one whole optimizer batch, from each sample's log pi_theta and entropies [n]."""
     lengths = [len(rollout.output) for rollout in rollouts]
     normaliser: dict[str, Callable[[int], float]] = {
         "sequence": lambda n: len(lengths) * n,
         "token": lambda n: sum(lengths),
         "constant": lambda n: len(lengths) * max_new_tokens,
     }
-    clip, total = algorithm.clip, jnp.zeros(())
-    for rollout, n in zip(rollouts, lengths, strict=True):
-        table = log_table(params, config, rollout.prompt, rollout.output, temperature)
-        current = table[np.arange(n), rollout.output]
-        ratio = jnp.exp(jnp.clip(current - rollout.old, -20, 20))
-        a = rollout.advantage
-        plain = jnp.clip(ratio, 1 - clip.eps_low, 1 + clip.eps_high) * a
-        gain = jnp.minimum(jnp.minimum(ratio, clip.delta) * a, plain)
+    total = jnp.zeros(())
+    for rollout, current, entropy, n in zip(rollouts, logprobs, entropies, lengths, strict=True):
+        gain = surrogate_of(rollout, current, algorithm)
         if algorithm.importance.cap is not None:
             gain = gain * np.minimum(np.exp(rollout.old - rollout.mu), algorithm.importance.cap)
         kl = jnp.exp(rollout.ref - current) - (rollout.ref - current) - 1
-        entropy = -(jnp.exp(table) * table).sum(-1)
         per_token = -gain + algorithm.kl.coef * kl - algorithm.entropy_coef * entropy
         total = total + per_token.sum() / normaliser[algorithm.loss_normalizer](n)
     return total
+
+
+def surrogate_of(rollout: Rollout, current: jax.Array, algorithm: Algorithm) -> jax.Array:
+    """[n]: what each token of one sample gains, by the switches `ratio` and `surrogate`."""
+    clip, a = algorithm.clip, rollout.advantage
+    if algorithm.ratio == "token":
+        ratio = jnp.exp(jnp.clip(current - rollout.old, -20, 20))
+    else:  # GSPO, equation 7: (pi_theta(y) / pi_old(y)) ^ (1 / |y|)
+        whole = jnp.exp(current.sum()) / np.exp(rollout.old.sum())
+        ratio = jnp.broadcast_to(whole ** (1 / len(current)), current.shape)
+    if algorithm.surrogate == "cispo":  # MiniMax-M1, equations 4 and 5
+        weight = jnp.clip(ratio, 1 - clip.eps_low, 1 + clip.eps_high)
+        return jax.lax.stop_gradient(weight) * a * current
+    return clipped_gain(ratio, a, clip)
+
+
+def clipped_gain(ratio: jax.Array, a: float, clip: Clip) -> jax.Array:
+    """The clipped surrogate of PPO, GRPO and DAPO, with delta that of INTELLECT-2."""
+    clipped = jnp.clip(ratio, 1 - clip.eps_low, 1 + clip.eps_high)
+    if clip.delta is None:
+        return jnp.minimum(ratio * a, clipped * a)
+    return jnp.minimum(jnp.minimum(ratio, clip.delta) * a, clipped * a)
 
 
 def relative_errors(found: Any, expected: Any) -> dict[str, float]:

@@ -12,7 +12,7 @@ import pytest
 
 from learner_jax.arrays import LossInputs
 from learner_jax.loss import clip_surrogate, grpo_loss, k3, token_weights
-from learner_jax.loss_metrics import LossMetrics
+from learner_jax.loss_metrics import LossMetrics, log_ratio_counts, log_ratio_quantile
 from runspec.spec.schema import Algorithm, Clip
 
 CLIP = Clip()
@@ -137,6 +137,59 @@ def test_clip_fractions_count_where_the_gradient_stops() -> None:
     assert metrics["clip_fraction_high"] == 2 / 8  # A > 0, r = 1.5 and 9
     assert metrics["clip_fraction_delta"] == 1 / 8  # A < 0, r = 9
     assert metrics["ratio_max"] == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize("spread", [1e-5, 1e-3, 0.05, 1.0, 12.0])
+def test_ratio_quantiles_are_known_to_a_bin(spread: float) -> None:
+    # given log ratios around a mean that is not 0, where half of the positions count
+    rng = np.random.default_rng(0)
+    log_ratio = np.clip(rng.normal(0.3 * spread, spread, (3, 700)), -20, 20)
+    on = rng.integers(0, 2, log_ratio.shape) > 0
+    # when counted in two microbatches, and asked for
+    counts = sum(
+        np.asarray(log_ratio_counts(jnp.asarray(part), jnp.asarray(mask)))
+        for part, mask in ((log_ratio[:1], on[:1]), (log_ratio[1:], on[1:]))
+    )
+    # then each quantile is right to within the resolution that is stated
+    assert counts.sum() == on.sum()
+    for share in (0.01, 0.3, 0.5, 0.99):
+        truth = np.quantile(log_ratio[on], share, method="inverted_cdf")
+        assert abs(log_ratio_quantile(counts, share) - truth) <= max(1e-4, 0.09 * abs(truth))
+
+
+def test_tokens_whose_loss_is_not_finite_are_counted() -> None:
+    # given a NaN among what the sampler, the advantage and the policy say of three output tokens
+    fields, logprobs, entropy = batch_of()
+    algorithm = Algorithm(importance={"cap": 2.0}, ratio="sequence")
+    on = np.argwhere(fields["weights"] > 0)
+    fields["sampler_logprobs"][tuple(on[0])] = np.nan
+    fields["advantages"][tuple(on[1])] = np.inf
+    segments = np.arange(12).reshape(2, 6)  # each token a sample of its own
+    # when, then
+    broken = logprobs.at[tuple(on[2])].set(jnp.nan)
+    metrics = grpo_loss(broken, entropy, segments, LossInputs(**fields), algorithm)[1]
+    assert int(metrics.nonfinite) == 3
+    assert metrics.means()["nonfinite_tokens"] == 3.0
+    assert not math.isfinite(metrics.means()["loss"])
+
+
+def test_distances_to_the_sampler_are_those_of_their_formulas() -> None:
+    # given three output tokens
+    current, old, mu = (
+        np.array([x]) for x in ([-1.0, -2.0, -0.5], [-1.2, -1.7, -0.5], [-1.1, -1.0, -0.9])
+    )
+    ones = np.ones((1, 3))
+    inputs = LossInputs(ones / 3, ones, old, mu, old)
+    # when
+    numbers = grpo_loss(jnp.asarray(current), jnp.asarray(ones), SEGMENTS, inputs, Algorithm())[
+        1
+    ].means()
+    # then KL(mu || .) is estimated on mu's tokens, without bias: E_mu[x / mu - 1 - log(x / mu)]
+    for name, policy in (("kl_sampler", current), ("kl_sampler_old", old)):
+        expected = np.mean(np.exp(policy - mu) - 1 - (policy - mu))
+        assert numbers[name] == pytest.approx(expected, rel=1e-5)
+    assert numbers["policy_drift"] == pytest.approx(np.mean(np.abs(current - mu)))
+    assert numbers["policy_drift_signed"] == pytest.approx(np.mean(current - mu))
 
 
 def test_metrics_of_microbatches_merge_to_those_of_the_batch() -> None:
