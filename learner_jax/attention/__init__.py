@@ -1,13 +1,23 @@
-"""Causal attention inside the segments of packed rows."""
+"""Causal attention inside the segments of packed rows, by the kernel that suits the platform.
+
+splash    TPUs
+cudnn     NVIDIA GPUs, in bfloat16 or float16
+xla       everywhere, in any type
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 from jaxtyping import Array, Float, Int
 
-from learner_jax.attention import xla
-from learner_jax.attention.context import attend_on_mesh
+from learner_jax.attention import cudnn, splash, xla
+from learner_jax.attention.context import Kernel, attend_on_mesh, context_shards
 from learner_jax.attention.xla import SAVED
 from learner_jax.execution import Execution
+from runspec.common.errors import UserError
+from runspec.spec import schema
 
 __all__ = ["SAVED", "packed_attention"]
 
@@ -32,5 +42,63 @@ def packed_attention(
 
     Returns:
         [B, T, H, h] in the type of q; zeros at padding, whose gradients are zeros too.
+
+    Raises:
+        UserError: the kernel that `execution` names cannot run here, or not on these arrays.
     """
-    return attend_on_mesh(xla.attend, q, k, v, segment_ids, execution.mesh)
+    return attend_on_mesh(_kernel(q, execution), q, k, v, segment_ids, execution.mesh)
+
+
+def _kernel(q: Array, execution: Execution) -> Kernel:
+    """The kernel that is named, or for "auto" the platform's own where it takes the arrays."""
+    mesh = execution.mesh
+    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    shards = context_shards(mesh, q.shape[1])
+    refusals: dict[schema.Attention, UserError | None] = {
+        "splash": _splash_refusal(q, device),
+        "cudnn": _cudnn_refusal(q, device, shards),
+        "xla": None,
+    }
+    name = execution.attention
+    if name == "auto":
+        name = next(name for name, refusal in refusals.items() if refusal is None)
+    refusal = refusals[name]
+    if refusal is not None:
+        raise refusal
+    if name == "splash":
+        return splash.attend
+    if name == "cudnn":
+        return partial(cudnn.attend, rows=cudnn.rows_for(device))
+    return xla.attend
+
+
+def _splash_refusal(q: Array, device: jax.Device) -> UserError | None:
+    if device.platform != "tpu":
+        return _wrong_platform("splash attention runs on TPUs", device)
+    if q.dtype not in splash.DTYPES:
+        return UserError(
+            f"splash attention computes in bfloat16 or float32, not in {q.dtype.name}",
+            place="learner.attention",
+            remedy="set learner.attention: xla",
+        )
+    return None
+
+
+def _cudnn_refusal(q: Array, device: jax.Device, shards: int) -> UserError | None:
+    if device.platform != "gpu" or not device.device_kind.startswith("NVIDIA"):
+        return _wrong_platform("cuDNN attention runs on NVIDIA GPUs", device)
+    if shards > 1:
+        return UserError(
+            f"cuDNN attention needs whole rows, and learner.mesh.context cuts them in {shards}",
+            place="learner.attention",
+            remedy="set learner.mesh.context: 1 and raise fsdp, or learner.attention: xla",
+        )
+    return cudnn.refusal(q.dtype, q.shape[-1])
+
+
+def _wrong_platform(thing: str, device: jax.Device) -> UserError:
+    return UserError(
+        f"{thing}, and here are {device.device_kind} devices",
+        place="learner.attention",
+        remedy="set learner.attention: auto",
+    )

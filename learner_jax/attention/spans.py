@@ -18,10 +18,22 @@ def segment_starts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
         segment_ids: equal and positive in the columns of a segment, 0 for padding.
     """
     length = segment_ids.shape[1]
-    columns = jnp.arange(length, dtype=jnp.int32)
-    new = segment_ids[:, 1:] != segment_ids[:, :-1]
-    begins = jnp.where(jnp.pad(new, ((0, 0), (1, 0))), columns, 0)
+    begins = jnp.where(_differs_from_left(segment_ids), jnp.arange(length, dtype=jnp.int32), 0)
     return jnp.where(segment_ids == 0, length, jax.lax.cummax(begins, axis=1))
+
+
+def segment_lengths(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The length of the segment of each column; 0 at padding."""
+    length = segment_ids.shape[1]
+    last = jnp.roll(_differs_from_left(segment_ids), -1, axis=1)  # column 0 always differs
+    ends = jnp.where(last, jnp.arange(length, dtype=jnp.int32) + 1, length)
+    stops = jax.lax.cummin(ends, axis=1, reverse=True)
+    return jnp.where(segment_ids == 0, 0, stops - segment_starts(segment_ids))
+
+
+def _differs_from_left(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    new = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(new, ((0, 0), (1, 0)), constant_values=True)
 
 
 def visible(

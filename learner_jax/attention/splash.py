@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from learner_jax.attention.spans import key_blocks, segment_starts
 from learner_jax.attention.xla import SAVED
 
+DTYPES = (jnp.bfloat16, jnp.float32)
 LANES = 128
 """Blocks are whole multiples of a vector register's width."""
 MAX_BLOCK_Q = 512
@@ -66,7 +67,9 @@ def attend(
         q, k, v, query_ids, key_ids, starts = row
         reached = _reached(starts, columns, block_q, block_kv, key_ids.shape[0])
         kernel = _kernel(reached, columns, block_q, block_kv, interpret=interpret)
-        return kernel(q, k, v, kernels.SegmentIds(query_ids, key_ids))
+        out = kernel(q, k, v, kernels.SegmentIds(query_ids, key_ids))
+        assert isinstance(out, jax.Array)  # and no log-sum-exp, which is not asked for
+        return out
 
     # A row after another: each has tables of its own, and a core runs its grid in order anyway.
     out = jax.lax.map(
@@ -156,7 +159,7 @@ def _mask_info(reached: Bool[Array, "I J"], columns: Int[Array, " Q"], *, axis: 
         mask_next=None,
         block_mask=reached.astype(jnp.int32)[None],
         partial_mask_blocks=None,
-        q_sequence=columns,
+        q_sequence=columns,  # type: ignore[arg-type]  # numpy in JAX's annotation alone
     )
 
 

@@ -74,7 +74,7 @@ def _direct(
     mixed = jnp.einsum("bkqt,btkh->bkqh", weights, v, preferred_element_type=wide) / total
     out = jnp.transpose(mixed.reshape(grouped.shape), (0, 3, 1, 2, 4))  # [B, Q, K, G, h]
     out = jnp.where((starts <= columns)[:, :, None, None], out.reshape(q.shape), 0.0)
-    return out.astype(q.dtype)
+    return checkpoint_name(out.astype(q.dtype), SAVED)
 
 
 class _Tile(NamedTuple):

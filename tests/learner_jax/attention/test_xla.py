@@ -1,6 +1,8 @@
-"""Packed attention against one segment at a time in float64 numpy."""
+"""Attention in plain XLA against the whole matrix in float64."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,80 +10,105 @@ import numpy as np
 import pytest
 
 from learner_jax.attention import xla
+from tests.learner_jax.attention.dense import (
+    assert_equal,
+    computed,
+    dense,
+    packed_rows,
+    random_arrays,
+)
 
-HEADS, KV_HEADS, SIZE = 6, 2, 8
-
-
-def inputs_of(length: int, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    shapes = ((2, length, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS))
-    q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
-    return q * scale, k, v
-
-
-def segments_of(length: int) -> np.ndarray:
-    """Uneven segments, one of a single token, padding between nothing and at the end; a row of
-    padding only."""
-    ids = np.zeros((2, length), np.int32)
-    first, second = length // 2 + 1, length // 2 + 2
-    ids[0, :first], ids[0, first:second], ids[0, second : length - 3] = 1, 2, 3
-    return ids
+SHORT = packed_rows([1, 13, 1, 6, -2, 3], [], length=29)
+LONG = packed_rows([300, 1, 1, 260, -70, 448], [20, 600], length=1088)
+"""Two segments over several tiles of queries; a length of 8.5 x 128, four and a quarter tiles."""
 
 
-def plain(q: np.ndarray, k: np.ndarray, v: np.ndarray, segments: np.ndarray) -> np.ndarray:
-    out = np.zeros(q.shape)
-    for row in range(len(q)):
-        for t in np.flatnonzero(segments[row]):
-            keys = [s for s in range(t + 1) if segments[row, s] == segments[row, t]]
-            for head in range(HEADS):
-                kv = head // (HEADS // KV_HEADS)
-                scores = k[row, keys, kv].astype(np.float64) @ q[row, t, head] / np.sqrt(SIZE)
-                weights = np.exp(scores - scores.max())
-                out[row, t, head] = weights / weights.sum() @ v[row, keys, kv]
-    return out
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+    return xla.attend(q, k, v, ids, jnp.arange(ids.shape[1], dtype=jnp.int32))
 
 
-# One row within a block; several blocks, the last one not full.
-@pytest.mark.parametrize("length", [24, 2 * xla.BLOCK + 64])
-def test_each_segment_attends_to_itself_alone(length: int) -> None:
-    q, k, v = inputs_of(length)
-    segments = segments_of(length)
-    found = jax.jit(xla.attend)(q, k, v, segments)
-    np.testing.assert_allclose(found, plain(q, k, v, segments), atol=1e-5)
+@pytest.mark.parametrize("ids", [SHORT, LONG], ids=["at once", "in tiles"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_output_and_gradients_are_exact_in_float64(ids: np.ndarray, kv_heads: int) -> None:
+    arrays = random_arrays(ids, 6, kv_heads, 4)
+    with jax.enable_x64(True):
+        found = computed(attend, arrays, ids)
+    assert_equal(found, dense(*arrays, ids), ids, 1e-13)
 
 
-def test_strongly_negative_scores_do_not_disturb_the_mask() -> None:
-    # given scores down to some -1e4, where a mask of small numbers would leak
-    q, k, v = inputs_of(24, scale=1e4)
-    found = xla.attend(q, k, v, segments_of(24))
-    np.testing.assert_allclose(found, plain(q, k, v, segments_of(24)), atol=1e-3)
+@pytest.mark.parametrize("ids", [SHORT, LONG], ids=["at once", "in tiles"])
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 2e-6), ("bfloat16", 2e-2)])
+def test_narrow_types_stay_near(ids: np.ndarray, dtype: str, limit: float) -> None:
+    arrays = [jnp.asarray(x, dtype) for x in random_arrays(ids, 4, 2, 8)]
+    found = computed(attend, arrays, ids)
+    assert_equal(found, dense(*(np.asarray(x, np.float64) for x in arrays), ids), ids, limit)
 
 
-def test_blocks_have_the_gradients_of_the_whole() -> None:
-    # given a row of three blocks and the same row attended at once
-    length = 2 * xla.BLOCK + 64
-    arrays, segments = inputs_of(length), segments_of(length)
-    weight = np.random.default_rng(1).normal(size=(2, length, HEADS, SIZE)).astype(np.float32)
-
-    def blocked(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.sum(xla.attend(q, k, v, segments) * weight)
-
-    def at_once(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.sum(xla._attend(q, k, v, segments, segments, 0) * weight)
-
-    # when both are differentiated, inside a remat as the layers are
-    found, expected = (
-        jax.jit(jax.grad(jax.checkpoint(f), (0, 1, 2)))(*arrays) for f in (blocked, at_once)
-    )
-    # then gradients agree, and padding has none
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4)
-        assert not np.asarray(a)[segments == 0].any()
+@pytest.mark.parametrize("ids", [SHORT, LONG], ids=["at once", "in tiles"])
+def test_strongly_negative_scores_do_not_disturb_the_mask(ids: np.ndarray) -> None:
+    # given scores down to some -1e5, where a mask of small numbers would leak
+    arrays = random_arrays(ids, 4, 2, 4, scale=1e5)
+    found = computed(attend, arrays, ids)
+    # then every number is finite, and the output that of the exact softmax of these scores
+    assert all(np.isfinite(x).all() for x in found)
+    expected, *_ = dense(*arrays, ids)
+    assert np.linalg.norm(found[0] - expected) / np.linalg.norm(expected) < 1e-3
 
 
-def test_bfloat16_stays_near_float32() -> None:
-    q, k, v = (x.astype(jnp.bfloat16) for x in inputs_of(24))
-    found = xla.attend(q, k, v, segments_of(24))
-    assert found.dtype == jnp.bfloat16
-    expected = plain(*(np.asarray(x, np.float32) for x in (q, k, v)), segments_of(24))
-    np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=0.03)
+def test_inside_remat_and_scan_as_in_the_layers() -> None:
+    # given three layers, each feeding attention's output to the next one's queries
+    arrays = random_arrays(LONG, 4, 2, 4)
+
+    def layers(transform: Any, scan: Any) -> Any:
+        def stack(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+            def layer(q: jax.Array, scale: jax.Array) -> tuple[jax.Array, None]:
+                return q + attend(q * scale, k, v, ids), None
+
+            return scan(transform(layer), q, jnp.array([1.0, 0.5, 0.25]))[0]
+
+        return stack
+
+    def unrolled(layer: Any, q: jax.Array, scales: jax.Array) -> tuple[jax.Array, None]:
+        for scale in scales:
+            q, _ = layer(q, scale)
+        return q, None
+
+    policy = jax.checkpoint_policies.save_only_these_names(xla.SAVED)
+    with jax.enable_x64(True):
+        expected = computed(layers(lambda layer: layer, unrolled), arrays, LONG)
+        for transform in (jax.checkpoint, lambda f: jax.checkpoint(f, policy=policy)):
+            found = computed(layers(transform, jax.lax.scan), arrays, LONG)
+            # then output and gradients are those of the plain layers
+            for a, b in zip(found, expected, strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+def test_a_policy_that_saves_attention_spares_the_second_forward_pass() -> None:
+    # given a remat that keeps what attention names, and one that keeps nothing
+    arrays = [jnp.asarray(x, jnp.float32) for x in random_arrays(LONG, 4, 2, 8)]
+
+    def exponentials(policy: Any) -> int:
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            kept = jax.checkpoint(lambda *x: jnp.sum(attend(*x, LONG)), policy=policy)
+            return kept(q, k, v)
+
+        return str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*arrays)).count(" exp ")
+
+    policies = jax.checkpoint_policies
+    # then the one forward pass has two exponentials and the backward pass one
+    assert exponentials(policies.save_only_these_names(xla.SAVED)) == 3
+    assert exponentials(policies.nothing_saveable) == 5
+
+
+def test_memory_grows_with_the_row_not_with_its_square() -> None:
+    # given the gradient at 32k tokens
+    length = 32768
+    q, k = (jax.ShapeDtypeStruct((1, length, n, 8), jnp.float32) for n in (4, 2))
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.sum(attend(q, k, v, ids))
+
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, ids).compile()
+    # then it takes some copies of the queries, 4 MiB each, not scores of 4 x 32k x 32k
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 * 2**20
