@@ -9,7 +9,6 @@ import pytest
 
 from learner_jax.segments import segment_sums
 
-
 TOKENS = 70
 
 
