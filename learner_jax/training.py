@@ -36,7 +36,8 @@ class StepResult:
     state: TrainState
     numbers: dict[str, float]
     """`LossMetrics.means` over the updates that were made (not finite where none was),
-    `grad_norm`, their mean before clipping, and `skipped_updates`."""
+    `grad_norm`, their mean before clipping; of all of them `nonfinite_tokens` and
+    `skipped_updates`."""
     skipped: tuple[SkippedUpdate, ...]
     tokens: int
     """Prompt and output tokens of the rollouts."""
@@ -206,4 +207,8 @@ def _numbers(outcomes: Sequence[tuple[LossMetrics, Update]]) -> dict[str, float]
     numbers["grad_norm"] = sum(float(update.grad_norm) for _, update in made) / max(len(made), 1)
     if not made:
         numbers = dict.fromkeys(numbers, float("nan"))
-    return {**numbers, "skipped_updates": float(len(outcomes) - len(made))}
+    return {
+        **numbers,
+        "nonfinite_tokens": float(sum(int(metrics.nonfinite) for metrics, _ in outcomes)),
+        "skipped_updates": float(len(outcomes) - len(made)),
+    }
