@@ -61,7 +61,8 @@ def summarise(rows: Sequence[Row], *, wall_s: float, weights_bytes_sent: int) ->
     """The contents of summary.json.
 
     `first` and `last` are means over the first and last ten steps. The mean lag weighs each step by
-    its rollouts; busy shares weigh each step by its time. A figure that no row has is null.
+    its rollouts; busy shares weigh each step by its time, and tokens a second and MFU by the time
+    that the learner worked. A figure that no row has is null.
 
     Args:
         rows: metrics.jsonl, a row a step, in order.
@@ -70,6 +71,7 @@ def summarise(rows: Sequence[Row], *, wall_s: float, weights_bytes_sent: int) ->
     """
     first, last = rows[:ENDS], rows[-ENDS:]
     seconds = [(row.get("train_s") or 0.0) + (row.get("wait_s") or 0.0) for row in rows]
+    working = [row.get("train_s") or 0.0 for row in rows]
     rollouts = [float(row.get("trained_rollouts") or 0) for row in rows]
     lags = [row["lag_max"] for row in rows if row.get("lag_max") is not None]
     return {
@@ -86,6 +88,9 @@ def summarise(rows: Sequence[Row], *, wall_s: float, weights_bytes_sent: int) ->
         "mean_lag": mean(rows, "lag_mean", rollouts),
         "learner_busy_fraction": mean(rows, "learner_busy_fraction", seconds),
         "sampler_busy_fraction": mean(rows, "sampler_busy_fraction", seconds),
+        "learner_tokens_per_s": mean(rows, "tokens_per_s", working),
+        "mfu": mean(rows, "mfu", working),
+        "skipped_updates": int(sum(row.get("skipped_updates") or 0 for row in rows)),
         "wall_s": round(wall_s, 3),
         "weights_bytes_sent": weights_bytes_sent,
     }

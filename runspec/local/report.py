@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from runspec.local.figures import figures
 from runspec.local.metrics import Row
-from runspec.local.plots import Curve, Figure, draw
-from runspec.local.text import duration, number
+from runspec.local.plots import Figure, draw
+from runspec.local.text import duration, number, per_second
 
 _STEPS_SHOWN = 3
 _SAMPLES_A_STEP = 4
@@ -61,9 +62,9 @@ def render_report(
         f"{summary['rollouts_accepted']:,} rollouts accepted, "
         f"{summary['rollouts_rejected']:,} rejected.</p>",
         _table(summary),
-        "<h2>Curves</h2><p>Each point is one step. The figures come from the validators' files, "
-        "not from the workers' claims.</p>",
-        f'<div class="curves">{"".join(_figure(figure) for figure in figures(rows))}</div>',
+        "<p>Each point is one step. Rewards and lengths come from the validators' files, not from "
+        "the workers' claims.</p>",
+        *(_section(title, section) for title, section in figures(rows).items()),
         *_rollouts(samples),
     ]
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -76,83 +77,9 @@ def render_report(
     )
 
 
-def figures(rows: Sequence[Row]) -> list[Figure]:
-    """What is drawn, and what each figure means."""
-
-    def curve(key: str, label: str = "", *, averaged: bool = True) -> Curve:
-        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        return Curve(label, points, averaged)
-
-    return [
-        Figure(
-            "Task reward",
-            "Mean over the graded rollouts.",
-            [curve("task_reward")],
-            bottom=0.0,
-            top=1.0,
-        ),
-        Figure(
-            "Length error", "Mean |target - length|, tokens.", [curve("length_error")], bottom=0.0
-        ),
-        Figure(
-            "Mean length by target",
-            "Tokens; the dashed lines are the targets.",
-            _length_curves(rows),
-            bottom=0.0,
-            levels=_targets(rows),
-        ),
-        Figure("Reward", "Task reward plus the length term.", [curve("reward")]),
-        Figure(
-            "Lag",
-            "Training step minus the version that sampled.",
-            [curve("lag_mean", "mean"), curve("lag_max", "largest", averaged=False)],
-            bottom=0.0,
-            top=1.0,
-        ),
-        Figure(
-            "Log-prob difference",
-            "Mean |log-prob|: sampler against the validator's prefill of the same version; "
-            "drift: the policy in training against the one that sampled.",
-            [curve("logprob_diff", "sampler - prefill"), curve("policy_drift", "drift")],
-            log=True,
-        ),
-        Figure(
-            "Rejected rollouts",
-            "A step; failed one of the validator's checks.",
-            [curve("rejected_rollouts", averaged=False)],
-            bottom=0.0,
-            top=1.0,
-        ),
-        Figure(
-            "Busy share",
-            "Share of the time spent working, not waiting.",
-            [
-                curve("learner_busy_fraction", "learner"),
-                curve("sampler_busy_fraction", "samplers"),
-            ],
-            bottom=0.0,
-            top=1.0,
-        ),
-    ]
-
-
-def _targets(rows: Sequence[Row]) -> list[int]:
-    return sorted({int(target) for row in rows for target in row.get("by_target") or {}})
-
-
-def _length_curves(rows: Sequence[Row]) -> list[Curve]:
-    return [
-        Curve(
-            str(target),
-            [
-                (row["step"], seen["length_mean"])
-                for row in rows
-                if (seen := (row.get("by_target") or {}).get(str(target)))
-                and seen.get("length_mean") is not None
-            ],
-        )
-        for target in _targets(rows)
-    ]
+def _section(title: str, section: Sequence[Figure]) -> str:
+    drawn = "".join(_figure(figure) for figure in section)
+    return f'<h2>{escape(title)}</h2><div class="curves">{drawn}</div>'
 
 
 def _figure(figure: Figure) -> str:
@@ -176,6 +103,9 @@ def _table(summary: dict[str, Any]) -> str:
         ("Largest lag", number(summary["max_lag"])),
         ("Learner busy", _share(summary["learner_busy_fraction"])),
         ("Samplers busy", _share(summary["sampler_busy_fraction"])),
+        ("Learner, real tokens/s", per_second(summary["learner_tokens_per_s"])),
+        ("Learner, MFU", _share(summary["mfu"])),
+        ("Updates skipped", number(summary["skipped_updates"])),
         ("Weights sent", f"{summary['weights_bytes_sent'] / 1e6:,.1f} MB"),
     ]
     more = "".join(f"<tr><td>{name}</td><td></td><td>{text}</td></tr>" for name, text in facts)

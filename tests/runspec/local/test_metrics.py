@@ -69,7 +69,10 @@ def test_the_summary_of_twelve_steps() -> None:
             "trained_rollouts": 128 if step < 11 else 64,
             "accepted_rollouts": 128,
             "rejected_rollouts": 1 if step == 3 else 0,
-            "train_s": 1.0,
+            "train_s": 1.0 if step else 3.0,
+            "tokens_per_s": 100.0 if step else 20.0,
+            "mfu": None if step < 10 else 0.25 * (step - 9),
+            "skipped_updates": 1.0 if step == 5 else 0.0,
             "wait_s": 0.0 if step else 12.0,
             "learner_busy_fraction": 1.0 if step else 1 / 13,
             "sampler_busy_fraction": None if step == 0 else 0.5,
@@ -87,7 +90,10 @@ def test_the_summary_of_twelve_steps() -> None:
     assert summary["rollouts_rejected"] == 1
     assert summary["max_lag"] == 2
     assert summary["mean_lag"] == pytest.approx(1.5 * 64 / (11 * 128 + 64))
-    assert summary["learner_busy_fraction"] == pytest.approx(12 / 24)  # 12 s of 24
+    assert summary["learner_busy_fraction"] == pytest.approx((11 + 15 / 13) / 26)  # of 26 s
+    assert summary["learner_tokens_per_s"] == pytest.approx((11 * 100 + 3 * 20) / 14)
+    assert summary["mfu"] == pytest.approx(0.375)  # of the two steps that have it
+    assert summary["skipped_updates"] == 1
     assert summary["sampler_busy_fraction"] == pytest.approx(0.5)
     assert (summary["wall_s"], summary["weights_bytes_sent"]) == (30.123, 77)
 

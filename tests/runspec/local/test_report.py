@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from runspec.local.figures import figures
 from runspec.local.metrics import summarise
 from runspec.local.plots import smooth
 from runspec.local.report import render_report
@@ -27,6 +28,23 @@ def row(step: int) -> dict[str, Any]:
         "lag_max": 2,
         "logprob_diff": 1e-6,
         "policy_drift": 0.04,
+        "kl": 1e-3,
+        "kl_sampler": 2e-3,
+        "kl_sampler_old": 1e-3,
+        "ratio_p01": 0.8,
+        "ratio_p50": 1.0,
+        "ratio_p99": 1.3,
+        "clip_fraction_low": 0.01,
+        "clip_fraction_high": 0.02,
+        "clip_fraction_delta": 0.0,
+        "entropy": 1.5,
+        "grad_norm": 0.3,
+        "score_s": 0.5,
+        "update_s": 1.5,
+        "waits": {"coordinator": 0.2, "checkpoint": 0.1} if step % 2 else {},
+        "tokens_per_s": 9000.0,
+        "mfu": 0.41,
+        "mfu_update": 0.5,
         "rejected_rollouts": 0,
         "learner_busy_fraction": 0.8,
         "sampler_busy_fraction": 0.7,
@@ -69,7 +87,7 @@ def page() -> str:
 
 
 def test_every_curve_is_there_in_the_ink_of_the_page(page: str) -> None:
-    assert Page(page).tags.count("svg") == 8
+    assert Page(page).tags.count("svg") == 16
     assert "currentColor" in page
     assert "prefers-color-scheme: dark" in page
 
@@ -97,7 +115,23 @@ def test_first_and_last_rollouts_are_shown(page: str) -> None:
 def test_a_run_of_one_bare_step_has_a_report_too() -> None:
     rows = [{"step": 0}]
     page = render_report("x", rows, [], summarise(rows, wall_s=1, weights_bytes_sent=0))
-    assert Page(page).tags.count("svg") == 8
+    assert Page(page).tags.count("svg") == 0
+
+
+def test_figures_without_numbers_are_left_out() -> None:
+    # given a run on a CPU, whose peak nobody knows
+    rows = [{**row(step), "mfu": None, "mfu_update": None} for step in range(3)]
+    drawn = figures(rows)
+    # then there is no figure of MFU, and waits are drawn by whom they were for, a 0 where none was
+    assert [figure.title for figure in drawn["Time"]] == [
+        "Busy share",
+        "The learner's seconds",
+        "Learner's speed",
+    ]
+    curves = {curve.label: list(curve.points) for curve in drawn["Time"][1].curves}
+    assert curves["for the coordinator"] == [(0, 0.0), (1, 0.2), (2, 0.0)]
+    assert curves["for the checkpoint"] == [(0, 0.0), (1, 0.1), (2, 0.0)]
+    assert figures([{"step": 0}]) == {}
 
 
 def test_smoothing_is_a_mean_over_the_last_values() -> None:
