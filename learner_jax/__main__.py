@@ -36,7 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
         help="number of this process, from 0",
     )
     train.add_argument(
-        "--heartbeat", type=int, default=60, metavar="S", help="silence that means death, seconds"
+        "--join", type=int, default=300, metavar="S", help="seconds to wait for the others to join"
+    )
+    train.add_argument(
+        "--heartbeat", type=int, default=60, metavar="S", help="seconds of silence that mean death"
     )
     publish = commands.add_parser(
         "publish", help="publish each new policy version until told to end"
@@ -60,10 +63,11 @@ def main(arguments: list[str] | None = None) -> int:
     score.add_argument("--out", type=Path, help="a file in place of standard output")
     options = parser.parse_args(arguments)
     code = run_role(_ROLES[options.command], lambda log: _run(options, log))
-    if options.command == "train":
-        from learner_jax.distributed import leave
+    if code and options.command == "train":
+        from learner_jax.distributed import is_joined, leave
 
-        leave(code)
+        if is_joined():  # it failed by itself
+            leave(code)
     return code
 
 
@@ -120,6 +124,7 @@ def _train(options: argparse.Namespace, log: logging.Logger) -> None:
         options.coordinator,
         options.process,
         log,
+        join_s=options.join,
         heartbeat_s=options.heartbeat,
     ) as peers:
         train(options.run_dir, log, stop, peers)

@@ -8,7 +8,7 @@ Every process runs the same program on its share of the mesh. Two rules keep the
   `Peers.agree`.
 
 A process that dies is found out by JAX's coordination service, which lives in process 0: it ends
-the others within `HEARTBEAT_S`, with a message that gives the dead one's number.
+the others within its heartbeat deadline, with a message that gives the dead one's number.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,10 +31,6 @@ from jax.experimental import multihost_utils
 from runspec.common.errors import UserError
 from runspec.common.process import EXIT_USER_ERROR, RunStopped
 
-JOIN_S = 300
-"""How long a process waits for the others to join."""
-HEARTBEAT_S = 60
-"""Silence after which a process counts as dead."""
 SHUTDOWN_S = 3600
 """How long a process that is done waits for the others: for process 0's last checkpoint."""
 MAX_MESSAGE_BYTES = 2**31 - 1
@@ -159,7 +156,8 @@ def joined(
     index: int | None,
     log: logging.Logger,
     *,
-    heartbeat_s: int = HEARTBEAT_S,
+    join_s: int,
+    heartbeat_s: int,
 ) -> Iterator[Peers]:
     """Joins the other processes for the block's time. Call before anything else touches JAX.
 
@@ -168,15 +166,18 @@ def joined(
         coordinator: HOST:PORT of process 0; None where JAX finds out: a TPU pod, SLURM, Open MPI.
         index: of this process, 0 .. processes - 1; None likewise.
         log: told who is who.
-        heartbeat_s: see HEARTBEAT_S.
+        join_s: seconds to wait for the others; past them this process says so and ends.
+        heartbeat_s: seconds of silence after which a process counts as dead.
 
     Raises:
-        UserError: the others do not come in time, or are not as many as the spec says.
+        UserError: the address or the number is missing, or they are not as many as the spec says.
     """
     if processes == 1:
         yield Peers()
         return
-    _initialize(processes, coordinator, index, heartbeat_s)
+    _check_place(processes, coordinator, index)
+    with _deadline(join_s, processes, coordinator, index, log):
+        _initialize(processes, coordinator, index, join_s, heartbeat_s)
     peers = Peers(jax.process_index(), _names(processes))
     who = ", ".join(f"{i}: {name}" for i, name in enumerate(peers.names))
     log.info("process %d of %d; %s", peers.index, peers.count, who)
@@ -199,19 +200,21 @@ def joined(
     jax.distributed.shutdown()
 
 
-def leave(code: int) -> int:
-    """Ends a process that failed by itself at once: an orderly end would wait for the others."""
-    if "jax" in sys.modules and jax.distributed.is_initialized():
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code or EXIT_USER_ERROR)
-    return code
+def is_joined() -> bool:
+    """Whether this process has joined others, and has not taken its leave of them."""
+    return jax.distributed.is_initialized()
 
 
-def _initialize(processes: int, coordinator: str | None, index: int | None, beat: int) -> None:
-    given = coordinator is not None and index is not None
-    if not given and (coordinator, index) != (None, None):
+def leave(code: int) -> None:
+    """Ends this process at once: an orderly end would wait for processes that may be gone."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _check_place(processes: int, coordinator: str | None, index: int | None) -> None:
+    if (coordinator is None) != (index is None):
         raise UserError(
             "--coordinator and --process are given together, or neither is",
             remedy="name the address of process 0 and the number of this one",
@@ -222,26 +225,55 @@ def _initialize(processes: int, coordinator: str | None, index: int | None, beat
             place="--process",
             remedy=f"learner.hosts is {processes}: number the processes from 0",
         )
+
+
+@contextmanager
+def _deadline(
+    join_s: int, processes: int, coordinator: str | None, index: int | None, log: logging.Logger
+) -> Iterator[None]:
+    """Ends this process where joining takes longer: JAX would abort it without saying for whom."""
+    me = f"process {index} of {processes}" if index is not None else f"one of {processes} processes"
+
+    def give_up() -> None:
+        log.error(
+            "learner.hosts: %s: not all had joined the coordinator at %s after %d s\n"
+            "  remedy: start all of them, each with --coordinator HOST:PORT of process 0 and its "
+            "--process number (on TPU pods and under SLURM without either); see that the port is "
+            "open",
+            *(me, coordinator or "the address that JAX found", join_s),
+        )
+        leave(EXIT_USER_ERROR)
+
+    timer = threading.Timer(join_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _initialize(
+    processes: int, coordinator: str | None, index: int | None, join_s: int, heartbeat_s: int
+) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    given = index is not None
     try:
         jax.distributed.initialize(
             coordinator,
             processes if given else None,
             index,
             cluster_detection_method="deactivate" if given else None,
-            initialization_timeout=JOIN_S,
-            heartbeat_timeout_seconds=beat,
+            initialization_timeout=join_s + heartbeat_s,  # ours comes first
+            heartbeat_timeout_seconds=heartbeat_s,
             shutdown_timeout_seconds=SHUTDOWN_S,
         )
     except (RuntimeError, ValueError) as error:
-        me = f"process {index} of {processes}" if given else f"one of {processes} processes"
         raise UserError(
-            f"{me} could not join the coordinator {coordinator or '(none given)'}: "
-            f"{str(error).splitlines()[0][:300]}",
+            f"this process cannot join the others: {str(error).splitlines()[0][:300]}",
             place="learner.hosts",
-            remedy="start all processes within "
-            f"{JOIN_S} s, each with --coordinator HOST:PORT of process 0 and its --process number"
-            " (on TPU pods and under SLURM without either)",
+            remedy="start each process with --coordinator HOST:PORT of process 0 and its --process "
+            "number; on TPU pods and under SLURM JAX finds out both",
         ) from error
     if jax.process_count() != processes:
         raise UserError(

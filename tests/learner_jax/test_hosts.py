@@ -1,0 +1,260 @@
+"""The learner as one process and as two: killed anywhere, it ends with the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from learner_jax.checkpoint import state_steps
+from learner_jax.layout import params_folder, state_folder, versions_in
+from runspec.common.process import EXIT_USER_ERROR
+from runspec.spec.resolved import dump_resolved
+from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
+from tests.learner_jax.test_runner import assert_same_weights, lines, train_to_the_end, weights
+
+pytestmark = pytest.mark.slow
+DEADLINE_S = 120.0
+HEARTBEAT_S = 10
+DEVICES = 8
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled-programs")
+
+
+def ready(path: Path, compiled: Path, *, hosts: int, batches: int = STEPS, **learner: Any) -> Run:
+    """A run over eight devices, the batches of its steps filed."""
+    block = {
+        "hardware": {"kind": "cpu", "count": DEVICES},
+        "hosts": hosts,
+        "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
+        "packing": {"tokens": 64, "rows": 4},
+        "compute_dtype": "float32",
+        "compile_cache": str(compiled),
+        **learner,
+    }
+    run = Run(path, tiny_spec(learner=block, steps=STEPS))
+    write_initial_model(run)
+    for step in range(batches):
+        run.add_step(step, version=max(0, step - 1))
+    return run
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def learner(run: Run, *options: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The run's learner, as many processes as its spec says; none outlives the block."""
+    hosts, port = run.spec.learner.hosts, free_port()
+    flags = f"--xla_force_host_platform_device_count={DEVICES // hosts}"
+    environment = {**os.environ, "XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0"}
+    command = [sys.executable, "-m", "learner_jax", "train", str(run.path), *options]
+    processes = []
+    try:
+        for index in range(hosts):
+            joining = [f"--coordinator=127.0.0.1:{port}", f"--process={index}"]
+            joining += [f"--heartbeat={HEARTBEAT_S}"]
+            with log_of(run, index).open("ab") as log:
+                processes.append(
+                    subprocess.Popen(
+                        command + (joining if hosts > 1 else []),
+                        env=environment,
+                        stdout=log,
+                        stderr=log,
+                    )
+                )
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def log_of(run: Run, index: int) -> Path:
+    return run.path / f"learner-{index}.log"
+
+
+def finish(run: Run) -> Run:
+    with learner(run) as processes:
+        assert [process.wait(DEADLINE_S) for process in processes] == [0] * len(processes)
+    return run
+
+
+def eventually(condition: Callable[[], bool], processes: list[subprocess.Popen[bytes]]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert all(process.poll() is None for process in processes), "a process ended"
+        assert time.monotonic() < end, "the deadline passed"
+        time.sleep(0.001)
+
+
+def trained(run: Run, steps: int) -> Callable[[], bool]:
+    """A step is counted once its line is there; its version is then being written."""
+    metrics = run.path / "metrics.jsonl"
+    return lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= steps
+
+
+def begun(folder: Path, name: str) -> Callable[[], bool]:
+    """A checkpoint is being written, or, where we looked too late, just was."""
+    return lambda: (folder / f".tmp-{name}").exists() or (folder / name).exists()
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> Run:
+    """A run of one process that nobody killed."""
+    return finish(ready(tmp_path_factory.mktemp("one") / "run", compiled, hosts=1))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> Run:
+    """A run of two processes that nobody killed."""
+    return finish(ready(tmp_path_factory.mktemp("two") / "run", compiled, hosts=2))
+
+
+def test_killed_anywhere_a_run_ends_with_the_same_bits(
+    one: Run, compiled: Path, tmp_path: Path
+) -> None:
+    # given the same batches
+    run = ready(tmp_path / "run", compiled, hosts=1)
+    states, params = state_folder(run.path, run.spec), params_folder(run.path)
+    for moment in (
+        trained(run, 1),  # in the middle of a step
+        begun(states, "step_2"),  # while a full state is written
+        begun(params, "v4"),  # between that state and the version after it
+    ):
+        # when the learner is killed, again and again
+        with learner(run) as processes:
+            eventually(moment, processes)
+            processes[0].kill()
+            processes[0].wait()
+    finish(run)
+    # then it has the parameters of the run that nobody killed
+    assert_same_weights(weights(run, STEPS, tmp_path), weights(one, STEPS, tmp_path))
+    # and every step its line, once
+    assert [line["step"] for line in lines(run, "metrics")] == list(range(STEPS))
+    assert [line["loss"] for line in lines(run, "metrics")] == [
+        line["loss"] for line in lines(one, "metrics")
+    ]
+    # and the restarts compiled nothing again
+    said = log_of(run, 0).read_text()
+    assert said.count("programs from the cache") >= 3
+
+
+def test_two_processes_train_what_one_does(one: Run, two: Run, tmp_path: Path) -> None:
+    a, b = (weights(run, STEPS, tmp_path) for run in (one, two))
+    for name in a:
+        assert np.linalg.norm(a[name] - b[name]) <= 1e-5 * np.linalg.norm(a[name]), name
+    for ours, theirs in zip(lines(two, "metrics"), lines(one, "metrics"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-7)
+    # and only the first wrote a log of steps
+    assert "step 3: " in log_of(two, 0).read_text()
+    assert "step 3: " not in log_of(two, 1).read_text()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_of_two_is_killed_the_other_ends_and_both_go_on(
+    two: Run, compiled: Path, tmp_path: Path, victim: int
+) -> None:
+    # given two processes that have trained three steps, one past their full state
+    run = ready(tmp_path / "run", compiled, hosts=2, batches=3)
+    with learner(run) as processes:
+        eventually(trained(run, 3), processes)
+        # when one is killed
+        processes[victim].send_signal(signal.SIGKILL)
+        # then the other ends by the heartbeat's deadline, and says who is gone
+        assert processes[1 - victim].wait(HEARTBEAT_S + 20) != 0
+    said = log_of(run, 1 - victim).read_text()
+    assert ("leader" in said) if victim == 0 else ("unhealthy" in said and "\n1\n" in said)
+    # and when both are started again, the run ends with the bits of the one nobody killed
+    run.add_step(3, version=2)
+    finish(run)
+    assert_same_weights(weights(run, STEPS, tmp_path), weights(two, STEPS, tmp_path))
+
+
+def test_a_stop_signal_to_any_process_ends_all_with_their_state_saved(
+    compiled: Path, tmp_path: Path
+) -> None:
+    # given two processes that wait for the batch of step 1
+    run = ready(tmp_path / "run", compiled, hosts=2, batches=1)
+    with learner(run) as processes:
+        eventually(trained(run, 1), processes)
+        # when the second is told to end
+        processes[1].terminate()
+        # then both do, in order
+        assert [process.wait(DEADLINE_S) for process in processes] == [0, 0]
+    assert state_steps(state_folder(run.path, run.spec)) == [1]
+
+
+def test_an_error_of_the_first_ends_all_with_its_name_and_their_state_saved(
+    compiled: Path, tmp_path: Path
+) -> None:
+    # given a batch manifest that is not the coordinator's
+    run = ready(tmp_path / "run", compiled, hosts=2, batches=2)
+    (run.path / "rollouts" / "step_1" / "batch.json").write_bytes(b"garbage")
+    with learner(run) as processes:
+        codes = [process.wait(DEADLINE_S) for process in processes]
+    assert codes == [EXIT_USER_ERROR] * 2
+    assert "step_1/batch.json" in log_of(run, 0).read_text()
+    assert "process 0 of 2" in log_of(run, 1).read_text()
+    assert state_steps(state_folder(run.path, run.spec)) == [1]
+
+
+def test_a_process_that_stays_alone_says_whom_it_waited_for(compiled: Path, tmp_path: Path) -> None:
+    run = ready(tmp_path / "run", compiled, hosts=2, batches=0)
+    for index in (0, 1):
+        place = f"127.0.0.1:{free_port()}"
+        command = [sys.executable, "-m", "learner_jax", "train", str(run.path)]
+        command += [f"--coordinator={place}", f"--process={index}", "--join=2"]
+        alone = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert alone.returncode == EXIT_USER_ERROR
+        assert f"process {index} of 2" in alone.stderr and place in alone.stderr
+
+
+def test_a_state_goes_on_on_another_mesh_and_another_number_of_processes(
+    two: Run, tmp_path: Path
+) -> None:
+    # given a run of two processes, a step past its full state
+    run = Run(tmp_path / "run", two.spec)
+    for name in ("spec.json", "keys", "initial", "rollouts", "checkpoints"):
+        source, target = two.path / name, run.path / name
+        if source.is_dir():
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(source, target, symlinks=True)
+    states, params = state_folder(run.path, run.spec), params_folder(run.path)
+    shutil.rmtree(states / f"step_{STEPS}")
+    shutil.rmtree(params / f"v{STEPS}")
+    # when one process goes on, on two of the devices
+    learner = run.spec.learner.model_copy(
+        update={"hosts": 1, "mesh": type(run.spec.learner.mesh)(fsdp=2)}
+    )
+    run.spec = run.spec.model_copy(update={"learner": learner})
+    (run.path / "spec.json").write_bytes(dump_resolved(run.spec))
+    train_to_the_end(run)
+    # then it trained what two would have, up to rounding
+    a, b = (weights(each, STEPS, tmp_path / str(i)) for i, each in enumerate((two, run)))
+    for name in a:
+        assert np.linalg.norm(a[name] - b[name]) <= 1e-5 * np.linalg.norm(a[name]), name
+    # and said by how much version 3, trained again, differs from the published one
+    (line,) = lines(run, "metrics")[-1:]
+    assert line["step"] == 3 and 0 < line["replay_difference"] < 1e-5
+    assert versions_in(params)[-1] == STEPS
+    assert json.loads((states / f"step_{STEPS}" / "state.json").read_bytes())["published"]

@@ -1,0 +1,104 @@
+"""A replay elsewhere than a run began: the difference is told, the published bits stay."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.export import export_checkpoint
+from learner_jax.fingerprint import differences, same_bits
+from learner_jax.layout import params_folder, state_folder, weights_folder
+from runspec.common.process import RunStopped
+from tests.learner_jax.conftest import Run
+from tests.learner_jax.test_runner import (
+    assert_same_weights,
+    broken_run,
+    lines,
+    train_to_the_end,
+    weights,
+)
+
+PUBLISHED = 3
+
+
+def elsewhere(run: Run) -> None:
+    """Makes a run's versions those of another machine."""
+    path = run.path / "checkpoints" / "fingerprints.jsonl"
+    record = json.loads(path.read_bytes())
+    record["fingerprint"]["machine"] = "another"
+    path.write_text(json.dumps(record) + "\n")
+
+
+def publish_other_bits(run: Run) -> None:
+    """Version 3 as published: what version 2 was, so that it differs from any replay of step 2."""
+    export_checkpoint(
+        params_folder(run.path) / f"v{PUBLISHED - 1}" / "params",
+        weights_folder(run.path) / f"v{PUBLISHED}",
+        model_dir=run.path / "initial",
+        dtype="float32",
+    )
+    shutil.rmtree(params_folder(run.path) / f"v{PUBLISHED}")
+
+
+def test_elsewhere_a_replay_that_differs_is_told_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given a run that crashed after version 3 was published with bits that no replay here gives
+    run = broken_run(tmp_path / "run")
+    publish_other_bits(run)
+    elsewhere(run)
+    before = weights(run, PUBLISHED - 1, tmp_path)
+    # when it goes on here
+    run.add_step(PUBLISHED, version=2)
+    with caplog.at_level(logging.INFO):
+        train_to_the_end(run)
+    # then the log and the next line of metrics say by how much the replay differs
+    assert f"version {PUBLISHED}, trained again, differs" in caplog.text
+    line = lines(run, "metrics")[-1]
+    assert line["step"] == PUBLISHED and 1e-5 < line["replay_difference"] < 0.1
+    # and pi_old of step 3 was of the published bits: the step's first ratios are of those
+    assert line["kl_sampler"] is not None
+    assert_same_weights(before, weights_of_published(run))
+
+
+def weights_of_published(run: Run) -> dict[str, Any]:
+    from bridge.safetensors_io import read_headers, read_tensor
+
+    folder = weights_folder(run.path) / f"v{PUBLISHED}"
+    return {name: read_tensor(info) for name, info in read_headers(folder).items()}
+
+
+def test_on_the_same_program_it_stops_the_run(tmp_path: Path) -> None:
+    run = broken_run(tmp_path / "run")
+    publish_other_bits(run)
+    with pytest.raises(RunStopped, match="differs from the published one"):
+        train_to_the_end(run)
+
+
+def test_a_state_of_a_differing_replay_says_so_and_a_run_goes_on_from_it(tmp_path: Path) -> None:
+    # given a run that went on elsewhere, and was told to end after the replay
+    run = broken_run(tmp_path / "run")
+    publish_other_bits(run)
+    elsewhere(run)
+    with pytest.raises(Exception, match="batch"):  # that of step 3 is still damaged
+        train_to_the_end(run)
+    state = state_folder(run.path, run.spec) / f"step_{PUBLISHED}" / "state.json"
+    assert json.loads(state.read_bytes())["published"] is False
+    # when it goes on from that state, then nothing stops it
+    run.add_step(PUBLISHED, version=2)
+    train_to_the_end(run)
+    assert [line["step"] for line in lines(run, "metrics")] == [0, 1, 2, 3]
+
+
+def test_a_fingerprint_names_what_changed_and_a_gpu_must_be_deterministic() -> None:
+    cpu = {"mesh": {"data": 2}, "threads": 4, "exact": True}
+    assert same_bits(cpu, dict(cpu))
+    assert not same_bits(cpu, {**cpu, "threads": 8})
+    assert differences(cpu, {**cpu, "threads": 8}) == ["threads: 4 then, 8 now"]
+    gpu = {"platform": "gpu", "exact": False}
+    assert not same_bits(gpu, dict(gpu)) and differences(gpu, dict(gpu)) == []
