@@ -207,9 +207,7 @@ def test_a_malformed_entry_of_a_header_is_refused(tmp_path: Path, entry: object)
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"rope_scaling": {"type": "longrope"}}, "RoPE scaling 'longrope' is not supported"),
         ({"hidden_size": "20"}, "not a number"),
         ({"num_attention_heads": 0}, "not a number"),
         ({"vocab_size": -1}, "vocab_size is -1, not a natural number"),

@@ -23,6 +23,8 @@ from runspec.spec import schema
 from tests.learner_jax.families import FAMILIES, lines, saved, theirs, token_weights
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
+GRADIENT_TOLERANCE = {"float32": 3e-5, "float64": 1e-10}
+"""In float32 either program is about 1e-5 from the gradient in float64."""
 
 
 @cache
@@ -93,4 +95,4 @@ def test_a_family_is_what_transformers_computes(name: str, dtype: str) -> None:
     found = tensors_of(grads, config)
     assert found.keys() == expected.gradients.keys()
     errors = {key: relative(found[key], expected.gradients[key]) for key in found}
-    assert max(errors.values()) < tolerance, errors
+    assert max(errors.values()) < GRADIENT_TOLERANCE[dtype], errors
