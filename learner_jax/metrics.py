@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,14 @@ class Clock:
     """Splits the learner's time into training and waiting, honestly: each second is one or other.
 
     Time before it is made, that of start-up and compilation, is neither.
+
+    Args:
+        now: seconds, never going back.
     """
 
-    def __init__(self) -> None:
-        self._at = time.monotonic()
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._at = now()
         self._train_s = 0.0
         self._waits: dict[str, float] = {}
 
@@ -74,7 +79,7 @@ class Clock:
         return result
 
     def _elapsed(self) -> float:
-        now = time.monotonic()
+        now = self._now()
         elapsed, self._at = now - self._at, now
         return elapsed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from learner_jax.metrics import JsonLines
+from learner_jax.metrics import Clock, JsonLines
 from runspec.common.errors import UserError
 
 
@@ -58,3 +58,18 @@ def test_a_file_that_is_not_ours_is_named_not_overwritten(tmp_path: Path) -> Non
         JsonLines(path)
     assert caught.value.place == str(path)
     assert path.read_bytes() == b"hello\n"
+
+
+def test_each_second_is_work_or_a_wait_for_somebody() -> None:
+    # given a clock made at 10 s, and a step that waits twice for one and once for another
+    moments = iter([10.0, 13.0, 14.0, 16.0, 16.5, 17.5, 21.0])
+    clock = Clock(lambda: next(moments))
+    clock.waited("coordinator")  # 3
+    clock.trained()  # 1
+    clock.waited("checkpoint")  # 2
+    clock.trained()  # 0.5
+    clock.waited("coordinator")  # 1
+    # when taken, then every second is there once, and the next step begins with none
+    assert clock.take() == (1.5, {"coordinator": 4.0, "checkpoint": 2.0})
+    clock.trained()
+    assert clock.take() == (3.5, {})

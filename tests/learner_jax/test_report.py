@@ -1,0 +1,76 @@
+"""A step's line of metrics, by hand-computed numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bridge.config import ModelConfig
+from learner_jax.batch import Batch, TrainingRollout
+from learner_jax.flops import Meter, useful_flops
+from learner_jax.report import metrics_line
+from learner_jax.training import StepResult
+from verify.formats.batch import BatchManifest
+
+CONFIG = ModelConfig("qwen2", 40, 24, 56, 3, 4, 2, 10, 64, 10000.0, 1e-6, False, True)
+
+
+def rollout(prompt: int, output: int, version: int) -> TrainingRollout:
+    return TrainingRollout(
+        problem_id="p",
+        prompt_tokens=np.zeros(prompt, np.int32),
+        output_tokens=np.zeros(output, np.int32),
+        mu=np.zeros(output, np.float32),
+        advantage=1.0,
+        task_reward=1.0,
+        reward=1.0,
+        target=None,
+        version=version,
+    )
+
+
+def line_of(waits: dict[str, float], peak: float | None = 1e9) -> dict:
+    """Of step 3: two groups of lags 0, 1, 2, 1; 90 tokens in 120 positions; 1.5 of 2 s updates."""
+    batch = Batch(
+        BatchManifest("tiny", 3, [], complete=True, stats={"task_reward_mean": 0.5}),
+        [[rollout(5, 10, 3), rollout(5, 20, 2)], [rollout(10, 10, 1), rollout(10, 20, 2)]],
+    )
+    result = StepResult(
+        state=None,
+        numbers={"loss": 0.25, "ratio_p99": 1.5},
+        skipped=(),
+        tokens=90,
+        positions=120,
+        score_s=0.25,
+        update_s=1.5,
+    )
+    meter = Meter(CONFIG, None, devices=2, peak=peak)
+    return metrics_line(batch, result, meter, train_s=2.0, waits=waits)
+
+
+def test_speed_counts_real_tokens_and_useful_flops() -> None:
+    line, useful = line_of({}), useful_flops(CONFIG, [15, 25, 20, 30])
+    assert line["tokens_per_s"] == 45.0
+    assert line["padding_share"] == 0.25
+    assert line["mfu"] == pytest.approx(useful / (2.0 * 2e9))
+    assert line["mfu_update"] == pytest.approx(useful / (1.5 * 2e9))
+    assert (line["train_s"], line["score_s"], line["update_s"]) == (2.0, 0.25, 1.5)
+    unknown = line_of({}, peak=None)
+    assert (unknown["mfu"], unknown["mfu_update"]) == (None, None)
+
+
+def test_idle_time_is_split_by_what_it_waited_for() -> None:
+    line = line_of({"checkpoint": 0.5, "coordinator": 1.5})
+    assert (line["wait_s"], line["waited_for"]) == (2.0, "coordinator")
+    assert line["waits"] == {"checkpoint": 0.5, "coordinator": 1.5}
+    assert line["learner_busy_fraction"] == 0.5
+    busy = line_of({})
+    assert (busy["wait_s"], busy["waited_for"], busy["learner_busy_fraction"]) == (0.0, None, 1.0)
+
+
+def test_lags_and_the_loss_are_those_of_what_was_trained() -> None:
+    line = line_of({})
+    assert line["lag_histogram"] == {"0": 1, "1": 2, "2": 1}
+    assert (line["lag_mean"], line["lag_max"], line["trained_rollouts"]) == (1.0, 2, 4)
+    assert (line["version"], line["loss"], line["ratio_p99"]) == (4, 0.25, 1.5)
+    assert line["task_reward"] == 0.5
