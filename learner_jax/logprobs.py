@@ -203,13 +203,17 @@ def _order(targets: Int[Array, "S N"], plan: _Plan) -> tuple[Array, Array, Array
     """Positions with a target first: (positions by chunk [C, S, n], where each position went
     [S, N], how many chunks hold a target on any shard). The last chunk is filled up with N."""
     shards, positions = targets.shape
-    order = jnp.argsort(targets < 0, axis=1, stable=True)
-    rank = jnp.argsort(order, axis=1)
+    # By counting: a sort takes a TPU's compiler 12 s.
+    wanted = targets >= 0
+    with_target, without = (jnp.cumsum(x, axis=1) for x in (wanted, ~wanted))
+    rank = jnp.where(wanted, with_target, with_target[:, -1:] + without) - 1
+    places = jnp.arange(positions, dtype=rank.dtype)
+    order = jax.vmap(lambda went: jnp.zeros_like(went).at[went].set(places))(rank)
     chunks = -(-positions // plan.chunk)
     filling = [(0, 0), (0, chunks * plan.chunk - positions)]
     padded = jnp.pad(order, filling, constant_values=positions)
     by_chunk = jnp.moveaxis(padded.reshape(shards, chunks, plan.chunk), 1, 0)
-    most = jnp.max(jnp.sum(targets >= 0, axis=1))
+    most = jnp.max(with_target[:, -1])
     return by_chunk, rank, -(-most // plan.chunk)
 
 
