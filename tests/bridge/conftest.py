@@ -1,4 +1,4 @@
-"""Small Qwen2 models made by transformers, of sizes that divide nothing evenly."""
+"""Small models made by transformers, of sizes that divide nothing evenly."""
 
 from __future__ import annotations
 
@@ -7,18 +7,35 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 MakeModel = Callable[..., Path]
+FAMILIES = {
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 6, "attention_bias": True},
+    "llama": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+    },
+    "mistral": {"model_type": "mistral", "head_dim": 6, "sliding_window": 16},
+}
 
 
 @pytest.fixture
 def make_model(tmp_path: Path) -> MakeModel:
     """Writes a random model with transformers and returns its directory."""
 
-    def make(*, tied: bool, dtype: str, max_shard_size: str = "5GB", name: str = "hf") -> Path:
+    def make(
+        *,
+        tied: bool,
+        dtype: str,
+        max_shard_size: str = "5GB",
+        name: str = "hf",
+        family: str = "qwen2",
+    ) -> Path:
         torch.manual_seed(0)
-        config = Qwen2Config(
+        fields = dict(FAMILIES[family])
+        config = CONFIG_MAPPING[fields.pop("model_type")](
             vocab_size=37,
             hidden_size=20,
             intermediate_size=29,
@@ -27,8 +44,9 @@ def make_model(tmp_path: Path) -> MakeModel:
             num_key_value_heads=1,
             max_position_embeddings=64,
             tie_word_embeddings=tied,
+            **fields,
         )
-        model = Qwen2ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():  # biases and norms start constant: make them tell
             torch.nn.init.normal_(parameter, std=0.3)
         directory = tmp_path / name

@@ -35,12 +35,21 @@ def logits(directory: Path) -> torch.Tensor:
         return model(torch.arange(12).reshape(2, 6)).logits
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("family", "tied", "dtype"),
+    [
+        ("qwen2", True, "float32"),
+        ("qwen2", False, "bfloat16"),
+        ("qwen3", True, "bfloat16"),
+        ("qwen3", False, "float32"),
+        ("llama", False, "bfloat16"),
+        ("mistral", False, "float32"),
+    ],
+)
 def test_bits_and_logits_survive_the_round_trip(
-    make_model: MakeModel, tmp_path: Path, tied: bool, dtype: str
+    make_model: MakeModel, tmp_path: Path, family: str, tied: bool, dtype: str
 ) -> None:
-    hf_dir = make_model(tied=tied, dtype=dtype)
+    hf_dir = make_model(tied=tied, dtype=dtype, family=family)
     out = tmp_path / "out"
 
     export_checkpoint(imported(hf_dir), out, model_dir=hf_dir, dtype=dtype)
@@ -130,10 +139,13 @@ def test_layers_are_read_by_stored_chunk(make_model: MakeModel, tmp_path: Path) 
     assert differences(hf_dir, tmp_path / "out") == []
 
 
-def test_the_map_covers_each_leaf_once_and_inverts_itself(make_model: MakeModel) -> None:
-    config = load_config(make_model(tied=False, dtype="float32"))
+@pytest.mark.parametrize(("family", "leaves"), [("qwen2", 15), ("qwen3", 18), ("llama", 12)])
+def test_the_map_covers_each_leaf_once_and_inverts_itself(
+    make_model: MakeModel, family: str, leaves: int
+) -> None:
+    config = load_config(make_model(tied=False, dtype="float32", family=family))
     entries = weight_map(config)
-    assert len({entry.path for entry in entries}) == len(entries) == 15
+    assert len({entry.path for entry in entries}) == len(entries) == leaves
     for entry in entries:
         part = np.arange(np.prod(entry.shape)).reshape(entry.shape).astype(ml_dtypes.bfloat16)
         np.testing.assert_array_equal(entry.to_tree(entry.to_hf(part)), part)
