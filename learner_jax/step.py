@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
@@ -31,10 +30,17 @@ from bridge.config import ModelConfig
 from learner_jax.arrays import Data, LossInputs, TokenBatch
 from learner_jax.execution import Execution, execution
 from learner_jax.logprobs import token_logprobs
+from learner_jax.lora import abstract_lora, init_lora, merge, with_adapters
 from learner_jax.loss import grpo_loss
 from learner_jax.loss_metrics import LossMetrics
 from learner_jax.model import Params, abstract_params, final_hidden, head_weight
-from learner_jax.optimizer import make_optimizer
+from learner_jax.optimizer import (
+    Moments,
+    abstract_moments,
+    adamw,
+    global_norm,
+    zero_moments,
+)
 from learner_jax.packing import row_bound
 from learner_jax.sharding import batch_sharding, param_shardings
 from runspec.common.errors import UserError
@@ -47,8 +53,8 @@ class TrainState:
     """Everything that an update changes."""
 
     params: Any
-    """float32 masters."""
-    opt_state: Any
+    """float32 masters: the weights, or the adapters where `learner.lora` is set."""
+    moments: Moments
     updates: Data
     """Optimizer updates made, int32 []."""
     skipped: Data
@@ -87,15 +93,22 @@ class Programs:
     """`jax.ShapeDtypeStruct` with shardings: the target of a restore."""
     abstract_batch: tuple[TokenBatch, LossInputs]
     """The same of what `score` and `accumulate` take, [M, rows, tokens]."""
+    abstract_base: Any | None
+    """The same of the frozen weights under adapters; None where the weights are trained."""
     init_state: Callable[[Any], TrainState]
-    """Parameters on the mesh -> a state with an empty optimizer; masters are float32 copies."""
-    publish: Callable[[Any], Any]
-    """Masters -> a copy in `broadcast.dtype`: the policy version as its bits."""
+    """Parameters on the mesh -> a state with an empty optimizer; masters are float32 copies, or
+    adapters drawn from the run's seed."""
+    freeze: Callable[[Any], Any]
+    """Parameters -> a copy in `broadcast.dtype`: version 0's bits, and the base of adapters."""
+    publish: Callable[..., Any]
+    """(masters, base=None) -> the weights in `broadcast.dtype`, adapters merged into the base: the
+    policy version as its bits."""
     score: Callable[[Any, TokenBatch, int], Array]
-    """(published parameters, microbatches, how many are real) -> log-probs of the targets, float32
+    """(published weights, microbatches, how many are real) -> log-probs of the targets, float32
     [M, rows, tokens], sharded as `LossInputs` are; 0 where no target is."""
-    accumulate: Callable[[Any, TokenBatch, LossInputs, int], Accumulated]
-    """(masters, microbatches, their loss inputs, how many are real) -> gradient and metrics."""
+    accumulate: Callable[..., Accumulated]
+    """(masters, microbatches, their loss inputs, how many are real, base=None) -> gradient and
+    metrics."""
     apply: Callable[[TrainState, Accumulated], tuple[TrainState, Update]]
     """One update, or none where it would not be finite; donates the state."""
 
@@ -163,22 +176,33 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
         temperature=sampling_temperature(spec),
         execution=execution(spec.learner, mesh),
     )
-    optimizer = make_optimizer(spec.optimizer)
-    abstract_state = _abstract_state(config, mesh, optimizer)
+    lora = spec.learner.lora
+    abstract_state = _abstract_state(spec, config, mesh)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
-    params_shardings = state_shardings.params
     abstract_batch = _abstract_batch(spec, mesh)
     per_token = abstract_batch[1].weights.sharding
     replicated = NamedSharding(mesh, PartitionSpec())
     broadcast_dtype = jnp.dtype(spec.broadcast.dtype)
+    weights = _abstract_like(abstract_params(config), mesh, broadcast_dtype)
+    weights_shardings = jax.tree.map(lambda leaf: leaf.sharding, weights)
+
+    def init_masters(params: Any) -> Any:
+        if lora is None:
+            return _copy_as(params, jnp.float32)
+        return init_lora(config, lora, jax.random.key(spec.seed))
+
+    masters_of = jax.jit(init_masters, out_shardings=state_shardings.params)
 
     def init_state(params: Any) -> TrainState:
-        masters = _copy_as(params, jnp.float32)
-        none = jnp.zeros((), jnp.int32)
-        return TrainState(masters, optimizer.init(masters), none, none)
+        none, moments = (np.zeros((), np.int32), zero_moments(abstract_state.moments))
+        updates, skipped = jax.device_put((none, none), replicated)
+        return TrainState(masters_of(params), moments, updates, skipped)
 
-    def publish(params: Any) -> Any:
+    def freeze(params: Any) -> Any:
         return _copy_as(params, broadcast_dtype)
+
+    def publish(params: Any, base: Any = None) -> Any:
+        return freeze(params if lora is None else merge(base, params, lora))
 
     def score(params: Any, batches: TokenBatch, count: Array) -> Array:
         def one(i: Array, scores: Array) -> Array:
@@ -187,18 +211,19 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
         return jax.lax.fori_loop(0, count, one, jnp.zeros(batches.tokens.shape, jnp.float32))
 
     def objective(
-        params: Any, batch: TokenBatch, inputs: LossInputs
+        params: Any, base: Any, batch: TokenBatch, inputs: LossInputs
     ) -> tuple[Array, tuple[LossMetrics, Array]]:
-        logprobs, entropy = policy(params, batch=batch)
+        whole = params if lora is None else with_adapters(base, params, lora)
+        logprobs, entropy = policy(whole, batch=batch)
         loss, metrics = grpo_loss(logprobs, entropy, batch.segment_ids, inputs, spec.algorithm)
         return loss, (metrics, logprobs)
 
     def accumulate(
-        params: Any, batches: TokenBatch, inputs: LossInputs, count: Array
+        params: Any, batches: TokenBatch, inputs: LossInputs, count: Array, base: Any = None
     ) -> Accumulated:
         def one(i: Array, total: Accumulated) -> Accumulated:
             grads, (metrics, logprobs) = jax.grad(objective, has_aux=True)(
-                params, _at(batches, i), _at(inputs, i)
+                params, base, _at(batches, i), _at(inputs, i)
             )
             return Accumulated(
                 jax.tree.map(jnp.add, total.grads, grads),
@@ -214,25 +239,33 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
         return jax.lax.fori_loop(0, count, one, nothing)
 
     def apply(state: TrainState, total: Accumulated) -> tuple[TrainState, Update]:
-        norm = optax.tree.norm(total.grads)
-        finite = jnp.isfinite(norm) & jnp.isfinite(total.metrics.loss)
-        updates, opt_state = optimizer.update(total.grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        made = TrainState(params, opt_state, state.updates + 1, jnp.zeros_like(state.skipped))
-        left = TrainState(state.params, state.opt_state, state.updates, state.skipped + 1)
-        state = jax.tree.map(partial(jnp.where, finite), made, left)
-        return state, Update(norm, state.skipped)
+        norm = global_norm(total.grads)
+        made = jnp.isfinite(norm) & jnp.isfinite(total.metrics.loss)
+        params, moments = adamw(
+            spec.optimizer,
+            state.params,
+            state.moments,
+            total.grads,
+            updates=state.updates,
+            norm=norm,
+            made=made,
+            shardings=state_shardings.params if spec.optimizer.offload else None,
+        )
+        skipped = jnp.where(made, 0, state.skipped + 1)
+        return TrainState(params, moments, state.updates + made, skipped), Update(norm, skipped)
 
     sum_shardings = Accumulated(
-        params_shardings,
+        state_shardings.params,
         jax.tree.map(lambda _: replicated, LossMetrics.zeros()),
         per_token,
     )
     return Programs(
         abstract_state=abstract_state,
         abstract_batch=abstract_batch,
-        init_state=jax.jit(init_state, out_shardings=state_shardings),
-        publish=jax.jit(publish, out_shardings=params_shardings),
+        abstract_base=None if lora is None else weights,
+        init_state=init_state,
+        freeze=jax.jit(freeze, out_shardings=weights_shardings),
+        publish=jax.jit(publish, out_shardings=weights_shardings),
         score=jax.jit(score, out_shardings=per_token),
         accumulate=jax.jit(accumulate, out_shardings=sum_shardings),
         apply=jax.jit(apply, out_shardings=(state_shardings, replicated), donate_argnums=0),
@@ -249,27 +282,22 @@ def _copy_as(params: Any, dtype: np.dtype | type) -> Any:
     return jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
 
 
-def _abstract_state(
-    config: ModelConfig, mesh: Mesh, optimizer: optax.GradientTransformation
-) -> TrainState:
-    replicated = NamedSharding(mesh, PartitionSpec())
-    abstract = abstract_params(config)
-    params = jax.tree.map(
-        lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=sharding),
-        abstract,
-        param_shardings(abstract, mesh),
+def _abstract_like(specs: Any, mesh: Mesh, dtype: np.dtype | type) -> Any:
+    """`jax.ShapeDtypeStruct` for a tree of `ParamSpec`."""
+    return jax.tree.map(
+        lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding),
+        specs,
+        param_shardings(specs, mesh),
     )
-    opt_state = optax.tree_map_params(
-        optimizer,
-        lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding),
-        jax.eval_shape(optimizer.init, params),
-        params,
-        transform_non_params=lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=replicated
-        ),
-    )
-    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-    return TrainState(params, opt_state, number, number)
+
+
+def _abstract_state(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> TrainState:
+    lora = spec.learner.lora
+    trained = abstract_params(config) if lora is None else abstract_lora(config, lora)
+    params = _abstract_like(trained, mesh, jnp.float32)
+    moments = abstract_moments(params, offload=spec.optimizer.offload)
+    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    return TrainState(params, moments, number, number)
 
 
 def _abstract_batch(spec: RunSpec, mesh: Mesh) -> tuple[TokenBatch, LossInputs]:

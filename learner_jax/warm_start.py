@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -34,7 +33,7 @@ from learner_jax.layout import initial_model
 from learner_jax.leaves import save_weights
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import abstract_params, final_hidden, head_weight, init_params
-from learner_jax.optimizer import make_optimizer
+from learner_jax.optimizer import Moments, adamw, global_norm
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from runspec.common.canonical import MalformedJson, canonical_json, parse_object
@@ -298,13 +297,11 @@ class _Steps:
 
 def _build_steps(config: ModelConfig, start: WarmStart, mesh: Mesh) -> _Steps:
     """Jitted programs of weighted cross-entropy, - sum_t w_t log p(o_t), in float32."""
-    optimizer = make_optimizer(
-        Optimizer(
-            lr=start.lr,
-            betas=(0.9, start.beta2),
-            clip_norm=start.clip_norm,
-            warmup_updates=start.warmup_updates,
-        )
+    optimizer = Optimizer(
+        lr=start.lr,
+        betas=(0.9, start.beta2),
+        clip_norm=start.clip_norm,
+        warmup_updates=start.warmup_updates,
     )
 
     def score(params: Any, batch: TokenBatch) -> Array:
@@ -316,7 +313,12 @@ def _build_steps(config: ModelConfig, start: WarmStart, mesh: Mesh) -> _Steps:
             batch.positions,
             Execution(jnp.float32, mesh=mesh),
         )
-        return token_logprobs(hidden, head_weight(params), batch.targets, temperature=1.0)[0]
+        head = head_weight(params)
+        return token_logprobs(hidden, head, batch.targets, temperature=1.0, mesh=mesh)[0]
+
+    def init(params: Any) -> tuple[Moments, Array]:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return Moments(zeros, zeros), jnp.zeros((), jnp.int32)
 
     def accumulate(
         params: Any, total: tuple[Array, Any], batch: TokenBatch, weights: Array
@@ -326,12 +328,18 @@ def _build_steps(config: ModelConfig, start: WarmStart, mesh: Mesh) -> _Steps:
 
         return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params))
 
-    def apply(params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+    def apply(
+        params: Any, opt_state: tuple[Moments, Array], gradients: Any
+    ) -> tuple[Any, tuple[Moments, Array]]:
+        moments, updates = opt_state
+        norm, made = global_norm(gradients), jnp.array(True)
+        params, moments = adamw(
+            optimizer, params, moments, gradients, updates=updates, norm=norm, made=made
+        )
+        return params, (moments, updates + 1)
 
     return _Steps(
-        init=jax.jit(optimizer.init),
+        init=jax.jit(init),
         zeros=jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params)),
         accumulate=jax.jit(accumulate, donate_argnums=1),
         apply=jax.jit(apply, donate_argnums=(0, 1)),
