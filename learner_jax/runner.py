@@ -67,7 +67,7 @@ def train(
     here = fingerprint(spec, mesh)
     reader = BatchReader(run_dir, spec, _root_public_key(run_dir, spec)) if peers.first else None
     start = find_start(run_dir, spec, config, mesh, programs, peers, reader, here, log)
-    state, step, trained = start.state, start.step, start.batch
+    state, base, step, trained = start.state, start.base, start.step, start.batch
     log.info("version %d on %d devices, %d steps to go", step, mesh.size, spec.steps - step)
 
     with Saver(log) as saver:
@@ -78,10 +78,10 @@ def train(
         feed = BatchFeed(reader, peers, saver, stop, log)
         records = Records(run_dir, spec, config, mesh, log) if peers.first else None
 
-        published = versions.start(step, programs.publish(state.params), start.published)
+        published = versions.start(step, programs.publish(state.params, base), start.published)
         if step < spec.steps:
             scored = start.reference if published is None else published
-            compile_ahead(mesh, programs, state, scored)
+            compile_ahead(mesh, programs, state, scored, base)
             log.info("%s", compiled)
         clock = Clock()
         while step < spec.steps:
@@ -102,12 +102,13 @@ def train(
                 published=published,
                 reference=start.reference,
                 batch=batch,
+                base=base,
             )
             clock.trained()
             saver.wait()
             clock.waited("checkpoint")
             state, step, trained = result.state, step + 1, batch.digest
-            published = versions.write(step, programs.publish(state.params))
+            published = versions.write(step, programs.publish(state.params, base))
             clock.trained()
             train_s, waits = clock.take()
             if records is not None:

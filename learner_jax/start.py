@@ -34,6 +34,8 @@ class Start:
     state: TrainState
     reference: Any | None
     """Version 0's bits; None where no KL is asked for."""
+    base: Any | None
+    """The frozen weights under adapters; None where the weights are trained."""
     model_digest: str
     """Names version 0."""
     batch: str | None
@@ -80,16 +82,20 @@ def find_start(
 
     found = parse_object(peers.from_first(newest), max_bytes=MAX_MESSAGE_BYTES)
     info = StateInfo(**found["info"]) if "info" in found else None
-    initial = None
-    if info is None or spec.algorithm.kl.coef:
+    initial = frozen = None
+    if info is None or spec.algorithm.kl.coef or spec.learner.lora:
         initial = load_params(model_dir, config, mesh)
-    reference = programs.publish(initial) if spec.algorithm.kl.coef else None
+    if spec.algorithm.kl.coef or spec.learner.lora:
+        frozen = programs.freeze(initial)
+    reference = frozen if spec.algorithm.kl.coef else None
+    base = frozen if spec.learner.lora else None
     if info is None:
-        return Start(0, programs.init_state(initial), reference, found["digest"], None, True)
+        state = programs.init_state(initial)
+        return Start(0, state, reference, base, found["digest"], None, True)
     for difference in differences(info.fingerprint, fingerprint):
         log.info("not the program that wrote the full state: %s", difference)
     state = load_state(states, info.step, programs.abstract_state)
-    return Start(info.step, state, reference, found["digest"], info.batch, info.published)
+    return Start(info.step, state, reference, base, found["digest"], info.batch, info.published)
 
 
 def _check_run(info: StateInfo, spec: RunSpec, model_digest: str, states: Path) -> None:

@@ -69,6 +69,7 @@ def train_step(
     published: Any | None,
     reference: Any | None,
     batch: Batch,
+    base: Any | None = None,
 ) -> StepResult:
     """Makes `updates_per_step` optimizer updates, each from its contiguous share of the groups.
 
@@ -78,6 +79,7 @@ def train_step(
         published: that version's bits, under which pi_old is recomputed; None where it is mu.
         reference: version 0's bits; None where `kl.coef` is 0.
         batch: in training order.
+        base: the frozen weights under adapters; None where the weights are trained.
 
     Raises:
         RunStopped: more than `optimizer.max_skipped` updates in a row were not finite.
@@ -94,7 +96,7 @@ def train_step(
     outcomes: list[tuple[LossMetrics, Update]] = []
     for share in shares:
         total = programs.accumulate(
-            state.params, share.tokens, share.inputs, share.packed.microbatches
+            state.params, share.tokens, share.inputs, share.packed.microbatches, base
         )
         state, update = programs.apply(state, total)
         logprobs.append(total.logprobs)
@@ -128,7 +130,13 @@ def train_step(
     )
 
 
-def compile_ahead(mesh: Mesh, programs: Programs, state: TrainState, scored: Any | None) -> None:
+def compile_ahead(
+    mesh: Mesh,
+    programs: Programs,
+    state: TrainState,
+    scored: Any | None,
+    base: Any | None = None,
+) -> None:
     """Compiles the large programs, on no microbatch, while the first rollouts are made.
 
     Args:
@@ -138,7 +146,7 @@ def compile_ahead(mesh: Mesh, programs: Programs, state: TrainState, scored: Any
     tokens, inputs = shard_batch(
         jax.tree.map(lambda like: np.zeros(like.shape, like.dtype), programs.abstract_batch), mesh
     )
-    jax.block_until_ready(programs.accumulate(state.params, tokens, inputs, 0))
+    jax.block_until_ready(programs.accumulate(state.params, tokens, inputs, 0, base))
     if scored is not None:
         jax.block_until_ready(programs.score(scored, tokens, 0))
 
