@@ -42,8 +42,11 @@ def abstract_lora(config: ModelConfig, lora: schema.Lora) -> dict[str, Any]:
 
 
 def init_lora(config: ModelConfig, lora: schema.Lora, key: Array) -> dict[str, Any]:
-    """Draws adapters, float32 (float64 under `jax_enable_x64`), a function of the key."""
-    return draw(abstract_lora(config, lora), key)
+    """Draws adapters, float32 (float64 under `jax_enable_x64`), a function of the key.
+
+    Not the numbers that `model.init_params` draws from the same key.
+    """
+    return draw(abstract_lora(config, lora), jax.random.fold_in(key, 1))
 
 
 def with_adapters(base: Params, lora_params: Params, lora: schema.Lora) -> dict[str, Any]:

@@ -99,9 +99,10 @@ def load_policy(weights_dir: Path, learner: schema.Learner, mesh: Mesh) -> Polic
     """Puts a weights directory on the mesh.
 
     Raises:
-        UserError: unreadable.
+        UserError: unreadable, or the packing's rows are longer than the model is exact for.
     """
     config = load_config(weights_dir)
+    config.check_length(learner.packing.tokens, place="learner.packing.tokens")
     return Policy(load_params(weights_dir, config, mesh), config, learner, mesh)
 
 

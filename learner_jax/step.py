@@ -167,9 +167,11 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
     """Makes the programs of a run on a mesh.
 
     Raises:
-        UserError: the packing does not divide over the mesh, or pools differ in temperature.
+        UserError: the packing does not divide over the mesh, its rows are longer than the model
+            is exact for, or pools differ in temperature.
     """
     _check_packing(spec, mesh)
+    config.check_length(spec.learner.packing.tokens, place="learner.packing.tokens")
     policy = partial(
         policy_logprobs,
         config=config,
@@ -202,7 +204,7 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
         return _copy_as(params, broadcast_dtype)
 
     def publish(params: Any, base: Any = None) -> Any:
-        return freeze(params if lora is None else merge(base, params, lora))
+        return freeze(params if lora is None else merge(base, params, lora, broadcast_dtype))
 
     def score(params: Any, batches: TokenBatch, count: Array) -> Array:
         def one(i: Array, scores: Array) -> Array:
