@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner_jax.packing import Sample, pack
+from learner_jax.packing import Packed, Sample, pack, row_bound
 from runspec.common.errors import UserError
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=30)
@@ -15,7 +16,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, 
 
 def samples_of(lengths: list[tuple[int, int]]) -> list[Sample]:
     """Samples whose tokens are all different, so that a mix-up shows."""
-    numbers = iter(range(1, 10_000))
+    numbers = iter(range(1, 100_000))
     return [
         Sample(*(np.array([next(numbers) for _ in range(n)], np.int32) for n in pair))
         for pair in lengths
@@ -23,11 +24,13 @@ def samples_of(lengths: list[tuple[int, int]]) -> list[Sample]:
 
 
 @settings(deadline=None, max_examples=50)
-@given(LENGTHS, st.integers(1, 4))
-def test_every_sample_is_there_once_and_whole(lengths: list[tuple[int, int]], rows: int) -> None:
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 3))
+def test_every_sample_is_there_once_and_whole(
+    lengths: list[tuple[int, int]], rows: int, shards: int
+) -> None:
     # given any samples, when packed
     samples = samples_of(lengths)
-    packed = pack(samples, tokens=20, rows=rows)
+    packed = pack(samples, tokens=20, rows=rows * shards, shards=shards)
     batch = packed.batch
     # then the tokens of each lie together, numbered from 0, under a segment of their own
     found = []
@@ -36,10 +39,18 @@ def test_every_sample_is_there_once_and_whole(lengths: list[tuple[int, int]], ro
             here = batch.segment_ids[row] == segment
             found.append(batch.tokens[row][here].tolist())
             assert batch.positions[row][here].tolist() == list(range(here.sum()))
-            assert batch.targets[row][here].tolist() == [*found[-1][1:], 0]
     assert sorted(found) == sorted([*s.prompt.tolist(), *s.output.tolist()] for s in samples)
     assert not batch.tokens[batch.segment_ids == 0].any()
-    assert batch.tokens.shape == (packed.microbatches, rows, 20)
+    assert (batch.targets[batch.segment_ids == 0] == -1).all()
+    assert batch.tokens.shape == (packed.microbatches, rows * shards, 20)
+    # and the targets are the output tokens, each at the position before it
+    assert sorted(batch.targets[batch.targets >= 0]) == sorted(
+        token for s in samples for token in s.output
+    )
+    before, after = batch.tokens[..., :-1], batch.tokens[..., 1:]
+    aimed = batch.targets[..., :-1] >= 0
+    np.testing.assert_array_equal(batch.targets[..., :-1][aimed], after[aimed])
+    assert before[aimed].all()
 
 
 @settings(deadline=None, max_examples=50)
@@ -78,3 +89,93 @@ def test_a_sample_longer_than_a_row_is_refused() -> None:
 def test_nothing_to_predict_is_refused(lengths: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match=r"no samples|needs a prompt token and an output"):
         pack(samples_of(lengths), tokens=10, rows=2)
+
+
+def row_lengths(packed: Packed) -> list[np.ndarray]:
+    """Sample lengths of each row, in the order of the rows."""
+    rows = packed.batch.segment_ids.reshape(-1, packed.batch.segment_ids.shape[-1])
+    return [np.unique(row[row > 0], return_counts=True)[1] for row in rows]
+
+
+def loads_of(rows: list[np.ndarray], microbatches: int, shards: int) -> np.ndarray:
+    """[M, shards]: squared sample lengths of each shard's rows, summed."""
+    costs = [float((row.astype(float) ** 2).sum()) for row in rows]
+    return np.reshape(costs, (microbatches, shards, -1)).sum(axis=-1)
+
+
+@settings(deadline=None, max_examples=50)
+@given(LENGTHS, st.integers(1, 3), st.integers(2, 4))
+def test_shards_wait_for_each_other_by_one_row_at_most(
+    lengths: list[tuple[int, int]], rows: int, shards: int
+) -> None:
+    # given any lengths, when packed for some shards
+    packed = pack(samples_of(lengths), tokens=18, rows=rows * shards, shards=shards)
+    filled = row_lengths(packed)
+    loads = loads_of(filled, packed.microbatches, shards)
+    costliest = loads_of(filled, packed.microbatches, rows * shards).max()
+    # then what the slowest shards take, microbatch by microbatch, is the mean and a row's cost
+    assert loads.max(axis=1).sum() <= loads.sum() / shards + costliest
+    # and the same samples give the same rows
+    again = pack(samples_of(lengths), tokens=18, rows=rows * shards, shards=shards)
+    jax.tree.map(np.testing.assert_array_equal, packed.batch, again.batch)
+
+
+def test_long_tails_are_balanced_where_rows_in_order_are_not() -> None:
+    # given lengths as of reasoning: log-normal, a mean of a quarter of the longest
+    rng, tokens, shards, rows = np.random.default_rng(0), 2048, 8, 16
+    drawn = np.clip(rng.lognormal(np.log(tokens / 5), 0.8, 512), 2, tokens).astype(int)
+    samples = [Sample(np.zeros(1, np.int32), np.zeros(n - 1, np.int32)) for n in drawn]
+    # when packed for eight shards
+    packed = pack(samples, tokens=tokens, rows=rows, shards=shards)
+    # then waiting for the slowest of them costs a twentieth at most
+    filled = row_lengths(packed)
+    loads = loads_of(filled, packed.microbatches, shards)
+    assert loads.max(axis=1).sum() < 1.05 * loads.mean(axis=1).sum()
+    # where in the order in which rows are filled, the longest sample first, it costs a quarter
+    filled.sort(key=lambda lengths: -lengths.max(initial=0))
+    naive = loads_of(filled, packed.microbatches, shards)
+    assert naive.max(axis=1).sum() > 1.25 * loads.mean(axis=1).sum()
+
+
+def test_a_fixed_number_of_microbatches_ends_in_padding() -> None:
+    # given six samples that fill two microbatches, when four are asked for
+    samples = samples_of([(2, 3)] * 6)
+    packed = pack(samples, tokens=8, rows=3, microbatches=4)
+    # then two hold them and the others hold nothing that is trained
+    assert packed.microbatches == 2 and len(packed.batch.tokens) == 4
+    assert (packed.batch.segment_ids[:2].max(axis=-1) == 1).all()
+    assert not packed.batch.segment_ids[2:].any() and (packed.batch.targets[2:] == -1).all()
+    # and where they do not fit it is said
+    with pytest.raises(UserError, match="6 samples of up to 5 tokens need 2 microbatches"):
+        pack(samples, tokens=8, rows=3, microbatches=1)
+
+
+@settings(deadline=None, max_examples=50)
+@given(LENGTHS, st.integers(18, 40))
+def test_no_lengths_need_more_rows_than_the_bound(
+    lengths: list[tuple[int, int]], tokens: int
+) -> None:
+    packed = pack(samples_of(lengths), tokens=tokens, rows=1)
+    longest = max(prompt + output for prompt, output in lengths)
+    assert packed.microbatches <= row_bound(len(lengths), longest, tokens)
+
+
+def test_first_fit_is_that_of_the_textbook() -> None:
+    # given many lengths, when packed
+    rng = np.random.default_rng(1)
+    lengths = [(1, int(n)) for n in rng.integers(1, 60, 300)]
+    packed = pack(samples_of(lengths), tokens=64, rows=1)
+    # then the samples that share a row are those of the plain search for the first row with room
+    rows: list[list[int]] = []
+    for i in sorted(range(300), key=lambda i: (-lengths[i][1], i)):
+        fits = (
+            row for row in rows if sum(1 + lengths[j][1] for j in row) + 1 + lengths[i][1] <= 64
+        )
+        row = next(fits, None)
+        if row is None:
+            rows.append(row := [])
+        row.append(i)
+    together: dict[int, list[int]] = {}
+    for i, place in enumerate(packed.placements):
+        together.setdefault(place.microbatch, []).append(i)
+    assert sorted(map(sorted, rows)) == sorted(together.values())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -10,12 +13,15 @@ import pytest
 
 from bridge.config import ModelConfig
 from learner_jax.batch import Batch, TrainingRollout
+from learner_jax.lora import init_lora
 from learner_jax.model import abstract_params, init_params
 from learner_jax.sharding import make_mesh, shard_params
-from learner_jax.step import build_programs
+from learner_jax.skipped import RolloutName
+from learner_jax.step import Programs, build_programs
 from learner_jax.training import StepResult, train_step
 from learner_jax.warm_start import model_config
-from runspec.spec.schema import RunSpec
+from runspec.common.process import RunStopped
+from runspec.spec.schema import Lora, RunSpec
 from tests.learner_jax.conftest import VOCABULARY, tiny_spec
 from verify.formats.batch import BatchGroup, BatchManifest
 
@@ -49,16 +55,50 @@ def batch_of(groups: int, *, mu: float = -3.4) -> Batch:
     return Batch(manifest, [[rollout(g, s) for s in range(4)] for g in range(groups)])
 
 
-def trained(spec: RunSpec, batch: Batch) -> StepResult:
-    config: ModelConfig = model_config(spec)
-    mesh = make_mesh(spec.learner.mesh)
-    programs = build_programs(spec, config, mesh)
-    params = init_params(config, jax.random.key(0))
-    state = programs.init_state(shard_params(params, abstract_params(config), mesh))
-    published = programs.publish(state.params)
-    return train_step(
-        spec, mesh, programs, state, published=published, reference=published, batch=batch
-    )
+@cache
+def built(spec_json: str) -> tuple[ModelConfig, jax.sharding.Mesh, Programs]:
+    spec = RunSpec.model_validate_json(spec_json)
+    config, mesh = model_config(spec), make_mesh(spec.learner.mesh)
+    return config, mesh, build_programs(spec, config, mesh)
+
+
+def trained(spec: RunSpec, *batches: Batch) -> StepResult:
+    """The result of the last batch, trained after the others."""
+    config, mesh, programs = built(spec.model_dump_json(by_alias=True))
+    params = shard_params(init_params(config, jax.random.key(0)), abstract_params(config), mesh)
+    state = programs.init_state(params)
+    base = programs.freeze(params)
+    for batch in batches:
+        result = train_step(
+            spec,
+            mesh,
+            programs,
+            state,
+            published=base,
+            reference=base,
+            batch=batch,
+            base=base if spec.learner.lora else None,
+        )
+        state = result.state
+    return result
+
+
+def spoiled(
+    batch: Batch, change: Callable[[TrainingRollout], Any], *which: tuple[int, int]
+) -> Batch:
+    """The batch with the rollouts (group, sample) changed."""
+    groups = [
+        [
+            replace(rollout, **change(rollout)) if (g, i) in which else rollout
+            for i, rollout in enumerate(group)
+        ]
+        for g, group in enumerate(batch.groups)
+    ]
+    return replace(batch, groups=groups)
+
+
+def no_mu(rollout: TrainingRollout) -> Any:
+    return {"mu": np.full_like(rollout.mu, np.nan)}
 
 
 def flat(result: StepResult) -> np.ndarray:
@@ -97,3 +137,59 @@ def test_updates_take_contiguous_shares_with_pi_old_from_before_the_first() -> N
 def test_a_step_with_fewer_groups_than_updates_makes_fewer_updates() -> None:
     result = trained(spec_with(updates_per_step=4), batch_of(3))
     assert int(result.state.updates) == 3
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_its_rollouts_named() -> None:
+    # given a step of two updates, a rollout of the second with a log-prob that is not finite
+    spec, batch = spec_with(updates_per_step=2, old_logprobs="sampler"), batch_of(4)
+    result = trained(spec, spoiled(batch, no_mu, (2, 1)))
+    # then the first was made, the second was not, and the rollout is named
+    assert (int(result.state.updates), int(result.state.skipped)) == (1, 1)
+    assert result.numbers["skipped_updates"] == 1 and np.isfinite(result.numbers["loss"])
+    (skipped,) = result.skipped
+    assert (skipped.update, skipped.told) == (1, True)
+    assert skipped.rollouts == (RolloutName(SUBMISSION, 2, 1),)
+    # and the state is that of the first update alone
+    first = trained(spec_with(updates_per_step=1, old_logprobs="sampler"), batch_of(2))
+    np.testing.assert_array_equal(flat(result), flat(first))
+
+
+def test_all_rollouts_are_named_where_no_number_tells() -> None:
+    # given advantages whose gradient overflows, though every number of the tokens is finite
+    batch = spoiled(batch_of(2), lambda _: {"advantage": 1e30}, (0, 0))
+    result = trained(spec_with(), batch)
+    (skipped,) = result.skipped
+    assert not skipped.told and len(skipped.rollouts) == 8
+    assert np.isnan(result.numbers["loss"]) and np.isnan(result.numbers["grad_norm"])
+
+
+def test_too_many_skipped_updates_in_a_row_stop_the_run() -> None:
+    # given two steps, in which no update is finite, and one may be skipped
+    spec = spec_with(old_logprobs="sampler")
+    spec = spec.model_copy(
+        update={"optimizer": spec.optimizer.model_copy(update={"max_skipped": 1})}
+    )
+    bad = spoiled(batch_of(2), no_mu, (1, 3))
+    # then the first is skipped and the second stops the run, whoever was in between restarted
+    assert int(trained(spec, bad).state.skipped) == 1
+    with pytest.raises(RunStopped, match=r"2 updates in a row were not finite.*group 1 sample 3"):
+        trained(spec, bad, bad)
+    # and one that is made in between is enough to go on
+    assert int(trained(spec, bad, batch_of(2), bad).state.skipped) == 1
+
+
+def test_adapters_are_trained_and_the_base_is_not() -> None:
+    # given a run that trains adapters on two matrices
+    spec = spec_with()
+    learner = spec.learner.model_copy(
+        update={"lora": Lora(rank=2, alpha=4.0, targets=["q", "down"])}
+    )
+    result = trained(spec.model_copy(update={"learner": learner}), batch_of(4))
+    # then the ratio before the first update is 1: B starts at zero
+    assert result.numbers["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    # and of the adapters, all that there is to train, B has moved and A, which B = 0 stops, has not
+    layers = result.state.params["layers"]
+    drawn = init_lora(model_config(spec), learner.lora, jax.random.key(spec.seed))["layers"]
+    assert set(layers) == {"q_a", "q_b", "down_a", "down_b"}
+    for name, leaf in layers.items():
+        assert (np.asarray(leaf) == drawn[name]).all() == name.endswith("_a")
