@@ -131,10 +131,10 @@ def test_long_tails_are_balanced_where_rows_in_order_are_not() -> None:
     filled = row_lengths(packed)
     loads = loads_of(filled, packed.microbatches, shards)
     assert loads.max(axis=1).sum() < 1.05 * loads.mean(axis=1).sum()
-    # where in the order in which rows are filled, the longest sample first, it costs a quarter
+    # where in the order in which rows are filled, the longest sample first, it costs a tenth
     filled.sort(key=lambda lengths: -lengths.max(initial=0))
     naive = loads_of(filled, packed.microbatches, shards)
-    assert naive.max(axis=1).sum() > 1.25 * loads.mean(axis=1).sum()
+    assert naive.max(axis=1).sum() > 1.1 * loads.mean(axis=1).sum()
 
 
 def test_a_fixed_number_of_microbatches_ends_in_padding() -> None:
