@@ -16,11 +16,11 @@ MAX_LOG_RATIO = 20.0
 """log r is held within this of 0, and so is every exponent of a log-prob difference."""
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
-# The histogram of log r: bin k lies around 1e-3 sinh((k - 128) step), k = 1 .. 255 from -20 to 20,
+# The histogram of log r: bin k lies around 1e-4 sinh((k - 128) step), k = 1 .. 255 from -20 to 20,
 # so that bins are even near 0 and grow with |log r| further out.
 _ROOT = 16
 _BINS = _ROOT * _ROOT
-_CENTRE = 1e-3
+_CENTRE = 1e-4
 _STEP = math.asinh(MAX_LOG_RATIO / _CENTRE) / (_BINS / 2 - 1)
 _UPPER_EDGES = _CENTRE * np.sinh((np.arange(_BINS) - _BINS / 2 + 0.5) * _STEP)
 
@@ -86,7 +86,7 @@ class LossMetrics:
         as they are, the rest per output token.
 
         `ratio_p01`, `_p50` and `_p99` are exp of quantiles of log r, which are known to within
-        their bin of the histogram: to the larger of 1e-4 and 9 % of |log r|.
+        their bin of the histogram: to the larger of 2e-5 and 12 % of |log r|.
         """
         tokens = max(float(self.tokens), 1.0)
         per_token = {name: float(getattr(self, name)) / tokens for name in (*_SUMS, *_COUNTS)}
