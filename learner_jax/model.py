@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from bridge.config import ModelConfig
@@ -137,7 +138,10 @@ def final_hidden(
     mesh, compute_dtype = execution.mesh, execution.compute_dtype
     # Under context parallelism the columns are in another order in here, and nowhere else.
     tokens, segment_ids, positions = (to_zigzag(x, mesh) for x in (tokens, segment_ids, positions))
-    x = params["embed"][tokens].astype(compute_dtype)  # [B, T, D]
+    # Gathered over fsdp before the look-up, as a layer's weights are before their products: looked
+    # up in a table that is cut along D, the activations of all rows would be exchanged instead.
+    table = constrain(params["embed"].astype(compute_dtype), mesh, "vocab", None)
+    x = table[tokens]  # [B, T, D]
     x = constrain(x, mesh, "batch", "sequence", None)
     turn = rotation(positions, config)
 
@@ -160,36 +164,46 @@ def _layer(
     execution: Execution,
 ) -> Float[Array, "B T D"]:
     y = _rms_norm(x, layer["attn_norm"], config.rms_norm_eps)  # [B, T, D]
-    q, k = _linear(y, layer, "q"), _linear(y, layer, "k")  # [B, T, H, h], [B, T, K, h]
+    mesh = execution.mesh
+    q, k = _linear(y, layer, "q", mesh), _linear(y, layer, "k", mesh)  # [B, T, H, h], [B, T, K, h]
     if "q_norm" in layer:
         q = _rms_norm(q, layer["q_norm"], config.rms_norm_eps)
         k = _rms_norm(k, layer["k_norm"], config.rms_norm_eps)
-    q, k, v = rotate(q, turn), rotate(k, turn), _linear(y, layer, "v")
+    q, k, v = rotate(q, turn), rotate(k, turn), _linear(y, layer, "v", mesh)
     mixed = packed_attention(q, k, v, segment_ids, execution)
-    x = x + _linear(mixed, layer, "o")  # [B, T, D]
-    x = constrain(x, execution.mesh, "batch", "sequence", None)
+    x = x + _linear(mixed, layer, "o", mesh)  # [B, T, D]
+    x = constrain(x, mesh, "batch", "sequence", None)
     y = _rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)  # [B, T, D]
-    gated = jax.nn.silu(_linear(y, layer, "gate")) * _linear(y, layer, "up")  # [B, T, F]
-    return constrain(x + _linear(gated, layer, "down"), execution.mesh, "batch", "sequence", None)
+    gate, up = _linear(y, layer, "gate", mesh), _linear(y, layer, "up", mesh)
+    gated = jax.nn.silu(gate) * up  # [B, T, F]
+    return constrain(x + _linear(gated, layer, "down", mesh), mesh, "batch", "sequence", None)
 
 
-def _linear(x: Float[Array, "B T ..."], layer: Params, name: str) -> Float[Array, "B T ..."]:
+def _linear(
+    x: Float[Array, "B T ..."], layer: Params, name: str, mesh: Mesh | None
+) -> Float[Array, "B T ..."]:
     """x W, plus the bias and the adapter (`lora.with_adapters`) where the layer has one."""
     contract = CONTRACTED.get(name, 1)
-    product = _dense(x, layer[name], contract)
+    product = _dense(x, layer[name], mesh, contract)
     if f"{name}_bias" in layer:
         product = product + layer[f"{name}_bias"]
     if f"{name}_a" in layer:
-        product = product + _dense(_dense(x, layer[f"{name}_a"], contract), layer[f"{name}_b"])
+        inner = _dense(x, layer[f"{name}_a"], mesh, contract)
+        product = product + _dense(inner, layer[f"{name}_b"], mesh)
     return product
 
 
-def _dense(x: Float[Array, "B T ..."], weight: Array, contract: int = 1) -> Float[Array, "B T ..."]:
+def _dense(
+    x: Float[Array, "B T ..."], weight: Array, mesh: Mesh | None, contract: int = 1
+) -> Float[Array, "B T ..."]:
     """Contracts the last `contract` dimensions of x with the first ones of the weight.
 
     As a product of two matrices: the weight's gradient then sums over one dimension, which XLA
-    for CPUs does without a transposed copy of x, twice as fast.
+    for CPUs does without a transposed copy of x, twice as fast. Not where columns are cut: rows
+    and columns in one dimension could not stay so.
     """
+    if mesh is not None and mesh.shape["context"] > 1:
+        return jnp.tensordot(x, weight, axes=contract)
     rows, inner = x.shape[:-contract], math.prod(weight.shape[:contract])
     product = x.reshape(-1, inner) @ weight.reshape(inner, -1)
     return product.reshape(*rows, *weight.shape[contract:])
