@@ -5,7 +5,7 @@ Orbax itself imports JAX; a publisher has no use for that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -35,18 +35,33 @@ def open_checkpoint(orbax_dir: Path, config: ModelConfig) -> dict[LeafPath, ts.T
     Raises:
         UserError: not such a checkpoint, unreadable, or its leaves are not the model's.
     """
+    return open_leaves(orbax_dir, {entry.path: entry.leaf_shape for entry in weight_map(config)})
+
+
+def open_leaves(
+    orbax_dir: Path, expected: Mapping[LeafPath, tuple[int, ...]], *, among_others: bool = False
+) -> dict[LeafPath, ts.TensorStore]:
+    """Opens leaves of a checkpoint by path and shape; reads no data.
+
+    Args:
+        orbax_dir: what `orbax.checkpoint.v1.save` wrote.
+        expected: shape of every leaf that is wanted.
+        among_others: whether the checkpoint may hold more than those.
+
+    Raises:
+        UserError: as `open_checkpoint`.
+    """
     tree = _tree_directory(orbax_dir)
-    paths = _leaf_paths(tree / _TREE_METADATA)
-    expected = {entry.path: entry.leaf_shape for entry in weight_map(config)}
-    if set(paths) != set(expected):
-        missing = listed(".".join(path) for path in set(expected) - set(paths))
-        unknown = listed(".".join(path) for path in set(paths) - set(expected))
+    paths = set(_leaf_paths(tree / _TREE_METADATA))
+    missing = listed(".".join(path) for path in set(expected) - paths)
+    unknown = listed(".".join(path) for path in paths - set(expected) if not among_others)
+    if missing or unknown:
         raise UserError(
             f"leaves missing: {missing or 'none'}; leaves unexpected: {unknown or 'none'}",
             place=str(orbax_dir),
             remedy="use the config.json that belongs to this checkpoint",
         )
-    return {path: _open_leaf(tree, path, expected[path]) for path in expected}
+    return {path: _open_leaf(tree, path, shape) for path, shape in expected.items()}
 
 
 def read_parts(store: ts.TensorStore, entry: Entry, *, place: Path) -> Iterator[np.ndarray]:

@@ -61,6 +61,12 @@ def main(arguments: list[str] | None = None) -> int:
     score.add_argument("--dtype", choices=["float32", "bfloat16"], help="else that of the weights")
     score.add_argument("--mesh", metavar="AXIS=N,...", help="else fsdp over all devices")
     score.add_argument("--out", type=Path, help="a file in place of standard output")
+    adapter = commands.add_parser(
+        "export-adapter", help="write the adapters of a LoRA run as a PEFT directory"
+    )
+    adapter.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
+    adapter.add_argument("out", type=Path, metavar="OUT", help="a new directory")
+    adapter.add_argument("--step", type=int, help="of which full state; else the newest")
     options = parser.parse_args(arguments)
     code = run_role(_ROLES[options.command], lambda log: _run(options, log))
     if code and options.command == "train":
@@ -77,6 +83,7 @@ _ROLES = {
     "publish": "publisher",
     "aot": "aot",
     "score": "score",
+    "export-adapter": "export-adapter",
 }
 
 
@@ -93,6 +100,11 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
 
         fields = ("run", "profile", "overrides", "topology", "model_config")
         aot_command(AotOptions(**{name: getattr(options, name) for name in fields}))
+    elif options.command == "export-adapter":
+        from learner_jax.export_adapter import export_adapter
+
+        step = export_adapter(options.run_dir, options.out, step=options.step)
+        log.info("adapters after step %d are in %s", step, options.out)
     elif options.command == "score":
         from learner_jax.score import score_command
 
@@ -117,7 +129,7 @@ def _train(options: argparse.Namespace, log: logging.Logger) -> None:
     from runspec.spec.resolved import load_resolved
 
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each save, at length
-    stop, spec = stop_event(), load_resolved(options.run_dir)
+    spec = load_resolved(options.run_dir)
     keep_compiled(cache_folder(options.run_dir, spec))
     with joined(
         spec.learner.hosts,
@@ -127,7 +139,8 @@ def _train(options: argparse.Namespace, log: logging.Logger) -> None:
         join_s=options.join,
         heartbeat_s=options.heartbeat,
     ) as peers:
-        train(options.run_dir, log, stop, peers)
+        # Not before: joining puts JAX's own handler in SIGTERM's place.
+        train(options.run_dir, log, stop_event(), peers)
 
 
 if __name__ == "__main__":
