@@ -15,13 +15,14 @@ from learner_jax.batch_bytes import MalformedBatch, decode_batch, encode_batch
 from verify.formats.batch import BatchGroup, BatchManifest
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
+single = st.floats(allow_nan=False, allow_infinity=False, width=32)
 tokens = st.lists(st.integers(0, 2**31 - 1), min_size=0, max_size=5)
 
 
 @st.composite
 def rollouts(draw: Any) -> TrainingRollout:
     output = draw(tokens)
-    mu = draw(st.lists(finite.map(np.float32), min_size=len(output), max_size=len(output)))
+    mu = draw(st.lists(single, min_size=len(output), max_size=len(output)))
     return TrainingRollout(
         problem_id=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=5)),
         prompt_tokens=np.asarray(draw(tokens), np.int32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,22 @@ def test_a_flipped_bit_anywhere_in_a_state_is_found_and_named(tmp_path: Path) ->
         assert "step_10" in caught.value.place and "put" in caught.value.remedy
         path.write_bytes(whole)
     load(tmp_path, 10, target)
+
+
+def test_a_full_disk_is_an_error_by_name_and_leaves_no_state(tmp_path: Path) -> None:
+    # given a disk that takes no file of more than a few bytes
+    state = tree(mesh_of(2))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        # when a state is saved, then the error says what to do
+        with pytest.raises(UserError, match="cannot write a checkpoint") as caught:
+            save(tmp_path, 1, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "disk" in caught.value.remedy
+    # and nothing looks like one
+    assert state_steps(tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_file_is_an_error_not_zeros(tmp_path: Path) -> None:

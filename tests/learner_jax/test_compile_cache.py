@@ -1,0 +1,65 @@
+"""Compiled programs survive a restart; damage to them costs a compilation and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from learner_jax.compile_cache import cache_folder
+from tests.learner_jax.conftest import tiny_spec
+
+PROGRAM = """
+import logging, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from learner_jax.compile_cache import CompileCounter, keep_compiled
+logging.basicConfig()
+keep_compiled(Path(sys.argv[1]))
+counter = CompileCounter()
+print(jax.jit(lambda x: jnp.sin(x @ x).sum())(jnp.eye(3)), counter)
+"""
+
+
+def restart(folder: Path) -> tuple[str, str]:
+    """Runs the program in a process of its own; (what it printed, what it logged)."""
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout, done.stderr
+
+
+def flip(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [flip, lambda data: data[: len(data) // 2]], ids=["bit", "torn"])
+def test_a_restart_compiles_nothing_again_unless_the_cache_is_damaged(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    # given a first start, which fills the cache
+    folder = tmp_path / "compiled"
+    first, _ = restart(folder)
+    value, rest = first.split(maxsplit=1)
+    count = int(rest.split(" programs")[0].split()[-1])
+    assert f"0 of {count} programs" in first and count > 0
+    # when it starts again, then every program comes from there
+    assert f"{count} of {count} programs" in restart(folder)[0]
+    # and when every entry is damaged, it says so and compiles them
+    for entry in folder.iterdir():
+        entry.write_bytes(damage(entry.read_bytes()))
+    again, log = restart(folder)
+    assert again.startswith(value + " compiled") and f"0 of {count} programs" in again
+    assert "Error reading persistent compilation cache entry" in log
+
+
+def test_the_cache_lies_in_the_run_directory_or_where_the_spec_says(tmp_path: Path) -> None:
+    spec = tiny_spec()
+    assert cache_folder(tmp_path, spec) == tmp_path / "compiled"
+    learner = spec.learner.model_copy(update={"compile_cache": "/elsewhere"})
+    elsewhere = spec.model_copy(update={"learner": learner})
+    assert cache_folder(tmp_path, elsewhere) == Path("/elsewhere")
