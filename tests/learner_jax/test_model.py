@@ -11,10 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.config import ModelConfig
+from bridge.config import ModelConfig, parse_config
+from bridge.weight_map import weight_map
 from learner_jax.execution import Execution
+from learner_jax.leaves import leaf_at
 from learner_jax.model import abstract_params, final_hidden, head_weight, init_params
 from learner_jax.packing import Sample, pack
+from learner_jax.sharding import make_mesh
+from learner_jax.step import build_programs
+from learner_jax.warm_start import model_config
+from runspec.common.errors import UserError
+from runspec.spec.named_models import model_names, named_model
+from tests.learner_jax.conftest import tiny_spec
 
 LENGTHS = ((3, 4), (1, 9), (6, 2), (5, 5))
 
@@ -94,3 +102,26 @@ def test_initial_parameters_have_the_scales_of_the_recipe() -> None:
     # and every array is as the abstract tree says
     shapes = jax.tree.map(lambda spec: spec.shape, abstract_params(config))
     assert shapes == jax.tree.map(lambda leaf: leaf.shape, params)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_the_tree_of_a_named_model_is_that_of_the_map(name: str) -> None:
+    # given the config that ships
+    config = parse_config(named_model(name) or {}, place=name)
+    # when the tree is described, then it has the leaves of the weight map and no others
+    abstract = abstract_params(config)
+    entries = weight_map(config)
+    for entry in entries:
+        spec = leaf_at(abstract, entry.path)
+        assert spec.shape == entry.leaf_shape
+        assert len(spec.axes) == len(spec.shape)
+    assert len(jax.tree.leaves(abstract)) == len(entries)
+
+
+def test_rows_longer_than_the_model_is_exact_for_are_refused() -> None:
+    # given a Mistral with a window shorter than the rows of a run
+    spec = tiny_spec()
+    config = replace(model_config(spec), model_type="mistral", sliding_window=63)
+    # when its programs are built, then the row is named
+    with pytest.raises(UserError, match=r"learner\.packing\.tokens: 64 tokens in a row"):
+        build_programs(spec, config, make_mesh(spec.learner.mesh))
