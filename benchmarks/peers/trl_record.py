@@ -17,7 +17,7 @@ import trl
 from transformers import Qwen2Config
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
-from trl_trainer import make_trainer
+from trl_trainer import make_trainer, random_model
 
 SHAPE = {
     "vocab_size": 19,
@@ -33,7 +33,7 @@ SHAPE = {
 def loss_of(given: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Loss and its gradients by log-prob and by entropy, [S, T] each."""
     trainer = make_trainer(
-        SHAPE,
+        random_model(SHAPE),
         lambda completions, **_: [0.0] * len(completions),
         per_device_train_batch_size=2,
         num_generations=2,
@@ -76,7 +76,7 @@ def advantages_of(rewards: list[list[float]], scale: str) -> list[list[float]]:
     groups, size = len(rewards), len(rewards[0])
     queue = [reward for group in rewards for reward in group]
     trainer = make_trainer(
-        SHAPE,
+        random_model(SHAPE),
         lambda completions, **_: queue,
         prompts=groups,
         num_generations=size,

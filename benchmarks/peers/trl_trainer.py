@@ -8,7 +8,6 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -17,22 +16,25 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 
+def random_model(shape: dict[str, Any]) -> Qwen2ForCausalLM:
+    """Qwen2 with random weights; `shape` of `Qwen2Config`."""
+    return Qwen2ForCausalLM(Qwen2Config(**shape))
+
+
 def make_trainer(
-    shape: dict[str, Any], rewards: Any, *, prompts: int = 1, **settings: Any
+    model: Qwen2ForCausalLM, rewards: Any, *, prompts: int = 1, **settings: Any
 ) -> GRPOTrainer:
     """A trainer whose prompts are single words.
 
     Args:
-        shape: of `Qwen2Config`; its token 0 is padding, 1 the end.
+        model: its token 0 is padding, 1 the end.
         rewards: a reward function of TRL.
         prompts: in the data set.
         settings: of `GRPOConfig`.
     """
-    words = {f"w{i}": i for i in range(shape["vocab_size"])}
+    words = {f"w{i}": i for i in range(model.config.vocab_size)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    config = Qwen2Config(**shape, bos_token_id=None, eos_token_id=1, pad_token_id=0)
-    model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
     return GRPOTrainer(
         model=model,
         reward_funcs=rewards,
