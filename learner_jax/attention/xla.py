@@ -1,7 +1,7 @@
 """Packed attention in plain XLA: right on every platform, and in float64.
 
-Short rows are attended at once. Longer ones go a tile at a time, `BLOCK` queries of one row, each
-over the blocks of keys that it sees (`spans.key_blocks`) and no others: what is computed grows
+Short rows are attended at once. Longer ones go a tile at a time, a block of queries of one row,
+each over the blocks of keys that it sees (`spans.key_blocks`) and no others: what is computed grows
 with the sum of the squared segment lengths, and memory with T, never with T x T. Softmax is taken
 online and its backward pass recomputed from the log-sum-exp, after FlashAttention-2 (arXiv
 2307.08691, algorithms 1 and 2).
@@ -18,10 +18,13 @@ from jaxtyping import Array, Float, Int
 
 from learner_jax.attention.spans import key_blocks, segment_starts, visible
 
-DIRECT = 512
-"""Longest row attended at once."""
-BLOCK = 256
-"""Queries of a tile and keys of a block: scores are H x BLOCK x BLOCK floats."""
+DIRECT = 128
+"""Longest row attended at once: on a CPU tiles take a half to a third of the time from 256 on."""
+BLOCK = 128
+LONG_BLOCK = 512
+"""Queries of a tile and keys of a block, up to `LONG` tokens and beyond, where fewer and larger
+steps cost a CPU no more, and a GPU starts kernels for each."""
+LONG = 8192
 SAVED = "attention"
 """Name, for remat policies, of what the backward pass needs from the forward one: output and
 log-sum-exp. A policy that saves them spares the second forward pass."""
@@ -78,15 +81,15 @@ def _direct(
 
 
 class _Tile(NamedTuple):
-    """`BLOCK` queries of one row."""
+    """N queries of one row."""
 
     row: Any
     """Int []."""
     q: Any
-    """[K, G, BLOCK, h]."""
+    """[K, G, N, h]."""
     starts: Any
     columns: Any
-    """Int [BLOCK]: the keys that each query sees, none in the padding of the last tile."""
+    """Int [N]: the keys that each query sees, none in the padding of the last tile."""
 
 
 def _blocked(
@@ -98,24 +101,25 @@ def _blocked(
 ) -> Float[Array, "B Q H h"]:
     batch, queries, heads, size = q.shape
     kv_heads = k.shape[2]
-    padded = -queries % BLOCK
+    block = BLOCK if k.shape[1] <= LONG else LONG_BLOCK
+    padded = -queries % block
     q = jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0)))
-    q = q.reshape(batch, -1, BLOCK, kv_heads, heads // kv_heads, size)
-    q = jnp.transpose(q, (0, 1, 3, 4, 2, 5))  # [B, tiles, K, G, BLOCK, h]
+    q = q.reshape(batch, -1, block, kv_heads, heads // kv_heads, size)
+    q = jnp.transpose(q, (0, 1, 3, 4, 2, 5))  # [B, tiles, K, G, N, h]
     starts = jnp.pad(starts, ((0, 0), (0, padded)), constant_values=k.shape[1])
     tiles = _Tile(
         row=jnp.repeat(jnp.arange(batch, dtype=jnp.int32), q.shape[1]),
         q=q.reshape(-1, *q.shape[2:]),
-        starts=starts.reshape(-1, BLOCK),
-        columns=jnp.tile(jnp.pad(columns, (0, padded)).reshape(-1, BLOCK), (batch, 1)),
+        starts=starts.reshape(-1, block),
+        columns=jnp.tile(jnp.pad(columns, (0, padded)).reshape(-1, block), (batch, 1)),
     )
 
     def by_head(x: Array) -> Array:  # [B, T, K, h] -> [B, K, whole blocks, h]
-        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK), (0, 0), (0, 0)))
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0)))
         return jnp.transpose(x, (0, 2, 1, 3))
 
     out = _attend_tiles(tiles.q, by_head(k), by_head(v), tiles)
-    out = jnp.transpose(out.reshape(q.shape), (0, 1, 4, 2, 3, 5))  # [B, tiles, BLOCK, K, G, h]
+    out = jnp.transpose(out.reshape(q.shape), (0, 1, 4, 2, 3, 5))  # [B, tiles, N, K, G, h]
     return out.reshape(batch, -1, heads, size)[:, :queries]
 
 
@@ -125,12 +129,12 @@ def _attend_tiles(q: Array, k: Array, v: Array, tiles: _Tile) -> Array:
 
 
 def _forward(q: Array, k: Array, v: Array, tiles: _Tile) -> tuple[Array, tuple[Any, ...]]:
-    """Output [N, K, G, BLOCK, h], and what `_backward` needs."""
+    """Output, shaped like q, [tiles, K, G, N, h], and what `_backward` needs."""
 
     def one_tile(tile: _Tile) -> tuple[Array, Array]:
         def one_block(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             top, total, mixed = carry
-            keys, values = (_block(x, tile.row, number) for x in (k, v))
+            keys, values = (_block(x, tile, number) for x in (k, v))
             scores, _ = _scores(tile, keys, number)
             new_top = jnp.maximum(top, scores.max(axis=-1))
             weights = jnp.exp(scores - new_top[..., None])
@@ -142,7 +146,7 @@ def _forward(q: Array, k: Array, v: Array, tiles: _Tile) -> tuple[Array, tuple[A
         wide = jnp.promote_types(q.dtype, jnp.float32)
         empty = jnp.zeros(tile.q.shape, wide)
         carry = (jnp.full(empty.shape[:-1], jnp.finfo(wide).min), empty[..., 0], empty)
-        first, stop = key_blocks(tile.starts, tile.columns, BLOCK)
+        first, stop = key_blocks(tile.starts, tile.columns, tile.starts.size)
         top, total, mixed = jax.lax.fori_loop(first, stop, one_block, carry)
         # Queries that see nothing stand in tiles that were skipped, or saw masked scores alone.
         sees = tile.starts <= tile.columns
@@ -170,18 +174,18 @@ def _backward(residuals: tuple[Any, ...], d_out: Array) -> tuple[Array, Array, A
 
         def one_block(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             dk, dv, dq = carry
-            keys, values = (_block(x, tile.row, number) for x in (k, v))
+            keys, values = (_block(x, tile, number) for x in (k, v))
             scores, mask = _scores(tile, keys, number)
             weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
             d_weights = _einsum("kgqh,kth->kgqt", d_out, values)
             d_scores = weights * (d_weights - inner) * q.shape[-1] ** -0.5
             d_scores = d_scores.astype(q.dtype)
-            dk = _add(dk, tile.row, number, _einsum("kgqt,kgqh->kth", d_scores, tile.q))
+            dk = _add(dk, tile, number, _einsum("kgqt,kgqh->kth", d_scores, tile.q))
             gain = _einsum("kgqt,kgqh->kth", weights.astype(q.dtype), d_out)
-            dv = _add(dv, tile.row, number, gain)
+            dv = _add(dv, tile, number, gain)
             return dk, dv, dq + _einsum("kgqt,kth->kgqh", d_scores, keys)
 
-        first, stop = key_blocks(tile.starts, tile.columns, BLOCK)
+        first, stop = key_blocks(tile.starts, tile.columns, tile.starts.size)
         dk, dv, dq = jax.lax.fori_loop(
             first, stop, one_block, (*sums, jnp.zeros(tile.q.shape, wide))
         )
@@ -196,12 +200,13 @@ _attend_tiles.defvjp(_forward, _backward)
 
 
 def _scores(tile: _Tile, keys: Array, number: Array) -> tuple[Array, Array]:
-    """Scores of a tile's queries, [K, G, BLOCK, BLOCK], and which of them count.
+    """Scores of a tile's queries over a block of keys, [K, G, N, N], and which of them count.
 
     The others are finite, so that a query that sees no key makes no NaN.
     """
     scores = _einsum("kgqh,kth->kgqt", tile.q, keys) * tile.q.shape[-1] ** -0.5
-    mask = visible(tile.starts, tile.columns, number * BLOCK + jnp.arange(BLOCK))
+    own = number * tile.starts.size + jnp.arange(tile.starts.size)
+    mask = visible(tile.starts, tile.columns, own)
     return jnp.where(mask, scores, jnp.finfo(scores.dtype).min), mask
 
 
@@ -210,15 +215,17 @@ def _einsum(formula: str, a: Array, b: Array) -> Array:
     return jnp.einsum(formula, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
-def _place(row: Array, number: Array) -> tuple[Array, ...]:
-    zero = jnp.zeros_like(row)  # indices are of one type
-    return row, zero, number * BLOCK, zero
+def _place(tile: _Tile, number: Array) -> tuple[Array, ...]:
+    zero = jnp.zeros_like(tile.row)  # indices are of one type
+    return tile.row, zero, number * tile.starts.size, zero
 
 
-def _block(x: Float[Array, "B K T h"], row: Array, number: Array) -> Float[Array, "K N h"]:
-    return jax.lax.dynamic_slice(x, _place(row, number), (1, x.shape[1], BLOCK, x.shape[3]))[0]
+def _block(x: Float[Array, "B K T h"], tile: _Tile, number: Array) -> Float[Array, "K N h"]:
+    """Block `number` of the tile's row."""
+    shape = (1, x.shape[1], tile.starts.size, x.shape[3])
+    return jax.lax.dynamic_slice(x, _place(tile, number), shape)[0]
 
 
-def _add(x: Float[Array, "B K T h"], row: Array, number: Array, gain: Array) -> Array:
-    total = _block(x, row, number) + gain
-    return jax.lax.dynamic_update_slice(x, total[None], _place(row, number))
+def _add(x: Float[Array, "B K T h"], tile: _Tile, number: Array, gain: Array) -> Array:
+    total = _block(x, tile, number) + gain
+    return jax.lax.dynamic_update_slice(x, total[None], _place(tile, number))

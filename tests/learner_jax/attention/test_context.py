@@ -33,8 +33,8 @@ from tests.learner_jax.attention.dense import (
 )
 
 SHORT = packed_rows([40, 1, -3, 14], [64], length=64)
-LONG = packed_rows([300, 1, 259, -70, 258], [20, 700], length=960)
-"""Chunks of 120 columns over four shards: tiles and segments do not end with them."""
+LONG = packed_rows([200, 1, 159, -40, 70], [20, 400], length=480)
+"""Chunks of 60 columns over four shards: tiles and segments do not end with them."""
 
 
 def attend(mesh: jax.sharding.Mesh, kernel: Kernel = xla.attend) -> Any:

@@ -19,8 +19,8 @@ from tests.learner_jax.attention.dense import (
 )
 
 SHORT = packed_rows([1, 13, 1, 6, -2, 3], [], length=29)
-LONG = packed_rows([300, 1, 1, 260, -70, 448], [20, 600], length=1088)
-"""Two segments over several tiles of queries; a length of 8.5 x 128, four and a quarter tiles."""
+LONG = packed_rows([150, 1, 1, 90, -20, 50], [20, 280], length=320)
+"""Segments over several tiles of queries, a hole, tiles of padding; 320 % 128 = 64."""
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
