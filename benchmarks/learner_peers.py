@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learner_cases import CASES, Case, write_case
 from benchmarks.peers import HERE, python_of
+from benchmarks.peers.cases import CASES, Case, write_case
 from benchmarks.runs import ROOT
 
 CORES = 2
@@ -29,7 +29,7 @@ CORES = 2
 
 def commands() -> dict[str, list[str]]:
     """How each side that is here is started."""
-    found = {"ours": [sys.executable, "-m", "benchmarks.learner_ours"]}
+    found = {"ours": [sys.executable, "-m", "benchmarks.peers.ours_side"]}
     for peer in ("tunix", "trl"):
         python = python_of(peer)
         if python is not None:

@@ -1,6 +1,6 @@
 """Our side of `benchmarks.learner_peers`: `training.train_step`, as the learner calls it.
 
-python -m benchmarks.learner_ours FOLDER REPEATS
+python -m benchmarks.peers.ours_side FOLDER REPEATS
 """
 
 from __future__ import annotations
