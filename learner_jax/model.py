@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from bridge.config import ModelConfig
 from learner_jax.attention import packed_attention
 from learner_jax.attention.context import from_zigzag, to_zigzag
+from learner_jax.embedding import embed
 from learner_jax.execution import Execution
 from learner_jax.remat import layer_remat
 from learner_jax.rope import Rotation, rotate, rotation
@@ -138,10 +139,7 @@ def final_hidden(
     mesh, compute_dtype = execution.mesh, execution.compute_dtype
     # Under context parallelism the columns are in another order in here, and nowhere else.
     tokens, segment_ids, positions = (to_zigzag(x, mesh) for x in (tokens, segment_ids, positions))
-    # Gathered over fsdp before the look-up, as a layer's weights are before their products: looked
-    # up in a table that is cut along D, the activations of all rows would be exchanged instead.
-    table = constrain(params["embed"].astype(compute_dtype), mesh, "vocab", None)
-    x = table[tokens]  # [B, T, D]
+    x = embed(params["embed"], tokens, execution)  # [B, T, D]
     x = constrain(x, mesh, "batch", "sequence", None)
     turn = rotation(positions, config)
 
