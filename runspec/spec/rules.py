@@ -63,7 +63,11 @@ def shape_heads(spec: RunSpec) -> Iterator[Violation]:
     if shape is None:
         return
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    if shape.hidden_size % (2 * heads):
+    if shape.head_dim is not None and shape.head_dim % 2:
+        yield Violation(
+            ("model", "shape", "head_dim"), f"{shape.head_dim} is odd, RoPE turns pairs"
+        )
+    if shape.head_dim is None and shape.hidden_size % (2 * heads):
         yield Violation(
             ("model", "shape", "hidden_size"),
             f"{shape.hidden_size} does not give {heads} heads of an even size",
