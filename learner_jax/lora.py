@@ -76,7 +76,7 @@ def merge(
         dtype: of the merged matrices; by default that of the sum. Others keep the base's type.
     """
     merged = dict(base["layers"])
-    for target in lora.targets:
+    for target in sorted(set(lora.targets)):  # the same program in every process
         a, b = lora_params["layers"][f"{target}_a"], lora_params["layers"][f"{target}_b"]
 
         def one_layer(parts: tuple[Array, Array, Array]) -> Array:

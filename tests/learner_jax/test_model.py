@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.config import ModelConfig, parse_config
+from bridge.config import ModelConfig, hf_config, parse_config
 from bridge.weight_map import weight_map
 from learner_jax.execution import Execution
 from learner_jax.leaves import leaf_at
@@ -125,3 +125,27 @@ def test_rows_longer_than_the_model_is_exact_for_are_refused() -> None:
     # when its programs are built, then the row is named
     with pytest.raises(UserError, match=r"learner\.packing\.tokens: 64 tokens in a row"):
         build_programs(spec, config, make_mesh(spec.learner.mesh))
+
+
+@pytest.mark.parametrize(
+    ("family", "leaves"),
+    [
+        ("qwen2", {"q_bias", "k_bias", "v_bias"}),
+        ("qwen3", {"q_norm", "k_norm"}),
+        ("llama", set()),
+        ("mistral", set()),
+    ],
+)
+def test_a_shape_of_every_family_is_a_model_of_it(family: str, leaves: set[str]) -> None:
+    # given a spec whose model is a shape, with heads of a size of their own
+    spec = tiny_spec()
+    shape = spec.model.shape.model_copy(update={"model_type": family, "head_dim": 6})
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"shape": shape})})
+    # when its config is made
+    config = model_config(spec)
+    # then it has the family's arrays, no window, and a config.json that is read back
+    common = {"attn_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down"}
+    assert abstract_params(config)["layers"].keys() == common | leaves
+    assert (config.head_dim, config.exact_length) == (6, None)
+    written = hf_config(config, dtype="float32", eos_token_id=1, pad_token_id=0)
+    assert parse_config(written, place="config.json") == config
