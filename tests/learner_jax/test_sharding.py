@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -32,6 +32,17 @@ COLLECTIVE = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class Device:
+    """What a mesh asks of a device; there are no slices to be had here."""
+
+    id: int
+    slice_index: int
+    platform: str = "gpu"
+    device_kind: str = ""
+    process_index: int = 0
+
+
 def ids(mesh: jax.sharding.Mesh) -> list[Any]:
     return np.vectorize(lambda device: device.id)(mesh.devices).reshape(-1, 2).tolist()
 
@@ -47,19 +58,13 @@ def test_only_the_slice_axis_crosses_slices() -> None:
 
 def test_slices_are_those_that_the_devices_name() -> None:
     # given devices of two slices that are listed in turn
-    devices = [
-        SimpleNamespace(id=i, slice_index=i % 2, platform="gpu", device_kind="?", process_index=0)
-        for i in range(4)
-    ]
+    devices = [Device(i, slice_index=i % 2) for i in range(4)]
     # when data crosses them, then its outer part does
-    mesh = make_mesh(Mesh(data=2, fsdp=2, slices=2), devices)
-    assert ids(mesh) == [[0, 2], [1, 3]]
+    assert ids(make_mesh(Mesh(data=2, fsdp=2, slices=2), devices)) == [[0, 2], [1, 3]]
     # and a mesh that needs more of a slice than there is, is refused
+    uneven = [Device(i, slice_index=int(i == 3)) for i in range(4)]
     with pytest.raises(UserError, match=r"slices of \[3, 1\] devices, the mesh needs 2 of each"):
-        make_mesh(
-            Mesh(data=2, fsdp=2, slices=2),
-            [SimpleNamespace(**{**vars(d), "slice_index": int(d.id == 3)}) for d in devices],
-        )
+        make_mesh(Mesh(data=2, fsdp=2, slices=2), uneven)
 
 
 def test_slices_that_do_not_divide_their_axis_are_refused() -> None:
