@@ -177,7 +177,9 @@ def score_lines(
     tokens = -(-max(longest, min(MICROBATCH_TOKENS // 4, total // shards)) // multiple) * multiple
     rows = shards * max(1, MICROBATCH_TOKENS * context // tokens)
     for window in _windows(lines):
-        packed = pack([Sample(ids[:1], ids[1:]) for ids in window], tokens=tokens, rows=rows)
+        packed = pack(
+            [Sample(ids[:1], ids[1:]) for ids in window], tokens=tokens, rows=rows, shards=shards
+        )
         found = [
             np.asarray(_logprobs(params, batch, config=config, execution=execution))
             for batch in (
