@@ -28,7 +28,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--remat", choices=("none", "full"), default="full")
+    parser.add_argument(
+        "--remat", choices=("none", "dots", "attention", "full", "offload"), default="full"
+    )
     options = parser.parse_args()
     devices = options.data * options.fsdp * options.tensor
     os.environ["XLA_FLAGS"] = (
@@ -60,7 +62,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from learner_jax.model import abstract_params, init_params
     from learner_jax.packing import Sample, pack
     from learner_jax.sharding import make_mesh, shard_batch, shard_params
-    from learner_jax.step import build_programs
+    from learner_jax.step import build_programs, microbatch_bound
     from learner_jax.warm_start import model_config
     from runspec.spec.load import load_spec
 
@@ -87,26 +89,28 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     for _ in range(options.repeats + 1):
         clock = time.process_time()
-        packed = pack(samples, tokens=options.tokens, rows=options.rows)
+        packed = pack(
+            samples,
+            tokens=options.tokens,
+            rows=options.rows,
+            shards=options.data * options.fsdp,
+            microbatches=microbatch_bound(spec),
+        )
+        tokens = shard_batch(packed.batch, mesh)
+        known = [shard_batch(packed.scatter(values), mesh) for values in (weights, advantages)]
         seconds["pack"].append(time.process_time() - clock)
-        count = range(packed.microbatches)
-        batches = [shard_batch(packed.token_batch(i), mesh) for i in count]
 
         clock = time.process_time()
         published = programs.publish(state.params)
-        old = [np.asarray(programs.score(published, batch)) for batch in batches]
+        old = jax.block_until_ready(programs.score(published, tokens, packed.microbatches))
         seconds["old"].append(time.process_time() - clock)
         clock = time.process_time()
-        ref = [np.asarray(programs.score(reference, batch)) for batch in batches]
+        ref = jax.block_until_ready(programs.score(reference, tokens, packed.microbatches))
         seconds["reference"].append(time.process_time() - clock)
 
         clock = time.process_time()
-        total = programs.zeros()
-        scattered = [packed.scatter(values) for values in (weights, advantages)]
-        for i in count:
-            parts = (scattered[0][i], scattered[1][i], old[i], old[i], ref[i])
-            inputs = shard_batch(LossInputs(*parts), mesh)
-            total = programs.accumulate(state.params, total, batches[i], inputs)
+        inputs = LossInputs(*known, old, old, ref)
+        total = programs.accumulate(state.params, tokens, inputs, packed.microbatches)
         state, _ = jax.block_until_ready(programs.apply(state, total))
         seconds["update"].append(time.process_time() - clock)
 
@@ -118,7 +122,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "packing": {"tokens": options.tokens, "rows": options.rows},
         "microbatches": packed.microbatches,
         "real_tokens": real,
-        "filled": round(real / packed.batch.tokens.size, 3),
+        "filled": round(real / (packed.microbatches * options.rows * options.tokens), 3),
         "compile_seconds": round(sum(t[0] for t in seconds.values()) - step, 2),
         "seconds": {name: round(value, 4) for name, value in median.items()},
         "step_seconds": round(step, 4),
