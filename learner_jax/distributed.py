@@ -110,6 +110,19 @@ class Peers:
             chunks.append(multihost_utils.broadcast_one_to_all(buffer)[:wanted].tobytes())
         return b"".join(chunks)
 
+    def each(self, action: Callable[[], None]) -> None:
+        """Collective: runs `action` in every process.
+
+        Raises:
+            UserError: what it raised here; a PeerFailed where it raised in another.
+        """
+        try:
+            action()
+        except UserError:
+            self.agree(Word.UNSAVED)
+            raise
+        self.agree(Word.GO)
+
     def from_first(self, action: Callable[[], bytes]) -> bytes:
         """Collective: what `action` gives in process 0; elsewhere it is not run.
 

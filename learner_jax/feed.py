@@ -14,7 +14,6 @@ import time
 from learner_jax.batch import Batch, BatchReader
 from learner_jax.batch_bytes import decode_batch, encode_batch
 from learner_jax.distributed import MAX_MESSAGE_BYTES, PeerFailed, Peers, Word
-from learner_jax.saver import Saver
 from runspec.common.errors import UserError
 
 ROUND_S = 0.5
@@ -27,7 +26,6 @@ class BatchFeed:
     Args:
         reader: reads the run's manifests; None in every process but the first.
         peers: the processes.
-        saver: a save that failed ends the run here, between two steps.
         stop: set when this process is told to end; one that is told ends all.
         log: told of waits.
     """
@@ -36,25 +34,18 @@ class BatchFeed:
         self,
         reader: BatchReader | None,
         peers: Peers,
-        saver: Saver,
         stop: threading.Event,
         log: logging.Logger,
     ) -> None:
-        self._reader, self._peers, self._saver = reader, peers, saver
-        self._stop, self._log = stop, log
+        self._reader, self._peers, self._stop, self._log = reader, peers, stop, log
 
     def next(self, step: int) -> Batch | None:
         """Collective: the batch of a step; None when a process was told to end.
 
         Raises:
-            UserError: no batch in time, one that cannot be read, a save that failed; in the
-                processes that it did not happen in, a PeerFailed.
+            UserError: in process 0, no batch in time, or one that cannot be read; a PeerFailed
+                in the others.
         """
-        try:
-            self._saver.check()
-        except UserError:
-            self._peers.agree(Word.UNSAVED)
-            raise
         return self._read(self._reader, step) if self._reader else self._follow()
 
     def _read(self, reader: BatchReader, step: int) -> Batch | None:

@@ -21,7 +21,7 @@ from learner_jax.compile_cache import CompileCounter
 from learner_jax.distributed import Peers, Word, mesh_devices
 from learner_jax.feed import BatchFeed
 from learner_jax.fingerprint import fingerprint
-from learner_jax.layout import clear_unfinished, initial_model, params_folder, state_folder
+from learner_jax.layout import initial_model
 from learner_jax.metrics import Clock
 from learner_jax.probe import build_probe
 from learner_jax.records import Records
@@ -55,14 +55,11 @@ def train(
         RunStopped: too many updates were not finite, or a replay differs from what was published.
     """
     spec, peers, compiled = load_resolved(run_dir), peers or Peers(), CompileCounter()
-    if peers.first:
-        for folder in (state_folder(run_dir, spec), params_folder(run_dir)):
-            clear_unfinished(folder, log)
 
     # The model, the mesh, and where to go on.
     config, sizes = load_config(initial_model(run_dir)), spec.learner.mesh
-    devices = mesh_devices(peers.count, prod(getattr(sizes, axis) for axis in AXES))
-    mesh = make_mesh(sizes, devices)
+    needed = prod(getattr(sizes, axis) for axis in AXES)
+    mesh = make_mesh(sizes, mesh_devices(peers.count, needed))
     programs = build_programs(spec, config, mesh)
     here = fingerprint(spec, mesh)
     reader = BatchReader(run_dir, spec, _root_public_key(run_dir, spec)) if peers.first else None
@@ -74,8 +71,8 @@ def train(
         # What is written and read.
         probe = build_probe(spec, config, mesh)
         versions = VersionWriter(run_dir, spec, config, mesh, here, probe, peers, saver, log)
-        states = StateWriter(run_dir, spec, start, here, peers, saver)
-        feed = BatchFeed(reader, peers, saver, stop, log)
+        states = StateWriter(run_dir, spec, start, here, versions, peers, saver)
+        feed = BatchFeed(reader, peers, stop, log)
         records = Records(run_dir, spec, config, mesh, log) if peers.first else None
 
         published = versions.start(step, programs.publish(state.params, base), start.published)
@@ -89,7 +86,7 @@ def train(
                 batch = feed.next(step)
             except UserError:
                 if peers.said is Word.FAILED:  # what is saved now need not be trained again
-                    states.write(step, state, batch=trained, published=versions.published)
+                    states.write(step, state, batch=trained)
                 raise
             clock.waited("coordinator")
             if batch is None:
@@ -105,7 +102,7 @@ def train(
                 base=base,
             )
             clock.trained()
-            saver.wait()
+            peers.each(saver.wait)
             clock.waited("checkpoint")
             state, step, trained = result.state, step + 1, batch.digest
             published = versions.write(step, programs.publish(state.params, base))
@@ -120,10 +117,11 @@ def train(
                     replay_difference=versions.difference,
                 )
             if step % spec.checkpoints.every == 0:
-                states.write(step, state, batch=trained, published=versions.published)
+                states.write(step, state, batch=trained)
             clock.trained()  # writing is work too: nobody was waited for
         # Also when told to end early.
-        states.write(step, state, batch=trained, published=versions.published)
+        states.write(step, state, batch=trained)
+        peers.each(saver.wait)
     log.info("%s at version %d", "finished" if step == spec.steps else "stopped", step)
 
 

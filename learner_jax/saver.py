@@ -44,11 +44,6 @@ class Saver:
         self.wait()
         self._what, self._save = what, self._thread.submit(begin())
 
-    def check(self) -> None:
-        """Raises the UserError of a save that has failed since."""
-        if self._save is not None and self._save.done():
-            self.wait()
-
     def wait(self) -> None:
         """Returns when nothing is being written.
 

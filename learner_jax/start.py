@@ -14,7 +14,7 @@ from learner_jax.batch import BatchReader, manifest_digest
 from learner_jax.checkpoint import StateInfo, check_state, load_state, state_steps
 from learner_jax.distributed import MAX_MESSAGE_BYTES, Peers
 from learner_jax.fingerprint import differences
-from learner_jax.layout import initial_model, state_folder
+from learner_jax.layout import clear_unfinished, initial_model, params_folder, state_folder
 from learner_jax.leaves import load_params
 from learner_jax.step import Programs, TrainState
 from runspec.common.canonical import canonical_json, parse_object
@@ -55,7 +55,7 @@ def find_start(
     fingerprint: dict[str, Any],
     log: logging.Logger,
 ) -> Start:
-    """Collective: reads the newest full state, or version 0.
+    """Collective: reads the newest full state, or version 0; removes what was never finished.
 
     Args:
         run_dir, spec, config, mesh, programs: of the run.
@@ -70,6 +70,8 @@ def find_start(
     model_dir, states = initial_model(run_dir), state_folder(run_dir, spec)
 
     def newest() -> bytes:
+        for folder in (states, params_folder(run_dir)):
+            clear_unfinished(folder, log)
         digest = _model_digest(model_dir)
         steps = state_steps(states)
         if not steps:

@@ -11,6 +11,7 @@ from learner_jax.layout import numbered, state_folder
 from learner_jax.saver import Finish, Saver
 from learner_jax.start import Start
 from learner_jax.step import TrainState
+from learner_jax.versions import VersionWriter
 from runspec.spec.schema import RunSpec
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.layout import step_folder
@@ -24,6 +25,7 @@ class StateWriter:
         spec: its resolved spec.
         start: what the loop begins with.
         fingerprint: of this program.
+        versions: knows whether the masters give the published bits.
         peers: the processes; `write` is collective.
         saver: writes.
     """
@@ -34,21 +36,22 @@ class StateWriter:
         spec: RunSpec,
         start: Start,
         fingerprint: dict[str, Any],
+        versions: VersionWriter,
         peers: Peers,
         saver: Saver,
     ) -> None:
         self._run_dir, self._spec, self._fingerprint = run_dir, spec, fingerprint
+        self._versions = versions
         self._peers, self._saver = peers, saver
         self._reference, self._newest = start.model_digest, start.step
 
-    def write(self, step: int, state: TrainState, *, batch: str | None, published: bool) -> None:
+    def write(self, step: int, state: TrainState, *, batch: str | None) -> None:
         """Saves the state after `step` steps, unless it is saved already.
 
         Args:
             step: rollout steps trained.
             state: copied to the host before this returns.
             batch: digest of the batch manifest trained last.
-            published: whether the masters give the published bits of version `step`.
         """
         if step == self._newest:
             return
@@ -58,7 +61,7 @@ class StateWriter:
             batch=batch,
             seed=self._spec.seed,
             reference=self._reference,
-            published=published,
+            published=self._versions.published,
             fingerprint=self._fingerprint,
         )
         self._saver.run(f"the full state of step {step}", lambda: self._begin(info, state))

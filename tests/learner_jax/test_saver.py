@@ -43,12 +43,12 @@ def test_the_next_save_begins_when_the_one_before_is_written() -> None:
     assert written == ["begin a", "finish a", "begin b", "finish b"]
 
 
-def test_a_failed_save_is_raised_at_the_next_look_or_at_the_end() -> None:
+def test_a_failed_save_is_raised_at_the_next_wait_or_at_the_end() -> None:
     with Saver(LOG) as saver:
         saver.run("a state", lambda: failing)
         with pytest.raises(UserError, match="disk full"):
             saver.wait()
-        saver.check()  # told once
+        saver.wait()  # told once
     with pytest.raises(UserError, match="disk full"), Saver(LOG) as saver:
         saver.run("a state", lambda: failing)
 
