@@ -53,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
     aot.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="overrides")
     aot.add_argument("--topology", help="TPU slice, like v5p:4x4x4; else learner.hardware")
     aot.add_argument("--model-config", type=Path, help="config.json, in place of the spec's model")
+    names = ("publish", "score", "accumulate", "apply")
+    aot.add_argument("--programs", nargs="+", choices=names, default=names, help="all by default")
     score = commands.add_parser(
         "score", help="print the log-probs of given tokens under a Hugging Face model"
     )
@@ -98,7 +100,7 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
     elif options.command == "aot":
         from learner_jax.aot_command import AotOptions, aot_command
 
-        fields = ("run", "profile", "overrides", "topology", "model_config")
+        fields = ("run", "programs", "profile", "overrides", "topology", "model_config")
         aot_command(AotOptions(**{name: getattr(options, name) for name in fields}))
     elif options.command == "export-adapter":
         from learner_jax.export_adapter import export_adapter

@@ -21,13 +21,11 @@ from jax.sharding import Mesh
 from bridge.config import ModelConfig
 from learner_jax.hlo import program_cost
 from learner_jax.logprobs import chunk_tokens
+from learner_jax.optimizer import HOST_MEMORY
 from learner_jax.sharding import AXES, make_mesh
 from learner_jax.step import Programs, build_programs
 from runspec.common.errors import UserError
 from runspec.spec.schema import RunSpec
-
-PROGRAMS = ("publish", "score", "accumulate", "apply")
-HOST_MEMORY = "pinned_host"
 
 
 @dataclass(frozen=True)
@@ -63,18 +61,18 @@ def learner_mesh(spec: RunSpec, devices: Sequence[jax.Device]) -> Mesh:
 def abstract_arguments(programs: Programs) -> dict[str, tuple[Any, ...]]:
     """What each program takes, as `jax.ShapeDtypeStruct` with shardings."""
     state, (tokens, inputs) = programs.abstract_state, programs.abstract_batch
-    count = jax.ShapeDtypeStruct((), jnp.int32)
-    published = _outputs(programs.publish, state.params)
-    accumulated = (state.params, tokens, inputs, count)
+    count, base = jax.ShapeDtypeStruct((), jnp.int32), programs.abstract_base
+    published = _outputs(programs.publish, state.params, base)
+    accumulated = (state.params, tokens, inputs, count, base)
     return {
-        "publish": (state.params,),
+        "publish": (state.params, base),
         "score": (published, tokens, count),
         "accumulate": accumulated,
         "apply": (state, _outputs(programs.accumulate, *accumulated)),
     }
 
 
-def compile_programs(programs: Programs, names: Sequence[str] = PROGRAMS) -> Iterator[Compiled]:
+def compile_programs(programs: Programs, names: Sequence[str]) -> Iterator[Compiled]:
     """Compiles programs one after another, each when it is asked for."""
     arguments = abstract_arguments(programs)
     for name in names:
@@ -98,7 +96,7 @@ def analyse(
     devices: Sequence[jax.Device],
     *,
     memory: int | None,
-    names: Sequence[str] = PROGRAMS,
+    names: Sequence[str],
 ) -> dict[str, Any]:
     """Compiles a run's programs and reports them, ready for JSON. Bytes and FLOPs are per device.
 
@@ -118,6 +116,7 @@ def analyse(
     resident = {
         "state": _device_bytes(programs.abstract_state),
         "gradients": _device_bytes(arguments["apply"][1].grads),
+        "base": _device_bytes(programs.abstract_base),
         "published": _device_bytes(arguments["score"][0]),
         "reference": _device_bytes(arguments["score"][0]) if spec.algorithm.kl.coef else 0,
     }
@@ -141,7 +140,7 @@ def analyse(
         "device_kind": devices[0].device_kind,
         "mesh": dict(mesh.shape),
         "microbatch": spec.learner.packing.model_dump(),
-        "parameters": sum(math.prod(p.shape) for p in jax.tree.leaves(arguments["publish"])),
+        "parameters": sum(math.prod(p.shape) for p in jax.tree.leaves(arguments["score"][0])),
         "remat": spec.learner.remat,
         "attention": spec.learner.attention,
         "compute_dtype": spec.learner.compute_dtype,

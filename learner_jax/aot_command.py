@@ -41,6 +41,8 @@ class AotOptions:
 
     run: Path
     """A spec, or a run directory with the resolved one."""
+    programs: Sequence[str]
+    """Of `step.Programs`, by name."""
     profile: str | None = None
     overrides: Sequence[str] = ()
     topology: str | None = None
@@ -50,7 +52,7 @@ class AotOptions:
 
 
 def aot_report(options: AotOptions) -> dict[str, Any]:
-    """Compiles accumulate, apply, score and publish and reports them.
+    """Compiles programs of the run and reports them.
 
     Raises:
         UserError: no such spec, model shape, topology or compiler, or the mesh does not match.
@@ -64,7 +66,9 @@ def aot_report(options: AotOptions) -> dict[str, Any]:
     devices, memory = _devices(spec.learner, topology)
     from learner_jax.aot import analyse  # the environment is set now
 
-    report = analyse(spec, _model_config(options, spec), devices, memory=memory)
+    report = analyse(
+        spec, _model_config(options, spec), devices, memory=memory, names=options.programs
+    )
     where = str(topology) if topology is not None else spec.learner.hardware.kind
     return {"run": spec.name, "topology": where, **report}
 

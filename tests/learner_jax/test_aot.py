@@ -1,0 +1,257 @@
+"""The step compiled for TPUs that are not there: kernels, memory and refusals.
+
+Skipped where the TPU compiler is not installed; `make test` installs it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from bridge.config import ModelConfig, parse_config
+from learner_jax.aot import analyse, compile_programs, learner_mesh
+from learner_jax.hlo import arrays, program_cost
+from learner_jax.step import build_programs
+from learner_jax.topology import (
+    CHIP_MEMORY,
+    learner_topology,
+    parse_topology,
+    prepare_environment,
+    topology_devices,
+)
+from runspec.common.errors import UserError
+from runspec.spec.schema import Learner, Model, Optimizer, RunSpec
+from tests.learner_jax.conftest import tiny_spec
+
+TOKENS = 2304
+SHAPE: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 32768,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": TOKENS,
+}
+"""Positions x vocabulary above what the head keeps; two sizes of an array reach T in T x T and T x V
+only."""
+needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+def tpu_spec(remat: str = "full", *, offload: bool = False, **mesh: int) -> RunSpec:
+    learner = {
+        "hardware": {"kind": "tpu-v5p", "topology": "2x2x2"},
+        "mesh": mesh or {"fsdp": 4, "tensor": 2},
+        "packing": {"tokens": TOKENS, "rows": 4},
+        "remat": remat,
+    }
+    pool = {
+        "name": "local",
+        "hardware": {"kind": "cpu"},
+        "max_model_len": TOKENS,
+        "max_new_tokens": 1024,
+    }
+    return tiny_spec(
+        model=Model(hf="some/model", max_context=TOKENS),
+        learner=Learner.model_validate(learner),
+        optimizer=Optimizer(lr=1e-6, offload=offload),
+        samplers=[pool],
+    )
+
+
+def config() -> ModelConfig:
+    return parse_config(SHAPE, place="config.json")
+
+
+@cache
+def compiled(topology: str, name: str, remat: str = "full", offload: bool = False) -> Any:
+    prepare_environment()
+    spec = tpu_spec(remat, offload=offload)
+    mesh = learner_mesh(spec, topology_devices(parse_topology(topology)))
+    programs = build_programs(spec, config(), mesh)
+    return next(compile_programs(programs, [name])).executable
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "remat"), [("v5e:2x4", "full"), ("v5p:2x2x2", "full"), ("v6e:2x4", "offload")]
+)
+def test_the_step_compiles_for_tpus_with_splash_attention(topology: str, remat: str) -> None:
+    # When the gradient of a microbatch is compiled for a slice
+    program = compiled(topology, "accumulate", remat)
+    # Then attention is a Pallas kernel: forward, computed again, and backward, in each layer
+    kernels = program_cost(program.as_text()).custom_calls
+    assert kernels["tpu_custom_call"] % SHAPE["num_hidden_layers"] == 0
+    assert kernels["tpu_custom_call"] >= 3 * SHAPE["num_hidden_layers"]
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_neither_scores_nor_logits_of_a_row_exist_on_a_tpu() -> None:
+    # When all arrays of the gradient are looked at, on the chip and off it
+    found = [array.shape for array in arrays(compiled("v5p:2x2x2", "accumulate").as_text())]
+    assert len(found) > 1000
+    # Then none has T or more in two of its dimensions: neither T x T nor T x V / 2
+    assert [shape for shape in found if sum(size >= TOKENS for size in shape) > 1] == []
+    # And none is as large as the logits of a row, in another shape
+    assert max(map(math.prod, found)) < TOKENS * SHAPE["vocab_size"] // 2
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_flops_of_the_compiled_forward_pass_are_those_of_its_matrices() -> None:
+    # When the products of the scoring program are counted, its loops as often as they run
+    chunks = 5  # of 512 of a device's 2,304 positions
+    cost = program_cost(compiled("v5p:2x2x2", "score").as_text(), {"vocabulary_head": chunks})
+    # Then they are 2 FLOPs for each parameter of a matrix and each token, on a share of devices
+    d, f, h = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["head_dim"]
+    heads, kv_heads = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
+    layer = d * h * (2 * heads + 2 * kv_heads) + 3 * d * f
+    matrices = SHAPE["num_hidden_layers"] * layer + d * SHAPE["vocab_size"]
+    assert cost.flops == pytest.approx(2 * matrices * 4 * TOKENS / 8, rel=1e-3)
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_offloaded_moments_lie_in_the_hosts_memory() -> None:
+    # When the update is compiled with the moments on the device, and in the host's memory
+    here = compiled("v5p:2x2x2", "apply").memory_analysis()
+    away = compiled("v5p:2x2x2", "apply", offload=True).memory_analysis()
+    # Then both of them, 8 bytes a parameter, have moved
+    moved = here.argument_size_in_bytes - away.argument_size_in_bytes
+    assert here.host_argument_size_in_bytes == 0
+    assert away.host_argument_size_in_bytes == pytest.approx(moved, rel=0.01)
+    assert moved == pytest.approx(2 / 4 * here.argument_size_in_bytes, rel=0.02)
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_offloaded_layer_inputs_lie_in_the_hosts_memory() -> None:
+    # When the gradient is compiled with remat: offload
+    memory = compiled("v6e:2x4", "accumulate", "offload").memory_analysis()
+    # Then the host holds each layer's input [1, T, D] of a device in bfloat16
+    inputs = SHAPE["num_hidden_layers"] * TOKENS * SHAPE["hidden_size"] * 2
+    assert memory.host_temp_size_in_bytes >= inputs
+
+
+@needs_libtpu
+def test_a_mesh_that_does_not_match_the_topology_is_refused() -> None:
+    prepare_environment()
+    devices = topology_devices(parse_topology("v5p:2x2x1"))
+    with pytest.raises(UserError, match="is 8 devices, the topology has 4"):
+        analyse(tpu_spec(), config(), devices, memory=None)
+
+
+@needs_libtpu
+def test_a_slice_that_cannot_be_is_refused() -> None:
+    prepare_environment()
+    with pytest.raises(UserError, match="v5p:3x5x7"):
+        topology_devices(parse_topology("v5p:3x5x7"))
+
+
+@pytest.mark.parametrize(
+    "text", ["v9:2x2", "v5p", "v5p:", "v5p:4x4x4x4", "v5p:ax2", "", "v5p:99999x1"]
+)
+def test_what_is_no_topology_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="no TPU topology"):
+        parse_topology(text)
+
+
+def test_the_spec_names_the_topology() -> None:
+    learner = tpu_spec().learner
+    assert str(learner_topology(learner)) == "v5p:2x2x2"
+    assert learner_topology(tiny_spec().learner) is None
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_command_reports_a_spec_that_fits(tmp_path: Path) -> None:
+    # Given the shipped spec, cut down to a small model on eight chips
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    changes = {
+        "learner.mesh.fsdp": 4,
+        "learner.mesh.tensor": 2,
+        "learner.packing.tokens": TOKENS,
+        "learner.packing.rows": 4,
+        "samplers.volunteers.max_model_len": TOKENS,
+        "samplers.volunteers.max_new_tokens": 1024,
+    }
+    overrides = [part for path, value in changes.items() for part in ("--set", f"{path}={value}")]
+    # When two of its programs are compiled by the command for that topology
+    names = ("--topology", "v5p:2x2x2", "--programs", "publish", "score")
+    done = aot("specs/target_long.yaml", *names, *overrides, config=tmp_path)
+    # Then the report speaks of both and of the chip's memory
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert set(report["programs"]) == {"publish", "score"}
+    assert report["memory"]["fits"] is True
+    assert report["memory"]["device_bytes"] == CHIP_MEMORY["v5p"]
+    assert report["programs"]["score"]["collectives"]["all-gather"]["bytes_sent"] > 0
+    # And nothing but the report: libtpu has not written of hosts and locks
+    assert done.stderr == ""
+
+
+def test_the_command_without_the_compiler_says_what_to_install(tmp_path: Path) -> None:
+    # Given a machine where libtpu cannot be imported
+    (tmp_path / "libtpu.py").write_text("raise ImportError('not here')")
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    # When a TPU spec is compiled
+    done = aot("specs/target_long.yaml", config=tmp_path, path=tmp_path)
+    # Then the error names the file of requirements
+    assert done.returncode == 1
+    assert "requirements/aot.txt" in done.stderr
+
+
+def aot(
+    *arguments: str, config: Path, path: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA", "JAX", "TPU"))}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    command = [sys.executable, "-m", "learner_jax", "aot", *arguments]
+    return subprocess.run(
+        [*command, "--model-config", str(config / "config.json")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=False,
+    )
+
+
+def test_compiling_for_this_machine_counts_each_layer() -> None:
+    # Given a small run on this machine's virtual devices
+    spec = tiny_spec()
+    shape = {**SHAPE, "vocab_size": 32, "hidden_size": 16, "head_dim": 8, "intermediate_size": 24}
+    small = [
+        analyse(
+            spec,
+            parse_config({**shape, "num_hidden_layers": layers}, place="config.json"),
+            jax.devices()[:2],
+            memory=None,
+            names=["score"],
+        )
+        for layers in (2, 5)
+    ]
+    # When the forward pass is compiled with 2 and with 5 layers
+    flops = [report["programs"]["score"]["flops"] for report in small]
+    # Then three more layers cost three times a layer's products, though both loops have one body
+    layer = 16 * 8 * (2 * 4 + 2 * 2) + 3 * 16 * 24
+    rows_tokens = 4 * 64 / 2
+    attention = 4 * 64 * 64 * 4 * 8 * 2  # scores and values of two rows on a device, unmasked
+    assert flops[1] - flops[0] == pytest.approx(3 * (2 * layer * rows_tokens + attention), rel=0.01)
