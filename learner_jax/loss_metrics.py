@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -76,10 +77,11 @@ class LossMetrics:
         )
 
     def merge(self, other: LossMetrics) -> LossMetrics:
-        sums = jax.tree.map(jnp.add, self, other)
-        return LossMetrics(
-            **{**vars(sums), "ratio_max": jnp.maximum(self.ratio_max, other.ratio_max)}
-        )
+        """Of both, on the device or, what was fetched, on the host."""
+        sums = jax.tree.map(operator.add, self, other)
+        on_host = isinstance(self.ratio_max, np.ndarray | np.generic)
+        maximum = np.maximum if on_host else jnp.maximum
+        return replace(sums, ratio_max=maximum(self.ratio_max, other.ratio_max))
 
     def means(self) -> dict[str, float]:
         """Host floats: `loss` and `policy_loss` as they are, `nonfinite_tokens` a count, ratios

@@ -133,11 +133,14 @@ def batch_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
 def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
     """Puts host arrays [..., B, T] on the mesh; each process passes the whole batch, the same."""
 
-    def put(array: np.ndarray) -> Array:
-        sharding = batch_sharding(mesh, array.shape)
-        if sharding.is_fully_addressable:
-            return jax.device_put(array, sharding)
+    shardings = jax.tree.map(lambda array: batch_sharding(mesh, array.shape), batch)
+    if mesh.is_multi_process:
         # `device_put` would first ask every process whether all have the same array.
-        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-
-    return jax.tree.map(put, batch)
+        return jax.tree.map(
+            lambda array, sharding: jax.make_array_from_callback(
+                array.shape, sharding, array.__getitem__
+            ),
+            batch,
+            shardings,
+        )
+    return jax.device_put(batch, shardings)

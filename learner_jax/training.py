@@ -179,19 +179,19 @@ def _share(
         shards=mesh.shape["data"] * mesh.shape["fsdp"],
         microbatches=microbatch_bound(spec),
     )
-    tokens = shard_batch(packed.batch, mesh)
-    per_token = token_weights(
+    weights = token_weights(
         [len(rollout.output_tokens) for rollout in rollouts],
         spec.algorithm.loss_normalizer,
         max_new_tokens=max(pool.max_new_tokens for pool in spec.samplers),
     )
-    weights, advantages, mu = (
-        shard_batch(packed.scatter(values), mesh)
-        for values in (per_token, [r.advantage for r in rollouts], [r.mu for r in rollouts])
-    )
+    scattered = [
+        packed.scatter(values)
+        for values in (weights, [r.advantage for r in rollouts], [r.mu for r in rollouts])
+    ]
+    tokens, (on_mesh, advantages, mu) = shard_batch((packed.batch, scattered), mesh)
     recompute = spec.algorithm.old_logprobs == "recompute"
     inputs = LossInputs(
-        weights=weights,
+        weights=on_mesh,
         advantages=advantages,
         old_logprobs=programs.score(published, tokens, packed.microbatches) if recompute else mu,
         sampler_logprobs=mu,
