@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -25,14 +24,12 @@ def main(arguments: list[str] | None = None) -> int:
     train.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        default=os.environ.get("JAX_COORDINATOR_ADDRESS"),
         help="address of process 0, where learner.hosts is above 1 and JAX cannot find out",
     )
     train.add_argument(
         "--process",
         type=int,
         metavar="I",
-        default=os.environ.get("JAX_PROCESS_ID"),
         help="number of this process, from 0",
     )
     train.add_argument(

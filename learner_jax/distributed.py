@@ -13,6 +13,7 @@ the others within its heartbeat deadline, with a message that gives the dead one
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -23,11 +24,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from runspec.common.canonical import canonical_json
 from runspec.common.errors import UserError
 from runspec.common.process import EXIT_USER_ERROR, RunStopped
 
@@ -139,6 +142,10 @@ class Peers:
         _, size = self.agree(Word.GO, len(data))
         return self.broadcast(data, size)
 
+    def json_from_first(self, action: Callable[[], Any]) -> Any:
+        """Collective: `from_first` of a JSON value."""
+        return json.loads(self.from_first(lambda: canonical_json(action())))
+
 
 def mesh_devices(processes: int, needed: int) -> list[jax.Device]:
     """The devices for a mesh: all that are here, or an equal share of each of several processes.
@@ -176,7 +183,8 @@ def joined(
 
     Args:
         processes: `learner.hosts`.
-        coordinator: HOST:PORT of process 0; None where JAX finds out: a TPU pod, SLURM, Open MPI.
+        coordinator: HOST:PORT of process 0; None to take it from the environment, or where JAX
+            finds out: a TPU pod, SLURM, Open MPI.
         index: of this process, 0 .. processes - 1; None likewise.
         log: told who is who.
         join_s: seconds to wait for the others; past them this process says so and ends.
@@ -188,6 +196,8 @@ def joined(
     if processes == 1:
         yield Peers()
         return
+    if (coordinator, index) == (None, None):
+        coordinator, index = _environment()
     _check_place(processes, coordinator, index)
     with _deadline(join_s, processes, coordinator, index, log):
         _initialize(processes, coordinator, index, join_s, heartbeat_s)
@@ -224,6 +234,16 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _environment() -> tuple[str | None, int | None]:
+    """Coordinator and number where both variables are set; else JAX finds out."""
+    address, number = os.environ.get("JAX_COORDINATOR_ADDRESS"), os.environ.get("JAX_PROCESS_ID")
+    if address is None or number is None:
+        return None, None
+    if not number.isdecimal():
+        raise UserError(f"{number!r} is not a number", place="JAX_PROCESS_ID")
+    return address, int(number)
 
 
 def _check_place(processes: int, coordinator: str | None, index: int | None) -> None:

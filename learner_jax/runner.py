@@ -61,7 +61,7 @@ def train(
     needed = prod(getattr(sizes, axis) for axis in AXES)
     mesh = make_mesh(sizes, mesh_devices(peers.count, needed))
     programs = build_programs(spec, config, mesh)
-    here = fingerprint(spec, mesh)
+    here = peers.json_from_first(lambda: fingerprint(spec, mesh))
     reader = BatchReader(run_dir, spec, _root_public_key(run_dir, spec)) if peers.first else None
     start = find_start(run_dir, spec, config, mesh, programs, peers, reader, here, log)
     state, base, step, trained = start.state, start.base, start.step, start.batch

@@ -12,12 +12,12 @@ from jax.sharding import Mesh
 from bridge.config import ModelConfig
 from learner_jax.batch import BatchReader, manifest_digest
 from learner_jax.checkpoint import StateInfo, check_state, load_state, state_steps
-from learner_jax.distributed import MAX_MESSAGE_BYTES, Peers
+from learner_jax.distributed import Peers
 from learner_jax.fingerprint import differences
 from learner_jax.layout import clear_unfinished, initial_model, params_folder, state_folder
 from learner_jax.leaves import load_params
 from learner_jax.step import Programs, TrainState
-from runspec.common.canonical import canonical_json, parse_object
+from runspec.common.canonical import canonical_json
 from runspec.common.errors import UserError
 from runspec.common.hashing import digest_bytes, digest_file
 from runspec.spec.schema import RunSpec
@@ -69,20 +69,20 @@ def find_start(
     """
     model_dir, states = initial_model(run_dir), state_folder(run_dir, spec)
 
-    def newest() -> bytes:
+    def newest() -> dict[str, Any]:
         for folder in (states, params_folder(run_dir)):
             clear_unfinished(folder, log)
         digest = _model_digest(model_dir)
         steps = state_steps(states)
         if not steps:
-            return canonical_json({"digest": digest})
+            return {"digest": digest}
         info = check_state(states, steps[-1])
         assert reader is not None, "process 0 has one"
         _check_run(info, spec, digest, states)
         _check_position(info, run_dir, reader)
-        return canonical_json({"digest": digest, "info": asdict(info)})
+        return {"digest": digest, "info": asdict(info)}
 
-    found = parse_object(peers.from_first(newest), max_bytes=MAX_MESSAGE_BYTES)
+    found = peers.json_from_first(newest)
     info = StateInfo(**found["info"]) if "info" in found else None
     initial = frozen = None
     if info is None or spec.algorithm.kl.coef or spec.learner.lora:

@@ -70,7 +70,7 @@ class VersionWriter:
         self._made_on = _MadeOn(run_dir / "checkpoints" / FINGERPRINTS_FILE, fingerprint, peers)
         self._exact = True
         self._recompute = spec.algorithm.old_logprobs == "recompute"
-        self.newest = int(peers.from_first(lambda: str(self._newest()).encode()))
+        self.newest = peers.json_from_first(self._newest)
         """The newest version that was ever written; -1 for none."""
         self.difference: float | None = None
         """Of the last version that was written or compared: 0 for the published bits, else the
@@ -132,7 +132,7 @@ class VersionWriter:
         self.newest, self.difference, self.published = version, None, True
 
     def _compare(self, version: int, replayed: Any, *, exact: bool) -> Any:
-        place = self._peers.from_first(lambda: self._place(version)).decode()
+        place = self._peers.json_from_first(lambda: self._place(version))
         if not place:
             self._log.info("version %d is published and pruned: nothing to compare with", version)
             self.difference, self.published = None, exact
@@ -147,10 +147,8 @@ class VersionWriter:
                 return self._compare(version, replayed, exact=exact)  # the publisher has moved on
         now = tree_digests(HostLeaves(replayed), self._config, self._dtype)
         then = {} if before is None else tree_digests(HostLeaves(before), self._config, self._dtype)
-        differing = json.loads(
-            self._peers.from_first(
-                lambda: json.dumps(_differing(now, then or self._digests(version))).encode()
-            )
+        differing = self._peers.json_from_first(
+            lambda: _differing(now, then or self._digests(version))
         )
         self.difference, self.published = 0.0, not differing
         if not differing:
@@ -180,12 +178,12 @@ class VersionWriter:
     def _newest(self) -> int:
         return max([*versions_in(self._params), *versions_in(self._weights)], default=-1)
 
-    def _place(self, version: int) -> bytes:
-        """The name of the folder that holds the version as it was written; b"" where it is gone."""
+    def _place(self, version: int) -> str:
+        """The name of the folder that holds the version as it was written; "" where it is gone."""
         for folder in (self._weights, self._params):
             if (folder / f"v{version}").exists():
-                return folder.name.encode()
-        return b""
+                return folder.name
+        return ""
 
     def _digests(self, version: int) -> dict[str, str]:
         """Digests by Hugging Face name, as the export wrote them."""

@@ -222,9 +222,11 @@ def test_a_process_that_stays_alone_says_whom_it_waited_for(compiled: Path, tmp_
     run = ready(tmp_path / "run", compiled, hosts=2, batches=0)
     for index in (0, 1):
         place = f"127.0.0.1:{free_port()}"
-        command = [sys.executable, "-m", "learner_jax", "train", str(run.path)]
-        command += [f"--coordinator={place}", f"--process={index}", "--join=2"]
-        alone = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+        command = [sys.executable, "-m", "learner_jax", "train", str(run.path), "--join=2"]
+        told = {"JAX_COORDINATOR_ADDRESS": place, "JAX_PROCESS_ID": str(index)}
+        alone = subprocess.run(
+            command, env={**os.environ, **told}, capture_output=True, text=True, timeout=DEADLINE_S
+        )
         assert alone.returncode == EXIT_USER_ERROR
         assert f"process {index} of 2" in alone.stderr and place in alone.stderr
 
