@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from learner_jax.attention import cudnn, splash, xla
@@ -46,20 +47,22 @@ def packed_attention(
     Raises:
         UserError: the kernel that `execution` names cannot run here, or not on these arrays.
     """
-    return attend_on_mesh(_kernel(q, execution), q, k, v, segment_ids, execution.mesh)
-
-
-def _kernel(q: Array, execution: Execution) -> Kernel:
-    """The kernel that is named, or for "auto" the platform's own where it takes the arrays."""
     mesh = execution.mesh
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
     shards = context_shards(mesh, q.shape[1])
+    kernel = _kernel(execution.attention, device, q.dtype, q.shape[-1], shards)
+    return attend_on_mesh(kernel, q, k, v, segment_ids, mesh)
+
+
+def _kernel(
+    name: schema.Attention, device: jax.Device, dtype: np.dtype, head_size: int, shards: int
+) -> Kernel:
+    """The kernel that is named, or for "auto" the platform's own where it takes the arrays."""
     refusals: dict[schema.Attention, UserError | None] = {
-        "splash": _splash_refusal(q, device),
-        "cudnn": _cudnn_refusal(q, device, shards),
+        "splash": _splash_refusal(device, dtype),
+        "cudnn": _cudnn_refusal(device, dtype, head_size, shards),
         "xla": None,
     }
-    name = execution.attention
     if name == "auto":
         name = next(name for name, refusal in refusals.items() if refusal is None)
     refusal = refusals[name]
@@ -72,19 +75,21 @@ def _kernel(q: Array, execution: Execution) -> Kernel:
     return xla.attend
 
 
-def _splash_refusal(q: Array, device: jax.Device) -> UserError | None:
+def _splash_refusal(device: jax.Device, dtype: np.dtype) -> UserError | None:
     if device.platform != "tpu":
         return _wrong_platform("splash attention runs on TPUs", device)
-    if q.dtype not in splash.DTYPES:
+    if dtype not in splash.DTYPES:
         return UserError(
-            f"splash attention computes in bfloat16 or float32, not in {q.dtype.name}",
+            f"splash attention computes in bfloat16 or float32, not in {dtype.name}",
             place="learner.attention",
             remedy="set learner.attention: xla",
         )
     return None
 
 
-def _cudnn_refusal(q: Array, device: jax.Device, shards: int) -> UserError | None:
+def _cudnn_refusal(
+    device: jax.Device, dtype: np.dtype, head_size: int, shards: int
+) -> UserError | None:
     if device.platform != "gpu" or not device.device_kind.startswith("NVIDIA"):
         return _wrong_platform("cuDNN attention runs on NVIDIA GPUs", device)
     if shards > 1:
@@ -93,7 +98,7 @@ def _cudnn_refusal(q: Array, device: jax.Device, shards: int) -> UserError | Non
             place="learner.attention",
             remedy="set learner.mesh.context: 1 and raise fsdp, or learner.attention: xla",
         )
-    return cudnn.refusal(q.dtype, q.shape[-1])
+    return cudnn.refusal(dtype, head_size)
 
 
 def _wrong_platform(thing: str, device: jax.Device) -> UserError:

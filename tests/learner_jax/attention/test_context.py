@@ -22,7 +22,6 @@ from learner_jax.attention.context import (
 )
 from learner_jax.execution import Execution
 from learner_jax.sharding import make_mesh
-from runspec.common.errors import UserError
 from runspec.spec import schema
 from tests.learner_jax.attention.dense import (
     assert_equal,
@@ -126,10 +125,3 @@ def test_keys_and_values_are_all_that_is_gathered() -> None:
     assert 4096 * 16 in sizes
     # and their gradients are summed into shards
     assert "reduce-scatter(" in text
-
-
-@pytest.mark.parametrize("name", ["splash", "cudnn"])
-def test_kernels_of_other_platforms_are_refused(name: schema.Attention) -> None:
-    arrays = [jnp.asarray(x, jnp.bfloat16) for x in random_arrays(SHORT, 2, 2, 8)]
-    with pytest.raises(UserError, match=r"learner.attention: .* runs on (?s:.*) auto"):
-        packed_attention(*arrays, jnp.asarray(SHORT), Execution(jnp.bfloat16, attention=name))
