@@ -93,8 +93,12 @@ def aot_command(options: AotOptions) -> None:
 def _load(options: AotOptions) -> RunSpec:
     if options.run.is_dir():
         return load_resolved(options.run)
-    loaded = load_spec(options.run, profile=options.profile, overrides=options.overrides)
-    return loaded.require()
+    overrides = list(options.overrides)
+    if options.topology is not None:  # so that the rules compare the mesh with its devices
+        topology = parse_topology(options.topology)
+        hardware = {"kind": f"tpu-{topology.chip}", "topology": topology.shape}
+        overrides += [f"learner.hardware.{key}={value}" for key, value in hardware.items()]
+    return load_spec(options.run, profile=options.profile, overrides=overrides).require()
 
 
 def _model_config(options: AotOptions, spec: RunSpec) -> ModelConfig:

@@ -47,8 +47,7 @@ SHAPE: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": TOKENS,
 }
-"""Positions x vocabulary above what the head keeps; two sizes of an array reach T in T x T and T x V
-only."""
+"""Positions x vocabulary are more than the head keeps; only T x T and T x V reach T twice."""
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
@@ -190,6 +189,8 @@ def test_the_command_reports_a_spec_that_fits(tmp_path: Path) -> None:
         "learner.packing.rows": 4,
         "samplers.volunteers.max_model_len": TOKENS,
         "samplers.volunteers.max_new_tokens": 1024,
+        "data.max_prompt_tokens": 512,
+        "reward.length.targets": "[100, 200]",
     }
     overrides = [part for path, value in changes.items() for part in ("--set", f"{path}={value}")]
     # When two of its programs are compiled by the command for that topology

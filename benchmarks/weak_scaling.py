@@ -1,0 +1,118 @@
+"""Weak scaling from 4 to 256 v5p chips, by analysis of the compiled step; prints JSON.
+
+    python -m benchmarks.weak_scaling --chips 4 64 256
+
+No chip runs: libtpu compiles the learner's programs for each slice, a row of `--tokens` tokens a
+chip, parameters cut over all of them (fsdp). Counted in the compiled programs, per chip and step
+(log-probs of pi_old, gradient of one microbatch, update): FLOPs of matrix products, bytes to and
+from HBM, bytes sent between chips. Then
+
+    compute = FLOPs / 459e12    HBM = bytes / 2765e9    ICI = bytes sent / 200e9    (seconds)
+
+v5p as Google Cloud states it: 459 TFLOP/s in bf16, 2,765 GB/s, and 4,800 Gbit/s between chips over
+six links, of which a ring along one axis of the torus uses two. Attention's kernel is not in the
+count; added by formula, causal, a row one sample, a product 2 T^2 / 2 H h FLOPs a layer: two in
+each forward pass, two more where remat repeats it, five in the backward pass. If everything
+overlaps a step takes the largest term, if nothing does their sum. Efficiency is the time on the
+fewest chips over the time on these. What it does not know: latency, stragglers, padding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from benchmarks.runs import ROOT
+from bridge.config import ModelConfig, parse_config
+from learner_jax.topology import (
+    CHIP_MEMORY,
+    parse_topology,
+    prepare_environment,
+    topology_devices,
+)
+from runspec.spec.load import load_spec
+from runspec.spec.named_models import model_names, named_model
+from runspec.spec.schema import RunSpec
+
+SLICES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
+FLOPS, HBM, ICI = 459e12, 2765e9, 200e9
+PROGRAMS = ("score", "accumulate", "apply")
+ATTENTION_PRODUCTS = {"score": 2, "accumulate": 2 + 2 + 5, "apply": 0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chips", type=int, nargs="+", choices=SLICES, default=list(SLICES))
+    parser.add_argument("--model", choices=model_names(), default="meta-llama/Llama-3.1-8B")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a chip, one row")
+    options = parser.parse_args()
+    prepare_environment()
+    shape = named_model(options.model)
+    assert shape is not None
+    config = parse_config(shape, place=options.model)
+    slices = [analyse_slice(config, chips, options.tokens) for chips in sorted(options.chips)]
+    first = slices[0]["step"]
+    for found in slices:
+        for bound in ("overlapped_s", "serial_s"):
+            found["efficiency_" + bound[:-2]] = round(first[bound] / found["step"][bound], 4)
+    print(json.dumps({"model": options.model, "tokens_per_chip": options.tokens, "slices": slices}))
+
+
+def slice_spec(slice_: str, *, fsdp: int, tensor: int, rows: int, tokens: int) -> RunSpec:
+    """The shipped long target with another mesh and shorter rows."""
+    overrides = {
+        "learner.hardware.topology": slice_,
+        "learner.mesh.fsdp": fsdp,
+        "learner.mesh.tensor": tensor,
+        "learner.packing.rows": rows,
+        "learner.packing.tokens": tokens,
+        "samplers.volunteers.max_model_len": tokens,
+        "samplers.volunteers.max_new_tokens": tokens // 2,
+        "data.max_prompt_tokens": tokens // 4,
+        "reward.length.targets": [tokens // 4],
+    }
+    changes = [f"{path}={value}" for path, value in overrides.items()]
+    return load_spec(ROOT / "specs" / "target_long.yaml", overrides=changes).require()
+
+
+def analyse_slice(config: ModelConfig, chips: int, tokens: int) -> dict[str, Any]:
+    from learner_jax.aot import analyse
+
+    spec = slice_spec(SLICES[chips], fsdp=chips, tensor=1, rows=chips, tokens=tokens)
+    devices = topology_devices(parse_topology(f"v5p:{SLICES[chips]}"))
+    memory = CHIP_MEMORY["v5p"]
+    report = analyse(spec, config, devices, memory=memory, names=PROGRAMS)
+    terms = {name: _terms(config, name, report["programs"][name], tokens) for name in PROGRAMS}
+    total = {term: sum(of[term] for of in terms.values()) for term in ("compute", "hbm", "ici")}
+    return {
+        "chips": chips,
+        "needed_gigabytes": round(max(report["memory"]["needed_bytes"].values()) / 1e9, 1),
+        "compile_s": sum(report["programs"][name]["compile_s"] for name in PROGRAMS),
+        "collectives": report["programs"]["accumulate"]["collectives"],
+        "seconds": {name: {k: round(v, 4) for k, v in of.items()} for name, of in terms.items()},
+        "step": {
+            "compute_s": total["compute"],
+            "hbm_s": total["hbm"],
+            "ici_s": total["ici"],
+            "overlapped_s": sum(max(of.values()) for of in terms.values()),
+            "serial_s": sum(total.values()),
+        },
+    }
+
+
+def _terms(
+    config: ModelConfig, name: str, program: dict[str, Any], tokens: int
+) -> dict[str, float]:
+    width = config.num_attention_heads * config.head_dim
+    product = tokens * tokens * width * config.num_hidden_layers
+    sent = sum(found["bytes_sent"] for found in program["collectives"].values())
+    return {
+        "compute": (program["flops"] + ATTENTION_PRODUCTS[name] * product) / FLOPS,
+        "hbm": program["hbm_bytes"] / HBM,
+        "ici": sent / ICI,
+    }
+
+
+if __name__ == "__main__":
+    main()
