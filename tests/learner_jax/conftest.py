@@ -23,6 +23,7 @@ from bridge.config import hf_config
 from learner_jax.leaves import save_weights
 from learner_jax.model import init_params
 from learner_jax.warm_start import model_config
+from runspec.common.files import write_atomic
 from runspec.common.hashing import digest_bytes
 from runspec.common.keys import SigningKey
 from runspec.common.roles import sign_roles
@@ -172,9 +173,11 @@ class Run:
         """Signs the batch manifest of a step."""
         stats = {"task_reward_mean": 0.5, "length_mean": 7.0, "rejected_rollouts": 0}
         manifest = BatchManifest(self.spec.name, step, groups, complete=True, stats=stats)
-        path = step_folder(self.path, step) / "batch.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(sign_batch(manifest, key or self.coordinator))
+        # By rename, as the coordinator does: a learner may be looking.
+        write_atomic(
+            step_folder(self.path, step) / "batch.json",
+            sign_batch(manifest, key or self.coordinator),
+        )
 
     def add_step(self, step: int, *, version: int, groups: int = 4) -> list[BatchGroup]:
         """Files one submission of random groups, and the batch manifest that trains them."""
