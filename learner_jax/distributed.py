@@ -110,7 +110,8 @@ class Peers:
             buffer = np.zeros(length, np.uint8)
             if self.first:
                 buffer[:wanted] = np.frombuffer(data, np.uint8, wanted, start)
-            chunks.append(multihost_utils.broadcast_one_to_all(buffer)[:wanted].tobytes())
+            words = multihost_utils.broadcast_one_to_all(buffer.view(np.uint32))
+            chunks.append(words.view(np.uint8)[:wanted].tobytes())
         return b"".join(chunks)
 
     def each(self, action: Callable[[], None]) -> None:
