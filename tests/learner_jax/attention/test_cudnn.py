@@ -183,6 +183,15 @@ def test_lowers_for_cuda_with_a_workspace_that_is_bounded(
     assert "PADDING_CAUSAL" in text
 
 
+def test_the_table_says_whether_this_jax_is_right_for_grouped_heads() -> None:
+    # given the second of two segments, which begins at token 3, of two query heads on one
+    q, k = jnp.zeros((1, 8, 2, 4)), jnp.zeros((1, 8, 1, 4))
+    lengths, offsets = jnp.array([[3, 5]]), jnp.array([[0, 3, -1]])
+    *_, found = jax.jit(private._fix_seqlen_offsets)(lengths, lengths, offsets, offsets, q, k)
+    # then its keys begin after 3 heads of 4 numbers
+    assert (int(found[0, 1]) == 3 * 1 * 4) == cudnn.PACKED_VERSIONS[jax.__version__]
+
+
 def test_types_and_head_sizes_that_cudnn_does_not_take() -> None:
     assert cudnn.refusal(jnp.bfloat16, 128) is None
     assert "not in float32" in str(cudnn.refusal(jnp.float32, 128))
