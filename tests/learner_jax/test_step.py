@@ -5,26 +5,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from bridge.config import ModelConfig
 from learner_jax.arrays import LossInputs, TokenBatch
 from learner_jax.loss import token_weights
 from learner_jax.model import abstract_params, init_params
+from learner_jax.optimizer import HOST_MEMORY
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import Accumulated, Programs, TrainState, build_programs
 from runspec.common.errors import UserError
-from runspec.spec.schema import Broadcast, Learner, Mesh, Optimizer
+from runspec.spec.schema import Broadcast, Learner, Lora, Mesh, Optimizer
 from tests.learner_jax.conftest import tiny_spec
 
 CONFIG = ModelConfig("qwen2", 32, 16, 24, 2, 2, 1, 8, 64, 1e4, 1e-6, False, True)
 LR, CLIP_NORM = 1e-2, 0.01
+LORA = Lora(rank=3, alpha=6.0, targets=["q", "down"])
 
 
 @dataclass
@@ -45,7 +49,7 @@ class Bench:
         scores = self.programs.score(params, self.tokens, self.packed.microbatches)
         return self.packed.gather(np.asarray(scores))
 
-    def accumulated(self, old: list[np.ndarray]) -> Accumulated:
+    def accumulated(self, old: list[np.ndarray], base: Any = None) -> Accumulated:
         scattered = self.packed.scatter
         lengths = [len(values) for values in old]
         weights = scattered(token_weights(lengths, "sequence", max_new_tokens=16))
@@ -53,30 +57,35 @@ class Bench:
         logprobs = scattered(old)
         inputs = shard_batch(LossInputs(weights, advantages, *(logprobs,) * 3), self.mesh)
         return self.programs.accumulate(
-            self.state.params, self.tokens, inputs, self.packed.microbatches
+            self.state.params, self.tokens, inputs, self.packed.microbatches, base
         )
 
 
 @cache
-def programs_of(fsdp: int, published: str, compute: str) -> tuple[Any, Programs]:
+def programs_of(
+    fsdp: int, published: str, compute: str, *, lora: bool = False, offload: bool = False
+) -> tuple[Any, Programs]:
     spec = tiny_spec()
     learner = Learner(
         hardware=spec.learner.hardware,
         mesh=Mesh(fsdp=fsdp),
         packing={"tokens": 32, "rows": 2},
         compute_dtype=compute,
+        lora=LORA if lora else None,
     )
     changes = {
         "learner": learner,
         "broadcast": Broadcast(dtype=published),
-        "optimizer": Optimizer(lr=LR, clip_norm=CLIP_NORM),
+        "optimizer": Optimizer(lr=LR, clip_norm=CLIP_NORM, offload=offload),
     }
     spec, mesh = spec.model_copy(update=changes), make_mesh(learner.mesh)
     return mesh, build_programs(spec, CONFIG, mesh)
 
 
-def bench(*, fsdp: int = 2, published: str = "float32", compute: str = "float32") -> Bench:
-    mesh, programs = programs_of(fsdp, published, compute)
+def bench(
+    *, fsdp: int = 2, published: str = "float32", compute: str = "float32", **switches: bool
+) -> Bench:
+    mesh, programs = programs_of(fsdp, published, compute, **switches)
     params = init_params(CONFIG, jax.random.key(0))
     state = programs.init_state(shard_params(params, abstract_params(CONFIG), mesh))
     rng = np.random.default_rng(0)
@@ -164,6 +173,52 @@ def test_masters_and_moments_are_cut_over_fsdp() -> None:
     ):
         assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype)
         assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+
+
+def test_moments_on_the_host_come_back_from_a_checkpoint_to_the_host(tmp_path: Path) -> None:
+    # given the same update with moments on the devices and on the host
+    made, offloaded = bench(), bench(offload=True)
+    old = made.scores(made.programs.publish(made.state.params))
+    state, _ = made.programs.apply(made.state, made.accumulated(old))
+    hosted, _ = offloaded.programs.apply(offloaded.state, offloaded.accumulated(old))
+    for a, b in zip(jax.tree.leaves(hosted), jax.tree.leaves(state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8)
+    # when saved and restored
+    with ocp.Context():
+        ocp.save(tmp_path / "state", hosted)
+        restored = ocp.load(tmp_path / "state", offloaded.programs.abstract_state)
+    # then every bit is where it was
+    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(hosted), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.sharding == b.sharding
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(restored.moments)} == {
+        HOST_MEMORY
+    }
+
+
+def test_the_gradient_of_adapters_is_the_chain_rule_on_that_of_the_weights() -> None:
+    # given the gradient of all weights, and that of adapters on the same base
+    made, adapted = bench(), bench(lora=True)
+    base = made.programs.freeze(made.state.params)
+    old = made.scores(base)
+    whole = made.accumulated(old).grads["layers"]
+    found = adapted.accumulated(old, base).grads["layers"]
+    # then with W + s A B and B = 0, dB is s A^T dW and dA is 0
+    adapters, scale = adapted.state.params["layers"], LORA.alpha / LORA.rank
+    for target, formula in (("q", "ldr,ldhk->lrhk"), ("down", "lfr,lfd->lrd")):
+        expected = scale * np.einsum(formula, adapters[f"{target}_a"], whole[target])
+        error = np.linalg.norm(found[f"{target}_b"] - expected) / np.linalg.norm(expected)
+        assert error < 1e-5
+        assert not np.any(found[f"{target}_a"])
+    # and what is published is the base before the first update, and merged after it
+    before = adapted.programs.publish(adapted.state.params, base)
+    jax.tree.map(np.testing.assert_array_equal, before, base)
+    state, _ = adapted.programs.apply(adapted.state, adapted.accumulated(old, base))
+    after = adapted.programs.publish(state.params, base)
+    moved = {
+        name for name in base["layers"] if np.any(after["layers"][name] != base["layers"][name])
+    }
+    assert moved == set(LORA.targets)
 
 
 def test_a_mesh_larger_than_the_machine_is_refused() -> None:
