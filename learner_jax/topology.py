@@ -67,6 +67,8 @@ def prepare_environment() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    # What libtpu compiled without a TPU it writes into JAX's cache and cannot read back.
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 

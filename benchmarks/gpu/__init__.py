@@ -1,0 +1,1 @@
+"""Both sides of `benchmarks.gpu_learner`, a process each."""

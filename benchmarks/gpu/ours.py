@@ -1,0 +1,145 @@
+"""Our side: `python -m benchmarks.gpu.ours --shape llama-8b --layers 20 --tokens 16384 ...`"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.gpu.case import (
+    DELTA,
+    ENTROPY,
+    EPS_HIGH,
+    EPS_LOW,
+    PROMPT,
+    SAMPLES,
+    SETTINGS,
+    Case,
+    side_arguments,
+)
+from bridge.config import parse_config
+from learner_jax.arrays import LossInputs
+from learner_jax.flops import peak_flops, useful_flops
+from learner_jax.leaves import save_weights
+from learner_jax.loss import token_weights
+from learner_jax.model import abstract_params, init_params
+from learner_jax.packing import Sample, pack
+from learner_jax.sharding import make_mesh, shard_batch, shard_params
+from learner_jax.step import build_programs, microbatch_bound
+from runspec.spec.schema import RunSpec
+
+
+def run_spec(case: Case) -> RunSpec:
+    """The run that a person would write for this batch on one GPU."""
+    longest = max(case.lengths)
+    pool = {
+        "name": "local",
+        "hardware": {"kind": "any"},
+        "max_model_len": longest,
+        "max_new_tokens": longest,
+    }
+    clip = {"eps_low": EPS_LOW, "eps_high": EPS_HIGH, "delta": DELTA}
+    algorithm = {
+        "prompts_per_step": 1,
+        "group_size": SAMPLES,
+        "updates_per_step": 1,
+        "clip": clip,
+        "kl": {"coef": 0.0},
+        "entropy_coef": ENTROPY,
+        "loss_normalizer": "token",
+    }
+    learner = {
+        "hardware": {"kind": "any", "count": 1},
+        "packing": {"tokens": case.tokens, "rows": 1},
+        "remat": case.remat,
+        "compute_dtype": case.dtype,
+    }
+    return RunSpec.model_validate(
+        {
+            "version": "runspec/v1",
+            "name": "gpu-learner",
+            "seed": 0,
+            "steps": 1,
+            "model": {"hf": "random/weights", "max_context": case.tokens},
+            "data": {"max_prompt_tokens": 1, "sources": [{"name": "none", "kind": "none"}]},
+            "algorithm": algorithm,
+            "optimizer": SETTINGS,
+            "reward": [{"name": "none", "kind": "none"}],
+            "learner": learner,
+            "samplers": [pool],
+            "broadcast": {"dtype": case.dtype},
+        }
+    )
+
+
+def measure(case: Case, weights: Path | None) -> dict[str, Any]:
+    spec, config = run_spec(case), parse_config(case.config(), place="case")
+    mesh = make_mesh(spec.learner.mesh)
+    programs = build_programs(spec, config, mesh)
+    params = init_params(config, jax.random.key(0))
+    if weights is not None:  # the other side starts from the same ones
+        save_weights(params, config, weights)
+        (weights / "config.json").write_text(json.dumps(case.config()))
+    params = shard_params(params, abstract_params(config), mesh)
+    state = programs.init_state(params)
+    del params
+
+    ids, advantages = case.batch()
+    cut = case.tokens // SAMPLES // PROMPT
+    samples = [Sample(tokens[:cut], tokens[cut:]) for tokens in ids]
+    size = {"tokens": case.tokens, "rows": 1, "microbatches": microbatch_bound(spec)}
+    packed = pack(samples, **size)
+    each = token_weights([len(s.output) for s in samples], "token", max_new_tokens=case.tokens)
+    per_token = [packed.scatter(values) for values in (each, advantages.tolist())]
+    tokens, (on_mesh, advantage) = shard_batch((packed.batch, per_token), mesh)
+
+    seconds: dict[str, list[float]] = {"old": [], "update": []}
+    numbers: list[dict[str, float]] = []
+    for _ in range(case.repeats + 1):
+        began = time.perf_counter()
+        published = programs.publish(state.params)
+        old = programs.score(published, tokens, packed.microbatches)
+        jax.block_until_ready(old)
+        del published
+        seconds["old"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        inputs = LossInputs(on_mesh, advantage, old, old, None)
+        total = programs.accumulate(state.params, tokens, inputs, packed.microbatches)
+        metrics = total.metrics
+        state, update = programs.apply(state, total)
+        del total
+        norm = float(update.grad_norm)
+        seconds["update"].append(time.perf_counter() - began)
+        numbers.append({"loss": float(metrics.loss), "grad_norm": norm})
+    return _report(case, config, seconds, numbers)
+
+
+def _report(
+    case: Case, config: Any, seconds: dict[str, list[float]], numbers: list[dict[str, float]]
+) -> dict[str, Any]:
+    device = jax.devices()[0]
+    flops, peak = useful_flops(config, case.lengths), peak_flops(device.device_kind)
+    old_s, update_s = (statistics.median(times[1:]) for times in seconds.values())
+    memory = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    return {
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "layers": case.layers,
+        "tokens": case.tokens,
+        "first_s": [round(times[0], 2) for times in seconds.values()],
+        "old_s": old_s,
+        "update_s": update_s,
+        "useful_flops": flops,
+        "mfu_update": None if peak is None else flops / (update_s * peak),
+        "mfu_with_old": None if peak is None else flops / ((old_s + update_s) * peak),
+        "peak_bytes": memory,
+        "numbers": numbers,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(*side_arguments())))
