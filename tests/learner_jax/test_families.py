@@ -65,9 +65,19 @@ def tensors_of(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
     return found
 
 
+QUICK = [("qwen2, tied", "float32"), ("qwen2, tied", "float64"), ("llama 3", "float32")]
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "float64") for name in FAMILIES), ("qwen2, tied", "float32"), ("llama 3", "float32")],
+    [
+        *QUICK,
+        *(
+            pytest.param(name, "float64", marks=pytest.mark.slow)
+            for name in FAMILIES
+            if (name, "float64") not in QUICK
+        ),
+    ],
 )
 def test_a_family_is_what_transformers_computes(name: str, dtype: str) -> None:
     # given a random model as transformers saved it, and what transformers says of samples alone
