@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,33 @@ def test_a_crash_changes_no_bit_and_no_line(straight: Run, tmp_path: Path) -> No
     assert [line["step"] for line in lines(run, "metrics")] == [0, 1, 2, 3]
     for ours, theirs in zip(lines(run, "metrics"), lines(straight, "metrics"), strict=True):
         assert ours["loss"] == theirs["loss"] and ours["grad_norm"] == theirs["grad_norm"]
+
+
+def moments_on_the_host() -> dict[str, Any]:
+    """And nothing that needs a version's bits after they are written: pi_old is mu, no KL."""
+    spec = tiny_spec()
+    algorithm = {**spec.algorithm.model_dump(), "old_logprobs": "sampler", "kl": {"coef": 0.0}}
+    optimizer = {**spec.optimizer.model_dump(), "offload": True}
+    return {"algorithm": algorithm, "optimizer": optimizer}
+
+
+def adapters() -> dict[str, Any]:
+    lora = {"rank": 2, "alpha": 4.0, "targets": ["q", "v"]}
+    return {"learner": {**tiny_spec().learner.model_dump(), "lora": lora}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [moments_on_the_host, adapters])
+def test_a_crash_changes_no_bit_of_other_kinds_of_state(
+    tmp_path: Path, changes: Callable[[], dict[str, Any]]
+) -> None:
+    # given the same run, once without a break
+    straight, run = ready_run(tmp_path / "a", **changes()), broken_run(tmp_path / "b", **changes())
+    train_to_the_end(straight)
+    # when the one that died goes on, then it ends with the same bits
+    run.add_step(3, version=2)
+    train_to_the_end(run)
+    assert_same_weights(weights(run, 4, tmp_path / "x"), weights(straight, 4, tmp_path / "y"))
 
 
 def test_a_replay_that_differs_from_the_published_bits_stops_the_run(tmp_path: Path) -> None:

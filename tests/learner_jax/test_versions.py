@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from bridge.export import export_checkpoint
+from bridge.safetensors_io import read_headers, read_tensor
 from learner_jax.fingerprint import differences, same_bits
 from learner_jax.layout import params_folder, state_folder, weights_folder
+from runspec.common.errors import UserError
 from runspec.common.process import RunStopped
 from tests.learner_jax.conftest import Run
 from tests.learner_jax.test_runner import (
@@ -45,6 +47,7 @@ def publish_other_bits(run: Run) -> None:
     shutil.rmtree(params_folder(run.path) / f"v{PUBLISHED}")
 
 
+@pytest.mark.slow
 def test_elsewhere_a_replay_that_differs_is_told_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -61,18 +64,16 @@ def test_elsewhere_a_replay_that_differs_is_told_and_the_run_goes_on(
     assert f"version {PUBLISHED}, trained again, differs" in caplog.text
     line = lines(run, "metrics")[-1]
     assert line["step"] == PUBLISHED and 1e-5 < line["replay_difference"] < 0.1
-    # and pi_old of step 3 was of the published bits: the step's first ratios are of those
-    assert line["kl_sampler"] is not None
+    # and the published bits are what they were
     assert_same_weights(before, weights_of_published(run))
 
 
 def weights_of_published(run: Run) -> dict[str, Any]:
-    from bridge.safetensors_io import read_headers, read_tensor
-
     folder = weights_folder(run.path) / f"v{PUBLISHED}"
     return {name: read_tensor(info) for name, info in read_headers(folder).items()}
 
 
+@pytest.mark.slow
 def test_on_the_same_program_it_stops_the_run(tmp_path: Path) -> None:
     run = broken_run(tmp_path / "run")
     publish_other_bits(run)
@@ -80,12 +81,13 @@ def test_on_the_same_program_it_stops_the_run(tmp_path: Path) -> None:
         train_to_the_end(run)
 
 
+@pytest.mark.slow
 def test_a_state_of_a_differing_replay_says_so_and_a_run_goes_on_from_it(tmp_path: Path) -> None:
     # given a run that went on elsewhere, and was told to end after the replay
     run = broken_run(tmp_path / "run")
     publish_other_bits(run)
     elsewhere(run)
-    with pytest.raises(Exception, match="batch"):  # that of step 3 is still damaged
+    with pytest.raises(UserError, match="batch"):  # that of step 3 is still damaged
         train_to_the_end(run)
     state = state_folder(run.path, run.spec) / f"step_{PUBLISHED}" / "state.json"
     assert json.loads(state.read_bytes())["published"] is False
