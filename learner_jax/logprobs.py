@@ -185,8 +185,10 @@ def _scores_backward(plan: _Plan, saved: tuple, cotangents: tuple[Array, Array])
         d_logits = jnp.where(own, g_p, 0.0) - jnp.exp(table) * (g_p + g_h * (table + h))
         d_logits = (d_logits / plan.temperature).astype(hidden.dtype)
         back = jnp.einsum("snv,dv->snd", d_logits, matrix, preferred_element_type=wide)
+        # Laid out for the product: XLA for CPUs multiplies a transposed view at 0.7 of the speed.
+        across = jax.lax.optimization_barrier(jnp.swapaxes(part, 1, 2))  # [S, D, n]
         # One sum for each shard of the batch: they are added up once, after the last chunk.
-        d_head += jnp.einsum("snd,snv->sdv", part, d_logits, preferred_element_type=wide)
+        d_head += jnp.einsum("sdn,snv->sdv", across, d_logits, preferred_element_type=wide)
         return _put(d_hidden, back.astype(hidden.dtype), i), d_head
 
     d_hidden = jnp.zeros((*order.shape, hidden.shape[-1]), hidden.dtype)
