@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from runspec.common.hashing import digest_bytes
 from runspec.spec.schema import RunSpec
 
 DETERMINISTIC_GPU_FLAGS = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
@@ -42,6 +43,8 @@ def fingerprint(spec: RunSpec, mesh: Mesh) -> dict[str, Any]:
         "threads": len(os.sched_getaffinity(0)) if device.platform == "cpu" else None,
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),
+        "optax": version("optax"),
+        "code": _code(),
         "xla_flags": sorted(flag for flag in flags if not flag.startswith(_NOT_IN_RESULTS)),
         "libtpu_flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
         "matmul_precision": jax.config.values["jax_default_matmul_precision"],
@@ -71,6 +74,12 @@ def _deterministic_gpu(flags: list[str]) -> bool:
     on = {f"--{name}{value}" for name in DETERMINISTIC_GPU_FLAGS for value in ("", "=true", "=1")}
     kept = jax.config.values["jax_compilation_cache_dir"]
     return kept is not None and any(flag in on for flag in flags)
+
+
+def _code() -> str:
+    """Digest of this package's source: another order of additions gives other bits."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return digest_bytes(b"".join(path.read_bytes() for path in files))[:16]
 
 
 def _cpu_model() -> str:
