@@ -157,11 +157,11 @@ def _forward(
     kept = jnp.zeros((*order.shape, head.shape[1]), wide) if keep else None
     kept = None if kept is None else constrain(kept, plan.mesh, None, "shard", None, "vocab")
     results, kept = jax.lax.fori_loop(0, count, one_chunk, ((zeros,) * 3, kept))
+    logprobs, entropy, normaliser = (_take(_joined(x), rank) for x in results)
     wanted = targets >= 0
-    logprobs, entropy, normaliser = (
-        jnp.where(wanted, _take(_joined(x), rank), 0.0) for x in results
-    )
-    return (logprobs, entropy, normaliser), kept
+    # The normaliser stays where no target is: the backward pass takes exp(z - normaliser) there
+    # too, times 0, and exp(z) of a large logit would make that a NaN.
+    return (jnp.where(wanted, logprobs, 0.0), jnp.where(wanted, entropy, 0.0), normaliser), kept
 
 
 def _scores_backward(plan: _Plan, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:

@@ -99,7 +99,9 @@ def test_gradients_are_those_of_the_whole_softmax(
         )
         values = [f(jnp.asarray(hidden), jnp.asarray(head)) for f in (chunked, plain)]
     # then values and gradients agree
-    for a, b in zip(jax.tree.leaves((found, values[0])), jax.tree.leaves((expected, values[1])), strict=True):
+    for a, b in zip(
+        jax.tree.leaves((found, values[0])), jax.tree.leaves((expected, values[1])), strict=True
+    ):
         assert np.linalg.norm(a - b) <= 1e-10 * np.linalg.norm(b)
 
 
@@ -114,6 +116,28 @@ def test_positions_without_a_target_score_zero() -> None:
     assert (np.asarray(logprobs)[targets < 0] == 0).all()
     assert (np.asarray(entropy)[targets < 0] == 0).all()
     assert np.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_large_logits_without_a_target_have_no_gradient(
+    kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given logits whose exponential is no float32, at positions that share a chunk with targets
+    monkeypatch.setattr("learner_jax.logprobs.KEPT_LOGITS", KEPT_LOGITS if kept else 0)
+    hidden, head, targets = arrays(holes=True)
+    large = np.where((targets < 0)[..., None], 1000.0 * hidden, hidden)
+    function = partial(token_logprobs, targets=targets, temperature=0.6)
+    # when differentiated
+    found, expected = (
+        jax.grad(partial(objective, function), (0, 1))(
+            jnp.asarray(states, jnp.float32), jnp.asarray(head, jnp.float32)
+        )
+        for states in (large, hidden)
+    )
+    # then they add nothing, not even 0 * inf
+    np.testing.assert_array_equal(np.asarray(found[0])[targets < 0], 0.0)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_no_target_at_all_is_no_gradient() -> None:
