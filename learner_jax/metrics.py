@@ -33,6 +33,11 @@ class JsonLines:
         """Writes the lines of a step in one write; False when the step has its lines already."""
         if step <= self.last_step:
             return False
+        self.write(step, lines)
+        return True
+
+    def write(self, step: int, lines: list[dict[str, Any]]) -> None:
+        """Writes lines of a step in one write, whether it has some already or not."""
         data = "".join(json.dumps({"step": step, **line}) + "\n" for line in lines).encode()
         try:
             with self._path.open("ab", buffering=0) as file:
@@ -46,7 +51,6 @@ class JsonLines:
                 remedy="free disk space, then start again",
             ) from error
         self.last_step = step
-        return True
 
 
 class Clock:

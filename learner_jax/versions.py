@@ -67,8 +67,9 @@ class VersionWriter:
         self._params, self._weights = params_folder(run_dir), weights_folder(run_dir)
         self._config, self._mesh, self._dtype = config, mesh, spec.broadcast.dtype
         self._probe, self._peers, self._saver, self._log = probe, peers, saver, log
-        self._made_on = _MadeOn(run_dir / "checkpoints" / FINGERPRINTS_FILE, fingerprint, peers)
+        self._made_on = MadeOn(run_dir / "checkpoints" / FINGERPRINTS_FILE, fingerprint, peers)
         self._exact = True
+        self._adapters = spec.learner.lora is not None
         self._recompute = spec.algorithm.old_logprobs == "recompute"
         self.newest = peers.json_from_first(self._newest)
         """The newest version that was ever written; -1 for none."""
@@ -96,8 +97,10 @@ class VersionWriter:
         if version > self.newest:
             self._write(version, bits)
         else:
-            bits = self._compare(version, bits, exact=published)
-            self._exact = published or self.difference is not None
+            # A cast gives the same bits anywhere; a sum of adapters rounds as the machine does.
+            exact = published and (not self._adapters or self._made_on.same(version))
+            bits = self._compare(version, bits, exact=exact)
+            self._exact = exact or self.difference is not None
         return bits if self._recompute else None
 
     def write(self, version: int, trained: Any) -> Any | None:
@@ -191,7 +194,7 @@ class VersionWriter:
         return {name: record["blake3"] for name, record in records["tensors"].items()}
 
 
-class _MadeOn:
+class MadeOn:
     """On what each version was made: lines {"step": first version, "fingerprint": {...}}."""
 
     def __init__(self, path: Path, fingerprint: dict[str, Any], peers: Peers) -> None:
@@ -207,7 +210,8 @@ class _MadeOn:
         line = {"fingerprint": self._now}
         self._lines.append({"step": version, **line})
         if self._file is not None:
-            self._file.append(version, [line])
+            # A version may have been begun elsewhere, and killed before it was there.
+            self._file.write(version, [line])
 
     def same(self, version: int) -> bool:
         """Whether a version that was written before must have the same bits here."""

@@ -12,12 +12,15 @@ import pytest
 
 from bridge.export import export_checkpoint
 from bridge.safetensors_io import read_headers, read_tensor
+from learner_jax.distributed import Peers
 from learner_jax.fingerprint import differences, same_bits
 from learner_jax.layout import params_folder, state_folder, weights_folder
+from learner_jax.versions import MadeOn
 from runspec.common.errors import UserError
 from runspec.common.process import RunStopped
 from tests.learner_jax.conftest import Run
 from tests.learner_jax.test_runner import (
+    adapters,
     assert_same_weights,
     broken_run,
     lines,
@@ -36,15 +39,15 @@ def elsewhere(run: Run) -> None:
     path.write_text(json.dumps(record) + "\n")
 
 
-def publish_other_bits(run: Run) -> None:
-    """Version 3 as published: what version 2 was, so that it differs from any replay of step 2."""
+def publish_other_bits(run: Run, version: int = PUBLISHED) -> None:
+    """A version as published: what the one before was, so that it differs from any replay."""
     export_checkpoint(
-        params_folder(run.path) / f"v{PUBLISHED - 1}" / "params",
-        weights_folder(run.path) / f"v{PUBLISHED}",
+        params_folder(run.path) / f"v{version - 1}" / "params",
+        weights_folder(run.path) / f"v{version}",
         model_dir=run.path / "initial",
         dtype="float32",
     )
-    shutil.rmtree(params_folder(run.path) / f"v{PUBLISHED}")
+    shutil.rmtree(params_folder(run.path) / f"v{version}")
 
 
 @pytest.mark.slow
@@ -95,6 +98,36 @@ def test_a_state_of_a_differing_replay_says_so_and_a_run_goes_on_from_it(tmp_pat
     run.add_step(PUBLISHED, version=2)
     train_to_the_end(run)
     assert [line["step"] for line in lines(run, "metrics")] == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_adapters_of_a_state_may_merge_into_other_bits_elsewhere(tmp_path: Path) -> None:
+    # given a LoRA run whose full state gives version 2 other bits here than it was published with
+    run = broken_run(tmp_path / "run", **adapters())
+    publish_other_bits(run, 2)
+    # when it goes on on the program that wrote the state, then it stops
+    with pytest.raises(RunStopped, match="version 2, trained again, differs"):
+        train_to_the_end(run)
+    # when it goes on elsewhere, then it trains to the end
+    elsewhere(run)
+    run.add_step(PUBLISHED, version=2)
+    train_to_the_end(run)
+    assert lines(run, "metrics")[-1]["replay_difference"] > 0
+
+
+def test_a_version_is_of_who_wrote_it_not_of_who_was_killed_before(tmp_path: Path) -> None:
+    path = tmp_path / "fingerprints.jsonl"
+    here, there = {"machine": "here", "exact": True}, {"machine": "there", "exact": True}
+    # given version 5, begun on one program, whose process was killed before it was written
+    MadeOn(path, there, Peers()).note(5)
+    # when another program writes it, and the one after
+    written = MadeOn(path, here, Peers())
+    written.note(5)
+    written.note(6)
+    # then both must have the same bits there, and need not elsewhere
+    for version in (5, 6):
+        assert MadeOn(path, here, Peers()).same(version)
+        assert not MadeOn(path, there, Peers()).same(version)
 
 
 def test_a_fingerprint_names_what_changed_and_a_gpu_must_be_deterministic() -> None:
