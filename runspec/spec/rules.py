@@ -270,11 +270,12 @@ def mesh_fits(spec: RunSpec) -> Iterator[Violation]:
     if hardware.topology is not None:
         if not _TOPOLOGY.fullmatch(hardware.topology):
             return  # `topology_form` says so
-        devices = prod(int(side) for side in hardware.topology.split("x"))
+        devices = mesh.slices * prod(int(side) for side in hardware.topology.split("x"))
         if hardware.count not in (None, devices):
+            of = f"{mesh.slices} slices of " if mesh.slices > 1 else ""
             yield Violation(
                 ("learner", "hardware", "count"),
-                f"{hardware.count}, but topology {hardware.topology} has {devices} devices",
+                f"{hardware.count}, but {of}topology {hardware.topology} has {devices} devices",
             )
     if devices is not None and product != devices:
         yield Violation(

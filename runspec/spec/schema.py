@@ -202,9 +202,9 @@ class Hardware(Block):
     kind: str
     """`cpu`, `h100-80g`, `tpu-v5p`, ..."""
     topology: str | None = None
-    """TPU slice, like 4x4x4."""
+    """TPU slice, like 4x4x4; the learner's are `learner.mesh.slices` of it."""
     count: Count | None = None
-    """Devices; follows from the topology on a TPU. On a CPU: virtual devices."""
+    """Devices; follows from the topology and the slices on a TPU. On a CPU: virtual devices."""
 
 
 class Mesh(Block):
