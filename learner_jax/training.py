@@ -101,6 +101,7 @@ def train_step(
         state, update = programs.apply(state, total)
         logprobs.append(total.logprobs)
         outcomes.append((total.metrics, update))
+        del total  # or its gradient would lie beside the next one
     outcomes = jax.device_get(outcomes)
     skipped = tuple(
         skipped_update(number, share.names, share.packed, _per_token(share.inputs, current))

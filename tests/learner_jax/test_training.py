@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -17,7 +18,7 @@ from learner_jax.lora import init_lora
 from learner_jax.model import abstract_params, init_params
 from learner_jax.sharding import make_mesh, shard_params
 from learner_jax.skipped import RolloutName
-from learner_jax.step import Programs, build_programs
+from learner_jax.step import Accumulated, Programs, build_programs
 from learner_jax.training import StepResult, train_step
 from learner_jax.warm_start import model_config
 from runspec.common.process import RunStopped
@@ -137,6 +138,32 @@ def test_updates_take_contiguous_shares_with_pi_old_from_before_the_first() -> N
 def test_a_step_with_fewer_groups_than_updates_makes_fewer_updates() -> None:
     result = trained(spec_with(updates_per_step=4), batch_of(3))
     assert int(result.state.updates) == 3
+
+
+def test_one_gradient_lies_in_memory_at_a_time() -> None:
+    # given programs that look at the gradients of the updates before
+    spec = spec_with(updates_per_step=3)
+    config, mesh, programs = built(spec.model_dump_json(by_alias=True))
+    gradients: list[weakref.ref[jax.Array]] = []
+
+    def accumulate(*arguments: Any) -> Accumulated:
+        assert [each() for each in gradients] == [None] * len(gradients)
+        total = programs.accumulate(*arguments)
+        gradients.extend(map(weakref.ref, jax.tree.leaves(total.grads)))
+        return total
+
+    params = shard_params(init_params(config, jax.random.key(0)), abstract_params(config), mesh)
+    # when a step makes three, then they are gone when the next is begun
+    train_step(
+        spec,
+        mesh,
+        replace(programs, accumulate=accumulate),
+        programs.init_state(params),
+        published=params,
+        reference=params,
+        batch=batch_of(6),
+    )
+    assert len(gradients) == 3 * len(jax.tree.leaves(params))
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_its_rollouts_named() -> None:
