@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-AOT_STAMP := $(VENV)/.aot
+AOT_STAMP := $(VENV)/aot/.installed
 CPU_TORCH := torch==2.13.0+cpu
 # Spec and profile of the quickstart; `make quickstart SPEC=specs/target_long.yaml` works too.
 SPEC ?= specs/target_short.yaml
 PROFILE ?= laptop
 
-.PHONY: help install quickstart lint test test-fast bench clean
+.PHONY: help install aot quickstart lint test test-fast bench clean
 
 help:  ## what there is to call
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -31,10 +31,11 @@ $(STAMP): requirements/laptop.txt pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-# The TPU compiler (200 MB): tests compile for TPUs, the quickstart does not.
+aot: $(AOT_STAMP)  ## the TPU compiler (200 MB), for tests and `python -m learner_jax aot`
+
+# In a folder of its own: vLLM takes an environment that can import libtpu for a TPU's.
 $(AOT_STAMP): $(STAMP) requirements/aot.txt
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/aot.txt || \
-	  $(BIN)/pip install --quiet --no-deps -r requirements/aot.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/aot -r requirements/aot.txt
 	@touch $@
 
 quickstart: install  ## a run that learns, on this machine, in minutes

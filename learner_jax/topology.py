@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runspec.common.errors import UserError
@@ -61,9 +64,24 @@ def learner_topology(learner: Learner) -> Topology | None:
     return parse_topology(f"{hardware.kind.removeprefix('tpu-')}:{hardware.topology or ''}")
 
 
+def compiler_library() -> Path | None:
+    """The file of libtpu, or None: of TPU_LIBRARY_PATH, of an installed package, or what `make aot`
+    puts into `aot/` of the environment. There no import finds it: vLLM takes a machine whose Python
+    can import libtpu for a TPU."""
+    if named := os.environ.get("TPU_LIBRARY_PATH"):
+        return Path(named) if Path(named).is_file() else None
+    package = find_spec("libtpu")
+    folders = list(package.submodule_search_locations or []) if package else []
+    found = (Path(folder) / "libtpu.so" for folder in [*folders, f"{sys.prefix}/aot/libtpu"])
+    return next((path for path in found if path.is_file()), None)
+
+
 def prepare_environment() -> None:
-    """Before the first import of JAX: the local devices are the CPU's, and libtpu, which is only
+    """Before the first use of JAX: the local devices are the CPU's, and libtpu, which is only
     to compile, looks for no TPU, asks no metadata server and takes no lock on the machine's."""
+    library = compiler_library()
+    if library is not None:
+        os.environ["TPU_LIBRARY_PATH"] = str(library)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
@@ -82,6 +100,12 @@ def topology_devices(topology: Topology, slices: int = 1) -> list[jax.Device]:
     from jax.errors import JaxRuntimeError
     from jax.experimental import topologies
 
+    if compiler_library() is None:
+        raise UserError(
+            "the TPU compiler, libtpu, is not installed",
+            place=os.environ.get("TPU_LIBRARY_PATH", sys.prefix),
+            remedy="`make aot`, or `pip install runspec[aot]` where vLLM is not installed",
+        )
     try:
         found = topologies.get_topology_desc(
             topology_name=str(topology), platform="tpu", num_slices=slices
@@ -91,11 +115,5 @@ def topology_devices(topology: Topology, slices: int = 1) -> list[jax.Device]:
             f"libtpu cannot make {topology}: {str(error).splitlines()[0]}",
             place="topology",
             remedy="name a slice that exists; its first two sizes are multiples of 2",
-        ) from error
-    except (RuntimeError, NotImplementedError) as error:
-        raise UserError(
-            f"no TPU compiler: {str(error).splitlines()[0]}",
-            place="libtpu",
-            remedy="pip install -r requirements/aot.txt (or the extra: runspec[aot])",
         ) from error
     return list(found.devices)

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +24,7 @@ from learner_jax.hlo import arrays, program_cost
 from learner_jax.step import build_programs
 from learner_jax.topology import (
     CHIP_MEMORY,
+    compiler_library,
     learner_topology,
     parse_topology,
     prepare_environment,
@@ -49,7 +49,7 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": TOKENS,
 }
 """Positions x vocabulary are more than the head keeps; only T x T and T x V reach T twice."""
-needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+needs_libtpu = pytest.mark.skipif(compiler_library() is None, reason="libtpu is not installed")
 
 
 def tpu_spec(remat: str = "full", *, offload: bool = False, **mesh: int) -> RunSpec:
@@ -217,22 +217,21 @@ def test_the_command_reports_a_spec_that_fits(tmp_path: Path) -> None:
 
 
 def test_the_command_without_the_compiler_says_what_to_install(tmp_path: Path) -> None:
-    # Given a machine where libtpu cannot be imported
-    (tmp_path / "libtpu.py").write_text("raise ImportError('not here')")
+    # Given a machine without libtpu
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     # When a TPU spec is compiled
-    done = aot("specs/target_long.yaml", config=tmp_path, path=tmp_path)
-    # Then the error names the file of requirements
+    done = aot("specs/target_long.yaml", config=tmp_path, library=tmp_path / "libtpu.so")
+    # Then the error says how it is installed
     assert done.returncode == 1
-    assert "requirements/aot.txt" in done.stderr
+    assert "make aot" in done.stderr
 
 
 def aot(
-    *arguments: str, config: Path, path: Path | None = None
+    *arguments: str, config: Path, library: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA", "JAX", "TPU"))}
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
+    if library is not None:
+        environment["TPU_LIBRARY_PATH"] = str(library)
     command = [sys.executable, "-m", "learner_jax", "aot", *arguments]
     return subprocess.run(
         [*command, "--model-config", str(config / "config.json")],
