@@ -69,10 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     code = run_role(_ROLES[options.command], lambda log: _run(options, log))
     if code and options.command == "train":
-        from learner_jax.distributed import is_joined, leave
+        from learner_jax.distributed import leave
 
-        if is_joined():  # it failed by itself
-            leave(code)
+        leave(code)  # whoever it was waiting for, peers or a disk, it waits no longer
     return code
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 
+from runspec.common.errors import UserError
 from runspec.spec.schema import RunSpec
 
 _REQUESTS = "/jax/compilation_cache/compile_requests_use_cache"
@@ -26,8 +27,19 @@ def cache_folder(run_dir: Path, spec: RunSpec) -> Path:
 
 
 def keep_compiled(folder: Path) -> None:
-    """Keeps this process's compiled programs in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Keeps this process's compiled programs in `folder`.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"no folder for compiled programs: {error.strerror}",
+            place=str(folder),
+            remedy="mend the permissions, or name another one: learner.compile_cache",
+        ) from error
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # Small programs too: a run has dozens, and restarts are what this is for.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

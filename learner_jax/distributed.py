@@ -224,13 +224,9 @@ def joined(
     jax.distributed.shutdown()
 
 
-def is_joined() -> bool:
-    """Whether this process has joined others, and has not taken its leave of them."""
-    return jax.distributed.is_initialized()
-
-
 def leave(code: int) -> None:
-    """Ends this process at once: an orderly end would wait for processes that may be gone."""
+    """Ends this process at once: an orderly end would wait for processes that may be gone, and for
+    threads that may write to a disk that does not answer."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

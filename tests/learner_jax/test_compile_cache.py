@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from learner_jax.compile_cache import cache_folder
+from learner_jax.compile_cache import cache_folder, keep_compiled
+from runspec.common.errors import UserError
 from tests.learner_jax.conftest import tiny_spec
 
 PROGRAM = """
@@ -63,3 +64,10 @@ def test_the_cache_lies_in_the_run_directory_or_where_the_spec_says(tmp_path: Pa
     learner = spec.learner.model_copy(update={"compile_cache": "/elsewhere"})
     elsewhere = spec.model_copy(update={"learner": learner})
     assert cache_folder(tmp_path, elsewhere) == Path("/elsewhere")
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="no folder for compiled programs") as caught:
+        keep_compiled(tmp_path / "file" / "compiled")
+    assert caught.value.place.endswith("file/compiled")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from learner_jax import saver as saver_module
 from learner_jax.saver import Saver
 from runspec.common.errors import UserError
 
@@ -58,3 +59,24 @@ def test_an_error_is_not_hidden_by_that_of_a_save(caplog: pytest.LogCaptureFixtu
         saver.run("a state", lambda: failing)
         raise UserError("no batch")
     assert "disk full" in caplog.text
+
+
+def test_a_save_past_its_deadline_is_named_and_not_waited_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # given a save that does not end, and little patience
+    monkeypatch.setattr(saver_module, "REPORT_EVERY_S", 0.01)
+    monkeypatch.setattr(saver_module, "DEADLINE_S", 0.02)
+    ended = threading.Event()
+
+    def never_ending() -> None:
+        assert ended.wait(60)
+
+    try:
+        # when it is waited for, then the error names it, and leaving does not wait once more
+        with pytest.raises(UserError, match="a state is not written after"), Saver(LOG) as saver:
+            saver.run("a state", lambda: never_ending)
+            saver.wait()
+        saver.wait()
+    finally:
+        ended.set()
