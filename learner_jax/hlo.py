@@ -125,8 +125,11 @@ class _Counter:
         for instruction in computation.values():
             opcode = instruction.opcode.removesuffix("-start")
             if opcode in COLLECTIVES:
-                cost.collectives[opcode] += times
-                cost.wire_bytes[opcode] += times * _sent(instruction, opcode, computation)
+                # Fused with the slice that is kept, as TPUs do it, it is a reduce-scatter.
+                sliced = fused and any(i.opcode == "dynamic-slice" for i in computation.values())
+                kind = "reduce-scatter" if opcode == "all-reduce" and sliced else opcode
+                cost.collectives[kind] += times
+                cost.wire_bytes[kind] += times * _sent(instruction, kind, computation)
             elif opcode == "dot":
                 cost.flops += times * _dot_flops(instruction, computation)
             elif opcode == "convolution":

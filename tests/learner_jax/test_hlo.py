@@ -126,3 +126,22 @@ ENTRY %main (stack: f32[64,128], i: s32[]) -> f32[1,128] {
 """
     assert program_cost(text).hbm_bytes == 128 * 4
     assert [array.space for array in arrays(text)].count(1) == 1
+
+
+def test_a_fused_all_reduce_of_which_a_slice_is_kept_is_a_reduce_scatter() -> None:
+    text = """HloModule m
+
+%scatter (x: f32[64], i: s32[]) -> f32[16] {
+  %x = f32[64]{0} parameter(0)
+  %i = s32[] parameter(1)
+  %sum = f32[64]{0} all-reduce(%x), replica_groups=[1,4]<=[4], to_apply=%add
+  ROOT %own = f32[16]{0} dynamic-slice(%sum, %i), dynamic_slice_sizes={16}
+}
+
+ENTRY %main (x: f32[64], i: s32[]) -> f32[16] {
+  %x = f32[64]{0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %own = f32[16]{0} fusion(%x, %i), kind=kCustom, calls=%scatter
+}
+"""
+    assert program_cost(text).wire_bytes == {"reduce-scatter": 64 * 4 * 3 // 4}
