@@ -70,6 +70,8 @@ class Peers:
     """Host and process id of each, by index."""
     said: Word = Word.GO
     """What all last agreed on."""
+    told: UserError | None = None
+    """The error of this process that the others know of."""
 
     @property
     def count(self) -> int:
@@ -98,6 +100,16 @@ class Peers:
             )
         return self.said, int(said[0, 1])
 
+    def tell(self, error: UserError, word: Word) -> None:
+        """Collective: this process cannot go on; `error` is then raised here, a PeerFailed there.
+
+        Args:
+            error: why.
+            word: FAILED or UNSAVED.
+        """
+        self.told = error
+        self.agree(word)
+
     def broadcast(self, data: bytes, size: int) -> bytes:
         """Collective: process 0's `data`, of `size` bytes, which all know; others pass b""."""
         if self.count == 1:
@@ -122,8 +134,8 @@ class Peers:
         """
         try:
             action()
-        except UserError:
-            self.agree(Word.UNSAVED)
+        except UserError as error:
+            self.tell(error, Word.UNSAVED)
             raise
         self.agree(Word.GO)
 
@@ -137,8 +149,8 @@ class Peers:
         if self.first:
             try:
                 data = action()
-            except UserError:
-                self.agree(Word.UNSAVED)
+            except UserError as error:
+                self.tell(error, Word.UNSAVED)
                 raise
         _, size = self.agree(Word.GO, len(data))
         return self.broadcast(data, size)
@@ -211,8 +223,9 @@ def joined(
         # All have computed the same, and all stop.
         jax.distributed.shutdown()
         raise
-    except UserError:
-        if peers.said >= Word.STOP:
+    except UserError as error:
+        # Of another error the others know nothing, and would not come to an orderly end.
+        if error is peers.told or isinstance(error, PeerFailed):
             jax.distributed.shutdown()
         raise
     except jax.errors.JaxRuntimeError as error:

@@ -63,8 +63,8 @@ class BatchFeed:
                 )
         except PeerFailed:
             raise
-        except UserError:
-            self._peers.agree(Word.FAILED)
+        except UserError as error:
+            self._peers.tell(error, Word.FAILED)
             raise
         if stop.agreed:
             return None

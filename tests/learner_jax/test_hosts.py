@@ -218,6 +218,24 @@ def test_an_error_of_the_first_ends_all_with_its_name_and_their_state_saved(
     assert state_steps(state_folder(run.path, run.spec)) == [1]
 
 
+def test_a_save_that_one_process_cannot_begin_leaves_no_other_waiting(
+    compiled: Path, tmp_path: Path
+) -> None:
+    # given two processes that wait for the batch of step 1
+    run = ready(tmp_path / "run", compiled, hosts=2, batches=1)
+    states = state_folder(run.path, run.spec)
+    with learner(run) as processes:
+        eventually(trained(run, 1), processes)
+        # when they are told to end, and the first cannot make the folder of the full state
+        states.mkdir(parents=True, exist_ok=True)
+        (states / ".tmp-step_1").touch()
+        processes[1].terminate()
+        # then both end, the second by the heartbeat's deadline
+        assert processes[0].wait(DEADLINE_S) == EXIT_USER_ERROR
+        assert processes[1].wait(HEARTBEAT_S + 20) != 0
+    assert "cannot write a checkpoint" in log_of(run, 0).read_text()
+
+
 def test_a_process_that_stays_alone_says_whom_it_waited_for(compiled: Path, tmp_path: Path) -> None:
     run = ready(tmp_path / "run", compiled, hosts=2, batches=0)
     for index in (0, 1):
