@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bridge.orbax_io import open_leaves
 from learner_jax.checkpoint import (
     StateInfo,
     check_state,
@@ -92,6 +93,14 @@ def test_parameters_keep_their_type_and_lie_beside_their_probe(tmp_path: Path) -
     )
     assert json.loads((tmp_path / "v4" / "probe.json").read_bytes())["sequences"] == [[1]]
     assert versions_in(tmp_path) == [4]
+
+
+def test_one_layer_of_a_stacked_leaf_can_be_read_alone(tmp_path: Path) -> None:
+    # given a version of two devices
+    save_params(tmp_path, 4, tree(mesh_of(2)), {})()
+    # then each stored chunk of a stacked leaf is of one layer, of one device
+    stores = open_leaves(tmp_path / "v4" / "params", {("layers", "q"): (3, 8)}, among_others=True)
+    assert stores["layers", "q"].chunk_layout.read_chunk.shape == (1, 4)
 
 
 def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:
