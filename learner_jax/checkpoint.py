@@ -24,7 +24,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from learner_jax.layout import PARAMS_NAME, PROBE_FILE, numbered
-from learner_jax.saver import Finish
+from learner_jax.saver import DEADLINE_S, Finish
 from runspec.common.canonical import MalformedJson, canonical_json, parse_object
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded, write_atomic
@@ -175,6 +175,7 @@ def _context() -> ocp.Context:
     saving.use_zarr3 = True
     # Float weights hardly compress; without it a save costs a third less.
     saving.use_compression = False
+    context.asynchronous.timeout_secs = int(DEADLINE_S)  # Orbax would give up after 20 minutes
     return context
 
 

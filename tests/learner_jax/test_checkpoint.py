@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.orbax_io import open_leaves
+from learner_jax import checkpoint
 from learner_jax.checkpoint import (
     StateInfo,
     check_state,
@@ -177,6 +178,17 @@ def test_a_full_disk_is_an_error_by_name_and_leaves_no_state(tmp_path: Path) -> 
     assert "disk" in caught.value.remedy
     # and nothing looks like one
     assert state_steps(tmp_path) == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_save_may_take_as_long_as_its_saver_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given no time at all
+    monkeypatch.setattr(checkpoint, "DEADLINE_S", 0.0)
+    # when a state is saved, then Orbax gives up by that deadline, not by one of its own
+    with pytest.raises(UserError, match="cannot write a checkpoint: .*timeout"):
+        save(tmp_path, 1, tree(mesh_of(2)))
+    assert state_steps(tmp_path) == []
 
 
 def test_a_missing_file_is_an_error_not_zeros(tmp_path: Path) -> None:
