@@ -121,6 +121,7 @@ def test_only_weights_are_gathered_and_no_activations_of_other_rows(mesh: dict[s
     # tensor still, or keys and values of the device's own rows
     keys = 2 * rows * TOKENS * HEAD_DIM
     table = VOCABULARY * HIDDEN // tensor
+    assert {"all-gather", "all-reduce"} <= {kind for kind, *_ in sent}
     for kind, operation, shape in sent:
         if kind == "all-gather":
             assert math.prod(shape) <= max(layer, keys) or math.prod(shape) == table, operation
