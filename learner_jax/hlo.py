@@ -238,10 +238,14 @@ def _group_size(attributes: str) -> int:
         return listed.group(1).count(",") + 1
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
         return int(iota.group(1))
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes):
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named.group(1)))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named.group(2)))
-    return 1
+        # 'axis', or 'axis':(2)4 where an axis is cut and one part, here of 4, takes part
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named.group(2))
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+    if "replica_groups=" in attributes:
+        raise ValueError(f"replica groups in a form that is not known: {attributes[:200]}")
+    return 1  # permutations name pairs, not groups
 
 
 def _dot_flops(instruction: Instruction, computation: Computation) -> float:

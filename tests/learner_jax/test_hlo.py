@@ -67,6 +67,8 @@ def test_a_loop_whose_end_is_data_is_assumed_and_said_so() -> None:
         ("[4,2]<=[2,4]T(1,0)", 2),
         ("mesh['a'=2,'b'=4] {'b'}", 4),
         ("mesh['a'=2,'b'=4] {'a','b'}", 8),
+        ("mesh['a'=64,'b'=4], device_ids=([4,64]T(1,0)) {'b'}", 4),
+        ("mesh['a'=8,'b'=4] {'a':(2)4}", 4),
     ],
 )
 @pytest.mark.parametrize(
