@@ -267,8 +267,8 @@ def _convolution_flops(instruction: Instruction, computation: Computation) -> fl
     inputs, kernel, output = labels.groups()
     left, right = (computation[name].result[0].shape for name in instruction.operands[:2])
     result = instruction.result[0].shape
-    flops = 2.0 * result[output.index("b")] * result[output.index("f")] * right[kernel.index("i")]
     window = _window(instruction.attributes)
+    flops = 2.0 * result[output.index("b")] * result[output.index("f")] * right[kernel.index("i")]
     for axis in sorted(set(output) - {"b", "f"}):
         size = left[inputs.index(axis)]
         flops *= window.get(int(axis), _Window()).pairs(size, result[output.index(axis)])
@@ -358,11 +358,8 @@ def _slices(name: str, inner: Computation) -> list[Instruction] | None:
 
 
 def _slice_bytes(instruction: Instruction, inner: Computation) -> int:
-    part = (
-        instruction
-        if instruction.opcode == "dynamic-slice"
-        else inner[instruction.operands[1]]  # what an update writes
-    )
+    written = instruction.opcode == "dynamic-update-slice"
+    part = inner[instruction.operands[1]] if written else instruction
     return sum(array.bytes for array in part.result)
 
 
