@@ -186,7 +186,7 @@ def test_a_save_may_take_as_long_as_its_saver_waits(
     # given no time at all
     monkeypatch.setattr(checkpoint, "DEADLINE_S", 0.0)
     # when a state is saved, then Orbax gives up by that deadline, not by one of its own
-    with pytest.raises(UserError, match="cannot write a checkpoint: .*timeout"):
+    with pytest.raises(UserError, match=r"cannot write a checkpoint: .*timeout"):
         save(tmp_path, 1, tree(mesh_of(2)))
     assert state_steps(tmp_path) == []
 
