@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from bridge.config import ModelConfig, hf_config, parse_config
@@ -35,7 +35,7 @@ from learner_jax.logprobs import token_logprobs
 from learner_jax.model import abstract_params, final_hidden, head_weight, init_params
 from learner_jax.optimizer import Moments, adamw, global_norm
 from learner_jax.packing import Packed, Sample, pack
-from learner_jax.sharding import make_mesh, shard_batch, shard_params
+from learner_jax.sharding import make_mesh, param_shardings, shard_batch, shard_params
 from runspec.common.canonical import MalformedJson, canonical_json, parse_object
 from runspec.common.errors import UserError
 from runspec.common.files import new_directory, read_bounded, remove_leftovers
@@ -239,7 +239,7 @@ def supervise(
     log.info("warm start: compiling, then at most %d updates", start_spec.max_updates)
     for update in range(1, start_spec.max_updates + 1):
         traces = data.traces(training, start_spec.sequences, "train")
-        loss, gradients = jnp.zeros(()), steps.zeros(params)
+        loss, gradients = steps.zeros(params)
         for batch, weights in _microbatches(spec, traces, start_spec.answer_weight, mesh):
             loss, gradients = steps.accumulate(params, (loss, gradients), batch, weights)
         params, opt_state = steps.apply(params, opt_state, gradients)
@@ -289,7 +289,7 @@ def answer_probability(
 @dataclass(frozen=True)
 class _Steps:
     init: Callable[[Any], Any]
-    zeros: Callable[[Any], Any]
+    zeros: Callable[[Any], tuple[Array, Any]]
     accumulate: Callable[..., tuple[Array, Any]]
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]
     score: Callable[[Any, TokenBatch], Array]
@@ -320,6 +320,9 @@ def _build_steps(config: ModelConfig, start: WarmStart, mesh: Mesh) -> _Steps:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return Moments(zeros, zeros), jnp.zeros((), jnp.int32)
 
+    def zeros(params: Any) -> tuple[Array, Any]:
+        return jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+
     def accumulate(
         params: Any, total: tuple[Array, Any], batch: TokenBatch, weights: Array
     ) -> tuple[Array, Any]:
@@ -338,11 +341,14 @@ def _build_steps(config: ModelConfig, start: WarmStart, mesh: Mesh) -> _Steps:
         )
         return params, (moments, updates + 1)
 
+    # Said, not left to the compiler: what comes back is then what goes in, and compiled once.
+    like, one = param_shardings(abstract_params(config), mesh), NamedSharding(mesh, PartitionSpec())
+    total, optimizer_state = (one, like), (Moments(like, like), one)
     return _Steps(
-        init=jax.jit(init),
-        zeros=jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params)),
-        accumulate=jax.jit(accumulate, donate_argnums=1),
-        apply=jax.jit(apply, donate_argnums=(0, 1)),
+        init=jax.jit(init, out_shardings=optimizer_state),
+        zeros=jax.jit(zeros, out_shardings=total),
+        accumulate=jax.jit(accumulate, donate_argnums=1, out_shardings=total),
+        apply=jax.jit(apply, donate_argnums=(0, 1), out_shardings=(like, optimizer_state)),
         score=jax.jit(score),
     )
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -84,11 +85,15 @@ def test_a_start_is_made_once_and_both_runs_link_to_it(
     spec, cache = spec_with(), tmp_path / "cache"
     first, second = (run_dir_of(tmp_path / name, spec) for name in ("a", "b"))
     # when both are started
-    model = make_initial_model(first, cache, LOG)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        model = make_initial_model(first, cache, LOG)
     written = (model / "model.safetensors").stat().st_mtime_ns
     with caplog.at_level(logging.INFO):
         assert make_initial_model(second, cache, LOG) == model
-    # then the second found the first's model, said so, and links to the same directory
+    # then each program of the first was compiled once, whatever its results went into
+    for program in ("accumulate", "apply", "score"):
+        assert caplog.text.count(f"Compiling jit({program}) ") == 1, program
+    # and the second found the first's model, said so, and links to the same directory
     assert "there already, skipped" in caplog.text
     assert (model / "model.safetensors").stat().st_mtime_ns == written
     assert (first / "initial").resolve() == (second / "initial").resolve() == model.resolve()
