@@ -33,11 +33,14 @@ class Endpoints:
     origin: str
     relays: dict[str, str]
     """By the relay's name in the spec."""
+    learner: str | None = None
+    """Where the processes of `learner.hosts` above 1 find each other."""
 
     def all(self) -> dict[str, str]:
         """URL by role name."""
         named = {f"relay-{name}": url for name, url in self.relays.items()}
-        return {"coordinator": self.coordinator, "origin": self.origin} | named
+        learner = {"learner": self.learner} if self.learner else {}
+        return {"coordinator": self.coordinator, "origin": self.origin} | named | learner
 
 
 def address(url: str) -> tuple[str, int]:
@@ -102,6 +105,9 @@ def plan_endpoints(
             relay.name: place(f"relay-{relay.name}", 2 + i, relay.url)
             for i, relay in enumerate(spec.broadcast.relays)
         },
+        learner=(
+            place("learner", 2 + len(spec.broadcast.relays)) if spec.learner.hosts > 1 else None
+        ),
     )
 
 

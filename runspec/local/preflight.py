@@ -88,6 +88,13 @@ def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     ]
     lacking = [(path, _lack(hardware, processes, facts)) for path, hardware, processes in asked]
     yield from (Missing(path, thing) for path, thing in lacking if thing)
+    learner = spec.learner
+    if learner.hosts > 1 and learner.hardware.kind != "cpu":
+        yield Missing(
+            "learner.hosts",
+            f"{learner.hosts} machines with {learner.hardware.kind}; this is one",
+            "start the learner's processes there by hand, see docs/learner_jax.md",
+        )
     if lacking[0][1]:
         model = spec.model.hf or "the model"
         yield Missing(

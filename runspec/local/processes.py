@@ -13,6 +13,9 @@ from runspec.local.endpoints import Endpoints, address
 from runspec.local.identity import Identity, validator_names, worker_names
 from runspec.spec.schema import Mesh, RunSpec
 
+HEARTBEAT_S = 10
+"""Silence that ends the other processes of a learner: on one machine no network is slow."""
+
 
 @dataclass(frozen=True)
 class RoleSpec:
@@ -58,7 +61,8 @@ def role_specs(
     """
     root = ("--public-key", identity.root_public_key)
     workers = worker_names(spec)
-    cores = assign_cores(["learner", *workers], machine.cores)
+    learners = ["learner", *(f"learner-{i}" for i in range(1, spec.learner.hosts))]
+    cores = assign_cores([*learners, *workers], machine.cores)
     pools = {pool.name: pool for pool in spec.samplers}
     at = endpoints.all()
 
@@ -101,14 +105,19 @@ def role_specs(
             # It exports from disk and needs no device; two JAX processes on one would fight.
             thread_limits(()) | jax_environment(machine.env, on_cpu=True, devices=1),
         ),
-        RoleSpec(
-            "learner",
-            machine.module("learner_jax", "train", str(run_dir)),
-            _learner_env(spec, machine, cores.get("learner", ())),
-            cores=cores.get("learner", ()),
-            ends_run=True,
-        ),
     ]
+    for i, name in enumerate(learners):
+        mine = cores.get(name, ())
+        roles.append(
+            RoleSpec(
+                name,
+                machine.module("learner_jax", "train", str(run_dir), *_joining(endpoints, i)),
+                _learner_env(spec, machine, mine, hosts=spec.learner.hosts),
+                cores=mine,
+                ends_run=i == 0,
+                ends_when_sampled=i > 0,
+            )
+        )
     for i, name in enumerate(validator_names(spec)):
         roles.append(
             RoleSpec(
@@ -161,8 +170,19 @@ def mesh_devices(mesh: Mesh) -> int:
     return mesh.data * mesh.fsdp * mesh.context * mesh.tensor
 
 
-def _learner_env(spec: RunSpec, machine: Machine, cores: tuple[int, ...]) -> dict[str, str]:
-    devices = mesh_devices(spec.learner.mesh)
+def _joining(endpoints: Endpoints, process: int) -> tuple[str, ...]:
+    """How the processes of a learner find each other; nothing for a single one."""
+    if endpoints.learner is None:
+        return ()
+    host, port = address(endpoints.learner)
+    options = ("--coordinator", f"{host}:{port}", "--process", str(process))
+    return (*options, "--heartbeat", str(HEARTBEAT_S))
+
+
+def _learner_env(
+    spec: RunSpec, machine: Machine, cores: tuple[int, ...], *, hosts: int = 1
+) -> dict[str, str]:
+    devices = mesh_devices(spec.learner.mesh) // hosts
     return thread_limits(cores) | jax_environment(machine.env, on_cpu=_cpu(spec), devices=devices)
 
 

@@ -293,15 +293,6 @@ def mesh_fits(spec: RunSpec) -> Iterator[Violation]:
         )
 
 
-def local_hosts(spec: RunSpec) -> Iterator[Violation]:
-    if spec.placement.backend == "local" and spec.learner.hosts != 1:
-        yield Violation(
-            ("learner", "hosts"),
-            f"{spec.learner.hosts}, but placement.backend local starts one learner process; the "
-            "processes of several hosts are started by hand, see docs/learner_jax.md",
-        )
-
-
 def rows_divide(spec: RunSpec) -> Iterator[Violation]:
     mesh, rows = spec.learner.mesh, spec.learner.packing.rows
     shards = mesh.data * mesh.fsdp
@@ -374,7 +365,6 @@ RULES: dict[str, Rule] = {
     "one-temperature": one_temperature,
     "topology-form": topology_form,
     "mesh-fits": mesh_fits,
-    "local-hosts": local_hosts,
     "rows-divide": rows_divide,
     "versions-kept": versions_kept,
     "relay-tree": relay_tree,

@@ -89,11 +89,11 @@ def test_applying_a_finished_run_says_so(finished):
 
 
 def test_any_role_may_be_killed_at_any_time(runs_dir):
-    # given a run under way
-    with LiveRun(runs_dir, "killed", {"steps": 60}) as run:
+    # given a run under way, its learner in two processes
+    with LiveRun(runs_dir, "killed", {"steps": 60, "learner.hosts": 2}) as run:
         run.wait_for_step(1)
         names = sorted(run.status()["roles"].keys() - {"warm-start"})
-        assert len(names) == 7
+        assert len(names) == 8
         # when each role in turn is killed with no chance to say goodbye
         for name in names:
             pid = run.status()["roles"][name]["pid"]

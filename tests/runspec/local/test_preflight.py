@@ -70,6 +70,15 @@ def test_hardware_that_is_there_is_not_missed(full_spec: RunSpec, tmp_path: Path
     assert "samplers.volunteers.hardware" in paths(full_spec, three, tmp_path)
 
 
+def test_several_hosts_are_a_rehearsal_on_a_cpu_and_machines_elsewhere(
+    full_spec: RunSpec, tmp_path: Path
+) -> None:
+    learner = full_spec.learner.model_copy(update={"hosts": 16})
+    spread = full_spec.model_copy(update={"learner": learner})
+    assert "learner.hosts" in paths(spread, LAPTOP, tmp_path)
+    assert missing(small_spec("small", 5, "learner.hosts=2"), tmp_path, LAPTOP) == []
+
+
 def test_a_secret_that_is_set_is_not_missed(full_spec: RunSpec, tmp_path: Path) -> None:
     facts = replace(LAPTOP, machine=Machine("python", (0,), {"HF_TOKEN": "x"}))
     assert "secrets.HF_TOKEN" not in paths(full_spec, facts, tmp_path)

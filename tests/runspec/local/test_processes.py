@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,22 @@ def test_the_laptop_profile_is_seven_processes() -> None:
         "--key /runs/small/keys/volunteers-0.key --dir /runs/small/work/volunteers-0 "
         "--pool volunteers",
     }
+
+
+def test_a_learner_of_two_hosts_is_two_processes_that_know_where_to_meet() -> None:
+    # given a mesh of two devices over two processes
+    at = replace(ENDPOINTS, learner="http://127.0.0.1:8003")
+    # when the roles are made
+    roles = roles_of(small_spec("small", 5, "learner.hosts=2"), at)
+    # then each has its number and one device, and the first alone ends the run
+    for number, name in enumerate(("learner", "learner-1")):
+        assert line(roles[name]) == (
+            "python -m learner_jax train /runs/small --coordinator 127.0.0.1:8003 "
+            f"--process {number} --heartbeat 10"
+        )
+        assert "device_count=1" in roles[name].env["XLA_FLAGS"]
+        assert roles[name].ends_run == (number == 0)
+        assert roles[name].ends_when_sampled == (number == 1)
 
 
 def test_learner_and_sampler_have_a_core_each_and_the_rest_roam() -> None:

@@ -105,7 +105,6 @@ CASES = [
      ["learner.hardware={topology: 2x2, count: null}", "learner.mesh={data: 2, slices: 2}"],
      ["learner.hardware={topology: 1x2, count: null}", "learner.mesh={data: 2, slices: 2}"]),
     ("mesh-fits", "learner.hosts", ["learner.hosts=4"], ["learner.hosts=1"]),
-    ("local-hosts", "learner.hosts", ["learner.hosts=2"], ["learner.hosts=1"]),
     ("mesh-fits", "learner.mesh.slices", ["learner.mesh.slices=2"],
      ["learner.mesh={slices: 2, slice_axis: fsdp}"]),
     ("rows-divide", "learner.packing.rows", ["learner.packing.rows=3"], ["learner.packing.rows=6"]),
