@@ -126,6 +126,12 @@ class Peers:
             chunks.append(words.view(np.uint8)[:wanted].tobytes())
         return b"".join(chunks)
 
+    def all_of(self, mine: bool) -> bool:
+        """Collective: whether it is true in every process."""
+        if self.count == 1:
+            return mine
+        return bool(multihost_utils.process_allgather(np.array([mine])).all())
+
     def each(self, action: Callable[[], None]) -> None:
         """Collective: runs `action` in every process.
 
