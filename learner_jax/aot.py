@@ -19,6 +19,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 from bridge.config import ModelConfig
+from learner_jax.execution import full_float32
 from learner_jax.hlo import program_cost
 from learner_jax.logprobs import chunk_tokens
 from learner_jax.optimizer import HOST_MEMORY
@@ -110,6 +111,7 @@ def analyse(
     Raises:
         UserError: the mesh or the packing does not fit the devices.
     """
+    full_float32(spec.learner.compute_dtype)
     mesh = learner_mesh(spec, devices)
     programs = build_programs(spec, config, mesh)
     arguments = abstract_arguments(programs)
@@ -126,9 +128,11 @@ def analyse(
     chunks = -(-positions // chunk_tokens(positions, config.vocab_size))
     assumed = {"vocabulary_head": chunks}
     reports = {c.name: _report(c, assumed) for c in compile_programs(programs, names)}
-    # Beside what a program takes, the learner holds the rest of what a step needs.
+    # Beside what a program takes, the learner holds the rest of what a step needs; gradients are
+    # there from the end of `accumulate`, which counts them as its own, to that of `apply`.
+    held = sum(resident.values()) - resident["gradients"]
     needed = {
-        name: sum(resident.values()) + report["own_bytes"]
+        name: held + (resident["gradients"] if name == "apply" else 0) + report["own_bytes"]
         for name, report in reports.items()
         if "own_bytes" in report
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -24,6 +25,16 @@ class Execution:
     """The attention kernel."""
     mesh: Mesh | None = None
     """Activations are sharded over it; None leaves that to the compiler."""
+
+
+def full_float32(compute_dtype: str | np.dtype | type) -> None:
+    """Makes float32 products float32 in this process, where that is the type of products.
+
+    By default TPUs round their operands to bfloat16, and NVIDIA GPUs to TF32. Call it before
+    anything is traced.
+    """
+    if jnp.dtype(compute_dtype) == jnp.float32:
+        jax.config.update("jax_default_matmul_precision", "highest")
 
 
 def execution(

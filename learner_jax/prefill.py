@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, UInt16
 from bridge.config import ModelConfig, load_config
 from broadcast.client import WeightsClient
 from learner_jax.arrays import TokenBatch
-from learner_jax.execution import execution
+from learner_jax.execution import execution, full_float32
 from learner_jax.leaves import load_params
 from learner_jax.logprobs import chunk_tokens
 from learner_jax.model import final_hidden, head_weight
@@ -45,7 +45,9 @@ class JaxPrefill:
     """See `verify.plugins.PrefillEngine`. Keeps the versions of the allowed lag on the device."""
 
     def __init__(self, spec: RunSpec, weights: WeightsLocation) -> None:
-        self._spec = spec
+        # A validator has hardware of its own: the kernel is the platform's.
+        self._learner = spec.learner.model_copy(update={"attention": "auto"})
+        full_float32(self._learner.compute_dtype)
         self._mesh = make_mesh(schema.Mesh(fsdp=len(jax.devices())))
         self._client = WeightsClient(
             weights.urls,
@@ -74,7 +76,7 @@ class JaxPrefill:
         if policy is None:
             while len(self._policies) >= self._kept:
                 self._policies.popitem(last=False)
-            policy = load_policy(self._paths[version], self._spec.learner, self._mesh)
+            policy = load_policy(self._paths[version], self._learner, self._mesh)
             self._policies[version] = policy
         self._policies.move_to_end(version)
         return prefill(policy, inputs, temperature=temperature)

@@ -19,6 +19,7 @@ from bridge.config import load_config
 from learner_jax.batch import BatchReader
 from learner_jax.compile_cache import CompileCounter
 from learner_jax.distributed import Peers, Word, mesh_devices
+from learner_jax.execution import full_float32
 from learner_jax.feed import BatchFeed
 from learner_jax.fingerprint import fingerprint
 from learner_jax.layout import initial_model
@@ -55,6 +56,8 @@ def train(
         RunStopped: too many updates were not finite, or a replay differs from what was published.
     """
     spec, peers, compiled = load_resolved(run_dir), peers or Peers(), CompileCounter()
+
+    full_float32(spec.learner.compute_dtype)
 
     # The model, the mesh, and where to go on.
     config, sizes = load_config(initial_model(run_dir)), spec.learner.mesh

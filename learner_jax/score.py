@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from bridge.config import ModelConfig, load_config
 from learner_jax.arrays import TokenBatch
-from learner_jax.execution import Execution
+from learner_jax.execution import Execution, full_float32
 from learner_jax.leaves import load_params
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import final_hidden, head_weight
@@ -67,6 +67,7 @@ def score_command(
     params = load_params(model_dir, config, grid)
     log.info("loaded %s in %.1f s", model_dir, time.monotonic() - began)
     compute_dtype = jnp.dtype(dtype) if dtype else params["embed"].dtype
+    full_float32(compute_dtype)
     scored = score_lines(params, config, lines, Execution(compute_dtype, mesh=grid))
     try:
         with out.open("w") if out else nullcontext(sys.stdout) as stream:

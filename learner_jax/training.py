@@ -59,6 +59,11 @@ class _Share:
     inputs: LossInputs
     """With the log-probs from before the first update."""
 
+    @property
+    def positions(self) -> int:
+        """Of its rows, padding included."""
+        return self.packed.microbatches * self.packed.batch.tokens[0].size
+
 
 def train_step(
     spec: RunSpec,
@@ -110,22 +115,13 @@ def train_step(
         )
         if update.skipped
     )
-    in_a_row = max(int(update.skipped) for _, update in outcomes)
-    if in_a_row > spec.optimizer.max_skipped:
-        raise RunStopped(
-            f"step {batch.manifest.step}: {in_a_row} updates in a row were not finite; "
-            + "; ".join(str(each) for each in skipped),
-            place="optimizer.max_skipped",
-            remedy="lower optimizer.lr or clip_norm; the newest full state is from before this",
-        )
+    _check_finite(spec, batch, outcomes, skipped)
     return StepResult(
         state,
         _numbers(outcomes),
         skipped,
         tokens=sum(len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts),
-        positions=sum(
-            share.packed.microbatches * share.packed.batch.tokens[0].size for share in shares
-        ),
+        positions=sum(share.positions for share in shares),
         score_s=scored - begun,
         update_s=time.perf_counter() - scored,
     )
@@ -147,7 +143,9 @@ def compile_ahead(
     tokens, inputs = shard_batch(
         jax.tree.map(lambda like: np.zeros(like.shape, like.dtype), programs.abstract_batch), mesh
     )
-    jax.block_until_ready(programs.accumulate(state.params, tokens, inputs, 0, base))
+    total = jax.block_until_ready(programs.accumulate(state.params, tokens, inputs, 0, base))
+    # Into the compile cache alone: a call would use up the state.
+    programs.apply.lower(state, total).compile()  # type: ignore[attr-defined]
     if scored is not None:
         jax.block_until_ready(programs.score(scored, tokens, 0))
 
@@ -201,6 +199,23 @@ def _share(
         ),
     )
     return _Share(names, packed, tokens, inputs)
+
+
+def _check_finite(
+    spec: RunSpec,
+    batch: Batch,
+    outcomes: Sequence[tuple[LossMetrics, Update]],
+    skipped: Sequence[SkippedUpdate],
+) -> None:
+    """Stops the run where more than `optimizer.max_skipped` updates in a row were not finite."""
+    in_a_row = max(int(update.skipped) for _, update in outcomes)
+    if in_a_row > spec.optimizer.max_skipped:
+        raise RunStopped(
+            f"step {batch.manifest.step}: {in_a_row} updates in a row were not finite; "
+            + "; ".join(str(each) for each in skipped),
+            place="optimizer.max_skipped",
+            remedy="lower optimizer.lr or clip_norm; the newest full state is from before this",
+        )
 
 
 def _per_token(inputs: LossInputs, current: jax.Array) -> list[jax.Array]:

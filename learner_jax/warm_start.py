@@ -28,7 +28,7 @@ from jaxtyping import Array
 from bridge.config import ModelConfig, hf_config, parse_config
 from bridge.safetensors_io import SINGLE_NAME
 from learner_jax.arrays import TokenBatch
-from learner_jax.execution import Execution
+from learner_jax.execution import Execution, full_float32
 from learner_jax.layout import initial_model
 from learner_jax.leaves import save_weights
 from learner_jax.logprobs import token_logprobs
@@ -227,6 +227,7 @@ def supervise(
     """
     start_spec = spec.warm_start
     assert start_spec is not None, "the linter sees to it: a shape has a warm start"
+    full_float32(jnp.float32)
     mesh = make_mesh(spec.learner.mesh)
     steps = _build_steps(config, start_spec, mesh)
     key = jax.random.key(spec.seed)

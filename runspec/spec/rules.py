@@ -293,6 +293,12 @@ def mesh_fits(spec: RunSpec) -> Iterator[Violation]:
         )
 
 
+def lora_targets(spec: RunSpec) -> Iterator[Violation]:
+    targets = spec.learner.lora.targets if spec.learner.lora else []
+    for target in sorted({target for target in targets if targets.count(target) > 1}):
+        yield Violation(("learner", "lora", "targets"), f"names {target} more than once")
+
+
 def rows_divide(spec: RunSpec) -> Iterator[Violation]:
     mesh, rows = spec.learner.mesh, spec.learner.packing.rows
     shards = mesh.data * mesh.fsdp
@@ -365,6 +371,7 @@ RULES: dict[str, Rule] = {
     "one-temperature": one_temperature,
     "topology-form": topology_form,
     "mesh-fits": mesh_fits,
+    "lora-targets": lora_targets,
     "rows-divide": rows_divide,
     "versions-kept": versions_kept,
     "relay-tree": relay_tree,

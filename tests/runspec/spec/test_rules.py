@@ -107,6 +107,8 @@ CASES = [
     ("mesh-fits", "learner.hosts", ["learner.hosts=4"], ["learner.hosts=1"]),
     ("mesh-fits", "learner.mesh.slices", ["learner.mesh.slices=2"],
      ["learner.mesh={slices: 2, slice_axis: fsdp}"]),
+    ("lora-targets", "learner.lora.targets", ["learner.lora.targets=[q, v, q]"],
+     ["learner.lora.targets=[q, v]"]),
     ("rows-divide", "learner.packing.rows", ["learner.packing.rows=3"], ["learner.packing.rows=6"]),
     ("rows-divide", "learner.packing.tokens",
      ["learner.packing.tokens=129", "learner.mesh={fsdp: 1, context: 2}"],
