@@ -18,11 +18,12 @@ from tests.sampler.engine.models import MAX_MODEL_LEN, MAX_NEW_TOKENS, save_vers
 torch.set_num_threads(1)
 
 
-def cpu_pool(dtype: str = "float32") -> SamplerPool:
+def cpu_pool(dtype: str = "float32", tensor: int = 1) -> SamplerPool:
     return SamplerPool.model_validate(
         {
             "name": "cpu",
             "hardware": {"kind": "cpu"},
+            "parallel": {"tensor": tensor},
             "dtype": dtype,
             "max_model_len": MAX_MODEL_LEN,
             "max_new_tokens": MAX_NEW_TOKENS,
@@ -78,14 +79,16 @@ def tied_engine(tied: Path) -> Engine:
 
 @pytest.fixture(scope="session")
 def new_engine() -> Callable[..., Engine]:
-    """Makes an engine of a dtype, of another kind, with further options of vLLM's.
+    """Makes an engine of a dtype, of another kind, of some ranks, with further options of vLLM's.
 
     It is kept: one that is dropped takes the process groups of all the others with it.
     """
     kept = []
 
-    def make(dtype: str = "float32", kind: type[Engine] = Engine, **options: object) -> Engine:
-        kept.append(kind(cpu_pool(dtype), options=options))
+    def make(
+        dtype: str = "float32", kind: type[Engine] = Engine, tensor: int = 1, **options: object
+    ) -> Engine:
+        kept.append(kind(cpu_pool(dtype, tensor), options=options))
         return kept[-1]
 
     return make

@@ -136,3 +136,7 @@ class Reference:
         scaled = torch.from_numpy(logits).double() / temperature
         chosen = scaled.log_softmax(-1)[torch.arange(len(output)), torch.tensor(output)]
         return chosen.float().numpy(), hidden
+
+    def outputs(self, texts: list[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+        """f32 [n] of the n output tokens of each (prompt, output), at temperature 1."""
+        return [self.logprobs(prompt, output)[0] for prompt, output in texts]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from runspec.common.errors import UserError
-from runspec.spec.schema import Parallel
 from sampler.engine import Engine
 from tests.sampler.engine.conftest import cpu_pool
 from tests.sampler.engine.models import Reference, perturbed_version
@@ -22,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def engine(untied) -> Engine:
-    engine = Engine(cpu_pool().model_copy(update={"parallel": Parallel(tensor=2)}))
+    engine = Engine(cpu_pool(tensor=2))
     engine.load(untied, 0)
     return engine
 
