@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,26 @@ class Update:
     is as it was, and this many updates in a row have been skipped."""
 
 
+class Publish(Protocol):
+    """The type of `Programs.publish`."""
+
+    def __call__(self, masters: Any, base: Any | None = None, /) -> Any: ...
+
+
+class Accumulate(Protocol):
+    """The type of `Programs.accumulate`."""
+
+    def __call__(
+        self,
+        masters: Any,
+        batches: TokenBatch,
+        inputs: LossInputs,
+        count: int,
+        base: Any | None = None,
+        /,
+    ) -> Accumulated: ...
+
+
 @dataclass(frozen=True)
 class Programs:
     """Compiled on first use, once each."""
@@ -100,13 +120,13 @@ class Programs:
     adapters drawn from the run's seed."""
     freeze: Callable[[Any], Any]
     """Parameters -> a copy in `broadcast.dtype`: version 0's bits, and the base of adapters."""
-    publish: Callable[..., Any]
+    publish: Publish
     """(masters, base=None) -> the weights in `broadcast.dtype`, adapters merged into the base: the
     policy version as its bits."""
     score: Callable[[Any, TokenBatch, int], Array]
     """(published weights, microbatches, how many are real) -> log-probs of the targets, float32
     [M, rows, tokens], sharded as `LossInputs` are; 0 where no target is."""
-    accumulate: Callable[..., Accumulated]
+    accumulate: Accumulate
     """(masters, microbatches, their loss inputs, how many are real, base=None) -> gradient and
     metrics."""
     apply: Callable[[TrainState, Accumulated], tuple[TrainState, Update]]
@@ -172,59 +192,67 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
     """
     _check_packing(spec, mesh)
     config.check_length(spec.learner.packing.tokens, place="learner.packing.tokens")
-    policy = partial(
-        policy_logprobs,
-        config=config,
-        temperature=sampling_temperature(spec),
-        execution=execution(spec.learner, mesh),
-    )
-    lora = spec.learner.lora
     abstract_state = _abstract_state(spec, config, mesh)
-    state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
     abstract_batch = _abstract_batch(spec, mesh)
+    weights = _abstract_like(abstract_params(config), mesh, jnp.dtype(spec.broadcast.dtype))
+    state, published = _shardings(abstract_state), _shardings(weights)
     per_token = abstract_batch[1].weights.sharding
     replicated = NamedSharding(mesh, PartitionSpec())
-    broadcast_dtype = jnp.dtype(spec.broadcast.dtype)
-    weights = _abstract_like(abstract_params(config), mesh, broadcast_dtype)
-    weights_shardings = jax.tree.map(lambda leaf: leaf.sharding, weights)
+    summed = Accumulated(
+        state.params, jax.tree.map(lambda _: replicated, LossMetrics.zeros()), per_token
+    )
+    run = _Run(
+        spec, config, execution(spec.learner, mesh), sampling_temperature(spec), state.params
+    )
+    init_masters = jax.jit(run.init_masters, out_shardings=state.params)
+    return Programs(
+        abstract_state=abstract_state,
+        abstract_batch=abstract_batch,
+        abstract_base=None if spec.learner.lora is None else weights,
+        init_state=partial(_init_state, init_masters, abstract_state),
+        freeze=jax.jit(run.freeze, out_shardings=published),
+        publish=jax.jit(run.publish, out_shardings=published),
+        score=jax.jit(run.score, out_shardings=per_token),
+        accumulate=jax.jit(run.accumulate, out_shardings=summed),
+        apply=jax.jit(run.apply, out_shardings=(state, replicated), donate_argnums=0),
+    )
 
-    def init_masters(params: Any) -> Any:
-        if lora is None:
+
+@dataclass(frozen=True)
+class _Run:
+    """What the programs of a run compute, by the names that they have in `Programs`."""
+
+    spec: RunSpec
+    config: ModelConfig
+    execution: Execution
+    temperature: float
+    """Of sampling."""
+    shardings: Any
+    """Of the masters."""
+
+    def init_masters(self, params: Any) -> Any:
+        if self.spec.learner.lora is None:
             return _copy_as(params, jnp.float32)
-        return init_lora(config, lora, jax.random.key(spec.seed))
+        return init_lora(self.config, self.spec.learner.lora, jax.random.key(self.spec.seed))
 
-    masters_of = jax.jit(init_masters, out_shardings=state_shardings.params)
+    def freeze(self, params: Any) -> Any:
+        return _copy_as(params, jnp.dtype(self.spec.broadcast.dtype))
 
-    def init_state(params: Any) -> TrainState:
-        none, moments = (np.zeros((), np.int32), zero_moments(abstract_state.moments))
-        updates, skipped = jax.device_put((none, none), replicated)
-        return TrainState(masters_of(params), moments, updates, skipped)
+    def publish(self, params: Any, base: Any = None) -> Any:
+        lora, dtype = self.spec.learner.lora, jnp.dtype(self.spec.broadcast.dtype)
+        return self.freeze(params if lora is None else merge(base, params, lora, dtype))
 
-    def freeze(params: Any) -> Any:
-        return _copy_as(params, broadcast_dtype)
-
-    def publish(params: Any, base: Any = None) -> Any:
-        return freeze(params if lora is None else merge(base, params, lora, broadcast_dtype))
-
-    def score(params: Any, batches: TokenBatch, count: Array) -> Array:
+    def score(self, params: Any, batches: TokenBatch, count: Array) -> Array:
         def one(i: Array, scores: Array) -> Array:
-            return scores.at[i].set(policy(params, batch=_at(batches, i))[0])
+            return scores.at[i].set(self._policy(params, _at(batches, i))[0])
 
         return jax.lax.fori_loop(0, count, one, jnp.zeros(batches.tokens.shape, jnp.float32))
 
-    def objective(
-        params: Any, base: Any, batch: TokenBatch, inputs: LossInputs
-    ) -> tuple[Array, tuple[LossMetrics, Array]]:
-        whole = params if lora is None else with_adapters(base, params, lora)
-        logprobs, entropy = policy(whole, batch=batch)
-        loss, metrics = grpo_loss(logprobs, entropy, batch.segment_ids, inputs, spec.algorithm)
-        return loss, (metrics, logprobs)
-
     def accumulate(
-        params: Any, batches: TokenBatch, inputs: LossInputs, count: Array, base: Any = None
+        self, params: Any, batches: TokenBatch, inputs: LossInputs, count: Array, base: Any = None
     ) -> Accumulated:
         def one(i: Array, total: Accumulated) -> Accumulated:
-            grads, (metrics, logprobs) = jax.grad(objective, has_aux=True)(
+            grads, (metrics, logprobs) = jax.grad(self._objective, has_aux=True)(
                 params, base, _at(batches, i), _at(inputs, i)
             )
             return Accumulated(
@@ -240,38 +268,48 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
         )
         return jax.lax.fori_loop(0, count, one, nothing)
 
-    def apply(state: TrainState, total: Accumulated) -> tuple[TrainState, Update]:
+    def apply(self, state: TrainState, total: Accumulated) -> tuple[TrainState, Update]:
         norm = global_norm(total.grads)
         made = jnp.isfinite(norm) & jnp.isfinite(total.metrics.loss)
         params, moments = adamw(
-            spec.optimizer,
+            self.spec.optimizer,
             state.params,
             state.moments,
             total.grads,
             updates=state.updates,
             norm=norm,
             made=made,
-            shardings=state_shardings.params if spec.optimizer.offload else None,
+            shardings=self.shardings if self.spec.optimizer.offload else None,
         )
         skipped = jnp.where(made, 0, state.skipped + 1)
         return TrainState(params, moments, state.updates + made, skipped), Update(norm, skipped)
 
-    sum_shardings = Accumulated(
-        state_shardings.params,
-        jax.tree.map(lambda _: replicated, LossMetrics.zeros()),
-        per_token,
-    )
-    return Programs(
-        abstract_state=abstract_state,
-        abstract_batch=abstract_batch,
-        abstract_base=None if lora is None else weights,
-        init_state=init_state,
-        freeze=jax.jit(freeze, out_shardings=weights_shardings),
-        publish=jax.jit(publish, out_shardings=weights_shardings),
-        score=jax.jit(score, out_shardings=per_token),
-        accumulate=jax.jit(accumulate, out_shardings=sum_shardings),
-        apply=jax.jit(apply, out_shardings=(state_shardings, replicated), donate_argnums=0),
-    )
+    def _policy(self, params: Params, batch: TokenBatch) -> tuple[Array, Array]:
+        return policy_logprobs(
+            params, self.config, batch, self.execution, temperature=self.temperature
+        )
+
+    def _objective(
+        self, params: Any, base: Any, batch: TokenBatch, inputs: LossInputs
+    ) -> tuple[Array, tuple[LossMetrics, Array]]:
+        lora = self.spec.learner.lora
+        logprobs, entropy = self._policy(
+            params if lora is None else with_adapters(base, params, lora), batch
+        )
+        loss, metrics = grpo_loss(logprobs, entropy, batch.segment_ids, inputs, self.spec.algorithm)
+        return loss, (metrics, logprobs)
+
+
+def _init_state(
+    init_masters: Callable[[Any], Any], abstract: TrainState, params: Any
+) -> TrainState:
+    none, moments = np.zeros((), np.int32), zero_moments(abstract.moments)
+    updates, skipped = jax.device_put((none, none), abstract.updates.sharding)
+    return TrainState(init_masters(params), moments, updates, skipped)
+
+
+def _shardings(abstract: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 def _at(batches: Any, i: Array) -> Any:
