@@ -8,6 +8,7 @@ ratio (GSPO, 2507.18071), clipped weight (CISPO, 2506.13585).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -143,48 +144,83 @@ def grpo_loss(
         # Scores say something at every position; only output tokens may count, even in 0 * inf.
         return jnp.where(on, values, 0.0)
 
-    logprobs, entropy = kept(logprobs), kept(entropy)
-    old, sampler = kept(inputs.old_logprobs), kept(inputs.sampler_logprobs)
-    advantages = kept(inputs.advantages)
+    logprobs, old = kept(logprobs), kept(inputs.old_logprobs)
     log_ratio = log_ratios(logprobs, old, on, segment_ids, algorithm.ratio)
-    ratio = jnp.exp(log_ratio)
-    if algorithm.surrogate == "cispo":
-        gain = cispo_surrogate(ratio, advantages, logprobs, algorithm.clip)
-    else:
-        gain = clip_surrogate(ratio, advantages, algorithm.clip)
-    if algorithm.importance.cap is not None:
-        correction = jnp.exp(jnp.clip(old - sampler, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-        gain = gain * jnp.minimum(correction, algorithm.importance.cap)
-    if inputs.ref_logprobs is None:
-        kl = jnp.zeros_like(logprobs)
-    else:
-        kl = k3(logprobs, kept(inputs.ref_logprobs))
-    penalty = algorithm.kl.coef * kl - algorithm.entropy_coef * entropy
+    at = _Tokens(
+        on=on,
+        logprobs=logprobs,
+        old=old,
+        sampler=kept(inputs.sampler_logprobs),
+        advantages=kept(inputs.advantages),
+        entropy=kept(entropy),
+        kl=(
+            jnp.zeros_like(logprobs)
+            if inputs.ref_logprobs is None
+            else k3(logprobs, kept(inputs.ref_logprobs))
+        ),
+        log_ratio=log_ratio,
+        ratio=jnp.exp(log_ratio),
+    )
+    gain = _gain(at, algorithm)
+    penalty = algorithm.kl.coef * at.kl - algorithm.entropy_coef * at.entropy
     policy_loss = -jnp.sum(inputs.weights * gain)
     loss = policy_loss + jnp.sum(inputs.weights * penalty)
+    metrics = _metrics(at, algorithm, loss, policy_loss, finite=jnp.isfinite(penalty - gain))
+    return loss, jax.lax.stop_gradient(metrics)
 
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What the loss is made of at each position [B, T]: log-probs, advantages, entropy and kl
+    are 0 where not `on`."""
+
+    on: Array
+    logprobs: Array
+    old: Array
+    sampler: Array
+    advantages: Array
+    entropy: Array
+    kl: Array
+    log_ratio: Array
+    ratio: Array
+
+
+def _gain(at: _Tokens, algorithm: Algorithm) -> Array:
+    """w_t surrogate_t."""
+    if algorithm.surrogate == "cispo":
+        gain = cispo_surrogate(at.ratio, at.advantages, at.logprobs, algorithm.clip)
+    else:
+        gain = clip_surrogate(at.ratio, at.advantages, algorithm.clip)
+    if algorithm.importance.cap is None:
+        return gain
+    correction = jnp.exp(jnp.clip(at.old - at.sampler, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return gain * jnp.minimum(correction, algorithm.importance.cap)
+
+
+def _metrics(
+    at: _Tokens, algorithm: Algorithm, loss: Array, policy_loss: Array, *, finite: Array
+) -> LossMetrics:
     def count(where: Array) -> Array:
-        return jnp.sum(on & where, dtype=jnp.int32)
+        return jnp.sum(at.on & where, dtype=jnp.int32)
 
-    low, high, delta = _acting_bounds(ratio, advantages, algorithm)
-    metrics = LossMetrics(
+    low, high, delta = _acting_bounds(at.ratio, at.advantages, algorithm)
+    return LossMetrics(
         loss=loss,
         policy_loss=policy_loss,
-        kl=jnp.sum(kl),
-        kl_sampler=jnp.sum(k3(sampler, logprobs)),
-        kl_sampler_old=jnp.sum(k3(sampler, old)),
-        drift=jnp.sum(logprobs - sampler),
-        drift_abs=jnp.sum(jnp.abs(logprobs - sampler)),
-        entropy=jnp.sum(entropy),
+        kl=jnp.sum(at.kl),
+        kl_sampler=jnp.sum(k3(at.sampler, at.logprobs)),
+        kl_sampler_old=jnp.sum(k3(at.sampler, at.old)),
+        drift=jnp.sum(at.logprobs - at.sampler),
+        drift_abs=jnp.sum(jnp.abs(at.logprobs - at.sampler)),
+        entropy=jnp.sum(at.entropy),
         clipped_low=count(low),
         clipped_high=count(high),
         clipped_delta=count(delta),
-        nonfinite=count(~jnp.isfinite(penalty - gain)),
-        tokens=count(on),
-        ratio_max=jnp.max(ratio, where=on, initial=0.0),
-        log_ratios=log_ratio_counts(log_ratio, on),
+        nonfinite=count(~finite),
+        tokens=count(at.on),
+        ratio_max=jnp.max(at.ratio, where=at.on, initial=0.0),
+        log_ratios=log_ratio_counts(at.log_ratio, at.on),
     )
-    return loss, jax.lax.stop_gradient(metrics)
 
 
 def _acting_bounds(
