@@ -110,8 +110,8 @@ class Engine:
         report = _merge(self._rpc("compare_weights", weights_dir=str(weights_dir)))
         if report.different:
             raise UserError(
-                f"version {version}: after the load the engine holds other bytes than the files in "
-                f"{len(report.different)} tensors: {', '.join(report.different[:5])}",
+                f"version {version}: after the load the engine holds other bytes than the files, "
+                f"or none, in {len(report.different)} tensors: {', '.join(report.different[:5])}",
                 place=str(weights_dir),
                 remedy=_RELOAD_REMEDY,
             )

@@ -56,7 +56,7 @@ class LoadReport:
     repacked: list[str]
     """Held in a form that cannot be read back."""
     different: list[str]
-    """The engine holds other bytes than the files: the load failed."""
+    """The engine holds other bytes than the files, or has no place for them: the load failed."""
 
 
 class GenerationAborted(Exception):

@@ -68,15 +68,15 @@ Change = Callable[[np.ndarray], np.ndarray]
 
 
 class Learner:
-    """The learner of one family: its parameters, versions of them, log-probs under them.
+    """The learner of one model: its parameters, versions of them, log-probs under them.
 
     Args:
-        family: a key of `FAMILIES`.
+        fields: of its config.json, as in `FAMILIES`.
         folder: an empty directory.
     """
 
-    def __init__(self, family: str, folder: Path) -> None:
-        self.config = parse_config({**_SIZES, **FAMILIES[family]}, place=family)
+    def __init__(self, fields: dict[str, Any], folder: Path) -> None:
+        self.config = parse_config({**_SIZES, **fields}, place="test")
         self._folder = folder
         self._written = 0
         self._mesh = make_mesh(schema.Mesh())

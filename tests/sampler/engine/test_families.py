@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ needs_two_cores = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def learner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Learner:
-    return Learner(request.param, tmp_path_factory.mktemp(request.param))
+    return Learner(FAMILIES[request.param], tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,16 @@ def test_one_number_on_the_last_rank_alone_is_missed(ranks: Engine, learner: Lea
             ranks.check(version, 1)
         names = learner.tensor_names(group)
         assert f"in {len(names)} tensors: {', '.join(sorted(names))}" in str(error.value)
+
+
+def test_a_tensor_that_vllm_drops_in_silence_is_named(
+    new_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    # given a Qwen3 with biases, of which vLLM's has none on attention's output
+    learner = Learner({**FAMILIES["qwen3"], "attention_bias": True}, tmp_path)
+    # when it is loaded, then these are named and nothing is sampled
+    with pytest.raises(UserError, match=r"none, in 2 tensors: .*layers.0.self_attn.o_proj.bias"):
+        new_engine().load(learner.initial, 0)
 
 
 def noisy(leaf: np.ndarray) -> np.ndarray:
