@@ -83,7 +83,7 @@ CASES = [
     Case("small", "9M", 64, 256, False, (256, 8), "dots"),
     Case("small ragged", "9M", 64, 256, True, (256, 6), "dots"),
     Case("large", "125M", 16, 512, False, (512, 4), "dots"),
-    Case("large ragged", "125M", 16, 512, True, (512, 3), "dots"),
+    Case("large ragged", "125M", 16, 512, True, (512, 4), "dots"),
 ]
 
 

@@ -5,10 +5,16 @@ python -m benchmarks.peers.ours_side FOLDER REPEATS
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.side import Step, run_side
+from runspec.local.cores import jax_environment
+
+DEVICES = 2
+"""A virtual device a core, as the local backend makes them of a CPU's mesh: what is no matrix
+product then runs on both cores too."""
 
 
 def spec_of(settings: dict[str, Any]) -> Any:
@@ -51,7 +57,8 @@ def spec_of(settings: dict[str, Any]) -> Any:
             },
             "reward": [{"name": "none", "kind": "none"}],
             "learner": {
-                "hardware": {"kind": "cpu", "count": 1},
+                "hardware": {"kind": "cpu", "count": DEVICES},
+                "mesh": {"data": DEVICES},
                 "packing": {"tokens": tokens, "rows": rows},
                 "remat": case["remat"],
                 "compute_dtype": "float32",
@@ -63,6 +70,8 @@ def spec_of(settings: dict[str, Any]) -> Any:
 
 
 def make_step(folder: Path, settings: dict[str, Any], arrays: dict[str, Any]) -> Step:
+    # Before JAX is imported.
+    os.environ |= jax_environment(os.environ, on_cpu=True, devices=DEVICES)
     import numpy as np
 
     from bridge.config import load_config

@@ -12,8 +12,9 @@ from learner_jax.execution import full_float32
 
 
 @pytest.fixture(autouse=True)
-def unchanged() -> Iterator[None]:
+def as_in_a_new_process() -> Iterator[None]:
     before = jax.config.values["jax_default_matmul_precision"]
+    jax.config.update("jax_default_matmul_precision", None)
     yield
     jax.config.update("jax_default_matmul_precision", before)
 
