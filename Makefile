@@ -9,7 +9,7 @@ CPU_TORCH := torch==2.13.0+cpu
 SPEC ?= specs/target_short.yaml
 PROFILE ?= laptop
 
-.PHONY: help install aot quickstart lint test test-fast bench clean
+.PHONY: help install aot quickstart lint test test-fast test-learner bench clean
 
 help:  ## what there is to call
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -50,8 +50,11 @@ lint: install  ## ruff, types, import rule, and runspec lint over every shipped 
 	for profile in specs/profiles/*.yaml; do \
 	  $(BIN)/runspec lint specs/*.yaml --profile $$(basename $$profile .yaml) || exit 1; done
 
-test-fast: install  ## the layers without engines, under three minutes
-	$(BIN)/pytest -m "not slow"
+test-fast: install  ## the quick tests of all but the learner, which compile nothing
+	$(BIN)/pytest -m "not slow" --ignore=tests/learner_jax
+
+test-learner: install  ## the quick tests of the learner, some minutes of compiling
+	$(BIN)/pytest -m "not slow" tests/learner_jax
 
 test: lint $(AOT_STAMP)  ## everything that must hold
 	$(BIN)/pytest
