@@ -2,8 +2,8 @@
 
     8 bytes    length of the header, little-endian
     header     canonical JSON: the manifest, problem ids, group sizes
-    arrays     of ARRAYS, one after the other, little-endian; their lengths follow from the header
-               and from the arrays before them
+    arrays     of NUMBERS, then of TOKENS, one after the other, little-endian; their lengths
+               follow from the header and from the arrays before them
 
 No pickle; whatever does not fit exactly is refused.
 """
@@ -79,10 +79,10 @@ def decode_batch(data: bytes) -> Batch:
         groups = [BatchGroup(**group) for group in fields["manifest"].pop("groups")]
         manifest = BatchManifest(**fields["manifest"], groups=groups)
         problem_ids: list[str] = fields["problem_ids"]
-        sizes = np.asarray(fields["group_sizes"], np.int64)
+        sizes = np.asarray(fields["group_sizes"], np.int64).reshape(-1)
+        count = len(problem_ids)
     except (MalformedJson, KeyError, TypeError, AttributeError, ValueError) as error:
         raise MalformedBatch(f"header: {error}") from error
-    count = len(problem_ids)
     if sizes.sum() != count or (sizes < 1).any() or len(sizes) != len(groups):
         raise MalformedBatch(f"{len(groups)} groups of {sizes.tolist()} are not {count} rollouts")
     cut = _Cutter(rest)
@@ -95,7 +95,7 @@ def decode_batch(data: bytes) -> Batch:
         for (name, dtype), length in zip(TOKENS.items(), lengths, strict=True)
     }
     cut.end()
-    rollouts = iter(list(_rollouts(problem_ids, numbers, tokens)))
+    rollouts = _rollouts(problem_ids, numbers, tokens)
     return Batch(manifest, [[next(rollouts) for _ in range(size)] for size in sizes])
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from runspec.spec import schema
 
@@ -25,6 +26,16 @@ class Execution:
     """The attention kernel."""
     mesh: Mesh | None = None
     """Activations are sharded over it; None leaves that to the compiler."""
+
+
+def wide_dtype(dtype: np.dtype | type) -> np.dtype:
+    """The type of sums over values of a type: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def widen(x: Array) -> Array:
+    """`x` in at least float32."""
+    return x.astype(wide_dtype(x.dtype))
 
 
 def full_float32(compute_dtype: str | np.dtype | type) -> None:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from learner_jax.model import widen
+from learner_jax.execution import wide_dtype
 from learner_jax.sharding import MESH_AXES, constrain
 
 MAX_LOGITS = 2**29
@@ -135,7 +135,7 @@ def _forward(
     """((log p_o, H, logsumexp(z)) [S, N], all logits [C, S, n, V] if `keep`)."""
     order, rank, count = _order(targets, plan)
     matrix = _matrix(head, hidden, plan)
-    wide = widen(hidden).dtype
+    wide = wide_dtype(hidden.dtype)
 
     def one_chunk(i: Array, done: tuple) -> tuple:
         results, kept = done
@@ -168,7 +168,7 @@ def _scores_backward(plan: _Plan, saved: tuple, cotangents: tuple[Array, Array])
     hidden, head, targets, entropy, normaliser, kept = saved
     order, rank, count = _order(targets, plan)
     matrix = _matrix(head, hidden, plan)
-    wide, vocabulary = widen(hidden).dtype, jnp.arange(head.shape[1])
+    wide, vocabulary = wide_dtype(hidden.dtype), jnp.arange(head.shape[1])
     wanted = targets >= 0
     by_logprob, by_entropy = (jnp.where(wanted, x, 0.0).astype(wide) for x in cotangents)
 
@@ -225,7 +225,7 @@ def _matrix(head: Array, hidden: Array, plan: _Plan) -> Float[Array, "D V"]:
 
 
 def _logits(hidden: Array, matrix: Array, plan: _Plan) -> Float[Array, "S n V"]:
-    wide = widen(hidden).dtype
+    wide = wide_dtype(hidden.dtype)
     logits = jnp.einsum("snd,dv->snv", hidden, matrix, preferred_element_type=wide)
     return logits / plan.temperature
 

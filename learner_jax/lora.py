@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import Array
 
 from bridge.config import ModelConfig
-from learner_jax.model import CONTRACTED, Params, ParamSpec, abstract_params, draw, widen
+from learner_jax.execution import widen
+from learner_jax.model import CONTRACTED, Params, ParamSpec, abstract_params, draw
 from runspec.spec import schema
 
 

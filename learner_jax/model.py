@@ -24,7 +24,7 @@ from bridge.config import ModelConfig
 from learner_jax.attention import packed_attention
 from learner_jax.attention.context import from_zigzag, to_zigzag
 from learner_jax.embedding import embed
-from learner_jax.execution import Execution
+from learner_jax.execution import Execution, widen
 from learner_jax.remat import layer_remat
 from learner_jax.rope import Rotation, rotate, rotation
 from learner_jax.sharding import constrain
@@ -205,11 +205,6 @@ def _dense(
     rows, inner = x.shape[:-contract], math.prod(weight.shape[:contract])
     product = x.reshape(-1, inner) @ weight.reshape(inner, -1)
     return product.reshape(*rows, *weight.shape[contract:])
-
-
-def widen(x: Array) -> Array:
-    """`x` in at least float32."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _rms_norm(

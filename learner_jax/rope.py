@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from bridge.config import ModelConfig
 from bridge.rope_scaling import Linear, Llama3, Yarn
+from learner_jax.execution import widen
 
 Rotation = tuple[Array, Array]
 """Cosine and sine, [B, T, 1, h/2] each, at least float32."""
@@ -68,6 +69,6 @@ def rotation(positions: Int[Array, "B T"], config: ModelConfig) -> Rotation:
 def rotate(x: Float[Array, "B T N h"], turn: Rotation) -> Float[Array, "B T N h"]:
     """Turns each pair (x_i, x_(i + h/2)) of every head; computed in at least float32."""
     cos, sin = turn
-    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
+    first, second = jnp.split(widen(x), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)

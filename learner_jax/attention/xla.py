@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from learner_jax.attention.spans import key_blocks, segment_starts, visible
+from learner_jax.execution import wide_dtype
 
 DIRECT = 128
 """Longest row attended at once: on a CPU tiles take a half to a third of the time from 256 on."""
@@ -60,7 +61,7 @@ def _direct(
 ) -> Float[Array, "B Q H h"]:
     batch, queries, heads, size = q.shape
     kv_heads = k.shape[2]
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = wide_dtype(q.dtype)
     # The queries of a group lie one after another: [B, K, G, Q, h].
     grouped = (q * size**-0.5).reshape(batch, queries, kv_heads, heads // kv_heads, size)
     grouped = jnp.transpose(grouped, (0, 2, 3, 1, 4))
@@ -143,7 +144,7 @@ def _forward(q: Array, k: Array, v: Array, tiles: _Tile) -> tuple[Array, tuple[A
             gain = _einsum("kgqt,kth->kgqh", weights.astype(v.dtype), values)
             return new_top, total, mixed * shrink[..., None] + gain
 
-        wide = jnp.promote_types(q.dtype, jnp.float32)
+        wide = wide_dtype(q.dtype)
         empty = jnp.zeros(tile.q.shape, wide)
         carry = (jnp.full(empty.shape[:-1], jnp.finfo(wide).min), empty[..., 0], empty)
         first, stop = key_blocks(tile.starts, tile.columns, tile.starts.size)
@@ -161,7 +162,7 @@ def _forward(q: Array, k: Array, v: Array, tiles: _Tile) -> tuple[Array, tuple[A
 
 def _backward(residuals: tuple[Any, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, tiles, out, lse = residuals
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = wide_dtype(q.dtype)
 
     def one_tile(
         sums: tuple[Array, Array], inputs: tuple[_Tile, Array, Array, Array]
@@ -212,7 +213,7 @@ def _scores(tile: _Tile, keys: Array, number: Array) -> tuple[Array, Array]:
 
 def _einsum(formula: str, a: Array, b: Array) -> Array:
     """Summed in at least float32."""
-    return jnp.einsum(formula, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+    return jnp.einsum(formula, a, b, preferred_element_type=wide_dtype(a.dtype))
 
 
 def _place(tile: _Tile, number: Array) -> tuple[Array, ...]:

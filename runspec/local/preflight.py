@@ -26,7 +26,7 @@ _ROOM_BYTES = GIB // 2
 """For logs, rollouts and the environment's own files."""
 _THIS_HOST = ("127.0.0.1", "localhost", "::1")
 _ROLE_MODULES = {
-    "learner": ("jax", "optax", "orbax.checkpoint", "tensorstore"),
+    "learner": ("jax", "orbax.checkpoint", "tensorstore"),
     "sampler": ("vllm", "tokenizers"),
     "verify": ("numpy", "pyarrow"),
     "report": ("matplotlib",),
