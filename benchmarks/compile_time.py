@@ -56,12 +56,13 @@ def first_step(cache: Path) -> dict[str, Any]:
     from learner_jax.step import build_programs
     from learner_jax.training import compile_ahead
     from learner_jax.warm_start import model_config
-    from runspec.spec.load import load_spec
+    from runspec.lint.check import check_spec
+    from runspec.spec.load import SpecFiles
 
     keep_compiled(cache)
     counter = CompileCounter()
     began, cpu = time.perf_counter(), time.process_time()
-    spec = load_spec(ROOT / SPEC, profile="laptop").require()
+    spec = check_spec(SpecFiles(ROOT / SPEC, profile="laptop")).require()
     config, mesh = model_config(spec), make_mesh(spec.learner.mesh)
     programs = build_programs(spec, config, mesh)
     params = init_params(config, jax.random.key(0))

@@ -64,9 +64,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from learner_jax.sharding import make_mesh, shard_batch, shard_params
     from learner_jax.step import build_programs, microbatch_bound
     from learner_jax.warm_start import model_config
-    from runspec.spec.load import load_spec
+    from runspec.lint.check import check_spec
+    from runspec.spec.load import SpecFiles
 
-    spec = load_spec(SPEC, profile="laptop", overrides=laptop_overrides(options)).require()
+    spec = check_spec(
+        SpecFiles(SPEC, profile="laptop", overrides=laptop_overrides(options))
+    ).require()
     config = model_config(spec)
     mesh = make_mesh(spec.learner.mesh)
     programs = build_programs(spec, config, mesh)

@@ -31,7 +31,8 @@ from learner_jax.topology import (
     prepare_environment,
     topology_devices,
 )
-from runspec.spec.load import load_spec
+from runspec.lint.check import check_spec
+from runspec.spec.load import SpecFiles
 from runspec.spec.named_models import model_names, named_model
 from runspec.spec.schema import RunSpec
 
@@ -76,7 +77,7 @@ def slice_spec(chips: int, tokens: int) -> RunSpec:
         "reward.length.targets": [tokens // 4],
     }
     changes = [f"{path}={value}" for path, value in overrides.items()]
-    return load_spec(ROOT / "specs" / "target_long.yaml", overrides=changes).require()
+    return check_spec(SpecFiles(ROOT / "specs" / "target_long.yaml", overrides=changes)).require()
 
 
 def analyse_slice(config: ModelConfig, chips: int, tokens: int) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from learner_jax.topology import (
 from runspec.common.canonical import MalformedJson, parse_object
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
-from runspec.spec.load import load_spec
+from runspec.lint.check import check_spec
+from runspec.spec.load import SpecFiles
 from runspec.spec.named_models import model_names, named_model
 from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import Learner, RunSpec
@@ -98,7 +99,7 @@ def _load(options: AotOptions) -> RunSpec:
         topology = parse_topology(options.topology)
         hardware = {"kind": f"tpu-{topology.chip}", "topology": topology.shape}
         overrides += [f"learner.hardware.{key}={value}" for key, value in hardware.items()]
-    return load_spec(options.run, profile=options.profile, overrides=overrides).require()
+    return check_spec(SpecFiles(options.run, options.profile, overrides=overrides)).require()
 
 
 def _model_config(options: AotOptions, spec: RunSpec) -> ModelConfig:

@@ -1,8 +1,8 @@
 """The `runspec` command. What a command needs is imported inside it, so that help is quick.
 
 Exit codes: 0 done or clean; 1 a finding, or something that a person can mend; 2 a file that cannot
-be read, or bad usage; 3 a fault of our own; 4 a role said that the run cannot go on; 5 the run is
-alive elsewhere; 130 interrupted.
+be read, or bad usage; 3 a fault of our own; 4 a plan is stale, or a role said that the run cannot
+go on; 5 the run is held elsewhere; 6 `plan --exit-code`: there are changes; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from runspec.common.errors import UserError
 from runspec.common.process import EXIT_INTERNAL, EXIT_USER_ERROR
+
+if TYPE_CHECKING:
+    from runspec.spec.load import SpecFiles
 
 app = typer.Typer(
     help="Decentralised reinforcement learning of language models, declared in one YAML file.",
@@ -24,62 +27,238 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+SPEC, RUN = "Specs", "Runs"
+
+File = Annotated[Path, typer.Argument(help="The spec.")]
 Profile = Annotated[
     str | None, typer.Option("--profile", "-p", help="Overlay in profiles/ beside the spec.")
+]
+Placement = Annotated[
+    Path | None, typer.Option("--placement", help="A file of kind Placement: one site's part.")
 ]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Changes one value.")
 ]
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Where runs lie.")]
 Run = Annotated[str, typer.Argument(help="A run's name, or the path of its directory.")]
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Does not ask.")]
+Detach = Annotated[bool, typer.Option("--detach", "-d", help="Goes on in the background.")]
+Follow = Annotated[bool, typer.Option("-f", "--follow", help="Goes on as it grows.")]
+RUNS = Path("runs")
 
 
-@app.command()
+@app.command(rich_help_panel=SPEC)
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where the files go.")] = Path(),
+    source: Annotated[
+        str, typer.Option("--from", help="What to start from: laptop, target-short, target-long.")
+    ] = "laptop",
+    force: Annotated[bool, typer.Option("--force", help="Writes over files.")] = False,
+) -> None:
+    """Writes a commented spec, its pre-commit hook and a CI step."""
+    from runspec.cli.init import init_command
+
+    raise typer.Exit(init_command(folder, source, force))
+
+
+@app.command(rich_help_panel=SPEC)
 def lint(
     files: Annotated[list[Path], typer.Argument(help="Specs to check.")],
     profile: Profile = None,
+    placement: Placement = None,
     overrides: Overrides = None,
-) -> None:
-    """Checks specs. Exits 0 without errors, 1 with them, 2 on an unreadable file or bad usage."""
-    from runspec.cli.lint import lint_command
-
-    raise typer.Exit(lint_command(files, profile, overrides or []))
-
-
-@app.command()
-def apply(
-    file: Annotated[Path, typer.Argument(help="The spec.")],
-    profile: Profile = None,
-    overrides: Overrides = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Goes on in the background.")
+    fix: Annotated[bool, typer.Option("--fix", help="Mends what is safe to mend.")] = False,
+    select: Annotated[
+        list[str] | None, typer.Option(help="Only these rules or groups, comma-separated.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="Not these rules or groups, comma-separated.")
+    ] = None,
+    output: Annotated[
+        str, typer.Option("--format", help="pretty, compact, json, github, sarif or junit.")
+    ] = "pretty",
+    fail_level: Annotated[
+        str, typer.Option(help="Exits 1 at or above: error, warning or never.")
+    ] = "error",
+    baseline: Annotated[
+        Path | None, typer.Option(help="Findings known before, which are not shown.")
+    ] = None,
+    write_baseline: Annotated[
+        bool, typer.Option("--write-baseline", help="Writes what is found to --baseline.")
     ] = False,
-    runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Starts a run, or goes on with it where it was interrupted."""
+    """Checks specs. Exits 0 clean, 1 with findings, 2 on an unreadable file or bad usage."""
+    from runspec.cli.lint import LintOptions, lint_command
+
+    options = LintOptions(
+        files=files,
+        profile=profile,
+        placement=placement,
+        overrides=overrides or [],
+        fix=fix,
+        select=select or [],
+        ignore=ignore or [],
+        output=output,
+        fail_level=fail_level,
+        baseline=baseline,
+        write_baseline=write_baseline,
+    )
+    raise typer.Exit(lint_command(options))
+
+
+@app.command(rich_help_panel=SPEC)
+def explain(
+    topic: Annotated[str | None, typer.Argument(help="A path of the schema, or a rule.")] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="Every path and rule.")] = False,
+) -> None:
+    """Explains a field of the spec or a rule of the linter."""
+    from runspec.cli.explain import explain_command
+
+    raise typer.Exit(explain_command(topic, list_all))
+
+
+@app.command(rich_help_panel=SPEC)
+def render(
+    file: File,
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+    show_origin: Annotated[
+        bool, typer.Option("--show-origin", help="Says of each value where it is from.")
+    ] = False,
+    output: Annotated[str, typer.Option("--format", help="yaml or json.")] = "yaml",
+) -> None:
+    """Prints the resolved spec, every default written out."""
+    from runspec.cli.render import render_command
+
+    raise typer.Exit(
+        render_command(_files(file, profile, placement, overrides), show_origin, output)
+    )
+
+
+@app.command(rich_help_panel=SPEC)
+def lock(
+    file: File,
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Writes nothing; exits 1 where the lock is stale.")
+    ] = False,
+) -> None:
+    """Pins model, tokenizer, template, config and data by digest, in FILE.lock.yaml."""
+    from runspec.cli.lock import lock_command
+
+    raise typer.Exit(lock_command(_files(file, profile, placement, overrides), check))
+
+
+@app.command(rich_help_panel=SPEC)
+def schema(
+    draft: Annotated[str, typer.Option(help="07 for editors, or 2020-12.")] = "07",
+) -> None:
+    """Prints the JSON Schema of the spec."""
+    from runspec.cli.schema import schema_command
+
+    raise typer.Exit(schema_command(draft))
+
+
+@app.command(rich_help_panel=SPEC)
+def migrate(
+    files: Annotated[list[Path], typer.Argument(help="Specs of any version.")],
+    write: Annotated[bool, typer.Option("--write", help="Changes the files.")] = False,
+) -> None:
+    """Shows, or makes, what raises specs to the newest version of the schema."""
+    from runspec.cli.migrate import migrate_command
+
+    raise typer.Exit(migrate_command(files, write))
+
+
+@app.command(rich_help_panel=RUN)
+def plan(
+    file: File,
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Saves it for apply.")] = None,
+    as_json: Json = False,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exits 6 where there are changes.")
+    ] = False,
+    aot: Annotated[
+        bool, typer.Option("--aot", help="Compiles the learner's step for its chips.")
+    ] = False,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Says what would change, what it needs, how long a step takes and what it costs."""
+    from runspec.cli.plan import plan_command
+
+    files = _files(file, profile, placement, overrides)
+    raise typer.Exit(plan_command(files, out, as_json, exit_code, aot, runs_dir))
+
+
+@app.command(rich_help_panel=RUN)
+def diff(
+    file: File,
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Shows how a spec differs from the run's own. Exits 0 without differences, 1 with some."""
+    from runspec.cli.diff import diff_command
+
+    raise typer.Exit(diff_command(_files(file, profile, placement, overrides), runs_dir))
+
+
+@app.command(rich_help_panel=RUN)
+def apply(
+    file: Annotated[Path, typer.Argument(help="The spec, or a plan that `plan -o` saved.")],
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+    detach: Detach = False,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Starts a run, changes it, or goes on with it where it was interrupted."""
     from runspec.cli.apply import apply_command
 
-    raise typer.Exit(apply_command(file, profile, overrides or [], detach, runs_dir))
+    files = _files(file, profile, placement, overrides)
+    raise typer.Exit(apply_command(files, detach, runs_dir))
 
 
-@app.command()
-def status(
-    run: Run,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    runs_dir: RunsDir = Path("runs"),
-) -> None:
+@app.command(rich_help_panel=RUN)
+def status(run: Run, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
     """Says how far a run is, and what each of its roles does."""
     from runspec.cli.status import status_command
 
     raise typer.Exit(status_command(run, as_json, runs_dir))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
+def describe(run: Run, runs_dir: RunsDir = RUNS) -> None:
+    """Says everything of a run: spec, conditions, roles, versions, checkpoints, events."""
+    from runspec.cli.describe import describe_command
+
+    raise typer.Exit(describe_command(run, runs_dir))
+
+
+@app.command(rich_help_panel=RUN)
+def events(
+    run: Run, follow: Follow = False, as_json: Json = False, runs_dir: RunsDir = RUNS
+) -> None:
+    """Prints what happened to a run, oldest first."""
+    from runspec.cli.events import events_command
+
+    raise typer.Exit(events_command(run, follow, as_json, runs_dir))
+
+
+@app.command(rich_help_panel=RUN)
 def logs(
     run: Run,
     role: Annotated[str | None, typer.Option("--role", help="One role's log only.")] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Goes on as it grows.")] = False,
-    runs_dir: RunsDir = Path("runs"),
+    follow: Follow = False,
+    runs_dir: RunsDir = RUNS,
 ) -> None:
     """Prints the roles' logs."""
     from runspec.cli.logs import logs_command
@@ -87,16 +266,71 @@ def logs(
     raise typer.Exit(logs_command(run, role, follow, runs_dir))
 
 
-@app.command()
-def delete(
+@app.command(rich_help_panel=RUN)
+def wait(
     run: Run,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Does not ask.")] = False,
-    runs_dir: RunsDir = Path("runs"),
+    condition: Annotated[
+        str, typer.Option("--for", help="A condition: Ready, Finished, ..., or step=N.")
+    ],
+    timeout: Annotated[str, typer.Option(help="How long, like 30s or 10m.")] = "10m",
+    runs_dir: RunsDir = RUNS,
 ) -> None:
+    """Waits until a condition of a run holds. Exits 1 if it cannot any more, or in time."""
+    from runspec.cli.wait import wait_command
+
+    raise typer.Exit(wait_command(run, condition, timeout, runs_dir))
+
+
+@app.command(rich_help_panel=RUN)
+def pause(run: Run, runs_dir: RunsDir = RUNS) -> None:
+    """Stops a run's roles in order; `resume` goes on from the newest checkpoint."""
+    from runspec.cli.pause import pause_command
+
+    raise typer.Exit(pause_command(run, runs_dir))
+
+
+@app.command(rich_help_panel=RUN)
+def resume(run: Run, detach: Detach = False, runs_dir: RunsDir = RUNS) -> None:
+    """Goes on with a run that was paused or interrupted, as it is."""
+    from runspec.cli.resume import resume_command
+
+    raise typer.Exit(resume_command(run, detach, runs_dir))
+
+
+@app.command(rich_help_panel=RUN)
+def rollback(
+    run: Run,
+    to: Annotated[int, typer.Option("--to", help="The policy version to go back to.")],
+    yes: Yes = False,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Takes a stopped run back to a checkpoint; what came after it is removed."""
+    from runspec.cli.rollback import rollback_command
+
+    raise typer.Exit(rollback_command(run, to, yes, runs_dir))
+
+
+@app.command(rich_help_panel=RUN)
+def delete(run: Run, yes: Yes = False, runs_dir: RunsDir = RUNS) -> None:
     """Removes a run's directory; refuses while the run is alive."""
     from runspec.cli.delete import delete_command
 
     raise typer.Exit(delete_command(run, yes, runs_dir))
+
+
+@app.command(rich_help_panel=RUN)
+def doctor(
+    file: Annotated[Path | None, typer.Argument(help="A spec that should run here.")] = None,
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Looks at this machine: packages, devices, disk, and what a spec would lack here."""
+    from runspec.cli.doctor import doctor_command
+
+    files = _files(file, profile, placement, overrides) if file is not None else None
+    raise typer.Exit(doctor_command(files, runs_dir))
 
 
 def main() -> None:
@@ -109,3 +343,11 @@ def main() -> None:
     except Exception:
         logging.exception("a fault of runspec's own; please report it")
         sys.exit(EXIT_INTERNAL)
+
+
+def _files(
+    file: Path, profile: str | None, placement: Path | None, overrides: list[str] | None
+) -> SpecFiles:
+    from runspec.spec.load import SpecFiles
+
+    return SpecFiles(file, profile, placement, tuple(overrides or ()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,23 @@ from runspec.cli.background import start_in_background
 from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.cli.view import watching
 from runspec.common.errors import UserError
+from runspec.lint.check import check_spec
 from runspec.local.apply import NotReady, is_finished, open_run, supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
 from runspec.local.run_dir import EXIT_LOCKED, RunLocked
 from runspec.local.text import duration, number
 from runspec.spec.findings import format_finding
-from runspec.spec.load import load_spec
+from runspec.spec.load import SpecFiles
 
 EXIT_FAILED = 1
 EXIT_UNREADABLE = 2
 LAPTOP = "laptop"
 
 
-def apply_command(
-    file: Path, profile: str | None, overrides: Sequence[str], detach: bool, runs_dir: Path
-) -> int:
+def apply_command(files: SpecFiles, detach: bool, runs_dir: Path) -> int:
     """Starts or continues the run; returns the exit code."""
     try:
-        loaded = load_spec(file, profile=profile, overrides=overrides)
+        loaded = check_spec(files)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_UNREADABLE
@@ -42,7 +40,7 @@ def apply_command(
     for warning in loaded.findings:
         print(format_finding(warning), file=sys.stderr)
     run_dir = runs_dir / spec.name
-    again = _command_line(file, profile, overrides, runs_dir)
+    again = _command_line(files, runs_dir)
     try:
         if is_finished(spec, runs_dir):
             print(f"{spec.name} is finished: all {spec.steps} steps are trained.")
@@ -54,7 +52,7 @@ def apply_command(
             with StopSignals() as requests, watching(spec.name, spec.steps) as view:
                 outcome = supervise(run, view, requests)
     except NotReady as error:
-        _show_missing(error, file, profile)
+        _show_missing(error, files)
         return EXIT_FAILED
     except RunLocked as error:
         print(f"error: {error}", file=sys.stderr)
@@ -87,7 +85,7 @@ def show_result(run_dir: Path) -> None:
     print(f"Plots and rollouts: {run_dir / REPORT_FILE}   logs: {run_dir / 'logs'}")
 
 
-def _show_missing(error: NotReady, file: Path, profile: str | None) -> None:
+def _show_missing(error: NotReady, files: SpecFiles) -> None:
     console = Console(stderr=True)
     console.print(Text(f"{error.name} cannot start on this machine. Missing:", style="bold"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -97,14 +95,16 @@ def _show_missing(error: NotReady, file: Path, profile: str | None) -> None:
         remedy = f"\n{item.remedy}" if item.remedy else ""
         table.add_row(Text(item.path, style="cyan"), Text(item.thing) + Text(remedy, style="dim"))
     console.print(table)
-    if profile is None and (file.parent / "profiles" / f"{LAPTOP}.yaml").exists():
-        command = shlex.join(["runspec", "apply", str(file), "--profile", LAPTOP])
+    laptop = files.path.parent / "profiles" / f"{LAPTOP}.yaml"
+    if files.profile is None and laptop.exists():
+        command = shlex.join(["runspec", "apply", str(files.path), "--profile", LAPTOP])
         console.print(f"The same loop, small enough for this machine: {command}", soft_wrap=True)
 
 
-def _command_line(file: Path, profile: str | None, overrides: Sequence[str], runs_dir: Path) -> str:
-    words = ["runspec", "apply", str(file)]
-    words += ["--profile", profile] if profile else []
-    words += [word for override in overrides for word in ("--set", override)]
+def _command_line(files: SpecFiles, runs_dir: Path) -> str:
+    words = ["runspec", "apply", str(files.path)]
+    words += ["--profile", files.profile] if files.profile else []
+    words += ["--placement", str(files.placement)] if files.placement else []
+    words += [word for override in files.overrides for word in ("--set", override)]
     words += ["--runs-dir", str(runs_dir)] if runs_dir != Path("runs") else []
     return shlex.join(words)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Severity = Literal["error", "warning"]
+Number = int | float | str
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,16 @@ class Place:
     """Counts from 1."""
     source: str = ""
     """The line's text, for the caret."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Text to put in the place of a line's [start, end) columns, which count from 1."""
+
+    line: int
+    start: int
+    end: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,12 @@ class Finding:
     suggestion: str = ""
     source: str = ""
     """Text of the line."""
+    numbers: Mapping[str, Number] = field(default_factory=dict, hash=False)
+    """What was measured, by name."""
+    requires: str = ""
+    """What would have to hold, like `max_prompt_tokens + max_new_tokens <= max_model_len`."""
+    fix: Edit | None = None
+    """What `lint --fix` would do in `file`; safe: it says what the writer must have meant."""
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}:{self.column}"
@@ -54,6 +72,9 @@ def finding_at(
     path: str = "",
     suggestion: str = "",
     severity: Severity = "error",
+    numbers: Mapping[str, Number] | None = None,
+    requires: str = "",
+    fix: Edit | None = None,
 ) -> Finding:
     """A finding at a place."""
     return Finding(
@@ -66,6 +87,9 @@ def finding_at(
         column=place.column,
         suggestion=suggestion,
         source=place.source,
+        numbers=numbers or {},
+        requires=requires,
+        fix=fix,
     )
 
 

@@ -30,6 +30,8 @@ class LayerReader:
 
     def __init__(self, findings: list[Finding]) -> None:
         self._findings = findings
+        self.texts: dict[str, str] = {}
+        """Every file read, by the name that findings give it."""
         self._read = 0
 
     def spec(self, path: Path) -> list[MapNode]:
@@ -74,6 +76,7 @@ class LayerReader:
 
     def _file(self, path: Path, stack: tuple[Path, ...], text: str) -> list[MapNode]:
         self._read += 1
+        self.texts[str(path)] = text
         document = parse_yaml(text, str(path))
         self._findings += document.findings
         root = document.root

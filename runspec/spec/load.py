@@ -1,68 +1,60 @@
-"""From YAML layers to one `RunSpec`, every finding in one pass.
+"""From YAML layers to one `RunSpec` that fits the schema; the rules come after (`runspec.lint`).
 
-Layers, lowest first: the files of `extends:`, the spec, the profile, `--set`. They are merged
-(`merge`), variables are filled in (`interpolate`), the result is checked against the schema
-(`validate`) and by the rules (`rules`).
+Layers, lowest first: the files of `extends:`, the spec, the profile, the placement, `--set`. They
+are merged (`merge`), variables are filled in (`interpolate`), and the result is checked against the
+schema (`validate`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.spec.findings import Finding, Place, finding_at, format_finding
+from runspec.spec.findings import Finding, Place
 from runspec.spec.interpolate import interpolate
 from runspec.spec.layers import LayerReader
 from runspec.spec.merge import merge_layers
-from runspec.spec.rules import broken_rules
 from runspec.spec.schema import RunSpec
-from runspec.spec.validate import locate, validate
+from runspec.spec.validate import validate
 from runspec.spec.yaml_nodes import MapNode, ScalarNode
 
 
 @dataclass(frozen=True)
-class LoadedSpec:
-    """A spec and what is wrong with it.
+class SpecFiles:
+    """What the command line says of a spec."""
 
-    `spec` is None when the layers do not make a `RunSpec`; a spec with errors among its findings
-    must not run (`require` sees to that).
-    """
+    path: Path
+    profile: str | None = None
+    """Name of an overlay in `profiles/` beside it."""
+    placement: Path | None = None
+    """A file of `kind: Placement`."""
+    overrides: Sequence[str] = ()
+    """`path=value` each, applied last and in order."""
+
+
+@dataclass(frozen=True)
+class Layered:
+    """The merged layers, and what they make."""
 
     spec: RunSpec | None
-    findings: list[Finding]
-
-    def require(self) -> RunSpec:
-        """The spec, if it has no errors.
-
-        Raises:
-            UserError: listing every error with its place.
-        """
-        errors = [finding for finding in self.findings if finding.severity == "error"]
-        if errors or self.spec is None:
-            listed = "\n".join(format_finding(error) for error in errors)
-            raise UserError(
-                f"the spec has {len(errors)} error{'s' if len(errors) > 1 else ''}\n{listed}",
-                remedy="mend the spec; `runspec lint` checks it without starting anything",
-            )
-        return self.spec
+    """None when the layers do not make one; the findings say why."""
+    tree: MapNode
+    """Every value with its place, variables filled in."""
+    variables: Mapping[str, ScalarNode] = field(default_factory=dict)
+    """Where each variable was used."""
+    findings: Sequence[Finding] = ()
+    """Of the files, the layers and the schema."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Every file that was read, by the name that findings give it."""
 
 
-def load_spec(
-    path: Path,
-    *,
-    profile: str | None = None,
-    overrides: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
-) -> LoadedSpec:
-    """Loads, merges, interpolates and checks a spec.
+def load_layers(files: SpecFiles, *, environ: Mapping[str, str] | None = None) -> Layered:
+    """Loads, merges, interpolates and validates a spec.
 
     Args:
-        path: the spec.
-        profile: name of an overlay in `profiles/` beside it.
-        overrides: `path=value` each, applied last and in order.
+        files: what to load.
         environ: what `${VAR}` reads; the process's environment when None.
 
     Raises:
@@ -71,37 +63,19 @@ def load_spec(
     """
     findings: list[Finding] = []
     reader = LayerReader(findings)
-    layers = reader.spec(path)
-    if profile is not None:
-        layers += reader.profile(path, profile)
-    for number, override in enumerate(overrides, start=1):
+    layers = reader.spec(files.path)
+    if files.profile is not None:
+        layers += reader.profile(files.path, files.profile)
+    for number, override in enumerate(files.overrides, start=1):
         layers += reader.override(override, number)
     layer_missing = any(finding.code in ("yaml", "extends") for finding in findings)
     tree = merge_layers(layers, findings)
     if layer_missing:
         # What the rest lacks without the missing layer would only be noise.
-        return LoadedSpec(None, [f for f in findings if f.code != "unknown-name"])
+        findings = [f for f in findings if f.code != "unknown-name"]
+        return Layered(None, tree, findings=findings, texts=reader.texts)
     # What is missing from the whole is missing from the spec's own file.
-    tree = replace(tree, place=Place(str(path), 1, 1))
+    tree = replace(tree, place=Place(str(files.path), 1, 1))
     tree, used = interpolate(tree, os.environ if environ is None else environ, findings)
     spec = validate(tree, findings)
-    if spec is not None:
-        findings += _rule_findings(spec, tree, used)
-    return LoadedSpec(spec, findings)
-
-
-def _rule_findings(spec: RunSpec, tree: MapNode, used: Mapping[str, ScalarNode]) -> list[Finding]:
-    findings = []
-    for code, violation in broken_rules(spec):
-        place = locate(tree, violation.location)[0]
-        path = ".".join(str(step) for step in violation.location)
-        findings.append(
-            finding_at(place, code, violation.message, path=path, severity=violation.severity)
-        )
-    for secret in spec.secrets:
-        if node := used.get(secret.source.env):
-            message = f"${{{secret.source.env}}} is a secret: its value would land in the spec"
-            findings.append(
-                finding_at(node.place, "secret-value", message, path=f"secrets.{secret.name}")
-            )
-    return findings
+    return Layered(spec, tree, used, findings, reader.texts)

@@ -1,4 +1,4 @@
-"""Scalar types of the spec: durations, names, environment variables, public keys."""
+"""Scalar types of the spec: durations, sizes, rates, names, environment variables, public keys."""
 
 from __future__ import annotations
 
@@ -7,8 +7,31 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+from runspec.spec.fields import Unit
+
+_TIMES = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZES = {"B": 1, "kB": 10**3, "KiB": 2**10, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
+_SIZES |= {"TB": 10**12, "TiB": 2**40}
+_RATES = {"kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9, "kB/s": 8e3, "MB/s": 8e6, "GB/s": 8e9}
+_QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z/]{1,6})")
+
+
+def _quantity(value: Any, units: dict[str, Any], kind: str, examples: str) -> float:
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2] not in units:
+        raise ValueError(f"a {kind} with a unit was expected, like {examples}")
+    amount = float(match[1]) * units[match[2]]
+    if amount == 0.0:
+        raise ValueError(f"a {kind} above zero was expected")
+    return amount
+
+
+def _shortest(amount: float, units: dict[str, Any], last: str) -> str:
+    """The largest unit of which `amount` is a whole number; else all digits in `last`."""
+    for unit, size in sorted(units.items(), key=lambda item: -item[1]):
+        if amount >= size and amount % size == 0:
+            return f"{amount / size:g}{unit}"
+    return f"{amount / units[last]!r}{last}"
 
 
 def parse_duration(value: Any) -> float:
@@ -17,31 +40,71 @@ def parse_duration(value: Any) -> float:
     Raises:
         ValueError: a bare number (its unit would be a guess), no time at all, or any other text.
     """
-    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError("a duration with a unit was expected, like 500ms, 60s, 90m, 1.5h or 2d")
-    seconds = float(match[1]) * _UNITS[match[2]]
-    if seconds == 0.0:
-        raise ValueError("a duration above zero was expected")
-    return seconds
+    return _quantity(value, _TIMES, "duration", "500ms, 60s, 90m, 1.5h or 2d")
 
 
 def format_duration(seconds: float) -> str:
     """The shortest text that `parse_duration` reads back exactly."""
-    for unit, size in reversed(_UNITS.items()):
-        if seconds >= size and seconds % size == 0:
-            return f"{seconds / size:g}{unit}"
-    return f"{seconds!r}s"
+    return _shortest(seconds, _TIMES, "s")
+
+
+def parse_size(value: Any) -> float:
+    """Bytes from `80GB`, `16MiB` or `512B`; decimal and binary units are what they say.
+
+    Raises:
+        ValueError: a bare number, none at all, or any other text.
+    """
+    return _quantity(value, _SIZES, "size", "80GB, 16MiB or 512B")
+
+
+def format_size(size: float) -> str:
+    """The shortest text that `parse_size` reads back exactly."""
+    return _shortest(size, _SIZES, "B")
+
+
+def parse_rate(value: Any) -> float:
+    """Bits a second from `590Mbit/s`, `10Gbit/s` or `50MB/s`.
+
+    Raises:
+        ValueError: a bare number, none at all, or any other text.
+    """
+    return _quantity(value, _RATES, "rate", "590Mbit/s, 10Gbit/s or 50MB/s")
+
+
+def format_rate(bits_s: float) -> str:
+    """The shortest text that `parse_rate` reads back exactly."""
+    return _shortest(bits_s, _RATES, "kbit/s")
 
 
 Duration = Annotated[
     float,
     BeforeValidator(parse_duration, json_schema_input_type=str),
     PlainSerializer(format_duration, return_type=str),
+    Unit("seconds, written with a unit"),
+]
+Size = Annotated[
+    float,
+    BeforeValidator(parse_size, json_schema_input_type=str),
+    PlainSerializer(format_size, return_type=str),
+    Unit("bytes, written with a unit"),
+]
+Rate = Annotated[
+    float,
+    BeforeValidator(parse_rate, json_schema_input_type=str),
+    PlainSerializer(format_rate, return_type=str),
+    Unit("bits a second, written with a unit"),
 ]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 PublicKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(gt=0)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Tokens = Annotated[Count, Unit("tokens")]
+Updates = Annotated[Count, Unit("optimizer updates")]
+Steps = Annotated[Count, Unit("rollout steps")]
+Rollouts = Annotated[Count, Unit("rollouts")]
+Groups = Annotated[Count, Unit("groups")]
+Devices = Annotated[Count, Unit("devices")]

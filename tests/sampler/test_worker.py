@@ -18,8 +18,9 @@ import pytest
 from broadcast.store import publish
 from runspec.common.files import write_atomic
 from runspec.common.keys import SigningKey
+from runspec.lint.check import check_spec
 from runspec.local.identity import Identity, make_identity
-from runspec.spec.load import load_spec
+from runspec.spec.load import SpecFiles
 from runspec.spec.resolved import dump_resolved
 from runspec.spec.schema import RunSpec
 from sampler.tasks.task_set import target_lengths
@@ -47,7 +48,9 @@ class Run:
             f"samplers.volunteers.groups_per_submission={GROUPS}",
         ]
         path = ROOT / "specs" / "target_short.yaml"
-        self.spec: RunSpec = load_spec(path, profile="laptop", overrides=overrides).require()
+        self.spec: RunSpec = check_spec(
+            SpecFiles(path, profile="laptop", overrides=overrides)
+        ).require()
         write_atomic(directory / "spec.json", dump_resolved(self.spec))
         self.identity: Identity = make_identity(directory, self.spec)
         self.version = save_version(directory / "v0")

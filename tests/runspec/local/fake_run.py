@@ -11,12 +11,13 @@ from pathlib import Path
 from runspec.cli.signals import StopSignals
 from runspec.cli.view import PlainView
 from runspec.common.errors import UserError
+from runspec.lint.check import check_spec
 from runspec.local.apply import OpenRun, drive, open_run
 from runspec.local.fleet import Outcome
 from runspec.local.processes import RoleSpec
 from runspec.local.state import RunState
 from runspec.local.supervisor import Watcher
-from runspec.spec.load import load_spec
+from runspec.spec.load import SpecFiles
 from runspec.spec.resolved import spec_digest
 from runspec.spec.schema import RunSpec
 
@@ -27,7 +28,7 @@ SCRIPT = Path(__file__).with_name("role.py")
 
 def small_spec(name: str = "small", steps: int = 5, *overrides: str) -> RunSpec:
     sets = [f"name={name}", f"steps={steps}", *overrides]
-    return load_spec(TARGET_SHORT, profile="laptop", overrides=sets).require()
+    return check_spec(SpecFiles(TARGET_SHORT, profile="laptop", overrides=sets)).require()
 
 
 def role(behaviour: str, run_dir: Path, *arguments: str, name: str | None = None) -> RoleSpec:

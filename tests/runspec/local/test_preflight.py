@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from runspec.lint.check import check_spec
 from runspec.local.machine import find_model, module_is_installed
 from runspec.local.preflight import GIB, Facts, disk_bytes, missing, parameter_count
 from runspec.local.processes import Machine
-from runspec.spec.load import load_spec
+from runspec.spec.load import SpecFiles
 from runspec.spec.schema import RunSpec
 from tests.runspec.local.fake_run import ROOT, small_spec
 
@@ -27,7 +28,7 @@ LAPTOP = Facts(
 
 @pytest.fixture
 def full_spec() -> RunSpec:
-    return load_spec(ROOT / "specs" / "target_long.yaml", environ={}).require()
+    return check_spec(SpecFiles(ROOT / "specs" / "target_long.yaml"), environ={}).require()
 
 
 def model_in_cache(home: Path) -> Path:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
 
-from runspec.spec.load import LoadedSpec, load_spec
+from runspec.lint.check import CheckedSpec, check_spec
+from runspec.spec.load import SpecFiles
 
 SPECS = Path(__file__).parents[3] / "specs"
 
@@ -46,14 +47,14 @@ def small_spec(folder: Path, overlay: str = "") -> Path:
     return write(folder / "spec.yaml", "extends: [base.yaml]\n" + dedent(overlay))
 
 
-def load(path: Path, *overrides: str, profile: str | None = None, **environ: str) -> LoadedSpec:
-    return load_spec(path, profile=profile, overrides=overrides, environ=environ)
+def load(path: Path, *overrides: str, profile: str | None = None, **environ: str) -> CheckedSpec:
+    return check_spec(SpecFiles(path, profile=profile, overrides=overrides), environ=environ)
 
 
-def codes(loaded: LoadedSpec) -> list[str]:
+def codes(loaded: CheckedSpec) -> list[str]:
     return [finding.code for finding in loaded.findings]
 
 
-def lines(loaded: LoadedSpec, folder: Path) -> Sequence[str]:
+def lines(loaded: CheckedSpec, folder: Path) -> Sequence[str]:
     """Findings as `file:line:column: ...` with file names without the folder."""
     return [str(finding).replace(f"{folder}/", "") for finding in loaded.findings]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from runspec.spec.rules import RULES
+import runspec.lint.rules  # noqa: F401
+from runspec.lint.registry import RULES
 from runspec.spec.schema_keys import all_paths
 
 PAGE = (Path(__file__).parents[3] / "docs" / "spec.md").read_text(encoding="utf-8")

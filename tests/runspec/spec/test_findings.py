@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from runspec.common.errors import UserError
+from runspec.lint.check import check_files
 from runspec.spec.findings import format_finding
-from runspec.spec.lint import lint_files
+from runspec.spec.load import SpecFiles
 from tests.runspec.spec.spec_files import lines, load, small_spec, write
 
 
@@ -74,7 +75,7 @@ def test_every_finding_is_reported_in_one_pass_at_its_exact_place(tmp_path: Path
         ("secrets: [{name: t, from: {envv: T}}]",
          "secrets.t.from.envv: unknown key (did you mean env?)"),
         ("verify: {xyz: 1}",
-         "verify.xyz: unknown key (known here: validators, engine, prefill_share, lease_timeout)"),
+         "verify.xyz: unknown key (known here: validators, hardware, engine, prefill_share)"),
     ],
 )  # fmt: skip
 def test_unknown_keys_are_found_at_every_depth(tmp_path: Path, overlay: str, expected: str) -> None:
@@ -119,7 +120,7 @@ def test_a_finding_of_a_shared_base_is_named_once(tmp_path: Path) -> None:
     with (tmp_path / "base.yaml").open("a") as base:
         base.write("typo: 1\n")
     other = write(tmp_path / "other.yaml", "extends: [base.yaml]\n")
-    assert [f.code for f in lint_files([path, other])] == ["unknown-key"]
+    assert [f.code for f in check_files([SpecFiles(path), SpecFiles(other)])] == ["unknown-key"]
 
 
 @pytest.mark.parametrize(

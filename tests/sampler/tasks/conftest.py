@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runspec.spec.load import load_spec
+from runspec.lint.check import check_spec
+from runspec.spec.load import SpecFiles
 from runspec.spec.schema import RunSpec
 from sampler.tasks.task_set import RunTask, build_task_set
 from sampler.tasks.traces import WarmStartTraces, build_warm_start_data
@@ -20,7 +21,7 @@ NUMBERS = ("reward.length.alpha=0.05", "warm_start.obey_share=0.3")
 
 def laptop_spec(*overrides: str) -> RunSpec:
     path = SPECS / "target_short.yaml"
-    return load_spec(path, profile="laptop", overrides=(*NUMBERS, *overrides)).require()
+    return check_spec(SpecFiles(path, profile="laptop", overrides=(*NUMBERS, *overrides))).require()
 
 
 @pytest.fixture(scope="session")

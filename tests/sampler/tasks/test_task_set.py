@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from runspec.common.errors import UserError
-from runspec.spec.load import load_spec
+from runspec.lint.check import check_spec
+from runspec.spec.load import SpecFiles
 from runspec.spec.plugins import missing_plugins
 from runspec.spec.resolved import dump_resolved
 from sampler.tasks.task_set import RunTask, build_task_set, split_of
@@ -189,7 +190,9 @@ def test_a_task_that_cannot_be_built_says_what_is_missing(
     tokenizer_dir: Path, override: str, message: str
 ) -> None:
 
-    loaded = load_spec(SPECS / "target_short.yaml", profile="laptop", overrides=[override])
+    loaded = check_spec(
+        SpecFiles(SPECS / "target_short.yaml", profile="laptop", overrides=[override])
+    )
     assert loaded.spec is not None
     with pytest.raises(UserError, match=message):
         build_task_set(loaded.spec, tokenizer_dir)

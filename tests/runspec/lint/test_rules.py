@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from runspec.spec.lint import lint_files
-from runspec.spec.rules import RULES
+from runspec.lint.check import check_files
+from runspec.lint.registry import RULES
+from runspec.spec.load import SpecFiles
 from tests.runspec.spec.spec_files import SPECS, load, small_spec
 
 SHAPE = (
@@ -152,4 +153,4 @@ def test_a_rule_points_at_the_layer_that_wrote_the_value(tmp_path: Path) -> None
 def test_every_shipped_spec_is_clean_with_every_profile(profile: str | None) -> None:
     shipped = sorted(SPECS.glob("*.yaml"))
     assert len(shipped) >= 3
-    assert lint_files(shipped, profile=profile) == []
+    assert check_files([SpecFiles(path, profile) for path in shipped]) == []

@@ -1,0 +1,109 @@
+"""Rules: what each is called, how severe it is, its page, and the function that looks.
+
+A rule's docstring is its page: a first line that says what must hold, then why, the formula and its
+source. `examples/<code>/bad.yaml` and `good.yaml` are shown beside it by `runspec explain`, and
+tests lint them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from bridge.config import ModelConfig
+from runspec.estimate.model import model_config
+from runspec.spec.findings import Number, Severity
+from runspec.spec.schema import RunSpec
+
+Group = Literal[
+    "file",
+    "algorithm",
+    "reward",
+    "mesh",
+    "memory",
+    "samplers",
+    "asynchrony",
+    "verification",
+    "placement",
+]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a rule may look at."""
+
+    spec: RunSpec
+    folder: Path
+    """Of the spec's file: local paths in it are relative to it."""
+
+    @cached_property
+    def config(self) -> ModelConfig | None:
+        """The model's shape; None where it is not known without a network."""
+        return model_config(self.spec, self.folder)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One breach of a rule."""
+
+    location: tuple[str | int, ...]
+    """Keys, and names of named objects, from the root."""
+    message: str
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    """What was measured, by name."""
+    requires: str = ""
+    """What would have to hold, in the numbers' names."""
+    suggestion: str = ""
+    severity: Severity | None = None
+    """The rule's own when None."""
+
+
+Check = Callable[[Context], Iterator[Violation]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    code: str
+    group: Group
+    severity: Severity
+    page: str
+    """What must hold, why, the formula, its source."""
+    check: Check | None = None
+    """None where the loader itself finds it."""
+
+    @property
+    def summary(self) -> str:
+        return self.page.partition("\n")[0]
+
+
+RULES: dict[str, Rule] = {}
+"""Every rule by its code, in order of registration."""
+
+
+def rule(code: str, group: Group, severity: Severity = "error") -> Callable[[Check], Check]:
+    """Registers a function as a rule; its docstring becomes the page."""
+
+    def register(check: Check) -> Check:
+        add(Rule(code, group, severity, inspect.cleandoc(check.__doc__ or ""), check))
+        return check
+
+    return register
+
+
+def add(new: Rule) -> None:
+    """Registers a rule."""
+    assert new.code not in RULES, f"two rules are called {new.code}"
+    assert new.page, f"the rule {new.code} has no page"
+    RULES[new.code] = new
+
+
+def violations(context: Context) -> Iterator[tuple[Rule, Violation]]:
+    """Every breach of every rule."""
+    for one in RULES.values():
+        if one.check is not None:
+            for violation in one.check(context):
+                yield one, violation

@@ -1,0 +1,3 @@
+"""What the loader itself finds: YAML, keys, types, layers, variables. Only their pages are here."""
+
+from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What applying a spec would change, and what the run would need."""

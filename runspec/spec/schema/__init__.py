@@ -1,0 +1,103 @@
+"""The schema of runspec/v1: plain frozen data, every field with its meaning and unit.
+
+Roles read a resolved spec through these classes and through nothing else. How YAML layers become
+one resolved spec is the business of `runspec.spec.load`.
+"""
+
+from runspec.spec.schema.algorithm import (
+    Advantage,
+    Algorithm,
+    Clip,
+    Fill,
+    Filters,
+    Importance,
+    Kl,
+    Optimizer,
+)
+from runspec.spec.schema.block import Block, FloatType
+from runspec.spec.schema.learner import (
+    Attention,
+    Hardware,
+    Learner,
+    Lora,
+    Mesh,
+    Packing,
+    Remat,
+)
+from runspec.spec.schema.model import (
+    Data,
+    Model,
+    ModelShape,
+    Reward,
+    SolveRate,
+    Source,
+    Tokenizer,
+    WarmStart,
+)
+from runspec.spec.schema.operations import (
+    Budget,
+    Checkpoints,
+    Estimate,
+    Identity,
+    Placement,
+    Secret,
+    SecretSource,
+    Storage,
+)
+from runspec.spec.schema.run import VERSION, RunSpec
+from runspec.spec.schema.samplers import (
+    Broadcast,
+    Origin,
+    Parallel,
+    Relay,
+    SamplerPool,
+    Sampling,
+    Thresholds,
+    Verify,
+)
+
+__all__ = [
+    "VERSION",
+    "Advantage",
+    "Algorithm",
+    "Attention",
+    "Block",
+    "Broadcast",
+    "Budget",
+    "Checkpoints",
+    "Clip",
+    "Data",
+    "Estimate",
+    "Fill",
+    "Filters",
+    "FloatType",
+    "Hardware",
+    "Identity",
+    "Importance",
+    "Kl",
+    "Learner",
+    "Lora",
+    "Mesh",
+    "Model",
+    "ModelShape",
+    "Optimizer",
+    "Origin",
+    "Packing",
+    "Parallel",
+    "Placement",
+    "Relay",
+    "Remat",
+    "Reward",
+    "RunSpec",
+    "SamplerPool",
+    "Sampling",
+    "Secret",
+    "SecretSource",
+    "SolveRate",
+    "Source",
+    "Storage",
+    "Thresholds",
+    "Tokenizer",
+    "Verify",
+    "WarmStart",
+]

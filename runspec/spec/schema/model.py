@@ -1,0 +1,150 @@
+"""The policy, how it starts, and the problems it is trained on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from runspec.spec.fields import RESTART, Unit
+from runspec.spec.schema.block import Block
+from runspec.spec.values import Count, CountOrZero, Duration, Name, Positive, Share, Tokens, Updates
+
+
+class ModelShape(Block):
+    """Shape of a model that the run makes itself, in the words of a Hugging Face config.json."""
+
+    model_type: Literal["qwen2", "qwen3", "llama", "mistral"]
+    """Architecture: qwen2 has biases on q, k and v, qwen3 norms on q and k."""
+    vocab_size: Annotated[Count, Unit("tokens")]
+    """Rows of the embedding and of the output head."""
+    hidden_size: Count
+    """Width of the residual stream."""
+    intermediate_size: Count
+    """Width of the MLP."""
+    num_hidden_layers: Count
+    """Decoder layers."""
+    num_attention_heads: Count
+    """Query heads."""
+    num_key_value_heads: Count
+    """Key and value heads; each serves an equal share of the query heads."""
+    head_dim: Count | None = None
+    """Size of a head; hidden_size / num_attention_heads when null."""
+    rope_theta: Positive = 10000.0
+    """Base of the rotary frequencies."""
+    rms_norm_eps: Positive = 1e-6
+    """Added to the mean square in every norm."""
+    tie_word_embeddings: bool = False
+    """Whether the output head is the embedding."""
+
+
+class Tokenizer(Block):
+    """Another tokenizer than the model's own; it must be of the model's vocabulary."""
+
+    hf: str
+    """Hugging Face repository, or a local directory, with tokenizer.json."""
+    revision: str | None = None
+    """Commit of the repository."""
+
+
+class Model(Block):
+    """The policy: a Hugging Face model, or a shape whose weights the warm start makes."""
+
+    hf: str | None = None
+    """Hugging Face repository or a local directory."""
+    revision: str | None = None
+    """Commit of the repository."""
+    shape: ModelShape | None = None
+    """Shape of a model made from nothing; exactly one of `hf` and `shape`."""
+    max_context: Tokens
+    """Longest sequence that the model's positions cover."""
+    tokenizer: Tokenizer | None = None
+    """Every role takes the tokenizer and chat template from the policy version; null: they are
+    the model's own."""
+
+
+class WarmStart(Block):
+    """Supervised steps on generated traces, before version 0 exists. Cached by digest."""
+
+    lr: Positive = 3e-3
+    """Learning rate after the warm-up."""
+    beta2: Share = 0.98
+    """Decay of the mean of squared gradients."""
+    clip_norm: Positive = 1.0
+    """Largest global gradient norm."""
+    warmup_updates: Annotated[CountOrZero, Unit("optimizer updates")] = 30
+    """The learning rate grows linearly over these."""
+    max_updates: Updates = 600
+    """A start that has not reached its mark after these is an error."""
+    sequences: Annotated[Count, Unit("traces")] = 64
+    """Traces an update."""
+    answer_weight: Positive = 5.0
+    """Loss weight of the answer's tokens; the thinking weighs 1."""
+    obey_share: Share = 0.3
+    """Share of traces whose length is the one asked for."""
+    stop_answer_probability: Share = 0.3
+    """Stops once the held-out teacher-forced probability of the answer reaches this."""
+    evaluate_every: Updates = 10
+    """Updates between looks at the held-out traces."""
+
+
+class SolveRate(Block):
+    """Offline filter: keeps problems whose recorded solve rate lies in [min, max]."""
+
+    field: str
+    """Column of the solve rate."""
+    min: Share = 0.0
+    """Least rate kept."""
+    max: Share = 1.0
+    """Largest rate kept."""
+
+
+class Source(Block):
+    """Where problems come from."""
+
+    name: Name
+    """Names the source in findings and overlays."""
+    kind: str
+    """`reasoning_gym`, `parquet`, ...: a source that an installed package offers."""
+    uri: str | None = None
+    """Where the rows lie, for kinds that read files."""
+    revision: str | None = None
+    """Commit of the data's repository, where `uri` names one."""
+    dataset: str | None = None
+    """The generator's name, for `reasoning_gym`."""
+    params: dict[str, int | float | str | bool] = {}
+    """The generator's parameters."""
+    size: Annotated[Count, Unit("problems")] | None = None
+    """How many problems a generator makes."""
+    solve_rate: SolveRate | None = None
+    """Offline filter by recorded solve rate."""
+
+
+class Data(Block):
+    """Problems, and how they are put to the policy."""
+
+    max_prompt_tokens: Tokens
+    """Longer prompts are left out, everywhere the same."""
+    length_prompt: str = "Think for {target} tokens before giving a response."
+    """Appended to the problem; `{target}` is the target length in tokens."""
+    sources: list[Source] = Field(min_length=1)
+    """Merged by name over the layers."""
+
+
+class Reward(Block):
+    """One term of the reward, a plug-in by `kind`."""
+
+    name: Name
+    """Names the term in findings and overlays."""
+    kind: str
+    """`reasoning_gym`, `math`, `code`, `target_length` or what an installed package offers."""
+    timeout: Annotated[Duration | None, RESTART] = None
+    """Longest time that grading one answer may take."""
+    sandboxed: bool = True
+    """Whether a grader that executes what the model wrote (`code`) does so in a sandbox."""
+    form: Literal["exact", "max", "clip"] | None = None
+    """For `target_length`: how length enters the reward."""
+    alpha: float | None = Field(None, ge=0.0)
+    """For `target_length`: reward lost a token of distance."""
+    targets: list[Tokens] | None = None
+    """For `target_length`: the lengths asked for, the end token included; one a group."""

@@ -1,0 +1,180 @@
+"""Who generates rollouts, how versions reach them, and how their work is checked."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from runspec.spec.fields import HOT, NEWRUN, RESTART, SITE, Unit
+from runspec.spec.schema.block import Block, FloatType
+from runspec.spec.schema.learner import Hardware
+from runspec.spec.values import (
+    Count,
+    CountOrZero,
+    Devices,
+    Duration,
+    Groups,
+    Name,
+    NonNegative,
+    Positive,
+    Rate,
+    Share,
+    Tokens,
+)
+
+
+class Parallel(Block):
+    """How one replica divides the model."""
+
+    CHANGE = "restart"
+
+    tensor: Devices = 1
+    """Devices that each hold a share of every layer."""
+
+
+class Sampling(Block):
+    """How tokens are drawn."""
+
+    temperature: Positive = 1.0
+    """Logits are divided by it, in the sampler and in the loss."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Keeps the likeliest tokens up to this probability; 1 is off."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Keeps so many tokens; -1 is off."""
+    seeded: bool = True
+    """Gumbel noise from the lease, so that a validator can recompute which token had to come."""
+
+
+class SamplerPool(Block):
+    """Workers that are alike."""
+
+    CHANGE = "restart"
+
+    name: Name
+    """Names the pool; its workers are <name>-<i>."""
+    engine: Literal["vllm"] = "vllm"
+    """What generates."""
+    trust: Literal["trusted", "untrusted"] = "untrusted"
+    """Whether its rollouts are believed without proof."""
+    hardware: Annotated[Hardware, SITE]
+    """Accelerators of one replica."""
+    replicas: Annotated[Count, Unit("processes"), SITE] = 1
+    """Processes that the backend starts for this pool, and that the estimate counts on."""
+    parallel: Annotated[Parallel, SITE] = Parallel()
+    """How one replica divides the model."""
+    dtype: Annotated[FloatType, NEWRUN] = "bfloat16"
+    """Type of weights and activations."""
+    quantization: Annotated[Literal["fp8"] | None, NEWRUN] = None
+    """Weights quantised as the engine loads them; null is off."""
+    max_model_len: Tokens
+    """Longest sequence, prompt included, that the engine makes room for."""
+    max_new_tokens: Annotated[Tokens, NEWRUN]
+    """Longest output, the end token included."""
+    groups_per_submission: Groups = 4
+    """Groups of one lease."""
+    relays: Annotated[list[str] | None, SITE] = None
+    """Relays that its workers fetch from, best first; null: all, in turn. The origin comes last."""
+    download: Annotated[Rate | None, HOT, SITE] = None
+    """Link of one replica to its relay, for the estimate."""
+    tokens_per_s: Annotated[Positive | None, Unit("output tokens/s of a replica"), HOT, SITE] = None
+    """Measured rate, for the estimate; null: computed from the hardware."""
+    sampling: Sampling = Sampling()
+    """How tokens are drawn."""
+
+
+class Origin(Block):
+    """The publisher's server, from which every version starts."""
+
+    CHANGE = "restart"
+
+    url: str | None = None
+    """Where it listens; the local backend chooses when null."""
+    upload: Annotated[Rate | None, HOT] = None
+    """What it can send, to all together, for the estimate."""
+
+
+class Relay(Block):
+    """A server that fetches versions from its upstreams and serves them on."""
+
+    CHANGE = "restart"
+
+    name: Name
+    """Names the relay."""
+    url: str | None = None
+    """Where it listens; the local backend chooses when null."""
+    upstream: Annotated[list[str], Field(min_length=1)] = ["origin"]
+    """Where it fetches from: `origin` or relays, best first."""
+    download: Annotated[Rate | None, HOT] = None
+    """Link from its upstream, for the estimate."""
+    upload: Annotated[Rate | None, HOT] = None
+    """What it can send, to all together, for the estimate."""
+
+
+class Broadcast(Block):
+    """How policy versions travel."""
+
+    CHANGE = "restart"
+
+    dtype: Annotated[FloatType, NEWRUN] = "bfloat16"
+    """Type of the published weights: a policy version is these bits."""
+    format: Literal["full"] = "full"
+    """What is published of a version: all of it."""
+    keep_versions: Annotated[Count, Unit("versions")] = 5
+    """Newest versions that origin and relays keep."""
+    anchor_every: Annotated[Count, Unit("versions")] = 20
+    """Versions between full copies that deltas start from."""
+    chunk_bytes: Annotated[Count, Unit("bytes"), SITE] = 16 * 1024 * 1024
+    """Of an object; each is hashed by itself."""
+    origin: Annotated[Origin, SITE] = Origin()
+    """The publisher's server."""
+    relays: Annotated[list[Relay], SITE] = []
+    """Servers between origin and workers; merged by name."""
+
+
+class Thresholds(Block):
+    """Limits of the checks for samplers of one precision, over those that were calibrated here."""
+
+    CHANGE = "rolling"
+
+    name: Literal["float32", "bfloat16", "fp8"]
+    """The precision: a pool's quantization, or its dtype."""
+    logprob_submission: NonNegative
+    """Mean |claimed - recomputed| log-prob over a submission, nats."""
+    logprob_rollout: NonNegative
+    """The same over one rollout, nats."""
+    gap: NonNegative
+    """tau: how far below the recomputed maximum a seeded choice may lie, nats."""
+    gap_share: Share
+    """Share of a rollout's tokens that may exceed `gap`."""
+    gap_max: NonNegative
+    """What no token may exceed, nats."""
+    gap_mean: NonNegative
+    """Mean gap over a submission, beyond what one token at `gap` adds, nats."""
+    mismatch_share: Share
+    """TOPLOC: share of the k positions that may differ in exponent or sign."""
+    mantissa_mean: NonNegative
+    """TOPLOC: mean mantissa error, of 128."""
+    mantissa_median: NonNegative
+    """TOPLOC: median mantissa error, of 128."""
+
+
+class Verify(Block):
+    """Checks of what workers send."""
+
+    CHANGE = "rolling"
+
+    validators: Annotated[CountOrZero, Unit("processes"), RESTART, SITE] = 1
+    """Processes that check submissions and grade them."""
+    hardware: Annotated[Hardware | None, SITE, RESTART] = None
+    """Accelerators of one validator; null: those of the machine it is on."""
+    engine: Annotated[str, SITE] = "jax"
+    """Prefill engine: an entry point of the group `runspec.prefill`."""
+    prefill_share: Share = 1.0
+    """Share of submissions whose log-probs, noise and proofs are recomputed."""
+    lease_timeout: Duration = 1800.0
+    """Time from a lease to its submission; after it the lease counts as withheld."""
+    tokens_per_s: Annotated[Positive | None, Unit("tokens/s of a validator"), HOT, SITE] = None
+    """Measured prefill rate, for the estimate; null: computed from the hardware."""
+    thresholds: list[Thresholds] = []
+    """Limits for precisions that were not calibrated here; merged by name."""
