@@ -75,7 +75,7 @@ def test_every_finding_is_reported_in_one_pass_at_its_exact_place(tmp_path: Path
         ("secrets: [{name: t, from: {envv: T}}]",
          "secrets.t.from.envv: unknown key (did you mean env?)"),
         ("verify: {xyz: 1}",
-         "verify.xyz: unknown key (known here: validators, hardware, engine, prefill_share)"),
+         "verify.xyz: unknown key (known here: validators, hardware, engine, prefill_share,"),
     ],
 )  # fmt: skip
 def test_unknown_keys_are_found_at_every_depth(tmp_path: Path, overlay: str, expected: str) -> None:
