@@ -1,0 +1,128 @@
+"""`<stem>.lock.yaml` beside a spec: what the names in it stood for when `runspec lock` looked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded, write_atomic
+from runspec.spec.schema import Block
+from runspec.spec.validate import locate, to_python
+from runspec.spec.yaml_nodes import MAX_CHARACTERS, MapNode, parse_yaml
+from runspec.spec.yaml_text import to_yaml
+
+LOCK_VERSION = "runspec-lock/v1"
+
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Commit = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+
+
+class FilePin(Block):
+    """One file. Exactly one of the digests is there."""
+
+    size: Annotated[int, Field(ge=0)]
+    """Bytes."""
+    blake3: Digest | None = None
+    """Of all its bytes."""
+    header: Digest | None = None
+    """BLAKE3 of a safetensors file's header alone: the names, types and shapes of its tensors."""
+
+
+class Pin(Block):
+    """What one name stands for."""
+
+    source: str
+    """As the spec writes it: a repository, a directory, a file, a generator."""
+    commit: Commit | None = None
+    """Of a repository on the Hub."""
+    files: dict[str, FilePin] = {}
+    """By name; of a repository, those of them that were on the machine."""
+    chat_template: Digest | None = None
+    """BLAKE3 of the template's text, from chat_template.jinja or tokenizer_config.json."""
+    package: str | None = None
+    """Name and version of the package that makes or reads the data."""
+    parameters: Digest | None = None
+    """BLAKE3 of everything else that the spec says of a data source, as canonical JSON."""
+
+
+class Lock(Block):
+    """All pins of a spec."""
+
+    version: Literal["runspec-lock/v1"]
+    model: Pin | None = None
+    """Null for a model that the run makes itself."""
+    tokenizer: Pin | None = None
+    """Of `model.tokenizer`; the model's own tokenizer is among the model's files."""
+    data: dict[str, Pin] = {}
+    """By the source's name."""
+
+    def pins(self) -> Iterator[tuple[str, Pin]]:
+        """Every pin with the path of the spec that it belongs to."""
+        if self.model is not None:
+            yield "model", self.model
+        if self.tokenizer is not None:
+            yield "model.tokenizer", self.tokenizer
+        for name, pin in self.data.items():
+            yield f"data.sources.{name}", pin
+
+
+def lock_path(spec: Path, profile: str | None = None) -> Path:
+    """`<stem>.lock.yaml` beside the spec; `<stem>.<profile>.lock.yaml` with a profile, which may
+    name another model and other data."""
+    middle = f".{profile}" if profile else ""
+    return spec.with_name(f"{spec.stem}{middle}.lock.yaml")
+
+
+def read_lock(spec: Path, profile: str | None = None) -> Lock | None:
+    """The lock beside a spec; None where there is none.
+
+    Raises:
+        UserError: a file that is no lock: it is refused whole.
+    """
+    path = lock_path(spec, profile)
+    if not path.is_file():
+        return None
+    remedy = "make it again with `runspec lock`"
+    try:
+        text = read_bounded(path, MAX_CHARACTERS).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the lock: {error}", place=str(path), remedy=remedy) from error
+    document = parse_yaml(text, str(path))
+    for finding in document.findings:
+        place = f"{path}:{finding.line}:{finding.column}"
+        raise UserError(f"no lock: {finding.message}", place=place, remedy=remedy)
+    root = document.root
+    if not isinstance(root, MapNode):
+        raise UserError("no lock: it holds no map", place=str(path), remedy=remedy)
+    try:
+        return Lock.model_validate(to_python(root))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = locate(root, first["loc"])[0]
+        key = ".".join(str(step) for step in first["loc"])
+        raise UserError(
+            f"no lock: {key}: {first['msg']}",
+            place=f"{path}:{where.line}:{where.column}",
+            remedy=remedy,
+        ) from error
+
+
+def lock_text(lock: Lock, spec: Path) -> str:
+    """The file's text: the pins that are there, and nothing of those that are not."""
+    head = f"# What the names in {spec.name} stand for. Made by `runspec lock`; keep it in git.\n"
+    return head + to_yaml(lock.model_dump(mode="json", exclude_defaults=True))
+
+
+def write_lock(lock: Lock, spec: Path, profile: str | None = None) -> Path:
+    """Writes the lock beside the spec.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    path = lock_path(spec, profile)
+    write_atomic(path, lock_text(lock, spec).encode())
+    return path
