@@ -1,0 +1,151 @@
+"""`plan --aot`: the learner's step compiled for the chips that the spec names, in a process of its
+own, and what the compiler says of one device.
+
+    report = compile_step(spec, config)
+    report.fits                     # None where the device's memory is not known
+    report.as_dict()                # `aot` of `plan --json`
+
+The process is `python -m learner_jax aot`: TPUs need libtpu (`make aot`) and no chip, a CPU needs
+nothing, GPUs one that is present.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bridge.config import ModelConfig, hf_config
+from runspec.common.errors import UserError
+from runspec.spec.resolved import FILE_NAME, dump_resolved
+from runspec.spec.schema import RunSpec
+
+DEADLINE_S = 1800.0
+"""A step of 32B on 64 chips takes a minute on two cores, one of 512 chips some more."""
+STEP = ("accumulate", "apply")
+"""Forward pass, loss and backward pass; optimizer."""
+_SHOWN_LINES = 20
+
+
+@dataclass(frozen=True)
+class AotReport:
+    """What the compiler says; bytes and FLOPs are of one device.
+
+    `argument_bytes`, `temp_bytes` and `output_bytes` are of the program that needs most of the
+    memory, `worst`; None where the compiler refused one because it cannot fit.
+    """
+
+    devices: int
+    argument_bytes: int | None
+    """What `worst` is given: weights or state, and the batch."""
+    temp_bytes: int | None
+    """What it needs while it runs."""
+    output_bytes: int | None
+    """What it gives, donated arguments that it writes in place included."""
+    hbm_bytes: int | None
+    """The memory that the run needs then: everything that the learner holds through a step, and
+    the temporaries, code and fresh outputs of `worst`."""
+    flops: float
+    """Of one microbatch and one update: `accumulate` and `apply`."""
+    compile_s: float
+    """Seconds for all programs, tracing included."""
+    fits: bool | None
+    """Whether `hbm_bytes` is within the device's memory; None where that is not known."""
+    worst: str | None
+    memory: int | None
+    """Of the device, bytes."""
+    where: str
+    """What it was compiled for: v5p:4x4x4, cpu, ..."""
+    programs: Mapping[str, Mapping[str, Any]]
+    """Each by itself, as `python -m learner_jax aot` prints it; `needed_bytes` is its `hbm_bytes`,
+    `does_not_fit` the compiler's words."""
+    resident: Mapping[str, int]
+    """Bytes that the learner holds, by what they are."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
+
+def compile_step(
+    spec: RunSpec, config: ModelConfig, *, deadline_s: float = DEADLINE_S
+) -> AotReport:
+    """Compiles the programs of a run for its hardware.
+
+    Args:
+        spec: of the run, without errors of the linter.
+        config: shape of its model (`runspec.estimate.model.model_config`).
+        deadline_s: for the whole process.
+
+    Raises:
+        UserError: no learner or no libtpu is installed, there is no such topology or no GPU, or it
+            took too long. That the step does not fit is no error: see `AotReport.fits`.
+    """
+    if find_spec("jax") is None or find_spec("learner_jax") is None:
+        raise UserError(
+            "the learner, which compiles, is not installed",
+            place=sys.prefix,
+            remedy="`pip install runspec[learner]`, with `make aot` for TPUs",
+        )
+    with TemporaryDirectory(prefix="runspec-aot-") as name:
+        folder = Path(name)
+        (folder / FILE_NAME).write_bytes(dump_resolved(spec))
+        shape = folder / "config.json"
+        fields = hf_config(config, dtype=spec.broadcast.dtype, eos_token_id=0, pad_token_id=0)
+        shape.write_text(json.dumps(fields))
+        return _report(_run(folder, shape, deadline_s))
+
+
+def _run(folder: Path, shape: Path, deadline_s: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "learner_jax", "aot", str(folder)]
+    command += ["--model-config", str(shape)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=deadline_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"the learner's step was not compiled within {deadline_s:g} s",
+            place="python -m learner_jax aot",
+            remedy="run that command by hand, with one of --programs",
+        ) from error
+    if done.stdout:  # printed also where the run does not fit
+        report: dict[str, Any] = json.loads(done.stdout)
+        return report
+    said = "\n".join(done.stderr.strip().splitlines()[-_SHOWN_LINES:])
+    raise UserError(
+        f"the learner's step cannot be compiled here (exit code {done.returncode}):\n{said}",
+        place="python -m learner_jax aot",
+    )
+
+
+def _report(said: Mapping[str, Any]) -> AotReport:
+    memory, programs = said["memory"], said["programs"]
+    needed = memory["needed_bytes"]
+    refused = any("does_not_fit" in program for program in programs.values())
+    worst = None if refused else max(needed, key=lambda name: needed[name])
+    of_worst = {} if worst is None else programs[worst]
+    return AotReport(
+        devices=said["devices"],
+        argument_bytes=of_worst.get("argument_bytes"),
+        temp_bytes=of_worst.get("temporary_bytes"),
+        output_bytes=of_worst.get("output_bytes"),
+        hbm_bytes=None if worst is None else needed[worst],
+        flops=sum(programs[name].get("flops", 0.0) for name in STEP),
+        compile_s=round(sum(p["lower_s"] + p["compile_s"] for p in programs.values()), 2),
+        fits=memory["fits"],
+        worst=worst,
+        memory=memory["device_bytes"],
+        where=said["topology"],
+        programs={
+            name: {**program, "needed_bytes": needed.get(name)}
+            for name, program in programs.items()
+        },
+        resident=memory["resident_bytes"],
+    )
