@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def model_config(spec: RunSpec, folder: Path = Path()) -> ModelConfig | None:
     if hf is None:
         return None
     local = folder / hf / "config.json"
-    if local.is_file():
+    if isfile(local):  # False too for what can be no path at all
         try:
             data = read_bounded(local, MAX_BYTES)
             return parse_config(parse_object(data, max_bytes=MAX_BYTES), place=str(local))

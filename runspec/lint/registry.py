@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from bridge.config import ModelConfig
+from runspec.common.errors import UserError
 from runspec.estimate.model import model_config
 from runspec.spec.findings import Number, Severity
 from runspec.spec.schema import RunSpec
@@ -41,9 +42,21 @@ class Context:
     """Of the spec's file: local paths in it are relative to it."""
 
     @cached_property
+    def _model(self) -> ModelConfig | UserError | None:
+        try:
+            return model_config(self.spec, self.folder)
+        except UserError as error:
+            return error
+
+    @property
     def config(self) -> ModelConfig | None:
         """The model's shape; None where it is not known without a network."""
-        return model_config(self.spec, self.folder)
+        return self._model if isinstance(self._model, ModelConfig) else None
+
+    @property
+    def config_error(self) -> UserError | None:
+        """Why a config that is at hand is no shape of ours; only the rule `model-config` asks."""
+        return self._model if isinstance(self._model, UserError) else None
 
 
 @dataclass(frozen=True)
