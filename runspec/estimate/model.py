@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,13 @@ def model_config(spec: RunSpec, folder: Path = Path()) -> ModelConfig | None:
     if hf is None:
         return None
     local = folder / hf / "config.json"
-    if isfile(local):  # False too for what can be no path at all
-        try:
-            data = read_bounded(local, MAX_BYTES)
-            return parse_config(parse_object(data, max_bytes=MAX_BYTES), place=str(local))
-        except (OSError, MalformedJson) as error:
-            raise UserError(f"no model config: {error}", place=str(local)) from error
-    return _named(hf)
+    try:
+        if not local.is_file():
+            return _named(hf)
+        data = parse_object(read_bounded(local, MAX_BYTES), max_bytes=MAX_BYTES)
+    except (OSError, MalformedJson) as error:
+        raise UserError(f"no model config: {error}", place=str(local)) from error
+    return parse_config(data, place=str(local))
 
 
 @cache
