@@ -27,7 +27,7 @@ from verify.formats.verdict import RolloutVerdict
 from verify.limits import max_submission_bytes
 from verify.plugins import Graded, PrefillEngine, TaskSet
 from verify.recompute import Recomputed, grade, prefill_request, recompute
-from verify.thresholds import limits_for
+from verify.thresholds import limits_for, precision_of
 
 WEIGHTS_DEADLINE_S = 600.0
 _NOT_GRADED = Graded(0.0, 0.0, 0.0)
@@ -154,7 +154,9 @@ class Examiner:
             assignments=assignments(
                 lease, n_problems=len(self._task_set), targets=self._task_set.targets
             ),
-            limits=limits_for(pool.dtype, spec.learner.compute_dtype),
+            limits=limits_for(
+                precision_of(pool), spec.learner.compute_dtype, spec.verify.thresholds
+            ),
         )
 
     def _after_prefill(self, cases: list[_Case]) -> list[_Case]:

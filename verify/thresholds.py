@@ -6,9 +6,11 @@ pair of precisions show and what the attacks show, nearer to the former.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from runspec.spec.schema import FloatType
+from runspec.spec.schema import FloatType, SamplerPool, Thresholds
 
 REWARD_TOLERANCE = 1e-4
 """Largest |claimed - re-graded| reward: float32 rounding, nothing more."""
@@ -71,6 +73,34 @@ BFLOAT16 = Limits(
 """bfloat16 on either side; the TOPLOC limits are the published ones (arXiv 2501.16007)."""
 
 
-def limits_for(sampler: FloatType, validator: FloatType) -> Limits:
-    """The limits for a pool's precision and that of the prefill engine."""
-    return FLOAT32 if sampler == validator == "float32" else BFLOAT16
+Precision = Literal["float32", "bfloat16", "fp8"]
+
+CALIBRATED: frozenset[tuple[Precision, FloatType]] = frozenset(
+    {("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")}
+)
+"""(sampler, validator) whose honest rollouts were measured against the limits above."""
+
+
+def precision_of(pool: SamplerPool) -> Precision:
+    """What a pool computes in: its quantisation, else its dtype."""
+    return pool.quantization or pool.dtype
+
+
+def limits_for(
+    sampler: Precision, validator: FloatType, thresholds: Sequence[Thresholds] = ()
+) -> Limits:
+    """The limits for a pool's precision and that of the prefill engine.
+
+    Args:
+        sampler: see `precision_of`.
+        validator: `learner.compute_dtype`.
+        thresholds: `verify.thresholds`; those of the sampler's precision take the place of the
+            limits here, but for `constant_ratio`, which speaks of forgers and not of rounding.
+
+    Returns:
+        For a pair that was not calibrated and has no thresholds those of bfloat16, which may well
+        reject honest work: the lint rule `uncalibrated-precision` finds such a spec.
+    """
+    here = FLOAT32 if sampler == validator == "float32" else BFLOAT16
+    given = next((limits for limits in thresholds if limits.name == sampler), None)
+    return here if given is None else replace(here, **given.model_dump(exclude={"name"}))

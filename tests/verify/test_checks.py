@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from runspec.common.errors import UserError
+from runspec.spec.schema import Thresholds
 from tests.verify.bench import MODEL, Bench
-from tests.verify.small_model import EOS, VOCAB, NumpyEngine
+from tests.verify.small_model import EOS, VOCAB, NumpyEngine, small_spec
 from verify.examiner import Verdict
 from verify.formats.lease import assignments
 from verify.formats.submission import Rollout
 from verify.plugins import PrefillInput, PrefillOutput
-from verify.thresholds import BFLOAT16, FLOAT32, limits_for
+from verify.thresholds import BFLOAT16, FLOAT32, limits_for, precision_of
 
 Edit = Callable[[list[Rollout]], list[Rollout]]
 
@@ -86,6 +87,54 @@ def test_without_prefill_the_cheap_checks_decide(bench: Bench) -> None:
 def test_strict_limits_need_float32_on_both_sides() -> None:
     assert limits_for("float32", "float32") == FLOAT32
     assert limits_for("bfloat16", "float32") == BFLOAT16 == limits_for("float32", "bfloat16")
+
+
+# What one of fp8 measured, had it: looser than bfloat16 in the log-probs, else as bfloat16 is.
+FP8 = {
+    "name": "fp8",
+    "logprob_submission": 0.06,
+    "logprob_rollout": 0.2,
+    "gap": 0.2,
+    "gap_share": 0.02,
+    "gap_max": 4.0,
+    "gap_mean": 2e-3,
+    "mismatch_share": 0.4,
+    "mantissa_mean": 20.0,
+    "mantissa_median": 16.0,
+}
+
+
+def test_thresholds_of_the_pools_precision_take_the_place_of_calibrated_limits() -> None:
+    thresholds = [Thresholds.model_validate(FP8)]
+
+    limits = limits_for("fp8", "bfloat16", thresholds)
+
+    assert {name: getattr(limits, name) for name in FP8 if name != "name"} == {
+        name: value for name, value in FP8.items() if name != "name"
+    }
+    assert limits.constant_ratio == BFLOAT16.constant_ratio
+    assert limits_for("bfloat16", "bfloat16", thresholds) == BFLOAT16  # of another precision
+
+
+def test_a_quantised_pool_is_of_the_precision_of_its_quantisation() -> None:
+    pool = small_spec(dtype="bfloat16").samplers[0]
+    assert precision_of(pool) == "bfloat16"
+    assert precision_of(pool.model_copy(update={"quantization": "fp8"})) == "fp8"
+
+
+def test_verdicts_judge_by_the_specs_thresholds(tmp_path: Path) -> None:
+    strict = {**FP8, "name": "bfloat16", "logprob_submission": 1e-6}
+    bench = Bench(tmp_path, dtype="bfloat16")
+    bench.worker.model = MODEL.in_bfloat16()
+    verify = bench.spec.verify.model_copy(
+        update={"thresholds": [Thresholds.model_validate(strict)]}
+    )
+    bench.spec = bench.spec.model_copy(update={"verify": verify})
+
+    verdict = bench.verdict(bench.honest())
+
+    assert not verdict.accepted
+    assert "logprobs_submission" in verdict.reason and "limit 1e-06" in verdict.reason
 
 
 def test_a_truncated_distribution_is_refused_before_any_work(tmp_path: Path) -> None:
