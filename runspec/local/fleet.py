@@ -7,6 +7,8 @@ Invariants:
   run.
 - The run ends once: trained and published, by a role that cannot go on, by its budget, or on
   request. What began the stopping is the outcome.
+- Roles that must read a changed spec are renewed one by one, and only while the run is up: the next
+  is told to end once the one before runs again. That end is no death.
 - It is done only when no process is alive: stopped politely, the servers last, so that nobody waits
   for one that is gone, and killed after a deadline.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import inf
 
 from runspec.common.process import EXIT_FINAL
 
@@ -30,6 +33,8 @@ class State(StrEnum):
     WAITING = "waiting"
     STARTING = "starting"
     RUNNING = "running"
+    RENEWING = "renewing"
+    """Told to end, to be started at once with what has changed."""
     BACKOFF = "backoff"
     FINISHED = "finished"
     FAILED = "failed"
@@ -53,11 +58,11 @@ class RoleState:
     deaths_in_a_row: int = 0
     """Since a step was last trained while this role ran."""
     retry_at: float = 0.0
-    """While in backoff: when it is started again."""
+    """While in backoff: when it is started again. While renewing: when it is killed."""
 
     @property
     def alive(self) -> bool:
-        return self.state in (State.STARTING, State.RUNNING)
+        return self.state in (State.STARTING, State.RUNNING, State.RENEWING)
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Outcome:
     """Why the run ended."""
 
     kind: str
-    """`finished`, `interrupted`, `failed` (a role kept dying), `stopped` (a role said so),
+    """`finished`, `interrupted`, `paused`, `failed` (a role kept dying), `stopped` (a role said so),
     `over_budget`, or `unpublished` (trained, but the last version did not come out)."""
     role: str = ""
     exit_code: int = 0
@@ -104,6 +109,10 @@ class Fleet:
     sampled: bool = False
     trained: bool = False
     published: bool = False
+    renewing: str | None = None
+    """The role whose turn it is to be started again with a changed spec; until it runs again."""
+    to_renew: tuple[str, ...] = ()
+    """Those after it, in the order of their turns."""
     outcome: Outcome | None = None
 
     @property
@@ -156,7 +165,33 @@ class StopRequested:
     """Ctrl-C or SIGTERM; the second one kills."""
 
 
-Event = Tick | Ready | Exited | Progress | Sampled | Trained | Published | StopRequested
+@dataclass(frozen=True)
+class PauseRequested:
+    """Stop as for Ctrl-C, but because someone wants the run to rest."""
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The run's spec has changed."""
+
+    rules: Rules
+    """From now on."""
+    renew: tuple[str, ...] = ()
+    """Roles that must read it anew, in this order."""
+
+
+Event = (
+    Tick
+    | Ready
+    | Exited
+    | Progress
+    | Sampled
+    | Trained
+    | Published
+    | StopRequested
+    | PauseRequested
+    | Changed
+)
 
 
 @dataclass(frozen=True)
@@ -208,12 +243,18 @@ def advance(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, list[Action]
             fleet = replace(fleet, trained=True)
         case Published():
             fleet = replace(fleet, published=True)
+        case Changed(rules, renew):
+            later = tuple(role for role in renew if role not in fleet.to_renew)
+            fleet = replace(fleet, rules=rules, to_renew=fleet.to_renew + later)
         case Exited(role, code):
             return _exited(fleet, role, code, now)
         case StopRequested():
             if fleet.phase in (Phase.STOPPING, Phase.KILLING):
                 return _kill(fleet)
             return _stop(fleet, Outcome("interrupted"), now)
+        case PauseRequested():
+            if fleet.phase not in (Phase.STOPPING, Phase.KILLING):
+                return _stop(fleet, Outcome("paused"), now)
     return fleet, []
 
 
@@ -233,15 +274,38 @@ def _tick(fleet: Fleet, now: float) -> tuple[Fleet, list[Action]]:
         case Phase.UP:
             if rules.budget_ends_at is not None and now >= rules.budget_ends_at:
                 return _stop(fleet, Outcome("over_budget"), now)
-    actions: list[Action] = []
+            fleet, actions = _renew(fleet, now)
+            return _start_due(fleet, now, actions)
+    return _start_due(fleet, now, [])
+
+
+def _start_due(fleet: Fleet, now: float, actions: list[Action]) -> tuple[Fleet, list[Action]]:
     for name, role in fleet.roles.items():
         due = role.state is State.BACKOFF and now >= role.retry_at
         if due or role.state is State.WAITING:
             fleet = _with(
                 fleet, name, state=State.STARTING, restarts=role.restarts + (1 if due else 0)
             )
-            actions.append(Start(name))
+            actions = [*actions, Start(name)]
     return fleet, actions
+
+
+def _renew(fleet: Fleet, now: float) -> tuple[Fleet, list[Action]]:
+    """Gives the next role its turn once the one before runs again."""
+    if fleet.renewing is not None:
+        role = fleet.roles[fleet.renewing]
+        if role.state is State.RENEWING and now >= role.retry_at:
+            return _with(fleet, fleet.renewing, retry_at=inf), [Kill(fleet.renewing)]
+        if role.state not in (State.RUNNING, State.FINISHED):
+            return fleet, []
+    if not fleet.to_renew:
+        return replace(fleet, renewing=None), []
+    name, *rest = fleet.to_renew
+    fleet = replace(fleet, renewing=name, to_renew=tuple(rest))
+    if not fleet.roles[name].alive:  # whenever it starts, it reads what is there by then
+        return fleet, []
+    fleet = _with(fleet, name, state=State.RENEWING, retry_at=now + fleet.rules.stop_s)
+    return fleet, [Stop(name)]
 
 
 def _exited(fleet: Fleet, role: str, code: int, now: float) -> tuple[Fleet, list[Action]]:
@@ -249,7 +313,8 @@ def _exited(fleet: Fleet, role: str, code: int, now: float) -> tuple[Fleet, list
         return _with(fleet, role, state=_at_rest(fleet.outcome)), []
     if code == 0 and role in fleet.rules.ends_run and fleet.trained:
         fleet = _with(fleet, role, state=State.FINISHED)
-        return replace(fleet, phase=Phase.DRAINING, since=now), []
+        drained = replace(fleet, phase=Phase.DRAINING, since=now, renewing=None, to_renew=())
+        return drained, []
     draining = fleet.phase is Phase.DRAINING
     if role in fleet.rules.ends_when_sampled and (draining or (code == 0 and fleet.sampled)):
         return _with(fleet, role, state=State.FINISHED), []
@@ -257,6 +322,8 @@ def _exited(fleet: Fleet, role: str, code: int, now: float) -> tuple[Fleet, list
     if code == EXIT_FINAL:
         fleet = _with(fleet, role, state=State.FAILED)
         return _stop(fleet, Outcome("stopped", role, code), now)
+    if fleet.roles[role].state is State.RENEWING:
+        return _with(fleet, role, state=State.WAITING), []
     deaths = fleet.roles[role].deaths_in_a_row + 1
     if deaths > fleet.rules.restarts:
         fleet = _with(fleet, role, state=State.FAILED, deaths_in_a_row=deaths)
@@ -269,7 +336,9 @@ def _stop(fleet: Fleet, outcome: Outcome, now: float) -> tuple[Fleet, list[Actio
     for name, role in fleet.roles.items():
         if role.state is State.BACKOFF:
             fleet = _with(fleet, name, state=_at_rest(outcome))
-    fleet = replace(fleet, phase=Phase.STOPPING, outcome=outcome, since=now)
+    fleet = replace(
+        fleet, phase=Phase.STOPPING, outcome=outcome, since=now, renewing=None, to_renew=()
+    )
     return fleet, [Stop(name) for name in _alive(fleet) if name not in fleet.rules.servers]
 
 

@@ -1,16 +1,19 @@
 """What `status` knows of a run: tables of its state.db, which the coordinator's ledger shares.
 
-The supervisor alone writes these tables, on changes only; WAL lets anyone read meanwhile.
+The supervisor alone writes these tables, on changes only; WAL lets anyone read meanwhile. Others
+write one row: what they ask of the supervisor, which it answers in the same row (`requests`).
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from runspec.common.errors import UserError
 from verify.formats.layout import STATE_FILE
@@ -27,6 +30,11 @@ CREATE TABLE IF NOT EXISTS role (
   pid INTEGER, born INTEGER, since REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS event (
   id INTEGER PRIMARY KEY, time REAL NOT NULL, role TEXT NOT NULL, text TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS applied (
+  serial INTEGER PRIMARY KEY, time REAL NOT NULL, spec_digest TEXT NOT NULL, what TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS request (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, kind TEXT NOT NULL,
+  payload TEXT NOT NULL, state TEXT NOT NULL, answer TEXT NOT NULL);
 """
 
 
@@ -38,7 +46,7 @@ class RunRow:
     spec_digest: str
     steps: int
     state: str
-    """starting, running, interrupted, failed or finished."""
+    """starting, running, paused, interrupted, failed or finished."""
     reason: str
     started: float
     finished: float | None
@@ -60,6 +68,45 @@ class EventRow:
     time: float
     role: str
     text: str
+    id: int
+    """Grows with time."""
+
+
+@dataclass(frozen=True)
+class SessionRow:
+    """One time that the run was up."""
+
+    started: float
+    seen: float
+    """When its supervisor last said that it was there."""
+
+
+@dataclass(frozen=True)
+class AppliedRow:
+    """One state that the run was brought into: by `apply`, or by `rollback`."""
+
+    serial: int
+    """Counts from 1 and grows with every change of the run."""
+    time: float
+    spec_digest: str
+    """Of the spec from then on."""
+    what: Sequence[str]
+    """What was changed, a line each; empty for the start of the run."""
+
+
+@dataclass(frozen=True)
+class RequestRow:
+    """Something asked of the supervisor."""
+
+    id: int
+    time: float
+    kind: str
+    payload: str
+    """JSON, as whoever asked wrote it."""
+    state: str
+    """asked, taken (it is at it), done, or refused."""
+    answer: str
+    """What it is at or waits for, what came of it, or why not."""
 
 
 class RunState:
@@ -91,6 +138,11 @@ class RunState:
         )
         self._write("INSERT INTO session (started, seen) VALUES (?, ?)", (now, now))
         self._write("DELETE FROM role")
+        # Asked of a supervisor that was gone before it could answer.
+        self._write(
+            "UPDATE request SET state = 'refused', answer = 'no supervisor was there to take it'"
+            " WHERE state IN ('asked', 'taken')"
+        )
 
     def set_run(self, state: str, reason: str = "") -> None:
         finished = time.time() if state == "finished" else None
@@ -115,6 +167,48 @@ class RunState:
             "INSERT INTO event (time, role, text) VALUES (?, ?, ?)", (time.time(), role, text)
         )
 
+    def add_applied(self, spec_digest: str, what: Sequence[str]) -> int:
+        """Records a change of the run; returns its serial."""
+        with self._errors():
+            added = self._db.execute(
+                "INSERT INTO applied (time, spec_digest, what) VALUES (?, ?, ?)",
+                (time.time(), spec_digest, json.dumps(list(what))),
+            )
+        return int(added.lastrowid or 0)
+
+    def ask(self, kind: str, payload: Mapping[str, Any]) -> int:
+        """Leaves a request for the supervisor; returns its id."""
+        with self._errors():
+            added = self._db.execute(
+                "INSERT INTO request (time, kind, payload, state, answer)"
+                " VALUES (?, ?, ?, 'asked', '')",
+                (time.time(), kind, json.dumps(payload)),
+            )
+        return int(added.lastrowid or 0)
+
+    def answer(self, request: int, state: str, text: str) -> None:
+        """Says what became of a request: taken, done or refused."""
+        self._write(
+            "UPDATE request SET state = ?, answer = ? WHERE id = ?", (state, text, request)
+        )
+
+    def asked(self) -> list[RequestRow]:
+        """Requests that nobody has taken yet, oldest first."""
+        return self._requests("WHERE state = 'asked' ORDER BY id")
+
+    def request(self, request: int) -> RequestRow | None:
+        rows = self._requests("WHERE id = ?", (request,))
+        return rows[0] if rows else None
+
+    def serial(self) -> int:
+        """Of the newest change; 0 for a run that was never applied."""
+        return int(self._read("SELECT coalesce(max(serial), 0) FROM applied")[0][0])
+
+    def applied(self) -> list[AppliedRow]:
+        """Every change of the run, oldest first."""
+        rows = self._read("SELECT serial, time, spec_digest, what FROM applied ORDER BY serial")
+        return [AppliedRow(serial, at, digest, json.loads(what)) for serial, at, digest, what in rows]
+
     def run(self) -> RunRow | None:
         rows = self._read(
             "SELECT name, spec_digest, steps, state, reason, started, finished FROM run"
@@ -125,10 +219,18 @@ class RunState:
         rows = self._read("SELECT name, state, restarts, pid, born, since FROM role ORDER BY rowid")
         return [RoleRow(*row) for row in rows]
 
-    def events(self, limit: int) -> list[EventRow]:
-        """The newest events, oldest first."""
-        rows = self._read("SELECT time, role, text FROM event ORDER BY id DESC LIMIT ?", (limit,))
+    def events(self, limit: int | None = None, *, after: int = 0) -> list[EventRow]:
+        """The newest `limit` events later than that of id `after`, oldest first."""
+        rows = self._read(
+            "SELECT time, role, text, id FROM event WHERE id > ? ORDER BY id DESC LIMIT ?",
+            (after, -1 if limit is None else limit),
+        )
         return [EventRow(*row) for row in reversed(rows)]
+
+    def session(self) -> SessionRow | None:
+        """The newest."""
+        rows = self._read("SELECT started, seen FROM session ORDER BY id DESC LIMIT 1")
+        return SessionRow(*rows[0]) if rows else None
 
     def sessions(self) -> int:
         """How often the run was started."""
@@ -137,6 +239,10 @@ class RunState:
     def wall_s(self) -> float:
         """Seconds that the run was up, over all its sessions."""
         return float(self._read("SELECT coalesce(sum(seen - started), 0) FROM session")[0][0])
+
+    def _requests(self, where: str, values: tuple = ()) -> list[RequestRow]:
+        columns = "SELECT id, time, kind, payload, state, answer FROM request "
+        return [RequestRow(*row) for row in self._read(columns + where, values)]
 
     def _write(self, statement: str, values: tuple = ()) -> None:
         with self._errors():
