@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,74 +13,94 @@ from rich.console import Console
 from rich.table import Table
 
 from runspec.cli.view import step_line
-from runspec.local.metrics import read_rows
-from runspec.local.run_dir import find_run, holder
-from runspec.local.state import RunState
+from runspec.local.conditions import Condition, conditions
+from runspec.local.run_dir import find_run
+from runspec.local.snapshot import Snapshot, look_at
+from runspec.local.state import RoleRow
 from runspec.local.text import duration
-from runspec.spec.resolved import load_resolved
-
-EVENTS = 10
 
 
 def status_command(run: str, as_json: bool, runs_dir: Path) -> int:
     """Prints the status; returns the exit code."""
-    status = read_status(find_run(run, runs_dir))
+    run_dir = find_run(run, runs_dir)
     if as_json:
-        print(json.dumps(status, indent=2))
+        print(json.dumps(read_status(run_dir), indent=2))
     else:
-        _show(status)
+        _show(look_at(run_dir))
     return 0
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """Everything known of a run, from its directory alone.
+    """What is known of a run, from its directory alone.
 
     Keys: name, directory, state, reason, held_by, step, steps, wall_s, newest (the last row of
-    metrics.jsonl), roles (by name), events. A run whose supervisor died without a word is
-    `interrupted`, and its roles are `waiting`.
+    metrics.jsonl), published (the newest version that is out), conditions, roles (by name), events.
+    A run whose supervisor died without a word is `interrupted`, and its roles are `waiting`.
     """
-    spec, held_by = load_resolved(run_dir), holder(run_dir)
-    with closing(RunState(run_dir)) as state:
-        row, roles, events = state.run(), state.roles(), state.events(EVENTS)
-        wall_s = state.wall_s()
-    rows = read_rows(run_dir)
-    said, reason = (row.state, row.reason) if row else ("starting", "")
-    lost = held_by is None and said in ("starting", "running")
+    seen = look_at(run_dir)
     return {
-        "name": spec.name,
+        "name": seen.spec.name,
         "directory": str(run_dir),
-        "state": "interrupted" if lost else said,
-        "reason": "its supervisor is gone; apply it again to go on" if lost else reason,
-        "held_by": held_by,
-        "step": rows[-1]["step"] + 1 if rows else 0,
-        "steps": spec.steps,
-        "wall_s": round(wall_s, 3),
-        "newest": rows[-1] if rows else None,
-        "roles": {
-            role.name: asdict(role) | ({"state": "waiting", "pid": None} if lost else {})
-            for role in roles
-        },
-        "events": [asdict(event) for event in events],
+        "state": seen.state,
+        "reason": seen.reason,
+        "held_by": seen.held_by,
+        "step": seen.trained,
+        "steps": seen.spec.steps,
+        "wall_s": round(seen.wall_s, 3),
+        "newest": seen.rows[-1] if seen.rows else None,
+        "published": seen.published,
+        "conditions": [asdict(each) for each in conditions(seen)],
+        "roles": {role.name: asdict(role) for role in seen.roles},
+        "events": [asdict(event) for event in seen.events],
     }
 
 
-def _show(status: dict[str, Any]) -> None:
-    console = Console()
-    reason = f" ({status['reason']})" if status["reason"] else ""
-    up = duration(status["wall_s"])
-    print(f"{status['name']}: {status['state']}{reason}, up for {up}")
-    if status["held_by"]:
-        print(f"held by {status['held_by']}")
-    if status["newest"]:
-        print(step_line(status["newest"], status["steps"]))
+def _show(seen: Snapshot) -> None:
+    console = Console(markup=False, highlight=False)
+    print(headline(seen))
+    if seen.held_by:
+        print(f"held by {seen.held_by}")
+    if seen.rows:
+        print(step_line(seen.rows[-1], seen.spec.steps))
+    console.print(condition_table([each for each in conditions(seen) if each.status != "False"]))
+    console.print(role_table(seen.roles))
+    for event in seen.events:
+        at = time.strftime("%H:%M:%S", time.localtime(event.time))
+        print(f"{at} {event.role}: {event.text}")
+
+
+def headline(seen: Snapshot) -> str:
+    """A run's name, its state and why, and how long it was up."""
+    reason = f" ({seen.reason})" if seen.reason else ""
+    return f"{seen.spec.name}: {seen.state}{reason}, up for {duration(seen.wall_s)}"
+
+
+def condition_table(shown: Sequence[Condition]) -> Table:
+    table = _table("condition", "status", "reason", "since", "message")
+    for each in shown:
+        table.add_row(each.type, each.status, each.reason, clock(each.since), each.message)
+    return table
+
+
+def role_table(roles: Sequence[RoleRow]) -> Table:
+    table = _table("role", "state", "restarts", "process", "since")
+    for role in roles:
+        process = str(role.pid or "")
+        table.add_row(role.name, role.state, str(role.restarts), process, clock(role.since))
+    return table
+
+
+def clock(at: float | None) -> str:
+    """The time of day, with the date where that is not today."""
+    if at is None:
+        return ""
+    then = time.localtime(at)
+    today = time.localtime()[:3] == then[:3]
+    return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", then)
+
+
+def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("role", "state", "restarts", "process", "since"):
+    for column in columns:
         table.add_column(column)
-    for role in status["roles"].values():
-        since = time.strftime("%H:%M:%S", time.localtime(role["since"]))
-        process = str(role["pid"] or "")
-        table.add_row(role["name"], role["state"], str(role["restarts"]), process, since)
-    console.print(table)
-    for event in status["events"]:
-        at = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-        print(f"{at} {event['role']}: {event['text']}")
+    return table

@@ -1,0 +1,49 @@
+"""`runspec wait`: until a condition of a run holds, or cannot hold any more."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from runspec.common.errors import UserError
+from runspec.local.awaiting import hopeless, holds, last_seen, parse_awaited
+from runspec.local.conditions import condition, conditions
+from runspec.local.run_dir import find_run
+from runspec.local.snapshot import look_at
+from runspec.spec.values import parse_duration
+
+EXIT_HOLDS, EXIT_NOT, EXIT_USAGE = 0, 1, 2
+POLL_S = 0.25
+
+
+def wait_command(run: str, awaited: str, timeout: str, runs_dir: Path) -> int:
+    """Waits; returns 0 when it holds, 1 when it cannot or has not in time, 2 on bad usage."""
+    try:
+        wanted, patience_s = parse_awaited(awaited), _seconds(timeout)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    run_dir = find_run(run, runs_dir)
+    deadline = time.monotonic() + patience_s
+    while True:
+        seen = look_at(run_dir)
+        if holds(wanted, seen):
+            why = condition(conditions(seen), wanted.type).message if wanted.type else ""
+            print(f"{seen.spec.name}: {wanted}{f' ({why})' if why else ''}")
+            return EXIT_HOLDS
+        reason = hopeless(wanted, seen)
+        if reason is None and time.monotonic() >= deadline:
+            reason = f"not within {timeout}"
+        if reason is not None:
+            error = UserError(f"waited for {wanted}: {reason}", place=last_seen(seen))
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_NOT
+        time.sleep(POLL_S)
+
+
+def _seconds(timeout: str) -> float:
+    try:
+        return parse_duration(timeout)
+    except ValueError as error:
+        raise UserError(str(error), place="--timeout") from error

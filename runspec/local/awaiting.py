@@ -1,0 +1,87 @@
+"""What `runspec wait --for` waits for: read from its words, and looked for in a snapshot. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from runspec.common.errors import UserError
+from runspec.local.conditions import TYPES, condition, conditions
+from runspec.local.snapshot import Snapshot
+
+_COUNTED = re.compile(r"(step|version)=(\d{1,9})")
+_CONDITION = re.compile(r"(?:condition=)?([A-Za-z]+)(?:=(true|false))?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """A condition with its status, or a number of steps or versions."""
+
+    kind: str
+    """`condition`, `step` or `version`."""
+    type: str = ""
+    """Of the condition."""
+    status: str = "True"
+    """Of the condition."""
+    number: int = 0
+    """Steps trained, or the version that is out."""
+
+    def __str__(self) -> str:
+        if self.kind == "condition":
+            return self.type if self.status == "True" else f"{self.type}={self.status}"
+        return f"{self.kind}={self.number}"
+
+
+def parse_awaited(text: str) -> Awaited:
+    """Reads Finished, condition=Ready, Ready=false, step=20 or version=3.
+
+    Raises:
+        UserError: none of these.
+    """
+    counted = _COUNTED.fullmatch(text)
+    if counted:
+        return Awaited(counted[1], number=int(counted[2]))
+    named = _CONDITION.fullmatch(text)
+    by_name = {type_.lower(): type_ for type_ in TYPES}
+    if named and named[1].lower() in by_name:
+        status = (named[2] or "true").capitalize()
+        return Awaited("condition", by_name[named[1].lower()], status)
+    close = get_close_matches(named[1].lower(), by_name) if named else []
+    hint = f"; did you mean {by_name[close[0]]}?" if close else ""
+    raise UserError(
+        f"nothing that can be waited for: {text!r}{hint}",
+        place="--for",
+        remedy=f"one of {', '.join(TYPES)} (with =false: until it does not), step=N, version=N",
+    )
+
+
+def holds(awaited: Awaited, seen: Snapshot) -> bool:
+    """Whether it holds now."""
+    match awaited.kind:
+        case "step":
+            return seen.trained >= awaited.number
+        case "version":
+            return seen.published is not None and seen.published >= awaited.number
+        case _:
+            return condition(conditions(seen), awaited.type).status == awaited.status
+
+
+def hopeless(awaited: Awaited, seen: Snapshot) -> str | None:
+    """Why it cannot come to hold without somebody's doing; None while it can."""
+    if awaited.kind != "condition" and awaited.number > seen.spec.steps:
+        return f"the run has {seen.spec.steps} steps"
+    if not seen.alive and seen.state in ("finished", "failed"):
+        reason = f" ({seen.reason})" if seen.reason else ""
+        return f"the run is {seen.state}{reason}"
+    return None
+
+
+def last_seen(seen: Snapshot) -> str:
+    """One line on the state of a run, for whoever waited in vain."""
+    published = "none" if seen.published is None else str(seen.published)
+    roles = ", ".join(f"{r.name} {r.state}" for r in seen.roles if r.state != "running")
+    return (
+        f"{seen.spec.name} is {seen.state}, {seen.trained} of {seen.spec.steps} steps trained, "
+        f"version published: {published}{f', not running: {roles}' if roles else ''}"
+    )

@@ -1,0 +1,172 @@
+"""Conditions of a run, as Kubernetes has them: each True, False or Unknown, why, and since when.
+
+Pure over what was read from the run directory (`snapshot`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from runspec.common.process import EXIT_FINAL
+from runspec.local.snapshot import Snapshot
+from runspec.local.text import duration
+
+Status = Literal["True", "False", "Unknown"]
+
+SLOW = 5.0
+"""A step is late after so many times the mean of the last ones."""
+SOON_S = 60.0
+"""No step is late before this, however quick the last ones were."""
+_LAST = 10
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One thing that does or does not hold of a run."""
+
+    type: str
+    status: Status
+    reason: str
+    """One word, for programs."""
+    message: str
+    """For people."""
+    since: float | None
+    """Seconds since the epoch; None where nothing says when."""
+
+
+TYPES = {
+    "Alive": "a supervisor holds the run",
+    "Ready": "every role is running",
+    "Training": "a step was trained lately",
+    "Published": "the newest trained version is out",
+    "Stalled": "no step was trained for long, or the coordinator gave a step up",
+    "Paused": "`runspec pause` or `rollback` stopped it",
+    "Failed": "a role, the budget or a missing thing ended it",
+    "Finished": "every step is trained and the last version is out",
+}
+
+
+def conditions(seen: Snapshot) -> list[Condition]:
+    """All conditions of a run, in the order of `TYPES`."""
+    return [
+        _alive(seen),
+        _ready(seen),
+        _training(seen),
+        _published(seen),
+        _stalled(seen),
+        *(_state(seen, type_, state) for type_, state in _STATES.items()),
+    ]
+
+
+def late_after_s(seen: Snapshot) -> float:
+    """Seconds without a trained step after which the run counts as stalled.
+
+    Five times the mean of the last steps, and a minute at least; `algorithm.fill.deadline` before
+    there are two to take a mean of.
+    """
+    times = [row["time"] for row in seen.rows[-_LAST - 1 :] if isinstance(row.get("time"), float)]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    if not gaps:
+        return max(SOON_S, seen.spec.algorithm.fill.deadline)
+    return max(SOON_S, SLOW * sum(gaps) / len(gaps))
+
+
+def _alive(seen: Snapshot) -> Condition:
+    started = seen.session.started if seen.session else None
+    if seen.alive:
+        return Condition("Alive", "True", "Supervised", f"held by {seen.held_by}", started)
+    ended = seen.session.seen if seen.session else None
+    return Condition("Alive", "False", "NotSupervised", "no process holds the run", ended)
+
+
+def _ready(seen: Snapshot) -> Condition:
+    if not seen.alive:
+        return Condition("Ready", "False", "NotAlive", "no role is started", _ended(seen))
+    changed = max((role.since for role in seen.roles), default=None)
+    not_running = [f"{r.name} ({r.state})" for r in seen.roles if r.state != "running"]
+    if not seen.roles or not_running:
+        waiting = ", ".join(not_running) or "its roles"
+        return Condition("Ready", "False", "RolesNotRunning", f"waits for {waiting}", changed)
+    return Condition("Ready", "True", "RolesRunning", f"{len(seen.roles)} roles run", changed)
+
+
+def _training(seen: Snapshot) -> Condition:
+    if not seen.alive:
+        return Condition("Training", "False", "NotAlive", "nothing is trained", _ended(seen))
+    last, idle_s = _last_step(seen), _idle_s(seen)
+    if last is None:
+        begun = seen.session.started if seen.session else None
+        message = "no step since it was started"
+        return Condition("Training", "Unknown", "NoStepYet", message, begun)
+    message = f"step {seen.trained} of {seen.spec.steps} was trained {duration(idle_s)} ago"
+    if idle_s > late_after_s(seen):
+        return Condition("Training", "False", "NoStepLately", message, last)
+    return Condition("Training", "True", "StepTrained", message, last)
+
+
+def _published(seen: Snapshot) -> Condition:
+    if seen.published is None:
+        return Condition("Published", "False", "NothingPublished", "no version is out", None)
+    if seen.published < seen.trained:
+        message = f"version {seen.published} is out, {seen.trained} is trained"
+        return Condition("Published", "False", "Behind", message, seen.published_at)
+    message = f"version {seen.published} is out"
+    return Condition("Published", "True", "NewestOut", message, seen.published_at)
+
+
+def _stalled(seen: Snapshot) -> Condition:
+    gave_up = [
+        event
+        for event in seen.events
+        if event.role == "coordinator" and f"exit code {EXIT_FINAL}" in event.text
+    ]
+    if seen.state == "failed" and gave_up:
+        return Condition("Stalled", "True", "StepStalled", seen.reason, gave_up[-1].time)
+    if not seen.alive:
+        return Condition("Stalled", "False", "NotAlive", "nobody waits", _ended(seen))
+    limit_s, idle_s = late_after_s(seen), _idle_s(seen)
+    since = _last_step(seen) or (seen.session.started if seen.session else None)
+    if idle_s > limit_s:
+        message = f"no step for {duration(idle_s)}; {duration(limit_s)} are expected at most"
+        return Condition("Stalled", "True", "NoStepLately", message, since)
+    return Condition("Stalled", "False", "InTime", f"late after {duration(limit_s)}", since)
+
+
+_STATES = {"Paused": "paused", "Failed": "failed", "Finished": "finished"}
+
+
+def _state(seen: Snapshot, type_: str, state: str) -> Condition:
+    holds = seen.state == state
+    progress = f"{seen.trained} of {seen.spec.steps} steps are trained"
+    reason = {"paused": "Paused", "failed": "RunFailed", "finished": "AllStepsTrained"}[state]
+    return Condition(
+        type_,
+        "True" if holds else "False",
+        reason if holds else f"Is{seen.state.capitalize()}",
+        (seen.reason or progress) if holds else progress,
+        _ended(seen) if holds else None,
+    )
+
+
+def _ended(seen: Snapshot) -> float | None:
+    return seen.session.seen if seen.session and not seen.alive else None
+
+
+def _last_step(seen: Snapshot) -> float | None:
+    """When a step of this session was last trained."""
+    at = seen.rows[-1].get("time") if seen.rows else None
+    begun = seen.session.started if seen.session else 0.0
+    return at if isinstance(at, float) and at >= begun else None
+
+
+def _idle_s(seen: Snapshot) -> float:
+    begun = seen.session.started if seen.session else seen.at
+    return max(0.0, seen.at - (_last_step(seen) or begun))
+
+
+def condition(types: Sequence[Condition], type_: str) -> Condition:
+    """The one of a type; `type_` is one of `TYPES`."""
+    return next(each for each in types if each.type == type_)

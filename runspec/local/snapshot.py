@@ -1,0 +1,120 @@
+"""What is known of a run at one moment, read from its directory alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from broadcast.layout import manifest_name, stored_versions
+from runspec.local.metrics import Row, read_rows
+from runspec.local.run_dir import holder
+from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
+from runspec.spec.resolved import load_resolved
+from runspec.spec.schema import RunSpec
+
+EVENTS = 10
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run, looked at once. Times are seconds since the epoch."""
+
+    directory: Path
+    spec: RunSpec
+    at: float
+    """When it was looked at."""
+    held_by: str | None
+    """Its supervisor, in words."""
+    run: RunRow | None
+    """None before the first session."""
+    session: SessionRow | None
+    """The newest."""
+    roles: Sequence[RoleRow]
+    events: Sequence[EventRow]
+    """The newest, oldest first."""
+    rows: Sequence[Row]
+    """metrics.jsonl, a row a trained step, in order."""
+    versions: Sequence[int]
+    """Policy versions that the origin serves, in order."""
+    published_at: float | None
+    """When the newest of them came out."""
+    wall_s: float
+    """Seconds that the run was up, over all its sessions."""
+
+    @property
+    def alive(self) -> bool:
+        return self.held_by is not None
+
+    @property
+    def lost(self) -> bool:
+        """Its supervisor died without a word."""
+        return not self.alive and (self.run is None or self.run.state in ("starting", "running"))
+
+    @property
+    def state(self) -> str:
+        """starting, running, paused, interrupted, failed or finished."""
+        if self.lost:
+            return "interrupted"
+        return self.run.state if self.run else "starting"
+
+    @property
+    def reason(self) -> str:
+        if self.lost:
+            return "its supervisor is gone; resume it to go on"
+        return self.run.reason if self.run else ""
+
+    @property
+    def trained(self) -> int:
+        """Steps that are trained."""
+        return int(self.rows[-1]["step"]) + 1 if self.rows else 0
+
+    @property
+    def published(self) -> int | None:
+        """The newest version that the origin serves."""
+        return self.versions[-1] if self.versions else None
+
+
+def look_at(run_dir: Path, *, events: int | None = EVENTS) -> Snapshot:
+    """Reads a run directory.
+
+    Args:
+        run_dir: of the run.
+        events: how many of the newest; None for all.
+
+    Raises:
+        UserError: its spec or its state cannot be read.
+    """
+    spec, held_by = load_resolved(run_dir), holder(run_dir)
+    store = run_dir / "store" / "origin"
+    versions = stored_versions(store, spec.name)
+    with closing(RunState(run_dir)) as state:
+        seen = Snapshot(
+            directory=run_dir,
+            spec=spec,
+            at=time.time(),
+            held_by=held_by,
+            run=state.run(),
+            session=state.session(),
+            roles=state.roles(),
+            events=state.events(events),
+            rows=read_rows(run_dir),
+            versions=versions,
+            published_at=_written(store / manifest_name(spec.name, versions[-1]))
+            if versions
+            else None,
+            wall_s=state.wall_s(),
+        )
+    if not seen.lost:
+        return seen
+    gone = [replace(role, state="waiting", pid=None) for role in seen.roles]
+    return replace(seen, roles=gone)
+
+
+def _written(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # pruned meanwhile
+        return None
