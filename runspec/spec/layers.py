@@ -10,6 +10,7 @@ from pathlib import Path
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 from runspec.spec.findings import Finding, Place, finding_at
+from runspec.spec.placement_file import site_layers
 from runspec.spec.yaml_nodes import (
     MAX_CHARACTERS,
     Entry,
@@ -50,6 +51,15 @@ class LayerReader:
             )
         file = folder / f"{name}.yaml"
         return self._file(file, (), _text(file))
+
+    def placement(self, path: Path, recipe: MapNode) -> list[MapNode]:
+        """The layers of a file of kind Placement, less what is not a site's to say.
+
+        Args:
+            path: the file.
+            recipe: the layers that it goes over, merged.
+        """
+        return site_layers(self._file(path, (), _text(path)), recipe, self._findings)
 
     def override(self, text: str, number: int) -> list[MapNode]:
         """The layer of the `number`-th `--set path=value`, the value a YAML scalar or flow."""

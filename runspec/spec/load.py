@@ -11,11 +11,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
+from runspec.common.errors import UserError
 from runspec.spec.findings import Finding, Place
 from runspec.spec.interpolate import interpolate
 from runspec.spec.layers import LayerReader
 from runspec.spec.merge import merge_layers
+from runspec.spec.placement_file import is_placement, site_layers
 from runspec.spec.schema import RunSpec
 from runspec.spec.validate import validate
 from runspec.spec.yaml_nodes import MapNode, ScalarNode
@@ -48,6 +51,8 @@ class Layered:
     """Of the files, the layers and the schema."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Every file that was read, by the name that findings give it."""
+    kind: Literal["Run", "Placement"] = "Run"
+    """What the file says that it is; a placement alone is never a spec."""
 
 
 def load_layers(files: SpecFiles, *, environ: Mapping[str, str] | None = None) -> Layered:
@@ -64,8 +69,12 @@ def load_layers(files: SpecFiles, *, environ: Mapping[str, str] | None = None) -
     findings: list[Finding] = []
     reader = LayerReader(findings)
     layers = reader.spec(files.path)
+    if layers and is_placement(layers[-1]):
+        return _placement_alone(files, layers, reader, environ, findings)
     if files.profile is not None:
         layers += reader.profile(files.path, files.profile)
+    if files.placement is not None:
+        layers += reader.placement(files.placement, merge_layers(layers, []))
     for number, override in enumerate(files.overrides, start=1):
         layers += reader.override(override, number)
     layer_missing = any(finding.code in ("yaml", "extends") for finding in findings)
@@ -79,3 +88,26 @@ def load_layers(files: SpecFiles, *, environ: Mapping[str, str] | None = None) -
     tree, used = interpolate(tree, os.environ if environ is None else environ, findings)
     spec = validate(tree, findings)
     return Layered(spec, tree, used, findings, reader.texts)
+
+
+def _placement_alone(
+    files: SpecFiles,
+    layers: list[MapNode],
+    reader: LayerReader,
+    environ: Mapping[str, str] | None,
+    findings: list[Finding],
+) -> Layered:
+    """A placement without its recipe: its keys, their types and its scope are looked at."""
+    if files.profile is not None or files.placement is not None or files.overrides:
+        raise UserError(
+            "a file of kind Placement, over which nothing goes",
+            place=str(files.path),
+            remedy="name the spec first, and this file with --placement",
+        )
+    tree = merge_layers(site_layers(layers, None, findings), findings)
+    tree, used = interpolate(tree, os.environ if environ is None else environ, findings)
+    problems: list[Finding] = []
+    validate(tree, problems)
+    # What is missing is the recipe's to say.
+    findings += [problem for problem in problems if problem.code != "missing-key"]
+    return Layered(None, tree, used, findings, reader.texts, "Placement")
