@@ -12,6 +12,7 @@ from pathlib import Path
 from runspec.common.errors import UserError
 from runspec.common.files import write_atomic
 from runspec.common.process import EXIT_FINAL, EXIT_USER_ERROR
+from runspec.local import budget
 from runspec.local.children import end_leftovers, last_lines
 from runspec.local.conclude import conclude
 from runspec.local.endpoints import (
@@ -144,8 +145,7 @@ def drive(
     stop_requests: Callable[[], int],
 ) -> Outcome:
     """`supervise` with the processes given: each stage by itself, then all roles at once."""
-    hours = run.spec.budget.max_hours
-    left_s = None if hours is None else hours * 3600.0 - state.wall_s()
+    left_s = budget.left_s(run.spec, state.wall_s())
     ends_at = None if left_s is None else time.monotonic() + left_s
 
     def until_end(specs: Sequence[RoleSpec], progress: Progress) -> Outcome:
@@ -239,10 +239,11 @@ def _failure(run: OpenRun, outcome: Outcome) -> RunFailed | None:
     if outcome.kind in ("finished", "interrupted"):
         return None
     if outcome.kind == "over_budget":
+        spent = budget.limits(run.spec)[0]
         return RunFailed(
-            f"the budget of {run.spec.budget.max_hours:g} hours is used up",
-            place="budget.max_hours",
-            remedy="apply again with --set budget.max_hours=HOURS to go on",
+            f"the budget of {spent.hours:g} hours is used up",
+            place=spent.path,
+            remedy=f"apply again with --set {spent.path}=MORE to go on",
             exit_code=EXIT_USER_ERROR,
         )
     if outcome.kind == "unpublished":
