@@ -58,11 +58,15 @@ class Engine:
     One a process: vLLM's process groups are global, and go with the first engine that is dropped.
 
     Args:
-        pool: dtype, context length and parallelism come from here.
+        pool: dtype, quantization, context length and parallelism come from here.
         options: further arguments of vLLM's `EngineArgs`.
+
+    Raises:
+        UserError: the pool is quantised and on CPUs.
     """
 
     def __init__(self, pool: SamplerPool, *, options: Mapping[str, Any] | None = None) -> None:
+        _refuse_quantization_on_cpu(pool)
         prepare_environment()
         # Its import takes seconds, in which the first version may arrive.
         importlib.import_module("vllm.v1.engine.llm_engine")
@@ -118,7 +122,7 @@ class Engine:
         probe = read_probe(weights_dir)
         logprobs = self.prompt_logprobs([sequence.tokens for sequence in probe])
         difference = probe_difference(probe, logprobs)
-        limit = PROBE_LIMITS[self._pool.dtype]
+        limit = PROBE_LIMITS[self._pool.quantization or self._pool.dtype]
         if not difference <= limit:  # NaN is no agreement
             raise UserError(
                 f"version {version}: the engine's log-probs differ from the learner's by "
@@ -224,6 +228,7 @@ class Engine:
         arguments: dict[str, Any] = {
             "model": str(weights_dir),
             "dtype": pool.dtype,
+            "quantization": pool.quantization,
             "max_model_len": pool.max_model_len,
             "tensor_parallel_size": pool.parallel.tensor,
             "max_num_seqs": MAX_SEQUENCES,
@@ -246,6 +251,16 @@ class Engine:
     def _rpc(self, method: str, **kwargs: Any) -> list[Any]:
         """Calls a method on every rank."""
         return self._engine.collective_rpc(method, kwargs=kwargs)
+
+
+def _refuse_quantization_on_cpu(pool: SamplerPool) -> None:
+    """vLLM's CPU build takes the option and dies in the first load: it has no such kernel."""
+    if pool.quantization is not None and pool.hardware.kind == "cpu":
+        raise UserError(
+            f"vLLM does not quantise to {pool.quantization} on CPUs",
+            place=f"samplers.{pool.name}.quantization",
+            remedy="leave it out, or sample on a GPU",
+        )
 
 
 def _cpu_kv_bytes(pool: SamplerPool, weights_dir: Path) -> int:

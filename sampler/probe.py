@@ -18,8 +18,9 @@ from runspec.common.files import read_bounded
 
 FILE_NAME = "probe.json"
 MAX_BYTES = 4 * 1024 * 1024
-LIMITS = {"float32": 1e-3, "bfloat16": 0.05}
-"""Largest mean |difference| by the engine's dtype. Honest loads measure 1e-6 and .009."""
+LIMITS = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.3}
+"""Largest mean |difference| by the engine's quantisation or dtype. Honest loads measure 1e-6 and
+.009; fp8 was not measured in vLLM: rounding matrices and their inputs to e4m3 in torch shows .1."""
 
 
 @dataclass(frozen=True)

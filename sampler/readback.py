@@ -3,9 +3,9 @@
 vLLM fuses q, k and v into one parameter and gate and up into another, and gives each
 tensor-parallel rank its slices. Here each tensor of the files is cut as its layer cuts it and
 compared, byte for byte, with that part of the parameter. Parameters that the engine repacked (on
-CPUs every matrix lives in a packed copy, and the original is dropped) cannot be read back: they
-are named, and the log-probs of `probe.json` speak for them. A tensor that the engine has no
-parameter for is a difference.
+CPUs every matrix lives in a packed copy, and the original is dropped) or quantised cannot be read
+back: they are named, and the log-probs of `probe.json` speak for them. A tensor that the engine
+has no parameter for is a difference.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import torch
 
 from bridge.safetensors_io import read_headers, read_tensor
 from sampler.requests import LoadReport
+
+_PLAIN = (torch.float32, torch.bfloat16)
+"""Types in which a parameter holds the bits of the files; any other is a quantised one."""
 
 
 def compare_weights(model: Any, weights_dir: Path) -> LoadReport:
@@ -43,7 +46,7 @@ def compare_weights(model: Any, weights_dir: Path) -> LoadReport:
         if parameter is None:  # vLLM skips some tensors of which its model has no use, in silence
             report.different.append(name)
             continue
-        if parameter.numel() == 0:
+        if parameter.numel() == 0 or parameter.dtype not in _PLAIN:
             report.repacked.append(name)
             continue
         theirs, ours = _cut(

@@ -245,7 +245,8 @@ def find_pool(spec: RunSpec, name: str) -> SamplerPool:
     """The pool of the spec that a worker serves.
 
     Raises:
-        UserError: there is none of the name, or its sampling cannot be checked yet.
+        UserError: there is none of the name, its sampling cannot be checked yet, or it asks for
+            what is not built.
     """
     pools = {pool.name: pool for pool in spec.samplers}
     if name not in pools:
@@ -260,6 +261,12 @@ def find_pool(spec: RunSpec, name: str) -> SamplerPool:
             "top_p and top_k cut the distribution that validators recompute",
             place=f"samplers.{name}.sampling",
             remedy="set top_p: 1.0 and top_k: -1",
+        )
+    if pools[name].in_flight_updates:
+        raise UserError(
+            "a worker cannot take over a version in the middle of a rollout yet",
+            place=f"samplers.{name}.in_flight_updates",
+            remedy="set it to false",
         )
     return pools[name]
 

@@ -81,6 +81,9 @@ class SamplerPool(Block):
     """Measured rate, for the estimate; null: computed from the hardware."""
     sampling: Sampling = Sampling()
     """How tokens are drawn."""
+    in_flight_updates: bool = False
+    """Whether a worker takes over a newer version in the middle of a rollout. Never in an untrusted
+    pool, whose rollouts must be of one version; workers refuse it in any pool so far."""
 
 
 class Origin(Block):
@@ -103,7 +106,7 @@ class Relay(Block):
     """Names the relay."""
     url: str | None = None
     """Where it listens; the local backend chooses when null."""
-    upstream: Annotated[list[str], Field(min_length=1)] = ["origin"]
+    upstream: list[str] = ["origin"]
     """Where it fetches from: `origin` or relays, best first."""
     download: Annotated[Rate | None, HOT] = None
     """Link from its upstream, for the estimate."""
