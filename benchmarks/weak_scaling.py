@@ -26,11 +26,11 @@ from typing import Any
 from benchmarks.runs import ROOT
 from bridge.config import ModelConfig, parse_config
 from learner_jax.topology import (
-    CHIP_MEMORY,
     parse_topology,
     prepare_environment,
     topology_devices,
 )
+from runspec.estimate.hardware import DEVICES
 from runspec.lint.check import check_spec
 from runspec.spec.load import SpecFiles
 from runspec.spec.named_models import model_names, named_model
@@ -38,6 +38,7 @@ from runspec.spec.schema import RunSpec
 
 SLICES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
 MAX_FSDP = 64
+V5P = DEVICES["tpu-v5p"]
 FLOPS, HBM, ICI = 459e12, 2765e9, 200e9
 PROGRAMS = ("score", "accumulate", "apply")
 ATTENTION_PRODUCTS = {"score": 2, "accumulate": 2 + 2 + 5, "apply": 0}
@@ -85,7 +86,7 @@ def analyse_slice(config: ModelConfig, chips: int, tokens: int) -> dict[str, Any
 
     spec = slice_spec(chips, tokens)
     devices = topology_devices(parse_topology(f"v5p:{SLICES[chips]}"))
-    memory = CHIP_MEMORY["v5p"]
+    memory = int(V5P.memory or 0)
     report = analyse(spec, config, devices, memory=memory, names=PROGRAMS)
     terms = {name: _terms(config, name, report["programs"][name], tokens) for name in PROGRAMS}
     total = {term: sum(of[term] for of in terms.values()) for term in ("compute", "hbm", "ici")}

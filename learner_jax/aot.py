@@ -21,11 +21,11 @@ from jax.sharding import Mesh
 from bridge.config import ModelConfig
 from learner_jax.execution import full_float32
 from learner_jax.hlo import program_cost
-from learner_jax.logprobs import chunk_tokens
 from learner_jax.optimizer import HOST_MEMORY
 from learner_jax.sharding import AXES, make_mesh
 from learner_jax.step import Programs, build_programs
 from runspec.common.errors import UserError
+from runspec.estimate.logits import chunk_tokens
 from runspec.spec.schema import RunSpec
 
 

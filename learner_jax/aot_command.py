@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.config import ModelConfig, parse_config
 from learner_jax.topology import (
-    CHIP_MEMORY,
     Topology,
     learner_topology,
     parse_topology,
@@ -24,6 +23,7 @@ from learner_jax.topology import (
 from runspec.common.canonical import MalformedJson, parse_object
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
+from runspec.estimate.hardware import DEVICES, device_of
 from runspec.lint.check import check_spec
 from runspec.spec.load import SpecFiles
 from runspec.spec.named_models import model_names, named_model
@@ -97,7 +97,7 @@ def _load(options: AotOptions) -> RunSpec:
     overrides = list(options.overrides)
     if options.topology is not None:  # so that the rules compare the mesh with its devices
         topology = parse_topology(options.topology)
-        hardware = {"kind": f"tpu-{topology.chip}", "topology": topology.shape}
+        hardware = {"kind": topology.kind, "topology": topology.shape}
         overrides += [f"learner.hardware.{key}={value}" for key, value in hardware.items()]
     return check_spec(SpecFiles(options.run, options.profile, overrides=overrides)).require()
 
@@ -133,8 +133,9 @@ def _devices(learner: Learner, topology: Topology | None) -> tuple[list[jax.Devi
     """Devices to compile for, and the memory of one where it is known."""
     if topology is not None:
         prepare_environment()
-        slices = learner.mesh.slices
-        return topology_devices(topology, slices), CHIP_MEMORY[topology.chip]
+        same = topology.kind == learner.hardware.kind
+        memory = (device_of(learner.hardware) if same else DEVICES[topology.kind]).memory
+        return topology_devices(topology, learner.mesh.slices), _whole(memory)
     mesh = learner.mesh
     needed = mesh.data * mesh.fsdp * mesh.context * mesh.tensor
     if learner.hardware.kind == "cpu":
@@ -152,4 +153,9 @@ def _devices(learner: Learner, topology: Topology | None) -> tuple[list[jax.Devi
         )
     devices = jax.devices()[:needed]
     statistics = devices[0].memory_stats() or {}
-    return devices, statistics.get("bytes_limit")
+    memory = learner.hardware.memory or statistics.get("bytes_limit")
+    return devices, _whole(memory or device_of(learner.hardware).memory)
+
+
+def _whole(memory: float | None) -> int | None:
+    return None if memory is None else int(memory)

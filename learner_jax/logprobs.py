@@ -23,15 +23,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from learner_jax.execution import wide_dtype
-from learner_jax.sharding import MESH_AXES, constrain
-
-MAX_LOGITS = 2**29
-"""Logits of a chunk, over all shards of the vocabulary, are no more: 2 GiB in float32."""
-KEPT_LOGITS = 2**26
-"""The backward pass finds all logits of a device kept where they are no more: 256 MiB."""
-MIN_CHUNK, MAX_CHUNK = 512, 2048
-"""Positions of a chunk: a chunk reads and writes the head's gradient once, D x V numbers, for
-chunk x D x V products; fine chunks skip more positions without a target."""
+from learner_jax.sharding import constrain
+from runspec.estimate.logits import KEPT_LOGITS, chunk_tokens
+from runspec.estimate.parameters import MESH_AXES
 
 
 @dataclass(frozen=True)
@@ -41,15 +35,6 @@ class _Plan:
     temperature: float
     chunk: int
     mesh: Mesh | None
-
-
-def chunk_tokens(positions: int, vocab: int) -> int:
-    """Positions whose logits a device computes at a time, a power of two.
-
-    An eighth of them all, 512 to 2048; fewer where the vocabulary is above 262,144.
-    """
-    wanted = min(max(positions // 8, MIN_CHUNK), MAX_CHUNK, MAX_LOGITS // vocab)
-    return 1 << (max(wanted, 1).bit_length() - 1)
 
 
 def token_logprobs(
@@ -72,7 +57,7 @@ def token_logprobs(
         targets: the token that follows each position; -1 where none is asked for.
         temperature: of sampling.
         mesh: over which rows, positions and vocabulary are cut, as `sharding.MESH_AXES` says.
-        chunk: positions of a device at a time; by default as `chunk_tokens` says.
+        chunk: positions of a device at a time; by default as `estimate.logits` says.
 
     Returns:
         log-probabilities and entropies in nats, [B, T], at least float32; 0 where no target is.

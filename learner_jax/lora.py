@@ -8,7 +8,6 @@ matrices' own dimensions kept, so that adapters are cut over the mesh as their m
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -18,7 +17,9 @@ from jaxtyping import Array
 
 from bridge.config import ModelConfig
 from learner_jax.execution import widen
-from learner_jax.model import CONTRACTED, Params, ParamSpec, abstract_params, draw
+from learner_jax.model import Params, ParamSpec, draw
+from runspec.estimate.flops import matrix_shapes
+from runspec.estimate.parameters import Parameter, lora_parameters
 from runspec.spec import schema
 
 
@@ -27,19 +28,15 @@ def abstract_lora(config: ModelConfig, lora: schema.Lora) -> dict[str, Any]:
 
     A is drawn from N(0, 1 / (3 fan-in)), the variance of PEFT's uniform draw; B is 0.
     """
-    base = abstract_params(config)["layers"]
-    layers: dict[str, ParamSpec] = {}
-    for target in lora.targets:
-        spec, inner = base[target], 1 + CONTRACTED.get(target, 1)
-        fan_in = math.prod(spec.shape[1:inner])
-        layers[f"{target}_a"] = ParamSpec(
-            (*spec.shape[:inner], lora.rank), (*spec.axes[:inner], "rank"), (3 * fan_in) ** -0.5
-        )
-        layers[f"{target}_b"] = ParamSpec(
-            (spec.shape[0], lora.rank, *spec.shape[inner:]),
-            (spec.axes[0], "rank", *spec.axes[inner:]),
-        )
-    return {"layers": layers}
+    matrices = matrix_shapes(config)
+
+    def drawn(name: str, parameter: Parameter) -> ParamSpec:
+        target, _, part = name.rpartition("_")
+        std = (3 * matrices[target][0]) ** -0.5 if part == "a" else 0.0
+        return ParamSpec(parameter.shape, parameter.axes, std)
+
+    layers = lora_parameters(config, lora)["layers"]
+    return {"layers": {name: drawn(name, leaf) for name, leaf in layers.items()}}
 
 
 def init_lora(config: ModelConfig, lora: schema.Lora, key: Array) -> dict[str, Any]:

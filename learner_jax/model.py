@@ -1,9 +1,9 @@
 """A decoder as pure functions over a nested dict of arrays: Qwen2, Qwen3, Llama and Mistral shapes.
 
-`abstract_params` is the one description of the parameters: shapes, logical axes and initial
-scales. Initialisation, shardings and restores follow from it. The layers are stacked on axis 0 and
-scanned. Letters: B rows, T positions, D hidden size, H query heads, K key/value heads, h head
-size, F MLP size, L layers, V vocabulary.
+`abstract_params` describes the parameters: shapes, logical axes and initial scales. Initialisation,
+shardings and restores follow from it. The layers are stacked on axis 0 and scanned. Letters: B
+rows, T positions, D hidden size, H query heads, K key/value heads, h head size, F MLP size, L
+layers, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from learner_jax.execution import Execution, widen
 from learner_jax.remat import layer_remat
 from learner_jax.rope import Rotation, rotate, rotation
 from learner_jax.sharding import constrain
+from runspec.estimate.parameters import CONTRACTED, Parameter, parameters
 
 Params = Mapping[str, Any]
 """Nested dict of arrays, the tree that `bridge.weight_map` maps to Hugging Face names."""
 OUTPUT_SCALE = 0.1
 """Factor on the initial scale of matrices that write to the residual stream."""
-CONTRACTED = {"o": 2}
-"""Dimensions of a layer's matrix that are its input, where there is more than one."""
 
 
 @dataclass(frozen=True)
@@ -43,51 +42,29 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    """Logical axis of each dimension, a key of `sharding.MESH_AXES`."""
+    """Logical axis of each dimension, a key of `MESH_AXES`."""
     std: float = 0.0
     """Initial values are mean + std * normal."""
     mean: float = 0.0
 
 
 def abstract_params(config: ModelConfig) -> dict[str, Any]:
-    """The tree of `ParamSpec`; absent is what the config does not have, and a tied `head`.
+    """The tree of `ParamSpec`, as `runspec.estimate.parameters` has it.
 
-    Initial scales: embedding 1/sqrt(D), matrices 1/sqrt(fan-in), `o` and `down` a tenth of that.
+    Initial scales: embedding 1/sqrt(D), matrices 1/sqrt(fan-in), `o` and `down` a tenth of that,
+    norms 1, biases 0.
     """
-    d, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
-    n, h = config.num_hidden_layers, config.head_dim
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    width, mixed = config.hidden_size, config.num_attention_heads * config.head_dim
+    stds = dict.fromkeys(("embed", "q", "k", "v", "gate", "up", "head"), width**-0.5)
+    stds |= {"o": OUTPUT_SCALE * mixed**-0.5, "down": OUTPUT_SCALE * config.intermediate_size**-0.5}
 
-    def layer(axes: tuple[str, ...], *shape: int, std: float = 0.0, mean: float = 0.0) -> ParamSpec:
-        return ParamSpec((n, *shape), ("layers", *axes), std, mean)
+    def drawn(name: str, parameter: Parameter) -> ParamSpec:
+        mean = 1.0 if name.endswith("norm") else 0.0
+        return ParamSpec(parameter.shape, parameter.axes, stds.get(name, 0.0), mean)
 
-    query, key_value = ("heads", "head_dim"), ("kv_heads", "head_dim")
-    layers = {
-        "attn_norm": layer(("norm",), d, mean=1.0),
-        "q": layer(("embed", *query), d, heads, h, std=d**-0.5),
-        "k": layer(("embed", *key_value), d, kv_heads, h, std=d**-0.5),
-        "v": layer(("embed", *key_value), d, kv_heads, h, std=d**-0.5),
-        "o": layer((*query, "embed"), heads, h, d, std=OUTPUT_SCALE * (heads * h) ** -0.5),
-        "mlp_norm": layer(("norm",), d, mean=1.0),
-        "gate": layer(("embed", "mlp"), d, f, std=d**-0.5),
-        "up": layer(("embed", "mlp"), d, f, std=d**-0.5),
-        "down": layer(("mlp", "embed"), f, d, std=OUTPUT_SCALE * f**-0.5),
-    }
-    if config.qkv_bias:
-        layers["q_bias"] = layer(query, heads, h)
-        layers["k_bias"] = layers["v_bias"] = layer(key_value, kv_heads, h)
-    if config.output_bias:
-        layers["o_bias"] = layer(("norm",), d)
-    if config.qk_norm:
-        layers["q_norm"] = layers["k_norm"] = layer(("norm",), h, mean=1.0)
-    tree: dict[str, Any] = {
-        "embed": ParamSpec((v, d), ("vocab", "embed"), std=d**-0.5),
-        "layers": layers,
-        "final_norm": ParamSpec((d,), ("norm",), mean=1.0),
-    }
-    if not config.tie_word_embeddings:
-        tree["head"] = ParamSpec((d, v), ("embed", "vocab"), std=d**-0.5)
-    return tree
+    tree = parameters(config)
+    layers = {name: drawn(name, leaf) for name, leaf in tree.pop("layers").items()}
+    return {"layers": layers} | {name: drawn(name, leaf) for name, leaf in tree.items()}
 
 
 @partial(jax.jit, static_argnames="config")

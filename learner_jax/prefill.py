@@ -25,10 +25,10 @@ from broadcast.client import WeightsClient
 from learner_jax.arrays import TokenBatch
 from learner_jax.execution import execution, full_float32
 from learner_jax.leaves import load_params
-from learner_jax.logprobs import chunk_tokens
 from learner_jax.model import final_hidden, head_weight
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch
+from runspec.estimate.logits import chunk_tokens
 from runspec.spec import schema
 from runspec.spec.schema import RunSpec
 from verify.noise import gumbel

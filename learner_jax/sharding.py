@@ -1,4 +1,4 @@
-"""The mesh, and the one table from logical axes to mesh axes.
+"""The mesh, and what it cuts by the one table from logical axes to mesh axes, `MESH_AXES`.
 
 data     copies of the parameters, each on its own rows
 fsdp     rows too; parameters and optimizer state are cut over it
@@ -19,23 +19,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from runspec.common.errors import UserError
+from runspec.estimate.parameters import MESH_AXES
 from runspec.spec import schema
 
 AXES = ("data", "fsdp", "context", "tensor")
-MESH_AXES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),
-    "sequence": ("context",),
-    "shard": ("data", "fsdp", "context"),
-    "layers": (),
-    "vocab": ("tensor",),
-    "embed": ("fsdp",),
-    "norm": (),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "head_dim": (),
-    "mlp": ("tensor",),
-    "rank": (),
-}
 Tree = TypeVar("Tree")
 
 

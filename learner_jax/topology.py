@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runspec.common.errors import UserError
+from runspec.estimate.hardware import DEVICES
 from runspec.spec.schema import Learner
 
 if TYPE_CHECKING:
     import jax
 
 
-CHIP_MEMORY = {"v5e": 16 * 10**9, "v5p": 95 * 10**9, "v6e": 32 * 10**9}
-"""Bytes of HBM, as Google Cloud's pages on TPU versions state it, by the name that libtpu gives the
-chip; with `tpu-` before it, it is the spec's `hardware.kind`."""
+TPU = "tpu-"
+"""Begins the spec's `hardware.kind` of a TPU; the rest is the name that libtpu gives the chip."""
+CHIPS = [kind.removeprefix(TPU) for kind in DEVICES if kind.startswith(TPU)]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Topology:
 
     chip: str
     shape: str
+
+    @property
+    def kind(self) -> str:
+        """As the spec's `hardware.kind` says it."""
+        return f"{TPU}{self.chip}"
 
     def __str__(self) -> str:
         return f"{self.chip}:{self.shape}"
@@ -43,11 +49,11 @@ def parse_topology(text: str) -> Topology:
         UserError: another form, or a chip that is not known.
     """
     chip, _, shape = text.partition(":")
-    if chip not in CHIP_MEMORY or not re.fullmatch(r"\d{1,4}(x\d{1,4}){1,2}", shape):
+    if chip not in CHIPS or not re.fullmatch(r"\d{1,4}(x\d{1,4}){1,2}", shape):
         raise UserError(
             f"no TPU topology: {text!r}",
             place="topology",
-            remedy=f"write it like v5p:4x4x4; chips: {', '.join(CHIP_MEMORY)}",
+            remedy=f"write it like v5p:4x4x4; chips: {', '.join(CHIPS)}",
         )
     return Topology(chip, shape)
 
@@ -59,9 +65,9 @@ def learner_topology(learner: Learner) -> Topology | None:
         UserError: a TPU that is not known, or no topology.
     """
     hardware = learner.hardware
-    if not hardware.kind.startswith("tpu-"):
+    if not hardware.kind.startswith(TPU):
         return None
-    return parse_topology(f"{hardware.kind.removeprefix('tpu-')}:{hardware.topology or ''}")
+    return parse_topology(f"{hardware.kind.removeprefix(TPU)}:{hardware.topology or ''}")
 
 
 def compiler_library() -> Path | None:

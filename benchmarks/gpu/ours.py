@@ -23,13 +23,14 @@ from benchmarks.gpu.case import (
 )
 from bridge.config import parse_config
 from learner_jax.arrays import LossInputs
-from learner_jax.flops import peak_flops, useful_flops
+from learner_jax.flops import peak_flops
 from learner_jax.leaves import save_weights
 from learner_jax.loss import token_weights
 from learner_jax.model import abstract_params, init_params
 from learner_jax.packing import Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import build_programs, microbatch_bound
+from runspec.estimate.flops import useful_flops
 from runspec.spec.schema import RunSpec
 
 

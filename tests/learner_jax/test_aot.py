@@ -23,7 +23,6 @@ from learner_jax.aot import analyse, compile_programs, learner_mesh
 from learner_jax.hlo import arrays, program_cost
 from learner_jax.step import build_programs
 from learner_jax.topology import (
-    CHIP_MEMORY,
     compiler_library,
     learner_topology,
     parse_topology,
@@ -31,6 +30,7 @@ from learner_jax.topology import (
     topology_devices,
 )
 from runspec.common.errors import UserError
+from runspec.estimate.hardware import DEVICES
 from runspec.spec.schema import Learner, Model, Optimizer, RunSpec
 from tests.learner_jax.conftest import tiny_spec
 
@@ -210,7 +210,7 @@ def test_the_command_reports_a_spec_that_fits(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert set(report["programs"]) == {"publish", "score"}
     assert report["memory"]["fits"] is True
-    assert report["memory"]["device_bytes"] == CHIP_MEMORY["v5p"]
+    assert report["memory"]["device_bytes"] == DEVICES["tpu-v5p"].memory
     assert report["programs"]["score"]["collectives"]["all-gather"]["bytes_sent"] > 0
     # And nothing but the report: libtpu has not written of hosts and locks
     assert done.stderr == ""

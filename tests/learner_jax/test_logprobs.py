@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from learner_jax.logprobs import KEPT_LOGITS, chunk_tokens, token_logprobs
+from learner_jax.logprobs import token_logprobs
 from learner_jax.sharding import make_mesh
+from runspec.estimate.logits import KEPT_LOGITS, chunk_tokens
 from runspec.spec.schema import Mesh
 
 B, T, D, V = 2, 13, 8, 19
