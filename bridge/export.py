@@ -15,6 +15,7 @@ import tensorstore as ts
 from bridge.config import ModelConfig, load_config
 from bridge.orbax_io import open_checkpoint, read_parts
 from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, write_safetensors
+from bridge.shards import MAX_SHARD_BYTES, plan_shards
 from bridge.tensors import dtype_named, model_digest, tensor_record
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import hf_shapes, weight_map
@@ -24,7 +25,6 @@ from runspec.common.files import new_directory, write_atomic
 
 TENSORS_NAME = "tensors.json"
 PROBE_NAME = "probe.json"
-MAX_SHARD_BYTES = 5 * 10**9
 TOKENIZER_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -119,22 +119,6 @@ def _write_weights(
         listing = {"metadata": {"total_size": total}, "weight_map": index}
         (folder / INDEX_NAME).write_text(json.dumps(listing, indent=2, sort_keys=True) + "\n")
     return records
-
-
-def plan_shards(
-    shapes: dict[str, tuple[int, ...]], itemsize: int, max_bytes: int
-) -> list[dict[str, tuple[int, ...]]]:
-    """Cuts the tensors, in order, into files of at most `max_bytes` (or of one tensor)."""
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
-    size = 0
-    for name, shape in shapes.items():
-        nbytes = int(np.prod(shape)) * itemsize
-        if shards[-1] and size + nbytes > max_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = shape
-        size += nbytes
-    return shards
 
 
 def _tensors(

@@ -7,7 +7,6 @@ before any data is, so tensors are written as they come, one in memory at a time
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bridge.shards import file_header
 from bridge.tensors import DTYPES, tensor_bytes
 from runspec.common.canonical import MalformedJson, parse_object
 from runspec.common.errors import UserError
@@ -193,17 +193,8 @@ def write_safetensors(
         tensors: yields them in that order.
     """
     code = next(code for code, known in _CODES.items() if known == dtype)
-    # transformers refuses a file without this note of the framework that wrote it.
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, shape in shapes.items():
-        end = offset + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors start aligned
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(file_header(shapes, code, dtype.itemsize))
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise ValueError(f"{name}: {tensor.dtype}{tensor.shape}, not {dtype}{shape}")

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from bridge.config import ModelConfig
+
+if TYPE_CHECKING:  # it is only named: who wants shapes alone needs no numpy
+    import numpy as np
 
 Path = tuple[str, ...]
 
