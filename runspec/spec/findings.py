@@ -8,6 +8,8 @@ from typing import Literal
 
 Severity = Literal["error", "warning"]
 Number = int | float | str
+SET_FILE = "--set"
+"""What findings call the command line's overrides."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,21 @@ class Place:
     """Counts from 1."""
     source: str = ""
     """The line's text, for the caret."""
+    width: int = 0
+    """Characters of what was written there; 0 where it is on several lines, or not known."""
+
+    @property
+    def written(self) -> str:
+        """What was written there, quotes included; empty where `width` is 0."""
+        return self.source[self.column - 1 : self.column - 1 + self.width]
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Text to put in the place of a line's [start, end) columns, which count from 1."""
+    """Text to put in the place of a line's [start, end) columns, which count from 1.
+
+    A line that an edit leaves blank goes too.
+    """
 
     line: int
     start: int
@@ -56,6 +68,10 @@ class Finding:
     """What would have to hold, like `max_prompt_tokens + max_new_tokens <= max_model_len`."""
     fix: Edit | None = None
     """What `lint --fix` would do in `file`; safe: it says what the writer must have meant."""
+    width: int = 0
+    """Characters that it is about, from `column` on; 0 where that is not known."""
+    blocking: bool = False
+    """There is no spec before it is mended: it is never suppressed, deselected or known before."""
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}:{self.column}"
@@ -75,6 +91,7 @@ def finding_at(
     numbers: Mapping[str, Number] | None = None,
     requires: str = "",
     fix: Edit | None = None,
+    blocking: bool = False,
 ) -> Finding:
     """A finding at a place."""
     return Finding(
@@ -90,15 +107,28 @@ def finding_at(
         numbers=numbers or {},
         requires=requires,
         fix=fix,
+        width=place.width,
+        blocking=blocking,
     )
 
 
+def replacing(place: Place, text: str) -> Edit | None:
+    """Puts `text` in the place of what was written there; None where no file has it on one line."""
+    if not place.width or place.file == SET_FILE:
+        return None
+    return Edit(place.line, place.column, place.column + place.width, text)
+
+
 def format_finding(finding: Finding) -> str:
-    """The finding, the line it is about, and a caret under the place."""
-    if not finding.source.strip():
-        return str(finding)
+    """The finding, the line it is about, and carets under what it is about."""
+    return f"{finding}\n{excerpt(finding)}" if finding.source.strip() else str(finding)
+
+
+def excerpt(finding: Finding) -> str:
+    """The line that a finding is about, and carets under what it is about."""
     # Tabs stay tabs under tabs, so that the caret meets its column on any terminal.
     before = "".join("\t" if c == "\t" else " " for c in finding.source[: finding.column - 1])
     number = str(finding.line)
     margin = " " * len(number)
-    return f"{finding}\n {number} | {finding.source}\n {margin} | {before}^"
+    carets = "^" * max(1, finding.width)
+    return f" {number} | {finding.source}\n {margin} | {before}{carets}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from runspec.spec.comments import MARKER, Comment, Span, find_comments
 from runspec.spec.findings import Finding, Place, finding_at
 
 MAX_CHARACTERS = 256 * 1024
@@ -82,6 +83,8 @@ class Document:
 
     root: Node | None
     findings: list[Finding]
+    comments: tuple[Comment, ...] = ()
+    """Those that begin with `# runspec:`."""
 
 
 class _Broken(Exception):
@@ -89,7 +92,12 @@ class _Broken(Exception):
 
     def __init__(self, place: Place, message: str) -> None:
         super().__init__(message)
-        self.finding = finding_at(place, "yaml", message)
+        self.finding = broken(place, message)
+
+
+def broken(place: Place, message: str) -> Finding:
+    """A finding that leaves nothing of a file."""
+    return finding_at(place, "yaml", message, blocking=True)
 
 
 _NULL = {"", "~", "null", "Null", "NULL"}
@@ -137,18 +145,18 @@ def parse_yaml(text: str, file: str, *, shown: str | None = None) -> Document:
     """
     composer = _Composer(text, file, shown or text)
     try:
-        return Document(composer.document(), composer.findings)
+        return Document(composer.document(), composer.findings, composer.comments())
     except _Broken as problem:
         finding = problem.finding
     except yaml.MarkedYAMLError as error:
         message = " ".join(part for part in (error.context, error.problem) if part)
         place = composer.place(error.problem_mark or error.context_mark)
-        finding = finding_at(place, "yaml", f"broken YAML: {message}")
+        finding = broken(place, f"broken YAML: {message}")
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         # The reader's, for characters that YAML forbids, and the scanner's, for escapes beyond
         # Unicode: neither says where.
         message = str(error).splitlines()[0]
-        finding = finding_at(Place(file, 1, 1), "yaml", f"broken YAML: {message}")
+        finding = broken(Place(file, 1, 1), f"broken YAML: {message}")
     return Document(None, [*composer.findings, finding])
 
 
@@ -163,12 +171,25 @@ class _Composer:
         self._lines = re.split("\r\n|[\r\n\x85\u2028\u2029]", shown)
         self._events: Iterator[Any] = iter(())
         self._anchors: dict[str, Node] = {}
+        self._end = 0
+        """Line in which the newest node ends."""
+        self._hashes: list[Span] = []
+        """Scalars with a `#` inside."""
+        self._extents: dict[int, int] = {}
+        """The last line of what begins in a line, where that is another."""
 
-    def place(self, mark: Any) -> Place:
+    def place(self, mark: Any, end: Any = None) -> Place:
         if mark is None:
             return Place(self._file, 1, 1)
         source = self._lines[mark.line] if mark.line < len(self._lines) else ""
-        return Place(self._file, mark.line + 1, mark.column + 1, source)
+        width = end.column - mark.column if end is not None and end.line == mark.line else 0
+        return Place(self._file, mark.line + 1, mark.column + 1, source, width)
+
+    def comments(self) -> tuple[Comment, ...]:
+        """The file's own comments, once the document is read."""
+        if not MARKER.search(self._text):
+            return ()
+        return find_comments(self._lines, self._file, self._hashes, self._extents)
 
     def document(self) -> Node | None:
         if len(self._text) > MAX_CHARACTERS:
@@ -186,6 +207,7 @@ class _Composer:
 
     def _node(self, event: Any, depth: int) -> Node:
         place = self.place(event.start_mark)
+        self._end = place.line
         if isinstance(event, yaml.AliasEvent):
             anchor = str(event.anchor)
             node = self._anchors.get(anchor)
@@ -196,45 +218,66 @@ class _Composer:
         elif depth > MAX_DEPTH:
             raise _Broken(place, f"nested deeper than {MAX_DEPTH}")
         elif isinstance(event, yaml.ScalarEvent):
-            node = self._scalar(event, place)
+            node = self._scalar(event)
         elif isinstance(event, yaml.SequenceStartEvent):
-            node = self._list(place, depth)
+            node = self._list(event, place, depth)
         else:
-            node = self._map(place, depth)
+            node = self._map(event, place, depth)
         if depth + node.height > MAX_DEPTH:  # by an alias
             raise _Broken(place, f"nested deeper than {MAX_DEPTH}")
         if not isinstance(event, yaml.AliasEvent) and event.anchor is not None:
             self._anchors[event.anchor] = node
         return node
 
-    def _scalar(self, event: Any, place: Place) -> ScalarNode:
+    def _scalar(self, event: Any) -> ScalarNode:
+        place = self.place(event.start_mark, event.end_mark)
         plain = event.style is None
+        self._reached(event)
         self._check_text(event.value, place)
         try:
             return ScalarNode(resolve_scalar(event.value) if plain else event.value, place, plain)
         except ValueError as error:
             raise _Broken(place, str(error)) from error
 
+    def _reached(self, event: Any) -> None:
+        """Notes where a scalar ends, and where a `#` in it is no comment."""
+        start, end = event.start_mark, event.end_mark
+        block = event.style in ("|", ">")
+        # A block scalar ends where the next line begins.
+        self._end = end.line if block and not end.column else end.line + 1
+        if "#" in event.value:
+            # A comment may stand behind the `|` of a block scalar.
+            first = (start.line + 1, 0) if block else (start.line, start.column)
+            self._hashes.append((first, (end.line, end.column)))
+
+    def _begun(self, line: int) -> None:
+        """Notes that what began in `line` ends with the newest node."""
+        if self._end > line:
+            self._extents[line] = max(self._end, self._extents.get(line, 0))
+
     def _check_text(self, text: str, place: Place) -> None:
         # Escapes can name half of a surrogate pair, or characters that have no place in a name.
         if any("\ud800" <= c <= "\udfff" or c == "\0" for c in text):
             raise _Broken(place, "a character that is no text")
 
-    def _list(self, place: Place, depth: int) -> ListNode:
+    def _list(self, start: Any, place: Place, depth: int) -> ListNode:
         items: list[Node] = []
         size = 1
         while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
             items.append(self._node(event, depth + 1))
             size = self._grown(size, items[-1])
+            self._begun(event.start_mark.line + 1)
+        self._closed(start, event)
         return ListNode(tuple(items), place, size, 1 + max((i.height for i in items), default=0))
 
-    def _map(self, place: Place, depth: int) -> MapNode:
+    def _map(self, start: Any, place: Place, depth: int) -> MapNode:
         entries: dict[str, Entry] = {}
         size, height = 1, 0
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
-            key_place = self.place(event.start_mark)
+            key_place = self.place(event.start_mark, event.end_mark)
             key = self._key(event, key_place)
             value = self._node(next(self._events), depth + 1)
+            self._begun(key_place.line)
             size = self._grown(size, value)
             height = max(height, value.height)
             if key in entries:
@@ -243,12 +286,19 @@ class _Composer:
                 self.findings.append(finding_at(key_place, "duplicate-key", message))
             else:
                 entries[key] = Entry(key_place, value)
+        self._closed(start, event)
         return MapNode(entries, place, size, 1 + height)
+
+    def _closed(self, start: Any, end: Any) -> None:
+        """Notes where a list or map in brackets ends; one without ends with its newest node."""
+        if start.flow_style:
+            self._end = end.end_mark.line + 1
 
     def _key(self, event: Any, place: Place) -> str:
         if not isinstance(event, yaml.ScalarEvent) or event.tag is not None or not event.value:
             raise _Broken(place, "a key must be a word")
         self._check_text(event.value, place)
+        self._reached(event)
         return event.value
 
     def _grown(self, size: int, child: Node) -> int:

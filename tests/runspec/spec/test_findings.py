@@ -75,12 +75,12 @@ def test_every_finding_is_reported_in_one_pass_at_its_exact_place(tmp_path: Path
         ("secrets: [{name: t, from: {envv: T}}]",
          "secrets.t.from.envv: unknown key (did you mean env?)"),
         ("verify: {xyz: 1}",
-         "verify.xyz: unknown key (known here: validators, hardware, engine, prefill_share,"),
+         "verify.xyz: unknown key (known here: validators, hardware, engine, "),
     ],
 )  # fmt: skip
 def test_unknown_keys_are_found_at_every_depth(tmp_path: Path, overlay: str, expected: str) -> None:
     found = lines(load(small_spec(tmp_path, overlay)), tmp_path)
-    assert any(line.endswith(f"error unknown-key: {expected}") for line in found), found
+    assert any(f"error unknown-key: {expected}" in line for line in found), found
 
 
 def test_a_misspelt_key_is_found_even_where_null_or_a_later_layer_hides_it(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_finding_shows_its_line_and_a_caret(tmp_path: Path) -> None:
         "spec.yaml:4:3: error unknown-key: algorithm.grop_size: "
         "unknown key (did you mean group_size?)\n"
         " 4 |   grop_size: 8\n"
-        "   |   ^"
+        "   |   ^^^^^^^^^"
     )
 
 
