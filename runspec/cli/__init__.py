@@ -258,12 +258,15 @@ def logs(
     run: Run,
     role: Annotated[str | None, typer.Option("--role", help="One role's log only.")] = None,
     follow: Follow = False,
+    tail: Annotated[
+        int | None, typer.Option("--tail", min=0, help="Only so many last lines of each.")
+    ] = None,
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Prints the roles' logs."""
     from runspec.cli.logs import logs_command
 
-    raise typer.Exit(logs_command(run, role, follow, runs_dir))
+    raise typer.Exit(logs_command(run, role, follow, tail, runs_dir))
 
 
 @app.command(rich_help_panel=RUN)

@@ -13,11 +13,11 @@ POLL_S = 0.25
 _BLOCK = 1 << 16
 
 
-def logs_command(run: str, role: str | None, follow: bool, runs_dir: Path) -> int:
-    """Prints logs until their end, or with `follow` until Ctrl-C; returns the exit code."""
+def logs_command(run: str, role: str | None, follow: bool, tail: int | None, runs_dir: Path) -> int:
+    """Prints logs (their last `tail` lines), with `follow` until Ctrl-C; returns the exit code."""
     folder = find_run(run, runs_dir) / "logs"
-    _paths(folder, role)
-    printer = _Printer()
+    paths = _paths(folder, role)
+    printer = _Printer({} if tail is None else {path: _tail_start(path, tail) for path in paths})
     try:
         while True:
             for path in _paths(folder, role):
@@ -40,11 +40,25 @@ def _paths(folder: Path, role: str | None) -> list[Path]:
     return list(paths.values()) if role is None else [paths[role]]
 
 
+def _tail_start(path: Path, lines: int) -> int:
+    """Where the last lines of a file begin."""
+    with path.open("rb") as file:
+        end = start = file.seek(0, 2)
+        while start > 0:
+            start = max(0, start - _BLOCK)
+            file.seek(start)
+            data = file.read(end - start)
+            if data.rstrip(b"\n").count(b"\n") >= lines:
+                kept = data.splitlines(keepends=True)[-lines:] if lines else []
+                return end - sum(map(len, kept))
+    return 0
+
+
 class _Printer:
     """Prints what files have gained since the last look, with the role's name before each."""
 
-    def __init__(self) -> None:
-        self._offsets: dict[Path, int] = {}
+    def __init__(self, offsets: dict[Path, int]) -> None:
+        self._offsets = offsets
 
     def print_new(self, path: Path, *, several: bool, follow: bool) -> None:
         prefix = f"{path.stem:>14} | ".encode() if several else b""

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from runspec.common.errors import UserError
-from runspec.local.awaiting import hopeless, holds, last_seen, parse_awaited
+from runspec.local.awaiting import holds, hopeless, last_seen, parse_awaited
 from runspec.local.conditions import condition, conditions
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import look_at
@@ -36,8 +36,8 @@ def wait_command(run: str, awaited: str, timeout: str, runs_dir: Path) -> int:
         if reason is None and time.monotonic() >= deadline:
             reason = f"not within {timeout}"
         if reason is not None:
-            error = UserError(f"waited for {wanted}: {reason}", place=last_seen(seen))
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: waited for {wanted}: {reason}", file=sys.stderr)
+            print(f"  last seen: {last_seen(seen)}", file=sys.stderr)
             return EXIT_NOT
         time.sleep(POLL_S)
 

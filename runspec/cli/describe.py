@@ -1,0 +1,145 @@
+"""`runspec describe`: everything that is known of a run, in sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from rich.console import Console
+
+from broadcast.layout import manifest_name
+from broadcast.manifest import MAX_BYTES
+from runspec.cli.events import event_line
+from runspec.cli.status import clock, condition_table, headline, role_table
+from runspec.common.files import read_bounded
+from runspec.common.hashing import digest_bytes
+from runspec.local import budget
+from runspec.local.conditions import conditions
+from runspec.local.full_states import folder_bytes, full_states
+from runspec.local.machine import free_bytes
+from runspec.local.run_dir import find_run
+from runspec.local.snapshot import Snapshot, look_at
+from runspec.local.state import EventRow, RunState
+from runspec.local.text import duration, number, per_second, size
+from runspec.spec.resolved import spec_digest
+
+EVENTS = 20
+_FOLDERS = ("checkpoints", "weights", "store", "rollouts", "work", "logs")
+
+
+def describe_command(run: str, runs_dir: Path) -> int:
+    """Prints the sections; returns the exit code."""
+    seen = look_at(find_run(run, runs_dir), events=None)
+    with closing(RunState(seen.directory)) as state:
+        serial, sessions = state.serial(), state.sessions()
+    console = Console(markup=False, highlight=False)
+    print(headline(seen))
+    _section("Run", _run(seen, serial, sessions))
+    _section("Spec", _spec(seen))
+    print("\nConditions")
+    console.print(condition_table(conditions(seen)))
+    print("\nRoles")
+    console.print(role_table(seen.roles))
+    _lines("Last exits", _last_exits(seen))
+    _lines("Versions published", _versions(seen))
+    _lines("Full states", _states(seen))
+    _section("Disk", _disk(seen))
+    _section("Budget", _budget(seen))
+    _section("Newest step", _figures(seen))
+    _lines("Events", [event_line(event) for event in seen.events[-EVENTS:]])
+    return 0
+
+
+def _section(title: str, pairs: Iterator[tuple[str, str]]) -> None:
+    _lines(title, [f"{name + ':':<22}{text}" for name, text in pairs])
+
+
+def _lines(title: str, lines: Sequence[str]) -> None:
+    print(f"\n{title}")
+    for line in lines or ["none"]:
+        print(f"  {line}")
+
+
+def _run(seen: Snapshot, serial: int, sessions: int) -> Iterator[tuple[str, str]]:
+    yield "directory", str(seen.directory)
+    yield "held by", seen.held_by or "nobody"
+    yield "serial", str(serial)
+    started = f", first {clock(seen.run.started)}" if seen.run else ""
+    yield "sessions", f"{sessions}{started}"
+    yield "steps trained", f"{seen.trained} of {seen.spec.steps}"
+
+
+def _spec(seen: Snapshot) -> Iterator[tuple[str, str]]:
+    spec = seen.spec
+    yield "digest", spec_digest(spec)
+    if spec.model.hf is not None:
+        yield "model", f"{spec.model.hf} at {spec.model.revision or 'no pinned revision'}"
+    elif spec.model.shape is not None:
+        shape = spec.model.shape
+        layers, width = shape.num_hidden_layers, shape.hidden_size
+        yield "model", f"a {shape.model_type} of {layers} layers, {width} wide, made by the run"
+    algorithm = spec.algorithm
+    yield "a step", f"{algorithm.prompts_per_step} x {algorithm.group_size} rollouts"
+    yield "async level", str(algorithm.async_level)
+    for pool in spec.samplers:
+        yield f"pool {pool.name}", f"{pool.replicas} x {pool.hardware.kind}, {pool.trust}"
+    if spec.secrets:
+        yield "secrets", ", ".join(f"{s.name} (from {s.source.env})" for s in spec.secrets)
+
+
+def _last_exits(seen: Snapshot) -> list[str]:
+    last: dict[str, EventRow] = {}
+    for event in seen.events:
+        if event.text.startswith(("ended with exit code", "killed by")):
+            last[event.role] = event
+    return [event_line(event) for event in last.values()]
+
+
+def _versions(seen: Snapshot) -> list[str]:
+    store, lines = seen.directory / "store" / "origin", []
+    for version in seen.versions:
+        try:
+            manifest = read_bounded(store / manifest_name(seen.spec.name, version), MAX_BYTES)
+        except FileNotFoundError:  # pruned meanwhile
+            continue
+        lines.append(f"v{version}  {digest_bytes(manifest)}")
+    return lines
+
+
+def _states(seen: Snapshot) -> list[str]:
+    states = full_states(seen.directory, seen.spec)
+    return [f"step {each.step}  {size(each.bytes)}  {each.path}" for each in states]
+
+
+def _disk(seen: Snapshot) -> Iterator[tuple[str, str]]:
+    for name in _FOLDERS:
+        if (seen.directory / name).exists():
+            yield name, size(folder_bytes(seen.directory / name))
+    yield "free", size(free_bytes(seen.directory))
+
+
+def _budget(seen: Snapshot) -> Iterator[tuple[str, str]]:
+    yield "up for", duration(seen.wall_s)
+    cost = budget.cost(seen.spec, seen.wall_s)
+    if cost is not None:
+        most = seen.spec.budget.max_cost
+        yield "cost so far", f"{cost:.2f}{'' if most is None else f' of {most:g}'}"
+    for limit in budget.limits(seen.spec):
+        left = max(0.0, limit.left_s(seen.wall_s))
+        yield limit.path, f"{limit.hours:g} h, {duration(left)} left"
+
+
+def _figures(seen: Snapshot) -> Iterator[tuple[str, str]]:
+    row = seen.rows[-1] if seen.rows else {}
+    for name, key in (
+        ("task reward", "task_reward"),
+        ("reward", "reward"),
+        ("length error", "length_error"),
+        ("lag, mean", "lag_mean"),
+        ("lag, largest", "lag_max"),
+        ("MFU", "mfu"),
+    ):
+        yield name, number(row.get(key))
+    yield "trained tokens/s", per_second(row.get("tokens_per_s"))
+    yield "sampled tokens/s", per_second(row.get("sampler_tokens_per_s"))
