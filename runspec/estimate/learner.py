@@ -6,11 +6,8 @@ from dataclasses import dataclass
 
 from bridge.config import ModelConfig
 from runspec.estimate.logits import chunk_tokens
-from runspec.estimate.parameters import lora_parameters, parameters, shard_elements
+from runspec.estimate.parameters import WIDTH, lora_parameters, parameters, shard_elements
 from runspec.spec.schema import RunSpec
-
-WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a number of a type."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "rank": (),
 }
 """From logical axes to the axes of `learner.mesh`."""
+WIDTH = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number, by `FloatType`."""
 CONTRACTED = {"o": 2}
 """Dimensions of a layer's matrix that are its input, where there is more than one."""
 
@@ -138,3 +140,10 @@ def shard_elements(tree: Tree, mesh: Mesh, *, whole: str | None = None) -> int:
 def parameter_count(config: ModelConfig) -> int:
     """Parameters of the model, exactly; a tied head is the embedding and counts once."""
     return sum(leaf.size for leaf in leaves(parameters(config)))
+
+
+def trained_count(config: ModelConfig, lora: Lora | None) -> int:
+    """Parameters that are trained: all, or those of the adapters."""
+    if lora is None:
+        return parameter_count(config)
+    return sum(leaf.size for leaf in leaves(lora_parameters(config, lora)))

@@ -8,6 +8,9 @@ from math import prod
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from bridge.config import ModelConfig, load_config
+from runspec.estimate.model import model_config
+from runspec.estimate.parameters import WIDTH, parameter_count, trained_count
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import (
     find_model,
@@ -198,26 +201,26 @@ def disk_bytes(spec: RunSpec, facts: Facts) -> int:
     """About how much disk a run fills, in bytes.
 
     With P parameters of b bytes published: weights as directory, at the origin and at each relay,
-    `keep_versions` + 1 of each; full states of 12 P (float32 masters and two moments),
-    `checkpoints.keep` + 1 of them; and room for logs and rollouts.
+    `keep_versions` + 1 of each; full states (masters and two moments, 12 P in float32; adapters' only),
+    `checkpoints.keep` + 1 of them; and room for logs and rollouts. Room alone where the model's
+    shape is not known.
     """
-    published = 4 if spec.broadcast.dtype == "float32" else 2
-    parameters = parameter_count(spec, facts)
-    weights = parameters * published * (spec.broadcast.keep_versions + 1)
+    config = _config(spec, facts)
+    if config is None:
+        return _ROOM_BYTES
+    learner, versions = spec.learner, spec.broadcast.keep_versions + 1
+    weights = parameter_count(config) * WIDTH[spec.broadcast.dtype] * versions
     copies = 2 + len(spec.broadcast.relays)
-    return weights * copies + 12 * parameters * (spec.checkpoints.keep + 1) + _ROOM_BYTES
+    state = trained_count(config, learner.lora) * (
+        WIDTH[learner.master_dtype] + 2 * WIDTH["float32"]
+    )
+    return weights * copies + state * (spec.checkpoints.keep + 1) + _ROOM_BYTES
 
 
-def parameter_count(spec: RunSpec, facts: Facts) -> int:
-    """Parameters of the model; 0 for weights that are not on this machine."""
-    shape = spec.model.shape
-    if shape is not None:
-        hidden, kv_heads = shape.hidden_size, shape.num_key_value_heads
-        kv = hidden // shape.num_attention_heads * kv_heads
-        attention = 2 * hidden * hidden + 2 * hidden * kv + hidden + 2 * kv
-        layer = attention + 3 * hidden * shape.intermediate_size + 2 * hidden
-        heads = 1 if shape.tie_word_embeddings else 2
-        return shape.num_hidden_layers * layer + heads * shape.vocab_size * hidden + hidden
-    folder = spec.model.hf and find_model(spec.model.hf, spec.model.revision, facts.machine.env)
-    files = folder.glob("*.safetensors") if isinstance(folder, Path) else ()
-    return sum(file.stat().st_size for file in files) // 2
+def _config(spec: RunSpec, facts: Facts) -> ModelConfig | None:
+    """The model's shape; None where neither the spec nor this machine knows it."""
+    config = model_config(spec)
+    if config is not None or spec.model.hf is None:
+        return config
+    folder = find_model(spec.model.hf, spec.model.revision, facts.machine.env)
+    return None if folder is None else load_config(folder)
