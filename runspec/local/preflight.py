@@ -201,9 +201,9 @@ def disk_bytes(spec: RunSpec, facts: Facts) -> int:
     """About how much disk a run fills, in bytes.
 
     With P parameters of b bytes published: weights as directory, at the origin and at each relay,
-    `keep_versions` + 1 of each; full states (masters and two moments, 12 P in float32; adapters' only),
-    `checkpoints.keep` + 1 of them; and room for logs and rollouts. Room alone where the model's
-    shape is not known.
+    `keep_versions` + 1 of each; full states (masters and two moments of what is trained, 12 P in
+    float32), `checkpoints.keep` + 1 of them; and room for logs and rollouts. Room alone where the
+    model's shape is not known.
     """
     config = _config(spec, facts)
     if config is None:
@@ -211,10 +211,9 @@ def disk_bytes(spec: RunSpec, facts: Facts) -> int:
     learner, versions = spec.learner, spec.broadcast.keep_versions + 1
     weights = parameter_count(config) * WIDTH[spec.broadcast.dtype] * versions
     copies = 2 + len(spec.broadcast.relays)
-    state = trained_count(config, learner.lora) * (
-        WIDTH[learner.master_dtype] + 2 * WIDTH["float32"]
-    )
-    return weights * copies + state * (spec.checkpoints.keep + 1) + _ROOM_BYTES
+    number = WIDTH[learner.master_dtype] + 2 * WIDTH["float32"]
+    states = trained_count(config, learner.lora) * number * (spec.checkpoints.keep + 1)
+    return weights * copies + states + _ROOM_BYTES
 
 
 def _config(spec: RunSpec, facts: Facts) -> ModelConfig | None:
