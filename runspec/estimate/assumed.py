@@ -1,0 +1,89 @@
+"""What an estimate takes for granted where the spec says nothing better, each with its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runspec.spec.schema import RunSpec
+
+LEARNER_MFU = 0.4
+"""Share of the peak that the learner's useful FLOPs reach. Pre-training of dense models reaches
+0.55 on H100 and 0.62 on v5p (MaxText's published tables), a trainer of reinforcement learning
+0.14 at 16k and 0.35 at 64k tokens (prime-rl, 4B on 8 x H100); packed rows lie between."""
+SAMPLER_MFU = 0.4
+"""The same of prefill, in samplers and validators: large matrix products without a backward pass."""
+SAMPLER_BANDWIDTH = 0.6
+"""Share of the memory bandwidth that decoding reaches, launches and gaps included. Kernels alone
+reach about 0.8 of it; the engine here runs eagerly, without CUDA graphs."""
+PROMPT_SHARE = 0.25
+"""Mean length of a prompt, as a share of `data.max_prompt_tokens`."""
+LENGTH_SPREAD = 0.6
+"""Standard deviation of output lengths over their mean, drawn log-normally."""
+LOAD_BYTES_S = 2e9
+"""Rate at which a sampler reads a version from its disk, checks it and loads it, bytes/s."""
+PUBLISH_BYTES_S = 1e9
+"""Rate at which the publisher turns a checkpoint into signed files, bytes/s."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """An input of an estimate."""
+
+    name: str
+    value: float
+    unit: str
+    source: str
+    """The spec's field, or where this module's figure is from."""
+
+
+def learner_mfu(spec: RunSpec) -> Assumed:
+    return _first(
+        "learner_mfu", spec.estimate.learner_mfu, LEARNER_MFU, "share", "estimate.learner_mfu"
+    )
+
+
+def sampler_mfu(spec: RunSpec) -> Assumed:
+    return _first(
+        "sampler_mfu", spec.estimate.sampler_mfu, SAMPLER_MFU, "share", "estimate.sampler_mfu"
+    )
+
+
+def sampler_bandwidth(spec: RunSpec) -> Assumed:
+    return _first(
+        "sampler_bandwidth",
+        spec.estimate.sampler_bandwidth,
+        SAMPLER_BANDWIDTH,
+        "share",
+        "estimate.sampler_bandwidth",
+    )
+
+
+def filtered_share(spec: RunSpec) -> Assumed:
+    """0 where no filter is on; nothing is known of a task before it ran."""
+    said = spec.estimate.filtered_share if spec.algorithm.filters.zero_variance else 0.0
+    return _first("filtered_share", said, 0.0, "share", "estimate.filtered_share")
+
+
+def mean_prompt_tokens(spec: RunSpec) -> Assumed:
+    value = PROMPT_SHARE * spec.data.max_prompt_tokens
+    source = f"{PROMPT_SHARE:g} of data.max_prompt_tokens"
+    return Assumed("mean_prompt_tokens", value, "tokens", source)
+
+
+def mean_new_tokens(spec: RunSpec) -> Assumed:
+    """Of the spec, else the mean of the target lengths, else half of the longest output."""
+    said = spec.estimate.mean_new_tokens
+    if said is not None:
+        return Assumed("mean_new_tokens", said, "tokens", "estimate.mean_new_tokens")
+    longest = max(pool.max_new_tokens for pool in spec.samplers)
+    targets = [target for term in spec.reward for target in term.targets or []]
+    if targets:
+        mean = sum(min(target, longest) for target in targets) / len(targets)
+        return Assumed("mean_new_tokens", mean, "tokens", "mean of the target lengths")
+    return Assumed("mean_new_tokens", longest / 2, "tokens", "half of max_new_tokens")
+
+
+def _first(name: str, said: float | None, default: float, unit: str, field: str) -> Assumed:
+    if said is None:
+        return Assumed(name, default, unit, "assumed (runspec.estimate.assumed)")
+    return Assumed(name, said, unit, field)

@@ -1,0 +1,141 @@
+"""What a sampler's replica holds in the memory of each of its devices, and how much KV is left room.
+
+    room = utilization x memory - weights - activations
+    KV bytes a token and device = 2 L ceil(K / t) h b
+
+L layers, K key-value heads, h their size, b bytes of a number, t tensor-parallel ranks: beyond K
+ranks vLLM keeps a copy of each head on t / K of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bridge.config import ModelConfig
+from runspec.estimate.hardware import device_of
+from runspec.estimate.parameters import parameters
+from runspec.spec.schema import RunSpec, SamplerPool
+
+MEMORY_UTILIZATION = 0.92
+"""vLLM's default `gpu_memory_utilization`, version 0.32."""
+MAX_SEQUENCES = 256
+"""Sequences that the engine decodes at a time, as `sampler.engine` sets it."""
+BATCHED_TOKENS = 2048
+"""Tokens of one forward pass: vLLM's default `max_num_batched_tokens`."""
+CPU_KV_BYTES = (64 << 20, 4 << 30)
+"""Least and most that `sampler.engine` gives to keys and values on a CPU."""
+WIDTH = {"float32": 4, "bfloat16": 2}
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class SamplerMemory:
+    """Bytes on one device of a replica, and what they are room for."""
+
+    memory: float | None
+    """Of the device; None where nothing says it."""
+    weights: float
+    activations: float
+    """Largest temporary arrays: of a prefill, or of the logits of every sequence."""
+    kv_token: float
+    """Keys and values of one token."""
+    room: float | None
+    """For keys and values; below zero the weights do not fit."""
+    captured: float
+    """Hidden states of the tokens of one lease, all of them as long as may be: the first rank keeps
+    them for the proofs until its batch is done, beside what vLLM was given."""
+    sequence_tokens: int
+    """`max_model_len`."""
+
+    @property
+    def spare(self) -> float | None:
+        """What vLLM leaves of the device's memory to others."""
+        return None if self.memory is None else (1.0 - MEMORY_UTILIZATION) * self.memory
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens whose keys and values fit, in the replica as on each of its devices."""
+        return None if self.room is None else max(0, int(self.room // self.kv_token))
+
+    @property
+    def full_sequences(self) -> float | None:
+        """Sequences of full length that fit at a time; at most what the engine decodes at once."""
+        if self.kv_tokens is None:
+            return None
+        return min(self.kv_tokens / self.sequence_tokens, float(MAX_SEQUENCES))
+
+
+def sampler_memory(pool: SamplerPool, spec: RunSpec, config: ModelConfig) -> SamplerMemory:
+    """Memory of one device of a replica of a pool.
+
+    On a CPU the engine sizes keys and values itself, within `CPU_KV_BYTES`.
+
+    Args:
+        pool: of the spec.
+        spec: the run.
+        config: the model's shape.
+    """
+    ranks, width = pool.parallel.tensor, WIDTH[pool.dtype]
+    kv_token = kv_token_bytes(pool, config)
+    weights = weight_bytes(pool, config)
+    activations = _activations(config, ranks, width)
+    memory = device_of(pool.hardware).memory
+    room: float | None = None
+    if pool.hardware.kind == "cpu":
+        room = cpu_kv_bytes(pool, config)
+    elif memory is not None:
+        room = MEMORY_UTILIZATION * memory - weights - activations
+    rollouts = pool.groups_per_submission * spec.algorithm.group_size
+    captured = float(rollouts * pool.max_new_tokens * config.hidden_size * WIDTH["bfloat16"])
+    return SamplerMemory(memory, weights, activations, kv_token, room, captured, pool.max_model_len)
+
+
+def kv_token_bytes(pool: SamplerPool, config: ModelConfig) -> float:
+    """Keys and values of one token on one device: they are kept in the pool's dtype."""
+    heads = -(-config.num_key_value_heads // pool.parallel.tensor)
+    return 2.0 * config.num_hidden_layers * heads * config.head_dim * WIDTH[pool.dtype]
+
+
+def weight_bytes(pool: SamplerPool, config: ModelConfig) -> float:
+    """Bytes of weights on one device, as vLLM cuts and quantises them.
+
+    Matrices, the embedding and the head are cut over the ranks (k and v no further than into
+    heads), norms are whole. `fp8` is of the layers' matrices, with one scale each; embedding and
+    head keep the pool's dtype.
+    """
+    ranks, width = pool.parallel.tensor, WIDTH[pool.dtype]
+    tree = parameters(config)
+    copies = -(-config.num_key_value_heads // ranks) / config.num_key_value_heads
+    total = float(width * tree["final_norm"].size)
+    for name in ("embed", "head"):
+        if name in tree:
+            total += width * tree[name].size / ranks
+    for name, leaf in tree["layers"].items():
+        if name.endswith("norm") or name == "o_bias":
+            total += width * leaf.size
+            continue
+        share = copies if name.startswith(("k", "v")) else 1 / ranks
+        if pool.quantization == "fp8" and not name.endswith("bias"):
+            total += leaf.size * share + _FLOAT32 * config.num_hidden_layers
+        else:
+            total += width * leaf.size * share
+    return total
+
+
+def cpu_kv_bytes(pool: SamplerPool, config: ModelConfig) -> float:
+    """What the engine gives to keys and values on a CPU: all its sequences, within bounds."""
+    wanted = MAX_SEQUENCES * pool.max_model_len * kv_token_bytes(pool, config)
+    least, most = CPU_KV_BYTES
+    return float(min(max(wanted, least), most))
+
+
+def _activations(config: ModelConfig, ranks: int, width: int) -> float:
+    """The larger of a prefill's layer and of the last step's logits.
+
+    A layer at work has residual, its norm and its output of D numbers a token, and gate, up and
+    their product, F a token, cut over the ranks. Logits are float32 and gathered: themselves, the
+    noise and their normalised copy.
+    """
+    layer = BATCHED_TOKENS * width * (3 * config.hidden_size + 3 * config.intermediate_size / ranks)
+    logits = MAX_SEQUENCES * _FLOAT32 * 3 * config.vocab_size
+    return float(max(layer, logits))
