@@ -12,6 +12,7 @@ from runspec.common.files import read_bounded, write_atomic
 from runspec.common.keys import SigningKey
 from runspec.common.roles import MAX_BYTES, open_roles, sign_roles
 from runspec.common.signed import BadSignature
+from runspec.spec.role_names import validator_names, worker_names
 from runspec.spec.schema import RunSpec
 
 YEAR_S = 365 * 86400.0
@@ -32,15 +33,6 @@ class Identity:
     def key(self, role: str) -> Path:
         """The private key of a role: publisher, coordinator, validator-<i> or <pool>-<i>."""
         return self.folder / f"{role}.key"
-
-
-def validator_names(spec: RunSpec) -> list[str]:
-    return [f"validator-{i}" for i in range(spec.verify.validators)]
-
-
-def worker_names(spec: RunSpec) -> dict[str, str]:
-    """Pool by worker, in the order of the spec."""
-    return {f"{pool.name}-{i}": pool.name for pool in spec.samplers for i in range(pool.replicas)}
 
 
 def make_identity(

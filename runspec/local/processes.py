@@ -10,7 +10,8 @@ from pathlib import Path
 from runspec.common.errors import UserError
 from runspec.local.cores import assign_cores, jax_environment, thread_limits, vllm_environment
 from runspec.local.endpoints import Endpoints, address
-from runspec.local.identity import Identity, validator_names, worker_names
+from runspec.local.identity import Identity
+from runspec.spec.role_names import learner_names, validator_names, worker_names
 from runspec.spec.schema import Mesh, RunSpec
 
 HEARTBEAT_S = 10
@@ -61,7 +62,7 @@ def role_specs(
     """
     root = ("--public-key", identity.root_public_key)
     workers = worker_names(spec)
-    learners = ["learner", *(f"learner-{i}" for i in range(1, spec.learner.hosts))]
+    learners = learner_names(spec)
     cores = assign_cores([*learners, *workers], machine.cores)
     pools = {pool.name: pool for pool in spec.samplers}
     at = endpoints.all()

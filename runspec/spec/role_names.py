@@ -1,0 +1,32 @@
+"""What the processes of a run are called: in `status`, in logs, keys and `placement.devices`."""
+
+from __future__ import annotations
+
+from runspec.spec.schema import RunSpec
+
+
+def learner_names(spec: RunSpec) -> list[str]:
+    """`learner` is the first process of the learner."""
+    return ["learner", *(f"learner-{i}" for i in range(1, spec.learner.hosts))]
+
+
+def relay_names(spec: RunSpec) -> list[str]:
+    return [f"relay-{relay.name}" for relay in spec.broadcast.relays]
+
+
+def validator_names(spec: RunSpec) -> list[str]:
+    return [f"validator-{i}" for i in range(spec.verify.validators)]
+
+
+def worker_names(spec: RunSpec) -> dict[str, str]:
+    """Pool by worker, in the order of the spec."""
+    return {f"{pool.name}-{i}": pool.name for pool in spec.samplers for i in range(pool.replicas)}
+
+
+def role_names(spec: RunSpec) -> list[str]:
+    """Every process that stays up, on whatever machine; names that clash are there twice."""
+    return [
+        *("origin", *relay_names(spec), "coordinator", "publisher"),
+        *(*learner_names(spec), *validator_names(spec)),
+        *(f"{pool.name}-{i}" for pool in spec.samplers for i in range(pool.replicas)),
+    ]
