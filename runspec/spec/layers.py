@@ -9,35 +9,58 @@ from pathlib import Path
 
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
-from runspec.spec.findings import Finding, Place, finding_at
+from runspec.spec.comments import Comment
+from runspec.spec.findings import SET_FILE, Finding, Place, finding_at
 from runspec.spec.placement_file import site_layers
 from runspec.spec.yaml_nodes import (
     MAX_CHARACTERS,
+    Document,
     Entry,
     ListNode,
     MapNode,
     Node,
     ScalarNode,
+    broken,
     parse_yaml,
 )
 
-SET_FILE = "--set"
 MAX_FILES = 32
 _OVERRIDE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+
+
+class ParsedFiles:
+    """Files as they were read and parsed, each once, however many specs extend it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[str, Document]] = {}
+
+    def read(self, path: Path) -> tuple[str, Document]:
+        """A file's text and what it holds.
+
+        Raises:
+            UserError: no file, too large, or not UTF-8.
+        """
+        if path not in self._known:
+            text = _text(path)
+            self._known[path] = text, parse_yaml(text, str(path))
+        return self._known[path]
 
 
 class LayerReader:
     """Reads files and collects what is wrong with them."""
 
-    def __init__(self, findings: list[Finding]) -> None:
+    def __init__(self, findings: list[Finding], parsed: ParsedFiles) -> None:
         self._findings = findings
+        self._parsed = parsed
         self.texts: dict[str, str] = {}
         """Every file read, by the name that findings give it."""
+        self.comments: dict[str, tuple[Comment, ...]] = {}
+        """Their `# runspec:` comments."""
         self._read = 0
 
     def spec(self, path: Path) -> list[MapNode]:
         """The spec's own layer, after those that it extends."""
-        return self._file(path, (), _text(path))
+        return self._file(path, (), self._parsed.read(path))
 
     def profile(self, path: Path, name: str) -> list[MapNode]:
         """The layers of `profiles/NAME.yaml` beside the spec."""
@@ -50,7 +73,7 @@ class LayerReader:
                 remedy="choose one of them, or leave --profile out",
             )
         file = folder / f"{name}.yaml"
-        return self._file(file, (), _text(file))
+        return self._file(file, (), self._parsed.read(file))
 
     def placement(self, path: Path, recipe: MapNode) -> list[MapNode]:
         """The layers of a file of kind Placement, less what is not a site's to say.
@@ -59,7 +82,7 @@ class LayerReader:
             path: the file.
             recipe: the layers that it goes over, merged.
         """
-        return site_layers(self._file(path, (), _text(path)), recipe, self._findings)
+        return site_layers(self._file(path, (), self._parsed.read(path)), recipe, self._findings)
 
     def override(self, text: str, number: int) -> list[MapNode]:
         """The layer of the `number`-th `--set path=value`, the value a YAML scalar or flow."""
@@ -84,20 +107,21 @@ class LayerReader:
         assert isinstance(node, MapNode)
         return [node]
 
-    def _file(self, path: Path, stack: tuple[Path, ...], text: str) -> list[MapNode]:
+    def _file(
+        self, path: Path, stack: tuple[Path, ...], read: tuple[str, Document]
+    ) -> list[MapNode]:
         self._read += 1
-        self.texts[str(path)] = text
-        document = parse_yaml(text, str(path))
-        self._findings += document.findings
+        text, document = read
+        if str(path) not in self.texts:
+            self._findings += document.findings
+        self.texts[str(path)], self.comments[str(path)] = text, document.comments
         root = document.root
         if root is None and not document.findings:
-            self._findings.append(finding_at(Place(str(path), 1, 1), "yaml", "an empty file"))
+            self._findings.append(broken(Place(str(path), 1, 1), "an empty file"))
         if root is None:
             return []
         if not isinstance(root, MapNode):
-            self._findings.append(
-                finding_at(root.place, "yaml", "a spec is a map from keys to values")
-            )
+            self._findings.append(broken(root.place, "a spec is a map from keys to values"))
             return []
         entries = dict(root.entries)
         extends = entries.pop("extends", None)
@@ -130,14 +154,15 @@ class LayerReader:
             self._report(item.place, f"more than {MAX_FILES} files in all")
             return []
         try:
-            text = _text(file)
+            read = self._parsed.read(file)
         except UserError as error:
             self._report(item.place, error.thing)
             return []
-        return self._file(file, stack, text)
+        return self._file(file, stack, read)
 
     def _report(self, place: Place, message: str) -> None:
-        self._findings.append(finding_at(place, "extends", message, path="extends"))
+        finding = finding_at(place, "extends", message, path="extends", blocking=True)
+        self._findings.append(finding)
 
 
 def _text(path: Path) -> str:

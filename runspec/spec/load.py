@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from runspec.common.errors import UserError
+from runspec.spec.comments import Comment
 from runspec.spec.findings import Finding, Place
 from runspec.spec.interpolate import interpolate
-from runspec.spec.layers import LayerReader
+from runspec.spec.layers import LayerReader, ParsedFiles
 from runspec.spec.merge import merge_layers
 from runspec.spec.placement_file import is_placement, site_layers
 from runspec.spec.schema import RunSpec
@@ -51,23 +52,31 @@ class Layered:
     """Of the files, the layers and the schema."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Every file that was read, by the name that findings give it."""
+    comments: Mapping[str, Sequence[Comment]] = field(default_factory=dict)
+    """Their `# runspec:` comments."""
     kind: Literal["Run", "Placement"] = "Run"
     """What the file says that it is; a placement alone is never a spec."""
 
 
-def load_layers(files: SpecFiles, *, environ: Mapping[str, str] | None = None) -> Layered:
+def load_layers(
+    files: SpecFiles,
+    *,
+    environ: Mapping[str, str] | None = None,
+    parsed: ParsedFiles | None = None,
+) -> Layered:
     """Loads, merges, interpolates and validates a spec.
 
     Args:
         files: what to load.
         environ: what `${VAR}` reads; the process's environment when None.
+        parsed: files that were read before, for other specs; it takes up those that are read now.
 
     Raises:
         UserError: bad usage or nothing to look at: the file cannot be read, there is no such
             profile, an override is no `path=value`. Everything else is a finding.
     """
     findings: list[Finding] = []
-    reader = LayerReader(findings)
+    reader = LayerReader(findings, parsed or ParsedFiles())
     layers = reader.spec(files.path)
     if layers and is_placement(layers[-1]):
         return _placement_alone(files, layers, reader, environ, findings)
@@ -82,12 +91,12 @@ def load_layers(files: SpecFiles, *, environ: Mapping[str, str] | None = None) -
     if layer_missing:
         # What the rest lacks without the missing layer would only be noise.
         findings = [f for f in findings if f.code != "unknown-name"]
-        return Layered(None, tree, findings=findings, texts=reader.texts)
+        return Layered(None, tree, {}, findings, reader.texts, reader.comments)
     # What is missing from the whole is missing from the spec's own file.
     tree = replace(tree, place=Place(str(files.path), 1, 1))
     tree, used = interpolate(tree, os.environ if environ is None else environ, findings)
     spec = validate(tree, findings)
-    return Layered(spec, tree, used, findings, reader.texts)
+    return Layered(spec, tree, used, findings, reader.texts, reader.comments)
 
 
 def _placement_alone(
@@ -110,4 +119,4 @@ def _placement_alone(
     validate(tree, problems)
     # What is missing is the recipe's to say.
     findings += [problem for problem in problems if problem.code != "missing-key"]
-    return Layered(None, tree, used, findings, reader.texts, "Placement")
+    return Layered(None, tree, used, findings, reader.texts, reader.comments, "Placement")
