@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.common.errors import UserError
@@ -60,14 +60,15 @@ def check_spec(files: SpecFiles, *, environ: Mapping[str, str] | None = None) ->
     layered = load_layers(files, environ=environ)
     findings = list(layered.findings)
     if layered.spec is not None:
-        findings += _rule_findings(layered, Context(layered.spec, files.path.parent))
+        findings += _rule_findings(layered, Context(layered.spec, files))
     return CheckedSpec(layered.spec, findings, layered)
 
 
 def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:
     for rule, violation in violations(context):
+        place = locate(layered.tree, violation.location)[0]
         yield finding_at(
-            locate(layered.tree, violation.location)[0],
+            replace(place, source="") if violation.secret else place,
             rule.code,
             violation.message,
             path=".".join(str(step) for step in violation.location),

@@ -18,10 +18,13 @@ from bridge.config import ModelConfig
 from runspec.common.errors import UserError
 from runspec.estimate.model import model_config
 from runspec.spec.findings import Number, Severity
+from runspec.spec.load import SpecFiles
+from runspec.spec.lock_file import Lock, read_lock
 from runspec.spec.schema import RunSpec
 
 Group = Literal[
     "file",
+    "model",
     "algorithm",
     "reward",
     "mesh",
@@ -29,6 +32,8 @@ Group = Literal[
     "samplers",
     "asynchrony",
     "verification",
+    "reproducibility",
+    "security",
     "placement",
 ]
 
@@ -38,8 +43,13 @@ class Context:
     """What a rule may look at."""
 
     spec: RunSpec
-    folder: Path
-    """Of the spec's file: local paths in it are relative to it."""
+    files: SpecFiles
+    """What it was loaded from."""
+
+    @property
+    def folder(self) -> Path:
+        """Of the spec's file: local paths in it are relative to it."""
+        return self.files.path.parent
 
     @cached_property
     def _model(self) -> ModelConfig | UserError | None:
@@ -58,6 +68,15 @@ class Context:
         """Why a config that is at hand is no shape of ours; only the rule `model-config` asks."""
         return self._model if isinstance(self._model, UserError) else None
 
+    @cached_property
+    def lock(self) -> Lock | None:
+        """The lock beside the spec; None where there is none.
+
+        Raises:
+            UserError: the file is no lock.
+        """
+        return read_lock(self.files.path, self.files.profile)
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -73,6 +92,8 @@ class Violation:
     suggestion: str = ""
     severity: Severity | None = None
     """The rule's own when None."""
+    secret: bool = False
+    """The line holds what nobody may see: it is not quoted."""
 
 
 Check = Callable[[Context], Iterator[Violation]]
