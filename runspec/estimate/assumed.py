@@ -11,7 +11,7 @@ LEARNER_MFU = 0.4
 0.55 on H100 and 0.62 on v5p (MaxText's published tables), a trainer of reinforcement learning
 0.14 at 16k and 0.35 at 64k tokens (prime-rl, 4B on 8 x H100); packed rows lie between."""
 SAMPLER_MFU = 0.4
-"""The same of prefill, in samplers and validators: large matrix products without a backward pass."""
+"""The same of prefill, in samplers and validators: large products without a backward pass."""
 SAMPLER_BANDWIDTH = 0.6
 """Share of the memory bandwidth that decoding reaches, launches and gaps included. Kernels alone
 reach about 0.8 of it; the engine here runs eagerly, without CUDA graphs."""

@@ -103,7 +103,7 @@ def arrivals(spec: RunSpec, size: float) -> list[Arrival]:
 
 
 def broadcast_times(spec: RunSpec, size: float) -> dict[str, float]:
-    """Seconds from a version's publication until a relay or replica has it whole; see `arrivals`."""
+    """Seconds from publication until a relay or replica has a version; see `arrivals`."""
     return {arrival.name: arrival.seconds for arrival in arrivals(spec, size)}
 
 

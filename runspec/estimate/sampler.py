@@ -1,4 +1,4 @@
-"""What a sampler's replica holds in the memory of each of its devices, and how much KV is left room.
+"""What a sampler holds in the memory of each device, and the room that is left for its KV cache.
 
     room = utilization x memory - weights - activations
     KV bytes a token and device = 2 L ceil(K / t) h b
