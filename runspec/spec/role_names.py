@@ -30,3 +30,21 @@ def role_names(spec: RunSpec) -> list[str]:
         *(*learner_names(spec), *validator_names(spec)),
         *(f"{pool.name}-{i}" for pool in spec.samplers for i in range(pool.replicas)),
     ]
+
+
+def placeable(spec: RunSpec) -> dict[str, list[str]]:
+    """What `placement.roles` may name, each with its processes; the others are always started."""
+    groups = {"validators": validator_names(spec)}
+    groups |= {name: [name] for name in relay_names(spec)}
+    for worker, pool in worker_names(spec).items():
+        groups.setdefault(pool, []).append(worker)
+    return groups
+
+
+def elsewhere(spec: RunSpec) -> frozenset[str]:
+    """Processes that `placement.roles` leaves to other machines."""
+    here = spec.placement.roles
+    if here is None:
+        return frozenset()
+    groups = placeable(spec).items()
+    return frozenset(name for group, names in groups if group not in here for name in names)
