@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runspec.common.errors import UserError
@@ -24,13 +24,15 @@ from runspec.local.endpoints import (
 )
 from runspec.local.fleet import Outcome, Rules
 from runspec.local.identity import make_identity
+from runspec.local.live import LiveRun, record_applied
 from runspec.local.machine import find_model, this_machine
 from runspec.local.preflight import Missing, look, missing
 from runspec.local.processes import Machine, RoleSpec, role_specs, warm_start_role
 from runspec.local.progress import RunProgress, StageProgress
-from runspec.local.run_dir import hold, refuse_other_spec
+from runspec.local.run_dir import hold, refuse_another_run
 from runspec.local.state import RunState
 from runspec.local.supervisor import Progress, Supervisor, Watcher, describe_exit
+from runspec.plan.changes import difference
 from runspec.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.spec.resolved import dump_resolved, load_resolved, spec_digest
 from runspec.spec.schema import RunSpec
@@ -57,6 +59,22 @@ class RunFailed(UserError):
 
 
 @dataclass(frozen=True)
+class Seen:
+    """The state of a run that something was decided on."""
+
+    serial: int
+    """0 for a run that was not there."""
+    spec_digest: str | None
+    """Of the run's spec; None for a run that was not there."""
+
+
+class StalePlan(UserError):
+    """The run has changed since the plan was made."""
+
+    exit_code = EXIT_FINAL
+
+
+@dataclass(frozen=True)
 class OpenRun:
     """A run directory that this process holds the lock of."""
 
@@ -76,7 +94,7 @@ def is_finished(spec: RunSpec, runs_dir: Path) -> bool:
     run_dir = runs_dir / spec.name
     if not (run_dir / SPEC_FILE).exists():
         return False
-    refuse_other_spec(load_resolved(run_dir), spec, run_dir)
+    refuse_another_run(difference(load_resolved(run_dir), spec), run_dir)
     with closing(RunState(run_dir)) as state:
         row = state.run()
     return row is not None and row.state == "finished" and row.steps >= spec.steps
@@ -84,14 +102,25 @@ def is_finished(spec: RunSpec, runs_dir: Path) -> bool:
 
 @contextmanager
 def open_run(
-    spec: RunSpec, runs_dir: Path, *, leftover_patience_s: float = 10.0
+    spec: RunSpec,
+    runs_dir: Path,
+    *,
+    seen: Seen | None = None,
+    leftover_patience_s: float = 10.0,
 ) -> Iterator[OpenRun]:
     """Makes or opens the run's directory, and holds it.
 
     Roles that a killed supervisor left behind are ended first: SIGTERM, and SIGKILL after
     `leftover_patience_s`.
 
+    Args:
+        spec: what the run is to be.
+        runs_dir: where runs lie.
+        seen: the state that a saved plan was made from; None where nothing was planned.
+        leftover_patience_s: see above.
+
     Raises:
+        StalePlan: the run's state is another than the plan has seen.
         NotReady: this machine cannot start it; nothing was made.
         RunLocked: it is alive elsewhere.
         UserError: a port is taken, or the directory is another spec's.
@@ -103,14 +132,19 @@ def open_run(
         _plan(spec, run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     with hold(run_dir) as lock:
-        if (run_dir / SPEC_FILE).exists():
-            refuse_other_spec(load_resolved(run_dir), spec, run_dir)
-            _require_ready(spec, run_dir)
         with closing(RunState(run_dir)) as state:
+            known = (run_dir / SPEC_FILE).exists()
+            before = load_resolved(run_dir) if known else None
+            refuse_stale(seen, state, before)
+            changes = difference(before, spec)
+            if before is not None:
+                refuse_another_run(changes, run_dir)
+                _require_ready(spec, run_dir)
             end_leftovers(state.roles(), leftover_patience_s)
-        endpoints = _plan(spec, run_dir)
-        save_endpoints(run_dir, endpoints)
-        write_atomic(run_dir / SPEC_FILE, dump_resolved(spec))
+            endpoints = _plan(spec, run_dir)
+            save_endpoints(run_dir, endpoints)
+            write_atomic(run_dir / SPEC_FILE, dump_resolved(spec))
+            record_applied(state, spec, changes)
         yield OpenRun(run_dir, spec, endpoints, lock)
 
 
@@ -118,7 +152,7 @@ def supervise(run: OpenRun, watcher: Watcher, stop_requests: Callable[[], int]) 
     """Runs the stages and then the roles of an open run until it ends, and writes its summary.
 
     Returns:
-        The outcome, `finished` or `interrupted`.
+        The outcome, `finished`, `paused` or `interrupted`.
 
     Raises:
         RunFailed: a role kept dying, or said that the run cannot go on; with its last lines.
@@ -127,34 +161,42 @@ def supervise(run: OpenRun, watcher: Watcher, stop_requests: Callable[[], int]) 
     with closing(RunState(run.directory)) as state:
         state.begin(run.spec.name, spec_digest(run.spec), run.spec.steps)
         with _failure_on_record(run, state):
-            identity = make_identity(run.directory, run.spec)
             machine = this_machine()
-            roles = role_specs(
-                run.spec, run.directory, endpoints=run.endpoints, identity=identity, machine=machine
-            )
+
+            def roles_of(spec: RunSpec) -> list[RoleSpec]:
+                identity = make_identity(run.directory, spec)
+                return role_specs(
+                    spec, run.directory, endpoints=run.endpoints, identity=identity, machine=machine
+                )
+
+            roles_of(run.spec)  # what is wrong with it is said before a stage works for nothing
             stages = _stages(run, machine)
-        return drive(run, stages, roles, state, watcher, stop_requests)
+        return drive(run, stages, roles_of, state, watcher, stop_requests)
 
 
 def drive(
     run: OpenRun,
     stages: Sequence[RoleSpec],
-    roles: Sequence[RoleSpec],
+    roles_of: Callable[[RunSpec], Sequence[RoleSpec]],
     state: RunState,
     watcher: Watcher,
     stop_requests: Callable[[], int],
 ) -> Outcome:
     """`supervise` with the processes given: each stage by itself, then all roles at once."""
-    left_s = budget.left_s(run.spec, state.wall_s())
-    ends_at = None if left_s is None else time.monotonic() + left_s
+
+    def budget_ends_at(spec: RunSpec) -> float | None:
+        left_s = budget.left_s(spec, state.wall_s())
+        return None if left_s is None else time.monotonic() + left_s
+
+    live = LiveRun(run.directory, run.spec, state, roles_of, budget_ends_at)
 
     def until_end(specs: Sequence[RoleSpec], progress: Progress) -> Outcome:
         rules = Rules(
-            restarts=run.spec.placement.restarts,
+            restarts=live.spec.placement.restarts,
             ends_run=frozenset(role.name for role in specs if role.ends_run),
             ends_when_sampled=frozenset(role.name for role in specs if role.ends_when_sampled),
             servers=frozenset(role.name for role in specs if role.listen is not None),
-            budget_ends_at=ends_at,
+            budget_ends_at=budget_ends_at(live.spec),
         )
         return Supervisor(
             specs,
@@ -164,6 +206,7 @@ def drive(
             progress=progress,
             watcher=watcher,
             stop_requests=stop_requests,
+            take=live.take,
         ).run()
 
     with _failure_on_record(run, state):
@@ -179,9 +222,9 @@ def drive(
         else:
             state.set_run("running")
             outcome = until_end(
-                roles, RunProgress(run.directory, run.spec, run.endpoints.coordinator)
+                roles_of(live.spec), RunProgress(run.directory, run.spec, run.endpoints.coordinator)
             )
-        failure = _failure(run, outcome)
+        failure = _failure(replace(run, spec=live.spec), outcome)
         if failure is not None:
             raise failure
         state.set_run(outcome.kind)
@@ -200,6 +243,28 @@ def _failure_on_record(run: OpenRun, state: RunState) -> Iterator[None]:
             state.set_run("failed", reason.splitlines()[0])
             conclude(run.directory, state.wall_s())
         raise
+
+
+def refuse_stale(seen: Seen | None, state: RunState, spec: RunSpec | None) -> None:
+    """Raises StalePlan, saying what was changed since, where a plan has seen another state.
+
+    Args:
+        seen: by the plan; None where there is none.
+        state: of the run, now.
+        spec: the run's, now.
+    """
+    now = Seen(state.serial(), spec_digest(spec) if spec is not None else None)
+    if seen is None or seen == now:
+        return
+    since = [row for row in state.applied() if row.serial > seen.serial]
+    lines = [f"  serial {row.serial}: {line}" for row in since for line in row.what]
+    raise StalePlan(
+        "\n".join(
+            [f"the plan saw the run at serial {seen.serial}, it is at {now.serial} now", *lines]
+        ),
+        place="" if spec is None else spec.name,
+        remedy="plan again, and look at the new plan",
+    )
 
 
 def _require_ready(spec: RunSpec, run_dir: Path) -> None:
@@ -236,7 +301,7 @@ def _starting_model(run: OpenRun) -> Path:
 
 def _failure(run: OpenRun, outcome: Outcome) -> RunFailed | None:
     """The error that an outcome is, with the role's last words."""
-    if outcome.kind in ("finished", "interrupted"):
+    if outcome.kind in ("finished", "paused", "interrupted"):
         return None
     if outcome.kind == "over_budget":
         spent = budget.limits(run.spec)[0]

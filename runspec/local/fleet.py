@@ -90,8 +90,8 @@ class Outcome:
     """Why the run ended."""
 
     kind: str
-    """`finished`, `interrupted`, `paused`, `failed` (a role kept dying), `stopped` (a role said so),
-    `over_budget`, or `unpublished` (trained, but the last version did not come out)."""
+    """`finished`, `interrupted`, `paused`, `failed` (a role kept dying), `stopped` (a role said
+    so), `over_budget`, or `unpublished` (trained, but the last version did not come out)."""
     role: str = ""
     exit_code: int = 0
 
@@ -174,10 +174,12 @@ class PauseRequested:
 class Changed:
     """The run's spec has changed."""
 
-    rules: Rules
-    """From now on."""
+    restarts: int
+    budget_ends_at: float | None
+    """Both as in `Rules`."""
     renew: tuple[str, ...] = ()
-    """Roles that must read it anew, in this order."""
+    """Roles that must read the spec anew, in this order; the names that are not known are not
+    here."""
 
 
 Event = (
@@ -243,9 +245,10 @@ def advance(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, list[Action]
             fleet = replace(fleet, trained=True)
         case Published():
             fleet = replace(fleet, published=True)
-        case Changed(rules, renew):
-            later = tuple(role for role in renew if role not in fleet.to_renew)
-            fleet = replace(fleet, rules=rules, to_renew=fleet.to_renew + later)
+        case Changed(restarts, budget_ends_at, renew):
+            rules = replace(fleet.rules, restarts=restarts, budget_ends_at=budget_ends_at)
+            more = (role for role in renew if role in fleet.roles and role not in fleet.to_renew)
+            fleet = replace(fleet, rules=rules, to_renew=(*fleet.to_renew, *more))
         case Exited(role, code):
             return _exited(fleet, role, code, now)
         case StopRequested():

@@ -7,20 +7,17 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from runspec.common.errors import UserError
+from runspec.plan.changes import Change, of_class
 from runspec.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.spec.schema import RunSpec
 
 LOCK_FILE = "lock"
 EXIT_LOCKED = 5
 _LOCK_PATIENCE_S = 1.0
-# What a run in progress may change: it decides where and how long, not what is learned.
-_CHANGEABLE = ("placement", "budget", "secrets", "checkpoints.every", "checkpoints.keep")
 
 
 class RunLocked(UserError):
@@ -92,39 +89,16 @@ def find_run(run: str, runs_dir: Path) -> Path:
     )
 
 
-def refuse_other_spec(old: RunSpec, new: RunSpec, run_dir: Path) -> None:
-    """Raises UserError when a run directory is of a spec that learns something else."""
-    before, after = _flat(old), _flat(new)
-    lines = []
-    for path in sorted(before.keys() | after.keys()):
-        a, b = before.get(path, "unset"), after.get(path, "unset")
-        if a == b or any(path == free or path.startswith(f"{free}.") for free in _CHANGEABLE):
-            continue
-        if path == "steps" and new.steps > old.steps:
-            continue
-        lines.append(f"  {path}: {json.dumps(a)} there, {json.dumps(b)} now")
-    if lines:
+def refuse_another_run(changes: Sequence[Change], run_dir: Path) -> None:
+    """Raises UserError where a spec learns something else than the run of its name."""
+    refused = of_class(changes, "newrun")
+    if refused:
+        listed = "\n".join(f"  {change}" for change in refused)
         raise UserError(
-            "this run was started with another spec (only more `steps` may be asked for):\n"
-            + "\n".join(lines),
+            f"these changes need a run of another name, for they change what is learned:\n{listed}",
             place=str(run_dir),
-            remedy=f"`runspec delete {run_dir}`, or start another run with --set name=NAME",
+            remedy=f"start another run with --set name=NAME, or `runspec delete {run_dir}` first",
         )
-
-
-def _flat(spec: RunSpec) -> dict[str, Any]:
-    return dict(_leaves(spec.model_dump(mode="json", by_alias=True), ""))
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    named = isinstance(value, list) and all(isinstance(v, dict) and "name" in v for v in value)
-    if named and value:
-        value = {item["name"]: item for item in value}
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 def _lock(descriptor: int) -> bool:

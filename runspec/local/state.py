@@ -188,9 +188,7 @@ class RunState:
 
     def answer(self, request: int, state: str, text: str) -> None:
         """Says what became of a request: taken, done or refused."""
-        self._write(
-            "UPDATE request SET state = ?, answer = ? WHERE id = ?", (state, text, request)
-        )
+        self._write("UPDATE request SET state = ?, answer = ? WHERE id = ?", (state, text, request))
 
     def asked(self) -> list[RequestRow]:
         """Requests that nobody has taken yet, oldest first."""
@@ -207,7 +205,9 @@ class RunState:
     def applied(self) -> list[AppliedRow]:
         """Every change of the run, oldest first."""
         rows = self._read("SELECT serial, time, spec_digest, what FROM applied ORDER BY serial")
-        return [AppliedRow(serial, at, digest, json.loads(what)) for serial, at, digest, what in rows]
+        return [
+            AppliedRow(serial, at, digest, json.loads(what)) for serial, at, digest, what in rows
+        ]
 
     def run(self) -> RunRow | None:
         rows = self._read(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from runspec.common.errors import UserError
 from runspec.local.children import Child, birth, start_child, stop_children
 from runspec.local.fleet import (
     Action,
@@ -27,9 +28,10 @@ from runspec.local.fleet import (
     Tick,
     advance,
 )
+from runspec.local.live import CHANGE, Taken
 from runspec.local.metrics import Row
 from runspec.local.processes import RoleSpec
-from runspec.local.state import RunState
+from runspec.local.state import RequestRow, RunState
 
 POLL_S = 0.1
 SEEN_EVERY_S = 2.0
@@ -84,6 +86,7 @@ class Supervisor:
         progress: asked for steps, every turn.
         watcher: shown the state of things, every turn.
         stop_requests: how many times the run was asked to stop; the second time kills.
+        take: makes what others ask for true; raises UserError where it refuses.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Supervisor:
         progress: Progress,
         watcher: Watcher,
         stop_requests: Callable[[], int],
+        take: Callable[[RequestRow], Taken],
     ) -> None:
         self._specs = {role.name: role for role in roles}
         self._logs = logs
@@ -103,7 +107,9 @@ class Supervisor:
         self._progress = progress
         self._watcher = watcher
         self._stop_requests = stop_requests
-        self._requests_handled = 0
+        self._take = take
+        self._open: dict[RequestRow, str] = {}
+        self._stops_handled = 0
         self._children: dict[str, Child] = {}
         self._seen = 0.0
         self._fleet = Fleet({role.name: RoleState() for role in roles}, rules)
@@ -120,9 +126,10 @@ class Supervisor:
                 exits = self._exits_and_signs()
                 # Looked at after the exits and handled before them: a worker ends because the last
                 # step has its rollouts, so by then the file that says so is there.
-                for event in [*self._progress.poll(), *self._requests(), *exits]:
+                for event in [*self._progress.poll(), *self._stops(), *self._asked(), *exits]:
                     self._handle(event)
                 self._handle(Tick())
+                self._answer()
                 self._report()
                 if not self._fleet.done:
                     time.sleep(POLL_S)
@@ -142,10 +149,50 @@ class Supervisor:
                 events.append(Ready(name))
         return events
 
-    def _requests(self) -> list[Event]:
-        new = self._stop_requests() - self._requests_handled
-        self._requests_handled += new
+    def _stops(self) -> list[Event]:
+        new = self._stop_requests() - self._stops_handled
+        self._stops_handled += new
         return [StopRequested()] * new
+
+    def _asked(self) -> list[Event]:
+        """Takes what others ask for; each request gets an answer, and no error ends the run."""
+        events: list[Event] = []
+        for request in self._state.asked():
+            try:
+                taken = self._take(request)
+            except UserError as error:
+                self._state.answer(request.id, "refused", str(error))
+                continue
+            self._specs |= {name: taken.roles[name] for name in self._specs & taken.roles.keys()}
+            self._open[request] = ""
+            events.append(taken.event)
+        return events
+
+    def _answer(self) -> None:
+        """Tells whoever asked what the roles are at, and what came of it."""
+        for request, said in list(self._open.items()):
+            state, text = self._outcome_of(request)
+            if text != said:
+                self._open[request] = text
+                self._state.answer(request.id, state, text)
+            if state != "taken":
+                del self._open[request]
+
+    def _outcome_of(self, request: RequestRow) -> tuple[str, str]:
+        fleet = self._fleet
+        if request.kind == CHANGE:
+            if fleet.outcome is not None:
+                return "done", "the run ends; its next start has the change"
+            if fleet.renewing is None and not fleet.to_renew:
+                return "done", "taken over"
+            waiting = [name for name in (fleet.renewing, *fleet.to_renew) if name]
+            return "taken", f"waits for {', then '.join(waiting)} to run again"
+        if fleet.outcome is not None and fleet.outcome.kind != "paused":
+            return "refused", f"the run was ending by itself ({fleet.outcome.kind})"
+        if fleet.done:
+            return "done", "every role has ended"
+        alive = [name for name, role in fleet.roles.items() if role.alive]
+        return "taken", f"waits for {', '.join(alive)} to end"
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Exited):

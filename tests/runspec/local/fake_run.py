@@ -62,7 +62,7 @@ def drive_roles(
 ) -> Outcome:
     with closing(RunState(run.directory)) as state:
         state.begin(run.spec.name, spec_digest(run.spec), run.spec.steps)
-        return drive(run, stages, roles, state, watcher, stop_requests)
+        return drive(run, stages, lambda spec: roles, state, watcher, stop_requests)
 
 
 def main(runs_dir: Path, steps: int, *extra: str) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from runspec.common.errors import UserError
-from runspec.local.run_dir import RunLocked, find_run, hold, holder, refuse_other_spec
+from runspec.local.run_dir import RunLocked, find_run, hold, holder, refuse_another_run
+from runspec.plan.changes import difference
 from tests.runspec.local.fake_run import small_spec
 
 
@@ -16,20 +17,26 @@ def test_what_differs_is_listed_with_both_values(tmp_path: Path) -> None:
     old = small_spec("small", 5, "optimizer.lr=7e-4")
     new = small_spec("small", 4, "optimizer.lr=1e-3", "samplers.volunteers.max_new_tokens=40")
     with pytest.raises(UserError) as error:
-        refuse_other_spec(old, new, tmp_path / "small")
+        refuse_another_run(difference(old, new), tmp_path / "small")
     text = str(error.value)
     assert "  optimizer.lr: 0.0007 there, 0.001 now" in text
     assert "  samplers.volunteers.max_new_tokens: 48 there, 40 now" in text
     assert "  steps: 5 there, 4 now" in text, "steps may be raised, not lowered"
-    assert "small`, or start another run" in text and "--set name=NAME" in text
+    assert "--set name=NAME, or `runspec delete" in text
 
 
 @pytest.mark.parametrize(
     "change",
-    ["steps=6", "placement.restarts=9", "placement.base_port=9000", "budget.max_hours=7"],
+    [
+        "steps=6",
+        "placement.restarts=9",
+        "placement.base_port=9000",
+        "samplers.volunteers.replicas=2",
+    ],
 )
 def test_what_decides_only_where_and_how_long_may_change(tmp_path: Path, change: str) -> None:
-    refuse_other_spec(small_spec("small", 5), small_spec("small", 5, change), tmp_path)
+    old, new = small_spec("small", 5), small_spec("small", 5, change)
+    refuse_another_run(difference(old, new), tmp_path)
 
 
 def test_a_held_run_names_its_holder_and_is_free_afterwards(tmp_path: Path) -> None:

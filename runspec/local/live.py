@@ -1,0 +1,195 @@
+"""What a live run takes over without stopping: who asks (`runspec apply`, `pause`), who answers.
+
+Whoever asks leaves a row in the run's state.db. The supervisor looks there every turn, says what it
+waits for while it is at it, and what came of it in the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runspec.common.canonical import canonical_json, parse_object
+from runspec.common.errors import UserError
+from runspec.common.files import write_atomic
+from runspec.local.fleet import Changed, Event, PauseRequested
+from runspec.local.processes import RoleSpec
+from runspec.local.run_dir import EXIT_LOCKED, holder
+from runspec.local.state import RequestRow, RunState
+from runspec.plan.changes import LIVE, Change, difference
+from runspec.plan.rolling import Readers, renewed
+from runspec.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.spec.resolved import MAX_BYTES, dump_resolved, parse_resolved, spec_digest
+from runspec.spec.role_names import validator_names, worker_names
+from runspec.spec.schema import RunSpec
+
+CHANGE, PAUSE = "change", "pause"
+TAKE_PATIENCE_S = 30.0
+ANSWER_PATIENCE_S = 900.0
+_MAX_REQUEST_BYTES = MAX_BYTES + 4096
+_POLL_S = 0.1
+
+
+class NotTaken(UserError):
+    """The supervisor refused a request, or was not there to take it."""
+
+    exit_code = EXIT_LOCKED
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a supervisor is to do about a request."""
+
+    event: Event
+    roles: Mapping[str, RoleSpec]
+    """How roles are started from now on."""
+
+
+def ask(
+    run_dir: Path,
+    kind: str,
+    payload: Mapping[str, Any],
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    patience_s: float = ANSWER_PATIENCE_S,
+) -> str:
+    """Asks the supervisor of a live run for something, and waits until that is done.
+
+    Args:
+        run_dir: the run directory.
+        kind: CHANGE with {"spec", "serial"}, or PAUSE with {}.
+        payload: JSON.
+        say: told whom the supervisor waits for, whenever that changes.
+        patience_s: how long to wait in all.
+
+    Returns:
+        What came of it.
+
+    Raises:
+        NotTaken: it was refused, or nobody took it.
+        UserError: it is not done in time; it goes on by itself.
+    """
+    started, said = time.monotonic(), ""
+    with closing(RunState(run_dir)) as state:
+        number = state.ask(kind, payload)
+        while True:
+            # Looked at before the answer: whoever ended may have answered just before.
+            held_by = holder(run_dir)
+            request = state.request(number)
+            assert request is not None, "requests are never removed"
+            if request.state == "done":
+                return request.answer
+            waited = time.monotonic() - started
+            lost = held_by is None or (request.state == "asked" and waited > TAKE_PATIENCE_S)
+            if request.state == "refused" or lost:
+                state.answer(number, "refused", request.answer or "nobody took it")
+                reason = request.answer or f"its supervisor ({held_by or 'gone'}) did not take it"
+                raise NotTaken(reason, place=str(run_dir), remedy="look at its status, then again")
+            if request.answer and request.answer != said:
+                say(said := request.answer)
+            if waited > patience_s:
+                raise UserError(
+                    f"not done after {waited:.0f} s: the supervisor {request.answer}",
+                    place=str(run_dir),
+                    remedy=f"it goes on by itself; watch it with `runspec status {run_dir}`",
+                )
+            time.sleep(_POLL_S)
+
+
+def change_request(spec: RunSpec, serial: int) -> dict[str, Any]:
+    """Payload of CHANGE: the new spec, and the serial of the state that it was compared with."""
+    return {"spec": parse_object(dump_resolved(spec), max_bytes=MAX_BYTES), "serial": serial}
+
+
+class LiveRun:
+    """The spec of a run that is up, and how it changes. The supervisor's side.
+
+    Args:
+        run_dir: holds spec.json, which is written anew before any role is told.
+        spec: as it is when the run starts.
+        state: where changes are recorded.
+        roles_of: the processes of a spec.
+        budget_ends_at: when a spec's budget is used up, on the monotonic clock; None for never.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        spec: RunSpec,
+        state: RunState,
+        roles_of: Callable[[RunSpec], Sequence[RoleSpec]],
+        budget_ends_at: Callable[[RunSpec], float | None],
+    ) -> None:
+        self.spec = spec
+        self._run_dir, self._state = run_dir, state
+        self._roles_of, self._budget_ends_at = roles_of, budget_ends_at
+
+    def take(self, request: RequestRow) -> Taken:
+        """Makes a request true on disk, and says what is left to do.
+
+        Raises:
+            UserError: it is refused; nothing has changed.
+        """
+        if request.kind == PAUSE:
+            return Taken(PauseRequested(), {})
+        if request.kind != CHANGE:
+            raise UserError(f"unknown request {request.kind!r}")
+        try:
+            payload = parse_object(request.payload.encode(), max_bytes=_MAX_REQUEST_BYTES)
+            new = parse_resolved(canonical_json(payload["spec"]), place="request")
+            serial = int(payload["serial"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"not a change of a spec: {error}") from error
+        return self._change(new, serial)
+
+    def _change(self, new: RunSpec, serial: int) -> Taken:
+        now = self._state.serial()
+        if serial != now:
+            raise UserError(f"the run has changed meanwhile: serial {now}, not {serial}")
+        changes = difference(self.spec, new)
+        stopped = [change for change in changes if change.change_class not in LIVE]
+        if new.name != self.spec.name or stopped:
+            raise UserError(
+                "a live run does not take this over:\n" + listed(stopped),
+                remedy=f"`runspec pause {self._run_dir}`, then apply again",
+            )
+        signed_before = self._signed_roles()
+        roles = self._roles_of(new)
+        write_atomic(self._run_dir / SPEC_FILE, dump_resolved(new))
+        record_applied(self._state, new, changes)
+        self.spec = new
+        renew = _names(renewed(changes), new)
+        if self._signed_roles() != signed_before:
+            # A longer budget needs signatures that last as long; these two hand them out.
+            renew = list(dict.fromkeys(["coordinator", "publisher", *renew]))
+        event = Changed(new.placement.restarts, self._budget_ends_at(new), tuple(renew))
+        return Taken(event, {role.name: role for role in roles})
+
+    def _signed_roles(self) -> bytes:
+        path = self._run_dir / "keys" / "roles.json"
+        return path.read_bytes() if path.exists() else b""
+
+
+def record_applied(state: RunState, spec: RunSpec, changes: Sequence[Change]) -> int:
+    """Raises the run's serial if its spec is another than before; returns the serial."""
+    known, digest = state.applied(), spec_digest(spec)
+    if known and known[-1].spec_digest == digest:
+        return known[-1].serial
+    return state.add_applied(digest, [str(change) for change in changes] if known else [])
+
+
+def listed(changes: Sequence[Change]) -> str:
+    return "\n".join(f"  {change}" for change in changes)
+
+
+def _names(readers: Sequence[Readers], spec: RunSpec) -> list[str]:
+    names = {
+        "coordinator": ["coordinator"],
+        "validators": validator_names(spec),
+        "samplers": list(worker_names(spec)),
+    }
+    return [name for reader in readers for name in names[reader]]

@@ -1,0 +1,120 @@
+"""What differs between two resolved specs, path by path, and what each difference does to a run.
+
+Specs hold references to secrets and never their values, so neither do changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from runspec.spec.fields import CHANGE_CLASSES, ChangeClass
+from runspec.spec.schema import RunSpec
+from runspec.spec.schema_fields import field_at
+
+Kind = Literal["add", "change", "remove"]
+LIVE: frozenset[ChangeClass] = frozenset({"hot", "rolling"})
+"""Classes of what a run takes over while it is alive."""
+_ORDER_IS_LEARNT = ("data.sources", "reward")
+"""Named lists whose order decides draws and sums."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One value that differs."""
+
+    path: str
+    """As people write it, names for the items of named lists: `samplers.volunteers.replicas`."""
+    before: Any
+    """JSON; None where there was nothing."""
+    after: Any
+    """JSON; None where there is nothing any more."""
+    kind: Kind
+    change_class: ChangeClass
+    reason: str = ""
+    """Why the class is not the field's own."""
+
+    def __str__(self) -> str:
+        before = "unset" if self.kind == "add" else json.dumps(self.before)
+        after = "unset" if self.kind == "remove" else json.dumps(self.after)
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"{self.path}: {before} there, {after} now{reason}"
+
+
+def difference(old: RunSpec | None, new: RunSpec) -> list[Change]:
+    """Every value that differs, in the order of the new spec; removed ones come last.
+
+    Args:
+        old: what the run has; None for a run that is new, of which everything is added.
+        new: what is asked for.
+    """
+    before = _flat(old) if old is not None else {}
+    after = _flat(new)
+    changes: list[Change] = []
+    for path in [*after, *(path for path in before if path not in after)]:
+        then, now = before.get(path), after.get(path)
+        if isinstance(then, tuple) or isinstance(now, tuple):
+            changes += _reordered(path, then or (), now or ())
+        elif path not in before and not _is_nothing(now):
+            changes.append(Change(path, None, now, "add", _class(path)))
+        elif path not in after and not _is_nothing(then):
+            changes.append(Change(path, then, None, "remove", _class(path)))
+        elif path in before and path in after and then != now:
+            changes.append(_changed(path, then, now))
+    return changes
+
+
+def severest(changes: Sequence[Change]) -> ChangeClass | None:
+    """The class of all of them together; None when there are none."""
+    order = list(CHANGE_CLASSES)
+    return max((change.change_class for change in changes), key=order.index, default=None)
+
+
+def of_class(changes: Sequence[Change], change_class: ChangeClass) -> list[Change]:
+    return [change for change in changes if change.change_class == change_class]
+
+
+def _changed(path: str, before: Any, after: Any) -> Change:
+    if path == "steps" and after < before:
+        return Change(path, before, after, "change", "newrun", "steps may only be raised")
+    return Change(path, before, after, "change", _class(path))
+
+
+def _class(path: str) -> ChangeClass:
+    field = field_at(path)
+    assert field is not None, f"{path} of a resolved spec is in the schema"
+    return field.change
+
+
+def _reordered(path: str, before: tuple[str, ...], after: tuple[str, ...]) -> Iterator[Change]:
+    """The order of a named list's items, of those that are in both."""
+    then = [name for name in before if name in after]
+    now = [name for name in after if name in before]
+    if then != now:
+        learnt = path in _ORDER_IS_LEARNT
+        yield Change(path, then, now, "change", "newrun" if learnt else "restart", "another order")
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether a value only says that there is nothing: nothing else than no value."""
+    return value in (None, {}, [])
+
+
+def _flat(spec: RunSpec) -> dict[str, Any]:
+    return dict(_leaves(spec.model_dump(mode="json", by_alias=True), ""))
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The leaves under a path; of a named list its items', and the tuple of names."""
+    named = isinstance(value, list) and all(isinstance(v, dict) and "name" in v for v in value)
+    if named and value:
+        names = tuple(item["name"] for item in value)
+        yield path, names
+        value = dict(zip(names, value, strict=True))
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value

@@ -1,0 +1,33 @@
+"""Which roles must be started again, one by one, for a rolling change to be true everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from runspec.plan.changes import Change, of_class
+
+Readers = Literal["coordinator", "validators", "samplers"]
+
+ORDER: tuple[Readers, ...] = ("coordinator", "validators", "samplers")
+"""The coordinator first: it serves the spec that the others read."""
+READERS: dict[str, tuple[Readers, ...]] = {
+    "verify.engine": ("coordinator", "validators"),
+    "verify.prefill_share": ("coordinator", "validators"),
+    "verify.thresholds": ("coordinator", "validators"),
+    # Samplers give up on fetching a version after as long.
+    "verify.lease_timeout": ("coordinator", "samplers"),
+}
+"""Who reads a rolling field, or a block of them, by path."""
+
+
+def renewed(changes: Sequence[Change]) -> tuple[Readers, ...]:
+    """The readers of all rolling changes, in the order of their turns."""
+    readers = {reader for change in of_class(changes, "rolling") for reader in _readers(change)}
+    return tuple(reader for reader in ORDER if reader in readers)
+
+
+def _readers(change: Change) -> tuple[Readers, ...]:
+    # A field that the table does not know is read by everyone, for all that is known.
+    known = (READERS[p] for p in READERS if f"{change.path}.".startswith(f"{p}."))
+    return next(known, ORDER)
