@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
 
-from runspec.spec.findings import Finding, Place, finding_at
+from runspec.spec.findings import Finding, Number, Place, finding_at
+from runspec.spec.misread import misread, misread_scalars
 from runspec.spec.schema import RunSpec
 from runspec.spec.schema_keys import close_match
-from runspec.spec.yaml_nodes import ListNode, MapNode, Node, ScalarNode, object_name, resolve_scalar
+from runspec.spec.values import UnitError
+from runspec.spec.yaml_nodes import ListNode, MapNode, Node, object_name
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -24,23 +27,29 @@ _EXPECTED = {
     "model_attributes_type": "a map",
     "finite_number": "a finite number",
 }
+_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def validate(root: MapNode, findings: list[Finding]) -> RunSpec | None:
     """The spec that the tree makes, or None with a finding for everything that is in the way."""
+    spec = None
     try:
-        return RunSpec.model_validate(to_python(root))
+        spec = RunSpec.model_validate(to_python(root))
     except ValidationError as error:
-        # One value can fail every branch of a union, or hold a variable that is not set: one
-        # finding is enough.
-        seen = {(f.path, f.file, f.line, f.column) for f in findings}
-        for item in error.errors(include_url=False):
-            finding = _finding(root, item)
-            key = (finding.path, finding.file, finding.line, finding.column)
-            if key not in seen:
-                seen.add(key)
-                findings.append(finding)
-        return None
+        _extend(findings, (_finding(root, item) for item in error.errors(include_url=False)))
+    _extend(findings, misread_scalars(root))
+    return spec
+
+
+def _extend(findings: list[Finding], more: Iterable[Finding]) -> None:
+    # One value can fail every branch of a union, or hold a variable that is not set: one finding
+    # is enough.
+    seen = {(f.path, f.file, f.line, f.column) for f in findings}
+    for finding in more:
+        key = (finding.path, finding.file, finding.line, finding.column)
+        if key not in seen:
+            seen.add(key)
+            findings.append(finding)
 
 
 def to_python(node: Node) -> Any:
@@ -89,22 +98,46 @@ def _finding(root: MapNode, error: Any) -> Finding:
         what = "a value" if isinstance(node, ListNode) else "a required key"
         message = f"{what} is missing" + (", deleted by this null" if deleted else "")
         path = f"{path}.{key}" if path else key
-        return finding_at(deleted or place, "missing-key", message, path=path)
+        return finding_at(deleted or place, "missing-key", message, path=path, blocking=True)
     got = _shown(node)
     if not found:
-        return finding_at(place, "wrong-type", f"a single value was expected, got {got}", path=path)
+        message = f"a single value was expected, got {got}"
+        return finding_at(place, "wrong-type", message, path=path, blocking=True)
     if kind in _EXPECTED:
-        message = f"{_EXPECTED[kind]} was expected, got {got}"
-        return finding_at(place, "wrong-type", message, path=path, suggestion=_unquote(node, kind))
+        return misread(node, kind, path) or finding_at(
+            place,
+            "wrong-type",
+            f"{_EXPECTED[kind]} was expected, got {got}",
+            path=path,
+            blocking=True,
+        )
+    context = error.get("ctx", {})
     if kind == "literal_error":
-        expected = error["ctx"]["expected"]
-        match = close_match(str(to_python(node)), re.findall(r"'([^']*)'", expected))
+        match = close_match(str(to_python(node)), re.findall(r"'([^']*)'", context["expected"]))
         hint = f"did you mean {match}?" if match else ""
-        message = f"{expected} was expected, got {got}"
-        return finding_at(place, "bad-value", message, path=path, suggestion=hint)
+        message = f"{context['expected']} was expected, got {got}"
+        return finding_at(place, "bad-value", message, path=path, suggestion=hint, blocking=True)
     message = error["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    return finding_at(place, "bad-value", f"{message}, got {got}", path=path)
+    code = "unit" if isinstance(context.get("error"), UnitError) else "bad-value"
+    numbers, requires = _bound(path.rpartition(".")[2], to_python(node), context)
+    return finding_at(
+        place,
+        code,
+        f"{message}, got {got}",
+        path=path,
+        numbers=numbers,
+        requires=requires,
+        blocking=True,
+    )
+
+
+def _bound(name: str, value: Any, context: dict[str, Any]) -> tuple[dict[str, Number], str]:
+    """What was measured, and the bound that it is beyond; nothing where it is no bound."""
+    for kind, sign in _BOUNDS.items():
+        if kind in context and isinstance(value, int | float):
+            return {name: value}, f"{name} {sign} {context[kind]:g}"
+    return {}, ""
 
 
 def _shown(node: Node) -> str:
@@ -118,15 +151,3 @@ def _shown(node: Node) -> str:
         return str(node.value).lower()
     text = repr(node.value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _unquote(node: Node, kind: str) -> str:
-    """The hint for a number or bool that was written as text."""
-    if not isinstance(node, ScalarNode) or node.plain or not isinstance(node.value, str):
-        return ""
-    try:
-        value = resolve_scalar(node.value)
-    except ValueError:
-        return ""
-    fits = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}.get(kind, ())
-    return "leave the quotes out" if type(value) in fits else ""

@@ -25,7 +25,7 @@ algorithm: {prompts_per_step: 4, group_size: 4, updates_per_step: 2}
 optimizer: {lr: 1e-3}
 reward:
   - {name: spelling, kind: reasoning_gym}
-  - {name: length, kind: target_length, form: exact, alpha: 0.1, targets: [8, 16]}
+  - {name: length, kind: target_length, form: exact, alpha: 0.01, targets: [8, 16]}
 learner:
   hardware: {kind: cpu, count: 2}
   mesh: {fsdp: 2}

@@ -53,7 +53,7 @@ def test_every_finding_is_reported_in_one_pass_at_its_exact_place(tmp_path: Path
             "spec.yaml:12:17: error missing-key: optimizer.lr: "
             "a required key is missing, deleted by this null",
             "spec.yaml:12:30: error missing-key: optimizer.betas.1: a value is missing",
-            "spec.yaml:13:25: error bad-value: verify.lease_timeout: a duration with a unit was "
+            "spec.yaml:13:25: error unit: verify.lease_timeout: a duration with a unit was "
             "expected, like 500ms, 60s, 90m, 1.5h or 2d, got 60",
             "spec.yaml:14:12: error unknown-name: samplers: "
             "no 'pol' to delete (did you mean pool?)",

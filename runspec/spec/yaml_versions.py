@@ -1,0 +1,69 @@
+"""Plain scalars that YAML 1.1 reads otherwise than YAML 1.2, where a person may have meant so.
+
+A spec is read by YAML 1.2's core schema, most other tools read 1.1 (https://yaml.org/type/), and
+people remember what their tool did: `on` is text here, `010` is ten and `12:30` no time. Numbers
+such as `1e-6`, which 1.1 takes for text, are left out: nobody means text by them.
+"""
+
+from __future__ import annotations
+
+import re
+
+_BOOL = re.compile(r"[yYnN]|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
+_TRUE = ("y", "yes", "on")
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+_BINARY = re.compile(r"[-+]?0b[01_]+")
+_SEPARATED = re.compile(r"[-+]?(0x[0-9a-fA-F]+|[1-9][0-9]*|[0-9]+\.[0-9]*)(_[0-9a-fA-F]*)+")
+_SEXAGESIMAL = re.compile(r"([-+]?)([0-9]+(?::[0-5]?[0-9])+(?:\.[0-9]*)?)")
+_DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt ].{1,40})?")
+_ANY = re.compile(r"[yYnNoO].{0,2}|[-+]?[0-9].*")
+MAX_CHARACTERS = 64
+
+Reading = bool | int | float | str
+
+
+def other_reading(text: str) -> Reading | None:
+    """What YAML 1.1 makes of a plain scalar, in words where it is a date or text.
+
+    None where it reads the same, or where nobody means what it reads.
+    """
+    if len(text) > MAX_CHARACTERS or not _ANY.fullmatch(text):
+        return None
+    if _BOOL.fullmatch(text):
+        return text.lower() in _TRUE
+    bare = text.replace("_", "")
+    if _LEADING_ZERO.fullmatch(text):
+        return _leading_zero(text, bare)
+    if _BINARY.fullmatch(text):
+        return int(bare, 2)
+    if _SEPARATED.fullmatch(text):
+        return _separated(bare)
+    if match := _SEXAGESIMAL.fullmatch(text):
+        return _sexagesimal(match[1], match[2])
+    return "a date" if _DATE.fullmatch(text) else None
+
+
+def _leading_zero(text: str, bare: str) -> Reading | None:
+    if not _OCTAL.fullmatch(text):
+        return f"the text '{text}'"
+    value = int(bare, 8)
+    return None if "_" not in text and value == int(bare) else value
+
+
+def _separated(bare: str) -> Reading | None:
+    try:
+        return int(bare, 0)
+    except ValueError:
+        pass
+    try:
+        return float(bare)
+    except ValueError:
+        return None
+
+
+def _sexagesimal(sign: str, digits: str) -> Reading:
+    value: int | float = 0
+    for part in digits.split(":"):
+        value = value * 60 + (float(part) if "." in part else int(part))
+    return -value if sign == "-" else value
