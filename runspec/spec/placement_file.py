@@ -156,7 +156,7 @@ class _Scope:
 
     def _refuse(self, place: Place, field: SchemaField, path: str) -> None:
         message = "a placement says where and with what; this is the recipe's to say"
-        hint = f"say it in the spec; `runspec explain {field.path}`"
+        hint = f"say it in the spec; `runspec explain {path}`"
         self._findings.append(finding_at(place, SCOPE, message, path=path, suggestion=hint))
 
 

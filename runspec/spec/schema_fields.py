@@ -28,7 +28,7 @@ class SchemaField:
     unit: str
     """What a number counts; empty where nothing is said."""
     change: ChangeClass
-    """What changing it does to a run; of a block, what changing all of it would."""
+    """What changing it does to a run; of a block, what adding or removing all of it does."""
     site: bool
     """Whether a placement file may set it."""
 
@@ -84,14 +84,15 @@ def _fields(block: type[Block], prefix: str, *, site: bool) -> Iterator[SchemaFi
     for attribute, info in block.model_fields.items():
         path = f"{prefix}{info.alias or attribute}"
         marks = [*_marks(info.annotation), *info.metadata]
-        change = next((m.kind for m in reversed(marks) if isinstance(m, Change)), block.CHANGE)
+        inner = block_in(info.annotation) or named_item(info.annotation)
+        own = (inner or block).CHANGE
+        change = next((m.kind for m in reversed(marks) if isinstance(m, Change)), own)
         own_site = site or any(isinstance(m, Site) for m in marks)
         unit = next((m.name for m in reversed(marks) if isinstance(m, Unit)), "")
         yield SchemaField(path, block, attribute, info.annotation, unit, change, own_site)
-        if inner := block_in(info.annotation):
-            yield from _fields(inner, f"{path}.", site=own_site)
-        elif item := named_item(info.annotation):
-            yield from _fields(item, f"{path}.<name>.", site=own_site)
+        if inner is not None:
+            below = f"{path}." if block_in(info.annotation) else f"{path}.<name>."
+            yield from _fields(inner, below, site=own_site)
 
 
 def _marks(annotation: Any) -> list[Any]:

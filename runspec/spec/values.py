@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer
@@ -13,13 +14,18 @@ _TIMES = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"B": 1, "kB": 10**3, "KiB": 2**10, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
 _SIZES |= {"TB": 10**12, "TiB": 2**40}
 _RATES = {"kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9, "kB/s": 8e3, "MB/s": 8e6, "GB/s": 8e9}
-_QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z/]{1,6})")
+_NUMBER = r"[0-9]{1,24}(?:\.[0-9]{1,40})?"
+_QUANTITY = re.compile(rf"({_NUMBER}) ?([A-Za-z/]{{1,6}})")
+
+
+class UnitError(ValueError):
+    """An amount without a unit, or with one that it cannot have."""
 
 
 def _quantity(value: Any, units: dict[str, Any], kind: str, examples: str) -> float:
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2] not in units:
-        raise ValueError(f"a {kind} with a unit was expected, like {examples}")
+        raise UnitError(f"a {kind} with a unit was expected, like {examples}")
     amount = float(match[1]) * units[match[2]]
     if amount == 0.0:
         raise ValueError(f"a {kind} above zero was expected")
@@ -30,8 +36,13 @@ def _shortest(amount: float, units: dict[str, Any], last: str) -> str:
     """The largest unit of which `amount` is a whole number; else all digits in `last`."""
     for unit, size in sorted(units.items(), key=lambda item: -item[1]):
         if amount >= size and amount % size == 0:
-            return f"{amount / size:g}{unit}"
-    return f"{amount / units[last]!r}{last}"
+            return f"{amount / size:.0f}{unit}"
+    return f"{Decimal(repr(amount / units[last])):f}{last}"  # never as 1e-7
+
+
+def _pattern(units: dict[str, Any]) -> str:
+    """What a quantity looks like, as editors check it."""
+    return f"^{_NUMBER} ?({'|'.join(units)})$"
 
 
 def parse_duration(value: Any) -> float:
@@ -76,21 +87,25 @@ def format_rate(bits_s: float) -> str:
     return _shortest(bits_s, _RATES, "kbit/s")
 
 
+def _text(units: dict[str, Any]) -> Any:
+    return Annotated[str, Field(pattern=_pattern(units))]
+
+
 Duration = Annotated[
     float,
-    BeforeValidator(parse_duration, json_schema_input_type=str),
+    BeforeValidator(parse_duration, json_schema_input_type=_text(_TIMES)),
     PlainSerializer(format_duration, return_type=str),
     Unit("seconds, written with a unit"),
 ]
 Size = Annotated[
     float,
-    BeforeValidator(parse_size, json_schema_input_type=str),
+    BeforeValidator(parse_size, json_schema_input_type=_text(_SIZES)),
     PlainSerializer(format_size, return_type=str),
     Unit("bytes, written with a unit"),
 ]
 Rate = Annotated[
     float,
-    BeforeValidator(parse_rate, json_schema_input_type=str),
+    BeforeValidator(parse_rate, json_schema_input_type=_text(_RATES)),
     PlainSerializer(format_rate, return_type=str),
     Unit("bits a second, written with a unit"),
 ]
