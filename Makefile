@@ -9,7 +9,7 @@ CPU_TORCH := torch==2.13.0+cpu
 SPEC ?= specs/target_short.yaml
 PROFILE ?= laptop
 
-.PHONY: help install aot quickstart lint test test-fast test-learner bench clean
+.PHONY: help install aot quickstart lint test test-fast test-learner fuzz bench clean
 
 help:  ## what there is to call
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -58,6 +58,9 @@ test-learner: install  ## the quick tests of the learner, some minutes of compil
 
 test: lint $(AOT_STAMP)  ## everything that must hold
 	$(BIN)/pytest
+
+fuzz: install  ## a million drawn cases of each campaign, hours
+	$(BIN)/python -m tests.fuzz
 
 bench: install  ## benchmarks, each prints JSON
 	$(BIN)/python -m benchmarks

@@ -1,0 +1,19 @@
+"""Campaigns: properties over drawn inputs, 2,000 seeded cases each, a million in `make fuzz`."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+CASES = int(os.environ.get("FUZZ_CASES", "2000"))
+settings.register_profile(
+    "campaign",
+    max_examples=CASES,
+    deadline=None,
+    # In `make test` the same cases every time; `make fuzz` names a new seed for each batch.
+    derandomize="FUZZ_CASES" not in os.environ,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+settings.load_profile("campaign")
