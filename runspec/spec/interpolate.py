@@ -63,12 +63,12 @@ class _Filler:
         before = len(self._findings)
         if "${" in _VARIABLE.sub("", text):
             message = "a variable is written ${NAME} or ${NAME:?message}"
-            self._findings.append(finding_at(node.place, "variable", message, path=path))
+            self._report(node, message, path)
         filled = _VARIABLE.sub(lambda match: self._value(match, node, path), text)
         try:
             value = resolve_scalar(filled) if node.plain else filled
         except ValueError as error:
-            self._findings.append(finding_at(node.place, "variable", str(error), path=path))
+            self._report(node, str(error), path)
             value = None
         if len(self._findings) > before:
             # The text as it was, so that its type gives no second finding where text is right.
@@ -82,8 +82,13 @@ class _Filler:
         if value is None or (message is not None and not value):
             state = "not set" if value is None else "empty"
             text = f"variable {name} is {state}" + (f": {message}" if message else "")
-            self._findings.append(
-                finding_at(node.place, "variable", text, path=path, suggestion=f"export {name}=...")
-            )
+            self._report(node, text, path, f"export {name}=...")
             return ""
         return value
+
+    def _report(self, node: ScalarNode, message: str, path: str, suggestion: str = "") -> None:
+        self._findings.append(
+            finding_at(
+                node.place, "variable", message, path=path, suggestion=suggestion, blocking=True
+            )
+        )

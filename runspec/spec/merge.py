@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runspec.spec.findings import Finding, Place, finding_at
+from runspec.spec.findings import Finding, Place, finding_at, replacing
 from runspec.spec.schema import Block, RunSpec
 from runspec.spec.schema_keys import (
     block_in,
@@ -58,9 +58,7 @@ class _Merger:
         for key, entry in overlay.entries.items():
             inner = _join(path, key)
             if block and key not in known:
-                self._report(
-                    entry.key_place, "unknown-key", inner, "unknown key", suggest_key(key, block)
-                )
+                self._unknown(key, entry.key_place, overlay, block, inner)
                 continue
             below = entries[key].value if key in entries else None
             merged = self.value(below, entry.value, known.get(key), inner)
@@ -70,6 +68,18 @@ class _Merger:
             else:
                 entries[key] = Entry(entry.key_place, merged)
         return MapNode(entries, overlay.place, deleted=deleted)
+
+    def _unknown(
+        self, key: str, place: Place, overlay: MapNode, block: type[Block], path: str
+    ) -> None:
+        match, fix = close_match(key, keys_of(block)), None
+        if match is not None and match not in overlay.entries:
+            quote = place.written[:1] if place.written[:1] in ("'", '"') else ""
+            fix = replacing(place, f"{quote}{match}{quote}")
+        hint = suggest_key(key, block)
+        self._findings.append(
+            finding_at(place, "unknown-key", "unknown key", path=path, suggestion=hint, fix=fix)
+        )
 
     def _named_list(
         self, base: Node | None, overlay: Node, block: type[Block], path: str

@@ -47,7 +47,7 @@ def misread(node: Node, kind: str, path: str) -> Finding | None:
     return finding_at(
         node.place,
         "wrong-type",
-        f"{_NAMES[kind]} was expected, got {_read(node)}",
+        f"{_NAMES[kind]} was expected, got {_raw(node)}",
         path=path,
         suggestion=hint,
         fix=replacing(node.place, text),
@@ -139,7 +139,11 @@ def _quoted(text: str) -> str:
 
 
 def _read(node: ScalarNode) -> str:
-    return f"the text {node.value!r}" if isinstance(node.value, str) else _shown(node.value)
+    return f"the text {_raw(node)}" if isinstance(node.value, str) else _raw(node)
+
+
+def _raw(node: ScalarNode) -> str:
+    return repr(node.value) if isinstance(node.value, str) else _shown(node.value)
 
 
 def _shown(value: object) -> str:
