@@ -57,6 +57,28 @@ def jax_environment(inherited: Mapping[str, str], *, on_cpu: bool, devices: int)
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
 
 
+# Chips of one process on a TPU host that holds several, as libtpu wants them told (Cloud TPU's
+# "Run multiple processes on one TPU VM"); other numbers are no rectangle of a host.
+_TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+
+
+def visible_devices(kind: str, numbers: Sequence[int] | None) -> dict[str, str]:
+    """Environment of a role that sees only some accelerators of its machine.
+
+    Args:
+        kind: `hardware.kind`.
+        numbers: as the driver counts them; None: all.
+    """
+    if numbers is None:
+        return {}
+    listed = ",".join(str(number) for number in numbers)
+    if not kind.startswith("tpu"):
+        return {"CUDA_VISIBLE_DEVICES": listed}
+    bounds = _TPU_BOUNDS.get(len(numbers))
+    shape = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": bounds}
+    return {"TPU_VISIBLE_CHIPS": listed} | {k: v for k, v in shape.items() if v and bounds}
+
+
 def vllm_environment(cores: Sequence[int], *, on_cpu: bool, tensor: int) -> dict[str, str]:
     """Environment of a vLLM sampler.
 

@@ -6,13 +6,14 @@ import random
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from runspec.common.canonical import MalformedJson, canonical_json, parse_object
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded, write_atomic
+from runspec.spec.role_names import elsewhere
 from runspec.spec.schema import RunSpec
 
 FILE_NAME = "endpoints.json"
@@ -35,9 +36,11 @@ class Endpoints:
     """By the relay's name in the spec."""
     learner: str | None = None
     """Where the processes of `learner.hosts` above 1 find each other."""
+    elsewhere: dict[str, str] = field(default_factory=dict)
+    """Relays that other machines start, by name: where they can be reached."""
 
     def all(self) -> dict[str, str]:
-        """URL by role name."""
+        """URL by role name, of what listens on this machine."""
         named = {f"relay-{name}": url for name, url in self.relays.items()}
         learner = {"learner": self.learner} if self.learner else {}
         return {"coordinator": self.coordinator, "origin": self.origin} | named | learner
@@ -69,7 +72,7 @@ def plan_endpoints(
     """Chooses a port for each server.
 
     Args:
-        spec: `placement.base_port` fixes consecutive ports; a relay's `url` fixes its own.
+        spec: `placement.base_port` fixes consecutive ports; the `url` of origin or relay its own.
         previous: the run's endpoints so far, kept where they are free.
         is_free: whether a server could listen there.
         rng: draws the ports that nothing fixes.
@@ -77,7 +80,7 @@ def plan_endpoints(
     Raises:
         UserError: a fixed port is taken, or no free one was found.
     """
-    host = spec.placement.host
+    host, away = spec.placement.host, elsewhere(spec)
     taken: set[int] = set()
 
     kept = previous.all() if previous else {}
@@ -100,10 +103,16 @@ def plan_endpoints(
 
     return Endpoints(
         coordinator=place("coordinator", 0),
-        origin=place("origin", 1),
+        origin=place("origin", 1, spec.broadcast.origin.url),
         relays={
             relay.name: place(f"relay-{relay.name}", 2 + i, relay.url)
             for i, relay in enumerate(spec.broadcast.relays)
+            if f"relay-{relay.name}" not in away
+        },
+        elsewhere={
+            relay.name: relay.url.rstrip("/")
+            for relay in spec.broadcast.relays
+            if f"relay-{relay.name}" in away and relay.url is not None
         },
         learner=(
             place("learner", 2 + len(spec.broadcast.relays)) if spec.learner.hosts > 1 else None

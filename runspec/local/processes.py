@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from runspec.common.errors import UserError
-from runspec.local.cores import assign_cores, jax_environment, thread_limits, vllm_environment
+from runspec.local.cores import (
+    assign_cores,
+    jax_environment,
+    thread_limits,
+    visible_devices,
+    vllm_environment,
+)
 from runspec.local.endpoints import Endpoints, address
 from runspec.local.identity import Identity
-from runspec.spec.role_names import learner_names, validator_names, worker_names
+from runspec.spec.role_names import elsewhere, learner_names, validator_names, worker_names
 from runspec.spec.schema import Mesh, RunSpec
 
 HEARTBEAT_S = 10
@@ -40,15 +46,16 @@ class RoleSpec:
 def warm_start_role(spec: RunSpec, run_dir: Path, *, cache: Path, machine: Machine) -> RoleSpec:
     """The stage before the run: makes version 0, or finds it in the cache."""
     command = ("learner_jax", "warm-start", str(run_dir), "--cache", str(cache))
-    return RoleSpec(
-        "warm-start", machine.module(*command), _learner_env(spec, machine, ()), ends_run=True
-    )
+    env = _learner_env(spec, machine, (), "learner")
+    return RoleSpec("warm-start", machine.module(*command), env, ends_run=True)
 
 
 def role_specs(
     spec: RunSpec, run_dir: Path, *, endpoints: Endpoints, identity: Identity, machine: Machine
 ) -> list[RoleSpec]:
-    """All roles of a run; each tolerates that the others are not up yet, so order is for reading.
+    """The roles that this machine starts: all but those that `placement.roles` leaves to others.
+
+    Each tolerates that the others are not up yet, so order is for reading.
 
     Args:
         spec: the resolved spec.
@@ -60,97 +67,12 @@ def role_specs(
     Raises:
         UserError: two roles would have one name.
     """
-    root = ("--public-key", identity.root_public_key)
-    workers = worker_names(spec)
-    learners = learner_names(spec)
-    cores = assign_cores([*learners, *workers], machine.cores)
-    pools = {pool.name: pool for pool in spec.samplers}
-    at = endpoints.all()
-
-    def serve(name: str, *command: str) -> RoleSpec:
-        host, port = address(at[name])
-        listen = ("--listen", f"{host}:{port}")
-        return RoleSpec(
-            name, machine.module(*command, *listen), thread_limits(()), listen=(host, port)
-        )
-
-    def work(name: str, weights: Sequence[str]) -> tuple[str, ...]:
-        options = [
-            *("--run", spec.name, "--coordinator", endpoints.coordinator),
-            *(option for url in weights for option in ("--weights", url)),
-            *root,
-            *("--key", str(identity.key(name)), "--dir", str(run_dir / "work" / name)),
-        ]
-        return tuple(options)
-
-    roles = [serve("origin", "broadcast", "origin", str(run_dir / "store" / "origin"))]
-    for relay in spec.broadcast.relays:
-        upstream = [at.get(f"relay-{name}", endpoints.origin) for name in relay.upstream]
-        roles.append(
-            serve(
-                f"relay-{relay.name}",
-                *("broadcast", "relay", "--run", spec.name),
-                *(option for url in upstream for option in ("--upstream", url)),
-                *("--keep-versions", str(spec.broadcast.keep_versions)),
-                *("--store", str(run_dir / "store" / f"relay-{relay.name}"), *root),
-            )
-        )
-    roles += [
-        serve(
-            "coordinator",
-            *("verify", "coordinator", str(run_dir), "--weights", endpoints.origin, *root),
-        ),
-        RoleSpec(
-            "publisher",
-            machine.module("learner_jax", "publish", str(run_dir)),
-            # It exports from disk and needs no device; two JAX processes on one would fight.
-            thread_limits(()) | jax_environment(machine.env, on_cpu=True, devices=1),
-        ),
-    ]
-    for i, name in enumerate(learners):
-        mine = cores.get(name, ())
-        roles.append(
-            RoleSpec(
-                name,
-                machine.module("learner_jax", "train", str(run_dir), *_joining(endpoints, i)),
-                _learner_env(spec, machine, mine, hosts=spec.learner.hosts),
-                cores=mine,
-                ends_run=i == 0,
-                ends_when_sampled=i > 0,
-            )
-        )
-    for i, name in enumerate(validator_names(spec)):
-        roles.append(
-            RoleSpec(
-                name,
-                machine.module("verify", "validator", *work(name, _weights(endpoints, i))),
-                thread_limits(()) | jax_environment(machine.env, on_cpu=_cpu(spec), devices=1),
-                ends_when_sampled=True,
-            )
-        )
-    for i, (name, pool_name) in enumerate(workers.items()):
-        pool = pools[pool_name]
-        mine = cores.get(name, ())
-        command = ("sampler", "work", *work(name, _weights(endpoints, i)), "--pool", pool_name)
-        engine = vllm_environment(
-            mine, on_cpu=pool.hardware.kind == "cpu", tensor=pool.parallel.tensor
-        )
-        roles.append(
-            RoleSpec(
-                name,
-                machine.module(*command),
-                thread_limits(mine) | engine,
-                cores=mine,
-                ends_when_sampled=True,
-            )
-        )
+    make = _Roles(spec, run_dir, endpoints, identity, machine)
+    roles = [make.origin(), *make.relays(), make.coordinator(), make.publisher()]
+    roles += [*make.learners(), *make.validators(), *make.workers()]
     _refuse_equal_names(roles)
-    secrets = {
-        secret.name: machine.env[secret.source.env]
-        for secret in spec.secrets
-        if secret.source.env in machine.env
-    }
-    return [replace(role, env={**role.env, **secrets}) for role in roles]
+    away, secrets = elsewhere(spec), _secrets(spec, machine)
+    return [replace(role, env={**role.env, **secrets}) for role in roles if role.name not in away]
 
 
 @dataclass(frozen=True)
@@ -167,6 +89,134 @@ class Machine:
         return (self.python, "-m", *arguments)
 
 
+class _Roles:
+    """Makes the roles of one run; the arguments are those of `role_specs`."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        run_dir: Path,
+        endpoints: Endpoints,
+        identity: Identity,
+        machine: Machine,
+    ) -> None:
+        self._spec, self._run_dir, self._machine = spec, run_dir, machine
+        self._endpoints, self._identity = endpoints, identity
+        self._listening = endpoints.all()
+        self._relays = endpoints.relays | endpoints.elsewhere
+        self._root = ("--public-key", identity.root_public_key)
+        away = elsewhere(spec)
+        busy = [name for name in (*learner_names(spec), *worker_names(spec)) if name not in away]
+        self._cores = assign_cores(busy, machine.cores)
+
+    def origin(self) -> RoleSpec:
+        store = self._run_dir / "store" / "origin"
+        return self._server("origin", "broadcast", "origin", str(store))
+
+    def relays(self) -> Iterator[RoleSpec]:
+        for relay in self._spec.broadcast.relays:
+            name = f"relay-{relay.name}"
+            if name in self._listening:
+                upstream = [self._relays.get(up, self._endpoints.origin) for up in relay.upstream]
+                yield self._server(
+                    name,
+                    *("broadcast", "relay", "--run", self._spec.name),
+                    *(option for url in upstream for option in ("--upstream", url)),
+                    *("--keep-versions", str(self._spec.broadcast.keep_versions)),
+                    *("--store", str(self._run_dir / "store" / name), *self._root),
+                )
+
+    def coordinator(self) -> RoleSpec:
+        weights = ("--weights", self._endpoints.origin)
+        command = ("verify", "coordinator", str(self._run_dir), *weights, *self._root)
+        return self._server("coordinator", *command)
+
+    def publisher(self) -> RoleSpec:
+        return RoleSpec(
+            "publisher",
+            self._machine.module("learner_jax", "publish", str(self._run_dir)),
+            # It exports from disk and needs no device; two JAX processes on one would fight.
+            thread_limits(()) | jax_environment(self._machine.env, on_cpu=True, devices=1),
+        )
+
+    def learners(self) -> Iterator[RoleSpec]:
+        for i, name in enumerate(learner_names(self._spec)):
+            mine = self._cores.get(name, ())
+            joining = _joining(self._endpoints, i)
+            yield RoleSpec(
+                name,
+                self._machine.module("learner_jax", "train", str(self._run_dir), *joining),
+                _learner_env(self._spec, self._machine, mine, name, hosts=self._spec.learner.hosts),
+                cores=mine,
+                ends_run=i == 0,
+                ends_when_sampled=i > 0,
+            )
+
+    def validators(self) -> Iterator[RoleSpec]:
+        kind = (self._spec.verify.hardware or self._spec.learner.hardware).kind
+        env = jax_environment(self._machine.env, on_cpu=kind == "cpu", devices=1)
+        for i, name in enumerate(validator_names(self._spec)):
+            yield RoleSpec(
+                name,
+                self._machine.module("verify", "validator", *self._work(name, self._weights(i))),
+                thread_limits(()) | env | self._devices(name, kind),
+                ends_when_sampled=True,
+            )
+
+    def workers(self) -> Iterator[RoleSpec]:
+        pools = {pool.name: pool for pool in self._spec.samplers}
+        for i, (name, pool_name) in enumerate(worker_names(self._spec).items()):
+            pool, mine = pools[pool_name], self._cores.get(name, ())
+            weights = self._weights(i, pool.relays)
+            kind, tensor = pool.hardware.kind, pool.parallel.tensor
+            engine = vllm_environment(mine, on_cpu=kind == "cpu", tensor=tensor)
+            yield RoleSpec(
+                name,
+                self._machine.module(
+                    *("sampler", "work", *self._work(name, weights), "--pool", pool_name)
+                ),
+                thread_limits(mine) | engine | self._devices(name, kind),
+                cores=mine,
+                ends_when_sampled=True,
+            )
+
+    def _server(self, name: str, *command: str) -> RoleSpec:
+        host, port = address(self._listening[name])
+        module = self._machine.module(*command, "--listen", f"{host}:{port}")
+        return RoleSpec(name, module, thread_limits(()), listen=(host, port))
+
+    def _work(self, name: str, weights: Sequence[str]) -> tuple[str, ...]:
+        """What validators and samplers are told alike."""
+        return (
+            *("--run", self._spec.name, "--coordinator", self._endpoints.coordinator),
+            *(option for url in weights for option in ("--weights", url)),
+            *self._root,
+            *("--key", str(self._identity.key(name))),
+            *("--dir", str(self._run_dir / "work" / name)),
+        )
+
+    def _weights(self, index: int, named: Sequence[str] | None = None) -> list[str]:
+        """The relays that a pool names, best first; else all, another one first for each worker.
+        The origin comes last, for when none answers."""
+        if named is None:
+            known = list(self._relays)
+            turn = index % len(known) if known else 0
+            named = [*known[turn:], *known[:turn]]
+        urls = [self._relays[name] for name in named if name in self._relays]
+        return [*urls, self._endpoints.origin]
+
+    def _devices(self, name: str, kind: str) -> dict[str, str]:
+        return visible_devices(kind, self._spec.placement.devices.get(name))
+
+
+def _secrets(spec: RunSpec, machine: Machine) -> dict[str, str]:
+    return {
+        secret.name: machine.env[secret.source.env]
+        for secret in spec.secrets
+        if secret.source.env in machine.env
+    }
+
+
 def mesh_devices(mesh: Mesh) -> int:
     return mesh.data * mesh.fsdp * mesh.context * mesh.tensor
 
@@ -181,21 +231,15 @@ def _joining(endpoints: Endpoints, process: int) -> tuple[str, ...]:
 
 
 def _learner_env(
-    spec: RunSpec, machine: Machine, cores: tuple[int, ...], *, hosts: int = 1
+    spec: RunSpec, machine: Machine, cores: tuple[int, ...], name: str, *, hosts: int = 1
 ) -> dict[str, str]:
-    devices = mesh_devices(spec.learner.mesh) // hosts
-    return thread_limits(cores) | jax_environment(machine.env, on_cpu=_cpu(spec), devices=devices)
-
-
-def _cpu(spec: RunSpec) -> bool:
-    return spec.learner.hardware.kind == "cpu"
-
-
-def _weights(endpoints: Endpoints, index: int) -> list[str]:
-    """A relay first, another one for each worker, and the origin for when none answers."""
-    relays = list(endpoints.relays.values())
-    turn = index % len(relays) if relays else 0
-    return [*relays[turn:], *relays[:turn], endpoints.origin]
+    """Environment of the learner's process `name`, one of `hosts`."""
+    kind, devices = spec.learner.hardware.kind, mesh_devices(spec.learner.mesh) // hosts
+    return (
+        thread_limits(cores)
+        | jax_environment(machine.env, on_cpu=kind == "cpu", devices=devices)
+        | visible_devices(kind, spec.placement.devices.get(name))
+    )
 
 
 def _refuse_equal_names(roles: Sequence[RoleSpec]) -> None:

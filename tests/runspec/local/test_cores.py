@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from runspec.local.cores import assign_cores, jax_environment, thread_limits, vllm_environment
+from runspec.local.cores import (
+    assign_cores,
+    jax_environment,
+    thread_limits,
+    visible_devices,
+    vllm_environment,
+)
 
 
 def test_one_core_is_shared_by_all() -> None:
@@ -53,3 +59,16 @@ def test_vllm_on_a_cpu_is_bound_to_its_cores() -> None:
     assert vllm_environment((), on_cpu=True, tensor=1)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert vllm_environment((1, 2), on_cpu=True, tensor=2)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in vllm_environment((), on_cpu=False, tensor=4)
+
+
+def test_devices_are_named_in_the_words_of_their_driver() -> None:
+    assert visible_devices("h100-80g", None) == {}
+    assert visible_devices("h100-80g", []) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert visible_devices("rtx-4090", [2, 0]) == {"CUDA_VISIBLE_DEVICES": "2,0"}
+    # three chips are no rectangle: libtpu has to say so itself
+    assert visible_devices("tpu-v5e", [0, 1, 2]) == {"TPU_VISIBLE_CHIPS": "0,1,2"}
+    assert visible_devices("tpu-v5e", [0, 1, 2, 3]) == {
+        "TPU_VISIBLE_CHIPS": "0,1,2,3",
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1",
+    }

@@ -62,6 +62,29 @@ def test_a_base_port_gives_consecutive_ports() -> None:
     )
 
 
+def test_the_origin_listens_where_the_spec_says() -> None:
+    at = plan("broadcast.origin.url=http://127.0.0.1:9100", is_free=lambda host, port: True)
+    assert at.origin == "http://127.0.0.1:9100"
+    with pytest.raises(UserError, match="port 9100 is taken"):
+        plan(
+            "broadcast.origin.url=http://127.0.0.1:9100",
+            is_free=lambda host, port: port != 9100,
+        )
+
+
+def test_a_relay_of_another_machine_is_known_by_its_url_and_no_port_is_taken(
+    tmp_path: Path,
+) -> None:
+    # given a relay that placement leaves to others, behind HTTPS
+    relays = "broadcast.relays={local: {url: https://relay.example.org/}}"
+    endpoints = plan(relays, "placement.roles=[validators, volunteers]")
+    # then it is no endpoint of this machine, and the file keeps it
+    assert endpoints.elsewhere == {"local": "https://relay.example.org"}
+    assert set(endpoints.all()) == {"coordinator", "origin"}
+    save_endpoints(tmp_path, endpoints)
+    assert load_endpoints(tmp_path) == endpoints
+
+
 def test_an_ipv6_host_is_put_in_brackets() -> None:
     endpoints = plan("placement.host='::1'", is_free=lambda host, port: host == "::1")
     assert endpoints.origin.startswith("http://[::1]:")

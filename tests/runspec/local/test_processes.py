@@ -118,3 +118,77 @@ def test_two_roles_of_one_name_are_refused() -> None:
     at = {"x-0": "http://127.0.0.1:1"}
     with pytest.raises(UserError, match="2 roles would be called relay-x-0"):
         roles_of(spec, Endpoints("http://127.0.0.1:8000", "http://127.0.0.1:8001", at))
+
+
+THREE_RELAYS = "broadcast.relays={a: {}, b: {}, c: {url: https://c.example.org}, local: null}"
+
+
+def three_relays(*overrides: str) -> tuple[RunSpec, Endpoints]:
+    """A run with relays a and b at ports 1 and 2 of this machine, and what `overrides` say."""
+    spec = small_spec("small", 5, THREE_RELAYS, *overrides)
+    here = {"a": "http://127.0.0.1:1", "b": "http://127.0.0.1:2"}
+    away = {"c": "https://c.example.org"}
+    return spec, replace(ENDPOINTS, relays=here, elsewhere=away)
+
+
+def test_a_pool_fetches_from_the_relays_that_it_names_and_last_from_the_origin() -> None:
+    # given a pool of two that names two relays, one of them another machine's
+    roles = "placement.roles=[validators, relay-a, relay-b, volunteers]"
+    spec, at = three_relays("samplers.volunteers={relays: [c, a], replicas: 2}", roles)
+    found = roles_of(spec, at)
+    # then all its workers have them in that order, and the relay elsewhere is not started here
+    named = "--weights https://c.example.org --weights http://127.0.0.1:1 --weights http://127.0"
+    assert named in line(found["volunteers-0"]) and named in line(found["volunteers-1"])
+    assert "relay-a" in found and "relay-c" not in found
+    # and whoever names none takes its turn at all of them
+    assert "--weights http://127.0.0.1:1 --weights http://127.0.0.1:2 --weights https://c" in line(
+        found["validator-0"]
+    )
+
+
+def test_a_machine_starts_the_trunk_and_the_roles_that_placement_names() -> None:
+    trunk = {"origin", "coordinator", "publisher", "learner"}
+    assert set(roles_of(small_spec("small", 5, "placement.roles=[]"))) == trunk
+    validators = small_spec("small", 5, "placement.roles=[validators]", "verify.validators=2")
+    assert set(roles_of(validators)) == trunk | {"validator-0", "validator-1"}
+    pool = small_spec("small", 5, "placement.roles=[volunteers]")
+    assert set(roles_of(pool)) == trunk | {"volunteers-0"}
+    # and the learner need not leave a core to a sampler that is elsewhere
+    assert roles_of(small_spec("small", 5, "placement.roles=[]"))["learner"].cores == (0,)
+
+
+def test_a_role_sees_the_devices_that_placement_gives_it() -> None:
+    # given two roles with devices of their own, on GPUs and on a TPU
+    gpus = small_spec("small", 5, "placement.devices={learner: [0, 1], volunteers-0: [3]}")
+    gpu = roles_of(gpus)
+    tpu = roles_of(
+        gpus.model_copy(
+            update={
+                "learner": gpus.learner.model_copy(
+                    update={
+                        "hardware": gpus.learner.hardware.model_copy(update={"kind": "tpu-v5p"})
+                    }
+                )
+            }
+        )
+    )
+    # then each sees its own
+    assert gpu["learner"].env["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert gpu["volunteers-0"].env["CUDA_VISIBLE_DEVICES"] == "3"
+    assert tpu["learner"].env["TPU_VISIBLE_CHIPS"] == "0,1"
+    assert tpu["learner"].env["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,2,1"
+    assert "CUDA_VISIBLE_DEVICES" not in tpu["learner"].env
+    # and the others all
+    assert "CUDA_VISIBLE_DEVICES" not in gpu["validator-0"].env
+
+
+def test_validators_have_hardware_of_their_own_where_the_spec_names_it() -> None:
+    roles = roles_of(small_spec("small", 5, "verify.hardware={kind: l4}"))
+    assert "JAX_PLATFORMS" not in roles["validator-0"].env
+    assert roles["learner"].env["JAX_PLATFORMS"] == "cpu"
+
+
+def test_without_validators_there_are_none() -> None:
+    spec = small_spec()
+    spec = spec.model_copy(update={"verify": spec.verify.model_copy(update={"validators": 0})})
+    assert not any(name.startswith("validator") for name in roles_of(spec))
