@@ -19,8 +19,13 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}-{path.name}")
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Writes a file under a temporary name, syncs it and renames it into place.
+
+    Args:
+        path: what the file becomes.
+        data: its bytes.
+        mode: permissions, of which the umask takes its part.
 
     Raises:
         UserError: it cannot be written; what was there before is still there.
@@ -28,7 +33,8 @@ def write_atomic(path: Path, data: bytes) -> None:
     temporary = temporary_name(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

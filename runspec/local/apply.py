@@ -26,6 +26,7 @@ from runspec.local.fleet import Outcome, Rules
 from runspec.local.identity import make_identity
 from runspec.local.live import LiveRun, record_applied
 from runspec.local.machine import find_model, this_machine
+from runspec.local.planning import refuse_stale
 from runspec.local.preflight import Missing, look, missing
 from runspec.local.processes import Machine, RoleSpec, role_specs, warm_start_role
 from runspec.local.progress import RunProgress, StageProgress
@@ -33,6 +34,7 @@ from runspec.local.run_dir import hold, refuse_another_run
 from runspec.local.state import RunState
 from runspec.local.supervisor import Progress, Supervisor, Watcher, describe_exit
 from runspec.plan.changes import difference
+from runspec.plan.saved import Seen
 from runspec.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.spec.resolved import dump_resolved, load_resolved, spec_digest
 from runspec.spec.schema import RunSpec
@@ -56,22 +58,6 @@ class RunFailed(UserError):
     def __init__(self, thing: str, *, place: str, remedy: str, exit_code: int) -> None:
         super().__init__(thing, place=place, remedy=remedy)
         self.exit_code = exit_code
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The state of a run that something was decided on."""
-
-    serial: int
-    """0 for a run that was not there."""
-    spec_digest: str | None
-    """Of the run's spec; None for a run that was not there."""
-
-
-class StalePlan(UserError):
-    """The run has changed since the plan was made."""
-
-    exit_code = EXIT_FINAL
 
 
 @dataclass(frozen=True)
@@ -243,28 +229,6 @@ def _failure_on_record(run: OpenRun, state: RunState) -> Iterator[None]:
             state.set_run("failed", reason.splitlines()[0])
             conclude(run.directory, state.wall_s())
         raise
-
-
-def refuse_stale(seen: Seen | None, state: RunState, spec: RunSpec | None) -> None:
-    """Raises StalePlan, saying what was changed since, where a plan has seen another state.
-
-    Args:
-        seen: by the plan; None where there is none.
-        state: of the run, now.
-        spec: the run's, now.
-    """
-    now = Seen(state.serial(), spec_digest(spec) if spec is not None else None)
-    if seen is None or seen == now:
-        return
-    since = [row for row in state.applied() if row.serial > seen.serial]
-    lines = [f"  serial {row.serial}: {line}" for row in since for line in row.what]
-    raise StalePlan(
-        "\n".join(
-            [f"the plan saw the run at serial {seen.serial}, it is at {now.serial} now", *lines]
-        ),
-        place="" if spec is None else spec.name,
-        remedy="plan again, and look at the new plan",
-    )
 
 
 def _require_ready(spec: RunSpec, run_dir: Path) -> None:
