@@ -1,0 +1,217 @@
+"""The pages of `runspec explain`, as lines of at most 80 columns.
+
+A line that is not indented is a heading.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib import resources
+from typing import get_args
+
+import runspec.lint.rules  # noqa: F401  (registers them)
+from runspec.estimate.hardware import DEVICES, Device
+from runspec.lint.registry import RULES, Group, Rule
+from runspec.spec.field_docs import block_doc, field_doc
+from runspec.spec.field_types import default_value, is_leaf, type_words
+from runspec.spec.fields import CHANGE_CLASSES
+from runspec.spec.schema import RunSpec
+from runspec.spec.schema_fields import SchemaField, schema_fields
+from runspec.spec.schema_keys import block_in, named_item
+from runspec.spec.yaml_text import yaml_scalar
+
+Page = list[str]
+
+WIDTH = 80
+_LABEL = 11
+_EXAMPLES = resources.files("runspec.lint") / "examples"
+
+
+@cache
+def topics() -> list[str]:
+    """Everything that has a page."""
+    return [*schema_fields(), *RULES, *get_args(Group), "hardware", *DEVICES, "Run", "Placement"]
+
+
+def field_page(field: SchemaField) -> Page:
+    """One field: what it is, what it may be, and what changing it does."""
+    lines = [field.path, *_wrapped(field_doc(field.block, field.attribute), "  "), ""]
+    lines += _labelled("type", type_words(field))
+    if field.unit:
+        lines += _labelled("unit", field.unit)
+    lines += _labelled("default", _default(field))
+    lines += _labelled("change", f"{field.change}: {CHANGE_CLASSES[field.change]}")
+    may = "may set it" if field.site else "may not set it"
+    if not field.site and any(child.site for child in _below(field)):
+        may = "may set some of it"
+    lines += _labelled("placement", f"a file of kind Placement {may}")
+    children = _children(field)
+    return [*lines, "", *_keys(children)] if children else lines
+
+
+def run_page() -> Page:
+    """The spec itself: its top keys."""
+    top = [field for path, field in schema_fields().items() if "." not in path]
+    doc = block_doc(RunSpec).splitlines()[0]
+    return [
+        "Run",
+        *_wrapped(f"{doc} `runspec explain KEY` says more of each.", "  "),
+        "",
+        *_keys(top),
+    ]
+
+
+def placement_page() -> Page:
+    """What a placement file may set."""
+    text = (
+        "One site's part of a run, given with --placement over a spec and its profile: `version`, "
+        "`kind: Placement`, a `name` for people, and any of these. It adds no pools."
+    )
+    outermost = [
+        path for path, field in schema_fields().items() if field.site and not _parent_is_site(path)
+    ]
+    return ["Placement", *_wrapped(text, "  "), "", *(f"  {path}" for path in outermost)]
+
+
+def hardware_page() -> Page:
+    """The kinds of hardware whose figures ship with runspec."""
+    intro = (
+        "Kinds that `hardware.kind` may name without figures of their own; of another kind, give "
+        "`memory`, `peak_flops` and `memory_bandwidth`. One device each; FLOP/s are dense bfloat16."
+    )
+    lines = ["hardware", *_wrapped(intro, "  "), ""]
+    lines.append(f"  {'kind':<12}{'memory':>10}{'peak':>16}{'bandwidth':>14}")
+    return lines + [
+        f"  {d.kind:<12}{_giga(d.memory, 'B'):>10}{_tera(d.peak_flops):>16}"
+        f"{_giga(d.memory_bandwidth, 'B/s'):>14}"
+        for d in DEVICES.values()
+    ]
+
+
+def device_page(device: Device) -> Page:
+    """One kind of hardware."""
+    return [
+        device.kind,
+        *_labelled("memory", _giga(device.memory, "B")),
+        *_labelled("peak", _tera(device.peak_flops) + " dense bfloat16"),
+        *_labelled("bandwidth", _giga(device.memory_bandwidth, "B/s")),
+    ]
+
+
+def group_page(group: str) -> Page:
+    """The rules of a group."""
+    rules = [rule for rule in RULES.values() if rule.group == group]
+    return [f"rules of the group {group}", *_rule_lines(rules)]
+
+
+def rule_page(rule: Rule) -> Page:
+    """A rule: what must hold and why, how to accept it, and a file of each kind."""
+    lines = [f"{rule.code}  ({rule.severity}, group {rule.group})"]
+    for paragraph in rule.page.split("\n\n"):
+        lines += [*_paragraph(paragraph), ""]
+    accept = f'# runspec: ignore[{rule.code}] reason="..."'
+    lines += ["  To accept it where it is said, behind the line or above it:", f"    {accept}"]
+    for name in ("bad", "good"):
+        example = _EXAMPLES / rule.code / f"{name}.yaml"
+        if example.is_file():
+            text = example.read_text(encoding="utf-8")
+            lines += ["", name, *(f"  {line}".rstrip() for line in text.splitlines())]
+    return lines
+
+
+def index() -> Page:
+    """Every topic in a line."""
+    fields = schema_fields().values()
+    lines = ["fields"]
+    lines += [_row(f.path, field_doc(f.block, f.attribute), 46) for f in fields]
+    for group in get_args(Group):
+        lines += ["", *group_page(group)]
+    return [*lines, "", *hardware_page()]
+
+
+def _children(field: SchemaField) -> list[SchemaField]:
+    prefix = f"{field.path}.<name>." if named_item(field.annotation) else f"{field.path}."
+    return [
+        inner
+        for path, inner in schema_fields().items()
+        if path.startswith(prefix) and "." not in path[len(prefix) :]
+    ]
+
+
+def _below(field: SchemaField) -> Iterator[SchemaField]:
+    return (f for path, f in schema_fields().items() if path.startswith(f"{field.path}."))
+
+
+def _parent_is_site(path: str) -> bool:
+    parent = path.rpartition(".")[0].removesuffix(".<name>")
+    return bool(parent) and schema_fields()[parent].site
+
+
+def _keys(fields: Iterable[SchemaField]) -> Page:
+    lines = ["keys"]
+    for field in fields:
+        key = field.path.rpartition(".")[2]
+        unit = "" if not field.unit or "written with" in field.unit else f" ({field.unit})"
+        said = f"{key}: {type_words(field)}{unit}; {_default_words(field)}"
+        lines += _wrapped(said, "  ", "      ")
+        lines += _wrapped(field_doc(field.block, field.attribute), "      ")
+    return lines
+
+
+def _default_words(field: SchemaField) -> str:
+    return "required" if field.required else f"default {_default(field)}"
+
+
+def _default(field: SchemaField) -> str:
+    if field.required:
+        return "none: it is required"
+    if field.default is None:
+        return "null"
+    if not is_leaf(field):
+        return "that of its keys" if block_in(field.annotation) else "[]"
+    value = default_value(field)
+    if isinstance(value, list):
+        return f"[{', '.join(yaml_scalar(item) for item in value)}]"
+    return "{}" if isinstance(value, dict) else yaml_scalar(value)
+
+
+def _rule_lines(rules: Iterable[Rule]) -> Page:
+    return [_row(rule.code, rule.summary, 30) for rule in rules]
+
+
+def _row(name: str, text: str, width: int) -> str:
+    left = f"  {name:<{width}} "
+    return (left + textwrap.shorten(text, max(20, WIDTH - len(left)), placeholder=" ...")).rstrip()
+
+
+def _labelled(label: str, text: str) -> Page:
+    return _wrapped(text, f"  {label:<{_LABEL}}", " " * (_LABEL + 2))
+
+
+def _paragraph(text: str) -> Page:
+    """A paragraph filled anew; one with indented lines (formulas, lists) stays as it is."""
+    lines = text.splitlines()
+    if any(line.startswith((" ", "- ", "| ")) for line in lines):
+        return [f"  {line}".rstrip() for line in lines]
+    return _wrapped(" ".join(lines), "  ")
+
+
+def _wrapped(text: str, first: str, rest: str | None = None) -> Page:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=first if rest is None else rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _giga(value: float | None, unit: str) -> str:
+    return "not known" if value is None else f"{value / 1e9:g} G{unit}"
+
+
+def _tera(value: float | None) -> str:
+    return "not known" if value is None else f"{value / 1e12:g} TFLOP/s"
