@@ -17,6 +17,7 @@ from typing import Literal
 from bridge.config import ModelConfig
 from runspec.common.errors import UserError
 from runspec.estimate.model import model_config
+from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.spec.findings import Number, Severity
 from runspec.spec.load import SpecFiles
 from runspec.spec.lock_file import Lock, read_lock
@@ -67,6 +68,13 @@ class Context:
     def config_error(self) -> UserError | None:
         """Why a config that is at hand is no shape of ours; only the rule `model-config` asks."""
         return self._model if isinstance(self._model, UserError) else None
+
+    @cached_property
+    def tokenizer(self) -> TokenizerFiles | None:
+        """The tokenizer that every role will use, where it lies in a local directory."""
+        model = self.spec.model
+        named = model.hf if model.tokenizer is None else model.tokenizer.hf
+        return None if named is None else TokenizerFiles.read(self.folder / named)
 
     @cached_property
     def lock(self) -> Lock | None:

@@ -1,4 +1,4 @@
-"""The rules, one module a group. Importing this package registers them all."""
+"""The rules, a module or two a group. Importing this package registers them all."""
 
 from runspec.lint.rules import (
     algorithm,
@@ -6,9 +6,12 @@ from runspec.lint.rules import (
     file,
     memory,
     mesh,
+    model,
+    optimizer,
     placement,
     reward,
     samplers,
+    sharding,
     verification,
 )
 
@@ -18,8 +21,11 @@ __all__ = [
     "file",
     "memory",
     "mesh",
+    "model",
+    "optimizer",
     "placement",
     "reward",
     "samplers",
+    "sharding",
     "verification",
 ]

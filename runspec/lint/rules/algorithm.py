@@ -1,4 +1,4 @@
-"""What is optimised: batches, clip bounds, learning rates, penalties."""
+"""What is optimised: batches, clip bounds, penalties."""
 
 from __future__ import annotations
 
@@ -9,89 +9,299 @@ from runspec.lint.registry import Context, Violation, rule
 
 @rule("updates-divide-batch", "algorithm")
 def updates_divide_batch(context: Context) -> Iterator[Violation]:
-    """The rollouts of a step must divide evenly into its optimizer updates."""
-    spec = context.spec
-    algorithm = spec.algorithm
+    """The rollouts of a step must divide evenly into its optimizer updates.
+
+        prompts_per_step x group_size = n x updates_per_step,  n whole
+
+    A step's P x G rollouts are cut into U batches, one an update. Where U does not divide them the
+    batches differ in size, and with them the noise of the gradient and the weight of a rollout.
+    INTELLECT-2 (arXiv 2505.07291): 256 x 16 = 8 x 512.
+    """
+    algorithm = context.spec.algorithm
     rollouts = algorithm.prompts_per_step * algorithm.group_size
     if rollouts % algorithm.updates_per_step:
         yield Violation(
             ("algorithm", "updates_per_step"),
             f"{algorithm.updates_per_step} does not divide the {rollouts} rollouts of a step "
             f"({algorithm.prompts_per_step} prompts x {algorithm.group_size})",
+            numbers={
+                "prompts_per_step": algorithm.prompts_per_step,
+                "group_size": algorithm.group_size,
+                "updates_per_step": algorithm.updates_per_step,
+            },
+            requires="prompts_per_step x group_size mod updates_per_step = 0",
+            suggestion=f"{_divisor_below(algorithm.prompts_per_step, algorithm.updates_per_step)} "
+            "does, in whole groups",
+        )
+
+
+@rule("whole-groups", "algorithm", "warning")
+def whole_groups(context: Context) -> Iterator[Violation]:
+    """Each optimizer update of a step must get the same number of whole groups.
+
+        prompts_per_step = n x updates_per_step,  n whole
+
+    The learner never parts a group: update i of U trains the groups from round(i P / U) to
+    round((i + 1) P / U). Where U does not divide the P groups, some updates train one group more
+    than others. An error where U > P: there are updates without any rollout, which are not made.
+    """
+    algorithm = context.spec.algorithm
+    groups, updates = algorithm.prompts_per_step, algorithm.updates_per_step
+    if groups % updates == 0 or groups * algorithm.group_size % updates:
+        return  # fine, or `updates-divide-batch` says so
+    few = updates > groups
+    yield Violation(
+        ("algorithm", "updates_per_step"),
+        f"{groups} groups make {groups} of {updates} updates: the rest would get no rollout"
+        if few
+        else f"{groups} groups in {updates} updates: some train {groups // updates} groups, "
+        f"others {groups // updates + 1}",
+        numbers={"prompts_per_step": groups, "updates_per_step": updates},
+        requires="prompts_per_step mod updates_per_step = 0",
+        suggestion=f"{_divisor_below(groups, updates)} updates get whole groups alike",
+        severity="error" if few else "warning",
+    )
+
+
+def _divisor_below(number: int, limit: int) -> int:
+    """The largest divisor of `number` up to `limit`."""
+    return next(n for n in range(min(number, limit), 0, -1) if number % n == 0)
+
+
+@rule("group-size", "algorithm")
+def group_size(context: Context) -> Iterator[Violation]:
+    """A group needs at least two rollouts: they are compared with one another.
+
+        A_i = (R_i - mean R) / (std R + 1e-6),  std with ddof 1     (arXiv 2402.03300, 4.1.1)
+
+    With a single rollout R - mean R is 0 and std R is 0 / 0: no advantage. The reference system
+    trained such groups to NaN, which passes every filter; the learner here refuses them.
+    """
+    size = context.spec.algorithm.group_size
+    if size < 2:
+        yield Violation(
+            ("algorithm", "group_size"),
+            f"{size} rollout a group has nothing to be compared with",
+            numbers={"group_size": size},
+            requires="group_size >= 2",
+            suggestion="8 and 16 are usual",
         )
 
 
 @rule("clip-bounds", "algorithm")
 def clip_bounds(context: Context) -> Iterator[Violation]:
-    """The clip bounds must leave room around a ratio of 1."""
-    spec = context.spec
-    clip, cispo = spec.algorithm.clip, spec.algorithm.surrogate == "cispo"
-    if clip.delta is not None and clip.delta <= 1 + clip.eps_high and not cispo:
+    """The bound on ratios of bad tokens must lie above the ordinary clip.
+
+        delta > 1 + eps_high
+
+    Two-sided clipping (INTELLECT-2, arXiv 2505.07291) takes, a token,
+
+        min( min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A )
+
+    For A < 0 the second term alone has no bound above: r A falls for ever, and one token of a
+    large ratio wrecks an update. delta bounds it. A delta inside the clip range would cut the
+    gradient of tokens that the clip means to keep. The paper's values: eps 0.2, delta 4.
+    """
+    algorithm = context.spec.algorithm
+    clip = algorithm.clip
+    if algorithm.surrogate == "cispo" or clip.delta is None or clip.delta > 1 + clip.eps_high:
+        return
+    yield Violation(
+        ("algorithm", "clip", "delta"),
+        f"{clip.delta:g} must be greater than 1 + eps_high = {1 + clip.eps_high:g}",
+        numbers={"delta": clip.delta, "eps_high": clip.eps_high},
+        requires="delta > 1 + eps_high",
+        suggestion="4.0 is INTELLECT-2's; null is off",
+    )
+
+
+@rule("clip-lower", "algorithm")
+def clip_lower(context: Context) -> Iterator[Violation]:
+    """The lower clip bound must be a ratio above 0.
+
+        eps_low < 1,  as  1 - eps_low > 0
+
+    A ratio of probabilities is never below 0: a bound there never acts, and the surrogate is not
+    the one that was meant. CISPO (arXiv 2506.13585) may go without a lower bound, as its authors
+    do, so the rule does not look there.
+    """
+    algorithm = context.spec.algorithm
+    if algorithm.surrogate == "clip" and algorithm.clip.eps_low >= 1:
         yield Violation(
-            ("algorithm", "clip", "delta"),
-            f"{clip.delta:g} must be greater than 1 + eps_high = {1 + clip.eps_high:g}",
+            ("algorithm", "clip", "eps_low"),
+            f"{algorithm.clip.eps_low:g} must be less than 1: no ratio is below 0",
+            numbers={"eps_low": algorithm.clip.eps_low},
+            requires="eps_low < 1",
+            suggestion="0.2 is usual",
         )
-    # CISPO's weight may go without a lower bound, and its authors' does.
-    if clip.eps_low >= 1 and not cispo:
-        yield Violation(("algorithm", "clip", "eps_low"), f"{clip.eps_low:g} must be less than 1")
 
 
 @rule("cispo", "algorithm")
 def cispo(context: Context) -> Iterator[Violation]:
-    """CISPO weighs tokens by their own clipped ratio: it takes no sequence ratio and no delta."""
-    spec = context.spec
-    algorithm = spec.algorithm
+    """CISPO weighs tokens by their own clipped ratio: it takes no sequence ratio and no delta.
+
+        - clip(r_t, 1 - eps_low, 1 + eps_high) A log pi(o_t),  the ratio without gradient
+
+    (arXiv 2506.13585, section 3.1). The weight is each token's own and bounded by 1 + eps_high:
+    `ratio: sequence` would make it another method, and `clip.delta` would be read by nobody.
+    """
+    algorithm = context.spec.algorithm
     if algorithm.surrogate != "cispo":
         return
     if algorithm.ratio != "token":
         yield Violation(
             ("algorithm", "ratio"),
             "surrogate: cispo weighs each token by its own ratio: it goes with ratio: token",
+            requires="ratio = token",
+            suggestion="token",
         )
     if algorithm.clip.delta is not None:
         yield Violation(
             ("algorithm", "clip", "delta"),
             f"{algorithm.clip.delta:g} has no part in surrogate: cispo, whose weight 1 + eps_high "
-            "bounds; set it to null",
+            "bounds",
+            numbers={"delta": algorithm.clip.delta},
+            requires="delta = null",
+            suggestion="null",
         )
 
 
 @rule("stale-pi-old", "algorithm", "warning")
 def stale_pi_old(context: Context) -> Iterator[Violation]:
-    """A single update a step with recomputed pi_old has no bound against lag."""
-    spec = context.spec
-    algorithm = spec.algorithm
+    """A single update a step with recomputed pi_old needs something that acts against lag.
+
+        r = pi_theta / pi_old = 1  in the first update after pi_old was recomputed
+
+    With one update a step there is no other: the clip never acts, and the gradient is the plain
+    policy gradient on rollouts that are up to `async_level` versions old. The mismatch is between
+    pi_old and the sampler's mu, and `importance.cap` corrects for it; with `old_logprobs: sampler`
+    it is inside the ratio, where the clip bounds it. With several updates the clip sees at least
+    the drift inside the step.
+    """
+    algorithm = context.spec.algorithm
     recomputed = algorithm.old_logprobs == "recompute" and algorithm.importance.cap is None
     if recomputed and algorithm.updates_per_step == 1 and algorithm.async_level > 0:
         yield Violation(
             ("algorithm", "old_logprobs"),
             "in the only update of a step the recomputed ratio is 1: no clip acts, and nothing "
-            f"corrects a lag of up to {algorithm.async_level}; old_logprobs: sampler or "
-            "importance.cap does",
+            f"corrects a lag of up to {algorithm.async_level}",
+            numbers={"updates_per_step": 1, "async_level": algorithm.async_level},
+            requires="updates_per_step > 1, or async_level = 0, or old_logprobs = sampler, "
+            "or importance.cap set",
+            suggestion="old_logprobs: sampler, or importance: {cap: 2.0}",
         )
 
 
 @rule("importance-cap", "algorithm")
 def importance_cap(context: Context) -> Iterator[Violation]:
-    """The importance weight corrects recomputed pi_old only."""
-    spec = context.spec
-    if spec.algorithm.importance.cap is not None and spec.algorithm.old_logprobs == "sampler":
+    """An importance weight needs a recomputed pi_old.
+
+        w = min(pi_old / mu, cap)
+
+    mu is the sampler's policy. With `old_logprobs: sampler` pi_old is mu, w is 1 everywhere, and
+    a cap in the spec claims a correction that nobody makes.
+    """
+    algorithm = context.spec.algorithm
+    if algorithm.importance.cap is not None and algorithm.old_logprobs == "sampler":
         yield Violation(
             ("algorithm", "importance", "cap"),
-            "with old_logprobs: sampler the weight pi_old / mu is 1 everywhere; "
-            "it corrects old_logprobs: recompute",
+            "with old_logprobs: sampler the weight pi_old / mu is 1 everywhere",
+            numbers={"cap": algorithm.importance.cap},
+            requires="cap = null, or old_logprobs = recompute",
+            suggestion="null, or old_logprobs: recompute",
         )
 
 
 @rule("one-temperature", "algorithm")
 def one_temperature(context: Context) -> Iterator[Violation]:
-    """All pools sample at one temperature, which the loss uses too."""
-    spec = context.spec
-    first = spec.samplers[0]
-    for pool in spec.samplers[1:]:
+    """All pools must sample at one temperature, which the loss uses too.
+
+        log pi = log softmax(logits / T)
+
+    in the sampler, in the validator and in the loss. The learner has one T: at another one the
+    ratio of an unchanged policy would not be 1, and every token of the pool would look stale.
+    """
+    first = context.spec.samplers[0]
+    for pool in context.spec.samplers[1:]:
         if pool.sampling.temperature != first.sampling.temperature:
             yield Violation(
                 ("samplers", pool.name, "sampling", "temperature"),
                 f"{pool.sampling.temperature:g} differs from {first.sampling.temperature:g} of "
                 f"pool {first.name}: the loss knows one temperature",
+                numbers={
+                    "temperature": pool.sampling.temperature,
+                    f"{first.name}.temperature": first.sampling.temperature,
+                },
+                requires=f"temperature = {first.name}.temperature",
+                suggestion=f"{first.sampling.temperature:g}",
             )
+
+
+@rule("kl-reference", "algorithm")
+def kl_reference(context: Context) -> Iterator[Violation]:
+    """A KL penalty needs a reference policy.
+
+        loss += beta (exp(d) - d - 1),  d = log pi_ref - log pi_theta     (k3)
+
+    `kl.reference: none` takes pi_ref away, and with it what beta weighs. The reference is version
+    0, whose weights in `broadcast.dtype` lie beside the learner's.
+    """
+    kl = context.spec.algorithm.kl
+    if kl.coef > 0 and kl.reference == "none":
+        yield Violation(
+            ("algorithm", "kl", "reference"),
+            f"none, but coef = {kl.coef:g} weighs the distance from a reference",
+            numbers={"coef": kl.coef},
+            requires="coef = 0, or reference = initial",
+            suggestion="reference: initial, or coef: 0",
+        )
+
+
+@rule("kl-unused", "algorithm", "warning")
+def kl_unused(context: Context) -> Iterator[Violation]:
+    """A reference policy needs a KL weight: without one nobody asks it.
+
+    With `coef: 0` the penalty is 0 times anything, so the learner neither holds the reference (a
+    copy of the weights in `broadcast.dtype`: 2 bytes a parameter in bfloat16, on every shard) nor
+    scores with it (a forward pass over every batch). A spec that names `reference: initial` then
+    says of the run what is not so.
+    """
+    kl = context.spec.algorithm.kl
+    if kl.coef == 0 and kl.reference == "initial":
+        yield Violation(
+            ("algorithm", "kl", "reference"),
+            "initial, but coef = 0: no penalty is computed, and no reference is held",
+            numbers={"coef": 0},
+            requires="coef > 0, or reference != initial",
+            suggestion="a coef such as 1e-3, or reference: none",
+        )
+
+
+@rule("std-without-filter", "algorithm")
+def std_without_filter(context: Context) -> Iterator[Violation]:
+    """Advantages divided by the group's std need the zero-variance filter.
+
+        A = (R - mean R) / (std R + 1e-6),  R = T + P
+
+    In a group whose task rewards T are all equal, what varies is the length term P alone; however
+    small it is, the division makes unit advantages of it, so noise in length trains as hard as a
+    right answer does. The filter drops such groups by their re-graded task rewards. (The reference
+    system filtered by advantages of exactly zero, which almost never fires beside a length term.)
+    Without a length term the advantages are 0 and the groups only cost: a warning then.
+    """
+    algorithm = context.spec.algorithm
+    if algorithm.advantage.normalize != "std" or algorithm.filters.zero_variance:
+        return
+    has_length = any(term.kind == "target_length" for term in context.spec.reward)
+    yield Violation(
+        ("algorithm", "filters", "zero_variance"),
+        "false with normalize: std: "
+        + (
+            "groups that differ in length alone get unit advantages from it"
+            if has_length
+            else "groups without any advantage are trained on"
+        ),
+        requires="zero_variance = true, or normalize != std",
+        suggestion="zero_variance: true, or advantage: {normalize: task}",
+        severity="error" if has_length else "warning",
+    )

@@ -1,3 +1,249 @@
-"""What fits into the memory of devices, and which numbers survive rounding."""
+"""What fits into the memory of devices, and which numbers survive rounding.
+
+The figures are those of `runspec plan`, closed forms of `runspec.estimate`. Rules that need the
+model's shape or a device's memory say nothing where it is not known; `unknown-hardware` says so.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from math import sqrt
+
+from runspec.estimate.hardware import DEVICES, device_of
+from runspec.estimate.learner import learner_memory
+from runspec.estimate.logits import MAX_LOGITS, logits_chunk
+from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
+from runspec.lint.registry import Context, Violation, rule
+from runspec.spec.schema import Hardware
+
+STATE_SHARE = 0.9
+"""Of a device's memory that the train state may take."""
+HALF_STEP = 2.0**-9
+"""Half the distance of bfloat16 neighbours, relative to the larger: 8 significant bits."""
+WIDEST = 16384
+"""Hidden size taken for a model whose shape is not known: it has the smallest weights."""
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"
+
+
+@rule("unknown-hardware", "memory", "warning")
+def unknown_hardware(context: Context) -> Iterator[Violation]:
+    """Hardware must be of a kind whose figures are known, or bring its own.
+
+    Memory, FLOP/s and bandwidth of a device come from the table of `runspec.estimate.hardware`, by
+    `kind`. Of another kind nothing can be said to fit and no time can be told, unless the spec
+    gives `memory`, and for times `peak_flops` and `memory_bandwidth`.
+    """
+    spec = context.spec
+    asked: list[tuple[tuple[str, ...], Hardware | None]] = [(("learner",), spec.learner.hardware)]
+    asked += [(("samplers", pool.name), pool.hardware) for pool in spec.samplers]
+    asked += [(("verify",), spec.verify.hardware)]
+    for where, hardware in asked:
+        if hardware is None or hardware.kind in DEVICES or hardware.memory is not None:
+            continue
+        close = get_close_matches(hardware.kind, DEVICES, n=1)
+        yield Violation(
+            (*where, "hardware", "kind"),
+            f"{hardware.kind!r} is not known: what needs its memory is not checked",
+            suggestion=f"did you mean {close[0]}?" if close else "give its memory, like 80GB",
+        )
+
+
+@rule("train-state-fits", "memory")
+def train_state_fits(context: Context) -> Iterator[Violation]:
+    """Weights and optimizer moments must leave a tenth of the device's memory.
+
+        masters + moments <= 0.9 x memory
+        masters = b P / n,  moments = 8 P / n
+
+    P trained parameters, b bytes of a master (4 in float32), n the devices that a parameter is cut
+    over: fsdp x tensor for most. AdamW keeps two float32 means a parameter, 0 on the device with
+    `optimizer.offload`. Gradients, activations and the compiler's own buffers must fit beside them.
+    """
+    spec, config, memory = context.spec, context.config, _learner_device(context)
+    if config is None or memory is None:
+        return
+    needs = learner_memory(spec, config)
+    if needs.state > STATE_SHARE * memory:
+        yield Violation(
+            ("learner", "mesh"),
+            f"masters {_gb(needs.masters)} + moments {_gb(needs.moments)} = {_gb(needs.state)} a "
+            f"device, over 90 % of {_gb(memory)}",
+            numbers={
+                "masters": needs.masters,
+                "moments": needs.moments,
+                "memory": memory,
+            },
+            requires="masters + moments <= 0.9 x memory",
+            suggestion="more fsdp or tensor, optimizer: {offload: true}, or learner.lora",
+        )
+
+
+@rule("step-fits", "memory")
+def step_fits(context: Context) -> Iterator[Violation]:
+    """A whole training step must fit into the device's memory.
+
+        masters + moments + gradients + published + reference
+            + activations + logits + temporaries <= memory
+
+    at the moment of the backward pass, a device. `published` is the version's bits, under which
+    pi_old is recomputed; `reference` is version 0's, or the base under adapters. `runspec plan`
+    shows the parts, and `runspec plan --aot` asks the compiler itself.
+    """
+    spec, config, memory = context.spec, context.config, _learner_device(context)
+    if config is None or memory is None:
+        return
+    needs = learner_memory(spec, config)
+    if needs.state > STATE_SHARE * memory or needs.total <= memory:
+        return  # `train-state-fits` says so, or all is well
+    parts = {
+        "state": needs.state,
+        "gradients": needs.gradients,
+        "weights": needs.published + needs.reference,
+        "activations": needs.activations,
+        "logits": needs.logits,
+        "temporaries": needs.temporaries,
+    }
+    largest = max((size, name) for name, size in parts.items() if name != "state")[1]
+    remedies = {
+        "activations": "remat: full or offload, fewer packing.rows, or more context",
+        "logits": "a smaller logits_chunk, or more tensor",
+        "weights": "old_logprobs: sampler, or kl: {coef: 0}",
+    }
+    yield Violation(
+        ("learner",),
+        f"a step needs {_gb(needs.total)} a device, which has {_gb(memory)}: "
+        + ", ".join(f"{name} {_gb(size)}" for name, size in parts.items()),
+        numbers={**parts, "memory": memory},
+        requires=" + ".join(parts) + " <= memory",
+        suggestion=remedies.get(largest, "more fsdp or tensor, or fewer packing.rows"),
+    )
+
+
+def _learner_device(context: Context) -> float | None:
+    return device_of(context.spec.learner.hardware).memory
+
+
+@rule("logits-chunk", "memory")
+def logits_chunk_fits(context: Context) -> Iterator[Violation]:
+    """The logits that exist at a time must be a chunk, not those of every position.
+
+        n x V <= 2^29,   n = min(logits_chunk, positions of a device)
+
+    V the vocabulary. Logits are float32: 2^29 are 2 GiB, over all shards of the vocabulary, and the
+    backward pass makes two more arrays of their size. Measured with V = 152k, 8192 positions: 13.7
+    GB with all logits at once, 2.7 GB in chunks of 256 (FINDINGS, JAX). Null chooses 512 to 2048
+    positions, within this bound.
+    """
+    config, learner = context.config, context.spec.learner
+    if config is None or learner.logits_chunk is None:
+        return
+    positions = logits_chunk(learner, config.vocab_size)
+    if positions * config.vocab_size > MAX_LOGITS:
+        size = 4.0 * positions * config.vocab_size
+        yield Violation(
+            ("learner", "logits_chunk"),
+            f"{positions} positions x {config.vocab_size} tokens x 4 bytes = {_gb(size)} of logits "
+            "at a time",
+            numbers={
+                "positions": positions,
+                "vocab_size": config.vocab_size,
+                "limit": MAX_LOGITS,
+            },
+            requires="positions x vocab_size <= limit",
+            suggestion=f"at most {MAX_LOGITS // config.vocab_size}, or null",
+        )
+
+
+@rule("bf16-master", "memory")
+def bf16_master(context: Context) -> Iterator[Violation]:
+    """bfloat16 masters need a learning rate above their rounding floor.
+
+        lr x |u| > 2^-9 |w|,   |u| about 1,   |w| about 1 / sqrt(D)
+
+    bfloat16 has 8 significant bits, so the neighbours of w lie 2^-8 |w| to 2^-7 |w| away, and what
+    moves it by less than half of that rounds back to w, every time: nothing adds up. u is AdamW's
+    update before the learning rate, D the hidden size, and 1 / sqrt(D) the size of a weight that
+    keeps activations at their scale. At D = 5120 the floor is 2.7e-5; 3e-7 moves only weights below
+    1.5e-4. Adapters start at zero and are not looked at.
+    """
+    spec, config = context.spec, context.config
+    if spec.learner.master_dtype != "bfloat16" or spec.learner.lora is not None:
+        return
+    width = WIDEST if config is None else config.hidden_size
+    floor = HALF_STEP / sqrt(width)
+    if spec.optimizer.lr <= floor:
+        yield Violation(
+            ("learner", "master_dtype"),
+            f"bfloat16 rounds updates of {spec.optimizer.lr:g} away: a weight of "
+            f"{1 / sqrt(width):.2g} moves only by more than {floor:.2g}",
+            numbers={"lr": spec.optimizer.lr, "floor": floor, "hidden_size": width},
+            requires="lr > floor = 2^-9 / sqrt(hidden_size)",
+            suggestion="float32",
+        )
+
+
+@rule("sampler-weights-fit", "memory")
+def sampler_weights_fit(context: Context) -> Iterator[Violation]:
+    """A replica's share of the weights must fit into its devices.
+
+        weights / tensor + activations < 0.92 x memory
+
+    0.92 is the share of memory that vLLM takes (`gpu_memory_utilization`, version 0.32);
+    activations are the largest temporary arrays, of a prefill or of the logits. What is left is
+    room for keys and values.
+    """
+    spec, config = context.spec, context.config
+    for pool in spec.samplers if config else []:
+        assert config is not None
+        needs = sampler_memory(pool, spec, config)
+        if needs.room is None or needs.memory is None or needs.room > 0:
+            continue
+        yield Violation(
+            ("samplers", pool.name, "hardware"),
+            f"weights {_gb(needs.weights)} + activations {_gb(needs.activations)} on each of "
+            f"{pool.parallel.tensor} devices, of which vLLM may use "
+            f"{_gb(MEMORY_UTILIZATION * needs.memory)}",
+            numbers={
+                "weights": needs.weights,
+                "activations": needs.activations,
+                "memory": needs.memory,
+            },
+            requires=f"weights + activations < {MEMORY_UTILIZATION:g} x memory",
+            suggestion="more parallel.tensor, or hardware with more memory",
+        )
+
+
+@rule("kv-cache-fits", "memory")
+def kv_cache_fits(context: Context) -> Iterator[Violation]:
+    """The keys and values of one sequence of full length must fit beside the weights.
+
+        max_model_len x 2 L ceil(K / t) h b <= room
+
+    L layers, K key/value heads of size h, b bytes of a number, t tensor-parallel ranks; `room` is
+    what weights and activations leave (`explain sampler-weights-fit`). vLLM refuses to start
+    otherwise. One sequence is the least; how many fit at a time is in `runspec plan`.
+    """
+    spec, config = context.spec, context.config
+    for pool in spec.samplers if config else []:
+        assert config is not None
+        needs = sampler_memory(pool, spec, config)
+        sequence = pool.max_model_len * needs.kv_token
+        if needs.room is None or needs.room <= 0 or sequence <= needs.room:
+            continue
+        fits = int(needs.room // needs.kv_token)
+        yield Violation(
+            ("samplers", pool.name, "max_model_len"),
+            f"keys and values of {pool.max_model_len} tokens are {_gb(sequence)} a device, and "
+            f"there is room for {_gb(needs.room)}",
+            numbers={
+                "max_model_len": pool.max_model_len,
+                "kv_bytes_per_token": needs.kv_token,
+                "room": needs.room,
+            },
+            requires="max_model_len x kv_bytes_per_token <= room",
+            suggestion=f"at most {fits}, or more parallel.tensor",
+        )

@@ -4,104 +4,183 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from math import prod
+from math import lcm, prod
 
+from runspec.estimate.hardware import device_count
 from runspec.lint.registry import Context, Violation, rule
-from runspec.spec.schema import Hardware
+from runspec.spec.schema import Hardware, Mesh, RunSpec
 
-_TOPOLOGY = re.compile(r"[0-9]{1,5}(x[0-9]{1,5})*")
+_TOPOLOGY = re.compile(r"[0-9]{1,4}(x[0-9]{1,4})*")
+_SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
+CUBE = 4
+LARGEST = {"tpu-v4": 4096, "tpu-v5p": 6144}
+"""Chips of the largest slice."""
 
 
-@rule("shape-heads", "mesh")
-def shape_heads(context: Context) -> Iterator[Violation]:
-    """The heads of a shape must divide its width and one another."""
-    spec = context.spec
-    shape = spec.model.shape
-    if shape is None:
-        return
-    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    if shape.head_dim is not None and shape.head_dim % 2:
-        yield Violation(
-            ("model", "shape", "head_dim"), f"{shape.head_dim} is odd, RoPE turns pairs"
-        )
-    if shape.head_dim is None and shape.hidden_size % (2 * heads):
-        yield Violation(
-            ("model", "shape", "hidden_size"),
-            f"{shape.hidden_size} does not give {heads} heads of an even size",
-        )
-    if heads % kv_heads:
-        yield Violation(
-            ("model", "shape", "num_key_value_heads"), f"{kv_heads} does not divide {heads} heads"
-        )
+def mesh_devices(mesh: Mesh) -> int:
+    """Devices that the mesh needs."""
+    return mesh.data * mesh.fsdp * mesh.context * mesh.tensor
+
+
+def _all_hardware(spec: RunSpec) -> Iterator[tuple[tuple[str, ...], Hardware]]:
+    yield ("learner", "hardware"), spec.learner.hardware
+    for pool in spec.samplers:
+        yield ("samplers", pool.name, "hardware"), pool.hardware
+    if spec.verify.hardware is not None:
+        yield ("verify", "hardware"), spec.verify.hardware
 
 
 @rule("topology-form", "mesh")
 def topology_form(context: Context) -> Iterator[Violation]:
-    """A TPU topology is written like 4x4x4."""
-    spec = context.spec
-    asked: list[tuple[tuple[str, ...], Hardware]] = [(("learner",), spec.learner.hardware)]
-    asked += [(("samplers", pool.name), pool.hardware) for pool in spec.samplers]
-    for where, hardware in asked:
+    """A TPU topology must be written like 4x4x4.
+
+    Sides of the slice in chips, joined by `x`; their product is the number of chips.
+    """
+    for where, hardware in _all_hardware(context.spec):
         if hardware.topology is not None and not _TOPOLOGY.fullmatch(hardware.topology):
             yield Violation(
-                (*where, "hardware", "topology"), f"{hardware.topology!r} is not of the form 4x4x4"
+                (*where, "topology"),
+                f"{hardware.topology!r} is not of the form 4x4x4",
+                suggestion="4x4x4",
             )
+
+
+@rule("tpu-topology", "mesh")
+def tpu_topology(context: Context) -> Iterator[Violation]:
+    """A TPU topology must be a slice that its chip comes in.
+
+        v5e, v6e   AxB: 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16
+        v4, v5p    AxBxC: 2x2x1, 2x2x2, 2x2x4, 2x4x4; from a cube of 64 chips on
+                   A <= B <= C, each a multiple of 4, at most 4096 (v4) or 6144 (v5p) chips
+
+    Source: cloud.google.com/tpu/docs/v5e, v6e, v4 and v5p, "Supported configurations". Other shapes
+    cannot be rented, and the TPU compiler makes no devices for them.
+    """
+    for where, hardware in _all_hardware(context.spec):
+        shape = hardware.topology
+        if shape is None or not _TOPOLOGY.fullmatch(shape) or _exists(hardware.kind, shape):
+            continue
+        flat = hardware.kind in ("tpu-v5e", "tpu-v6e")
+        yield Violation(
+            (*where, "topology"),
+            f"{hardware.kind} has no slice {shape}",
+            numbers={"topology": shape},
+            requires=f"one of {', '.join(_SQUARES)}"
+            if flat
+            else f"one of {', '.join(_SMALL_CUBES)}, or sides in multiples of 4, in order",
+            suggestion=_nearest(shape, flat=flat),
+        )
+
+
+def _exists(kind: str, shape: str) -> bool:
+    if kind in ("tpu-v5e", "tpu-v6e"):
+        return shape in _SQUARES
+    if kind not in LARGEST:
+        return True  # not a TPU, or one whose slices are not known here
+    sides = _sides(shape)
+    cubes = len(sides) == 3 and sides == sorted(sides) and not any(n % CUBE for n in sides)
+    return shape in _SMALL_CUBES or (cubes and 0 < prod(sides) <= LARGEST[kind])
+
+
+def _sides(shape: str) -> list[int]:
+    return [int(side) for side in shape.split("x")]
+
+
+def _nearest(shape: str, *, flat: bool) -> str:
+    """The smallest usual slice with at least as many chips, the largest where none has."""
+    usual = _SQUARES if flat else (*_SMALL_CUBES, "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
+    wanted = prod(_sides(shape))
+    return next((each for each in usual if prod(_sides(each)) >= wanted), usual[-1])
+
+
+@rule("topology-count", "mesh")
+def topology_count(context: Context) -> Iterator[Violation]:
+    """A count beside a topology must be its number of chips.
+
+        count = slices x product of the topology's sides
+
+    The learner's slices are `learner.mesh.slices`; a replica of a pool has one.
+    """
+    spec = context.spec
+    for where, hardware in _all_hardware(spec):
+        slices = spec.learner.mesh.slices if where[0] == "learner" else 1
+        devices = device_count(hardware, slices)
+        if hardware.topology is None or devices is None or hardware.count in (None, devices):
+            continue
+        of = f"{slices} slices of " if slices > 1 else ""
+        yield Violation(
+            (*where, "count"),
+            f"{hardware.count}, but {of}topology {hardware.topology} has {devices} devices",
+            numbers={"count": hardware.count or 0, "devices": devices},
+            requires="count = devices",
+            suggestion=f"{devices}, or leave count out",
+        )
 
 
 @rule("mesh-fits", "mesh")
 def mesh_fits(context: Context) -> Iterator[Violation]:
-    """The product of the mesh axes is the number of devices."""
+    """The product of the mesh axes must be the number of devices.
+
+        data x fsdp x context x tensor = slices x chips of the topology,  or count
+
+    With fewer devices the program does not start; more are paid for and idle.
+    """
     spec = context.spec
-    mesh, hardware = spec.learner.mesh, spec.learner.hardware
-    product = mesh.data * mesh.fsdp * mesh.context * mesh.tensor
-    devices = hardware.count
-    if hardware.topology is not None:
-        if not _TOPOLOGY.fullmatch(hardware.topology):
-            return  # `topology_form` says so
-        devices = mesh.slices * prod(int(side) for side in hardware.topology.split("x"))
-        if hardware.count not in (None, devices):
-            of = f"{mesh.slices} slices of " if mesh.slices > 1 else ""
-            yield Violation(
-                ("learner", "hardware", "count"),
-                f"{hardware.count}, but {of}topology {hardware.topology} has {devices} devices",
-            )
-    if devices is not None and product != devices:
+    mesh = spec.learner.mesh
+    product, devices = mesh_devices(mesh), device_count(spec.learner.hardware, mesh.slices)
+    if devices is None or product == devices:
+        return
+    others = product // mesh.fsdp
+    yield Violation(
+        ("learner", "mesh"),
+        f"data x fsdp x context x tensor = {product}, but there are {devices} devices",
+        numbers={
+            "data": mesh.data,
+            "fsdp": mesh.fsdp,
+            "context": mesh.context,
+            "tensor": mesh.tensor,
+            "devices": devices,
+        },
+        requires="data x fsdp x context x tensor = devices",
+        suggestion=f"fsdp: {devices // others}" if devices % others == 0 else "",
+    )
+
+
+@rule("hosts-divide", "mesh")
+def hosts_divide(context: Context) -> Iterator[Violation]:
+    """The learner's processes must hold equal shares of its devices.
+
+        devices of the mesh = n x hosts,  n whole
+
+    `jax.distributed` joins `hosts` processes into one program; the mesh is made of equal blocks.
+    """
+    product, hosts = mesh_devices(context.spec.learner.mesh), context.spec.learner.hosts
+    if product % hosts:
         yield Violation(
-            ("learner", "mesh"),
-            f"data x fsdp x context x tensor = {product}, but there are {devices} devices",
+            ("learner", "hosts"),
+            f"{hosts} does not divide the {product} devices",
+            numbers={"hosts": hosts, "devices": product},
+            requires="devices mod hosts = 0",
         )
-    if product % spec.learner.hosts:
-        yield Violation(
-            ("learner", "hosts"), f"{spec.learner.hosts} does not divide the {product} devices"
-        )
-    if getattr(mesh, mesh.slice_axis) % mesh.slices:
+
+
+@rule("slices-divide", "mesh")
+def slices_divide(context: Context) -> Iterator[Violation]:
+    """The axis that crosses slices must be a multiple of their number.
+
+        size of slice_axis = n x slices,  n whole
+
+    Only that axis runs over the slow network between slices: its outer part from slice to slice,
+    its inner part inside one.
+    """
+    mesh = context.spec.learner.mesh
+    size = mesh.data if mesh.slice_axis == "data" else mesh.fsdp
+    if size % mesh.slices:
         yield Violation(
             ("learner", "mesh", "slices"),
-            f"{mesh.slices} does not divide {mesh.slice_axis} = {getattr(mesh, mesh.slice_axis)}",
-        )
-
-
-@rule("lora-targets", "mesh")
-def lora_targets(context: Context) -> Iterator[Violation]:
-    """Each matrix is named once."""
-    spec = context.spec
-    targets = spec.learner.lora.targets if spec.learner.lora else []
-    for target in sorted({target for target in targets if targets.count(target) > 1}):
-        yield Violation(("learner", "lora", "targets"), f"names {target} more than once")
-
-
-@rule("rows-divide", "mesh")
-def rows_divide(context: Context) -> Iterator[Violation]:
-    """Rows divide over data x fsdp, positions over context."""
-    spec = context.spec
-    mesh, rows = spec.learner.mesh, spec.learner.packing.rows
-    shards = mesh.data * mesh.fsdp
-    if rows % shards:
-        yield Violation(
-            ("learner", "packing", "rows"), f"{rows} is not divisible by data x fsdp = {shards}"
-        )
-    if spec.learner.packing.tokens % mesh.context:
-        yield Violation(
-            ("learner", "packing", "tokens"),
-            f"{spec.learner.packing.tokens} is not divisible by context = {mesh.context}",
+            f"{mesh.slices} does not divide {mesh.slice_axis} = {size}",
+            numbers={"slices": mesh.slices, mesh.slice_axis: size},
+            requires=f"{mesh.slice_axis} mod slices = 0",
+            suggestion=f"{mesh.slice_axis}: {lcm(size, mesh.slices)}, or another slice_axis",
         )

@@ -4,30 +4,229 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bridge.config import ModelConfig
+from bridge.rope_scaling import Dynamic, Linear, Yarn
+from runspec.estimate.hardware import device_count
 from runspec.lint.registry import Context, Violation, rule
 
 
 @rule("context-fits", "samplers")
 def context_fits(context: Context) -> Iterator[Violation]:
-    """Prompt and output must fit the engine, the model and a packed row."""
-    spec = context.spec
-    prompt, positions = spec.data.max_prompt_tokens, spec.model.max_context
-    packed = spec.learner.packing.tokens
-    for pool in spec.samplers:
+    """The longest prompt and the longest output must fit into the engine's sequences.
+
+        max_prompt_tokens + max_new_tokens <= max_model_len
+
+    The engine stops a sequence at `max_model_len`, whatever it was asked for: the output limit
+    would be shorter for long prompts, and those rollouts end without the answer or the end token.
+    """
+    prompt = context.spec.data.max_prompt_tokens
+    for pool in context.spec.samplers:
         longest = prompt + pool.max_new_tokens
-        said = f"max_prompt_tokens {prompt} + max_new_tokens {pool.max_new_tokens} = {longest}"
         if longest > pool.max_model_len:
             yield Violation(
                 ("samplers", pool.name, "max_model_len"),
-                f"{pool.max_model_len} is less than {said}",
+                f"{pool.max_model_len} is less than max_prompt_tokens {prompt} + max_new_tokens "
+                f"{pool.max_new_tokens} = {longest}",
+                numbers={
+                    "max_prompt_tokens": prompt,
+                    "max_new_tokens": pool.max_new_tokens,
+                    "max_model_len": pool.max_model_len,
+                },
+                requires="max_prompt_tokens + max_new_tokens <= max_model_len",
+                suggestion=f"{longest}, or fewer new tokens",
             )
+
+
+@rule("model-len", "samplers")
+def model_len(context: Context) -> Iterator[Violation]:
+    """An engine must not make room for longer sequences than the model covers.
+
+        max_model_len <= model.max_context
+
+    Past the positions that it was trained for a model writes noise. Of a `model.shape` they end at
+    `max_context`, of a named model the config.json says (`explain model-positions`).
+    """
+    positions = context.spec.model.max_context
+    for pool in context.spec.samplers:
         if pool.max_model_len > positions:
             yield Violation(
                 ("samplers", pool.name, "max_model_len"),
                 f"{pool.max_model_len} is more than model.max_context = {positions}",
+                numbers={"max_model_len": pool.max_model_len, "max_context": positions},
+                requires="max_model_len <= max_context",
+                suggestion=f"at most {positions}",
             )
+
+
+@rule("model-positions", "samplers")
+def model_positions(context: Context) -> Iterator[Violation]:
+    """max_context must not exceed what the model's own config.json covers.
+
+        model.max_context <= max_position_embeddings     x factor under linear or dynamic RoPE,
+                                                         or original length x factor under YaRN
+
+    `max_context` is what the run believes; the config says for which positions the model was
+    trained. vLLM refuses a longer `max_model_len` when it starts.
+    """
+    spec, config = context.spec, context.config
+    if config is None or spec.model.shape is not None:
+        return
+    covered = _positions(config)
+    if spec.model.max_context > covered:
+        yield Violation(
+            ("model", "max_context"),
+            f"{spec.model.max_context} is more than the {covered} positions that the model's "
+            "config.json covers",
+            numbers={"max_context": spec.model.max_context, "positions": covered},
+            requires="max_context <= positions",
+            suggestion=f"at most {covered}",
+        )
+
+
+def _positions(config: ModelConfig) -> int:
+    scaling, own = config.rope_scaling, config.max_position_embeddings
+    if isinstance(scaling, Linear | Dynamic):
+        return int(own * scaling.factor)
+    if isinstance(scaling, Yarn):
+        return max(own, int(scaling.original_max_position_embeddings * scaling.factor))
+    return own
+
+
+@rule("packing-holds", "samplers")
+def packing_holds(context: Context) -> Iterator[Violation]:
+    """A packed row must hold the longest prompt with the longest output.
+
+        max_prompt_tokens + max_new_tokens <= learner.packing.tokens
+
+    Samples are never cut: the first rollout that is longer than a row stops the learner.
+    """
+    spec = context.spec
+    packed, prompt = spec.learner.packing.tokens, spec.data.max_prompt_tokens
+    for pool in spec.samplers:
+        longest = prompt + pool.max_new_tokens
         if packed < longest:
             yield Violation(
                 ("learner", "packing", "tokens"),
-                f"{packed} cannot hold a sequence of pool {pool.name}: {said}",
+                f"{packed} cannot hold a sequence of pool {pool.name}: max_prompt_tokens {prompt} "
+                f"+ max_new_tokens {pool.max_new_tokens} = {longest}",
+                numbers={
+                    "max_prompt_tokens": prompt,
+                    "max_new_tokens": pool.max_new_tokens,
+                    "packing.tokens": packed,
+                },
+                requires="max_prompt_tokens + max_new_tokens <= packing.tokens",
+                suggestion=f"at least {longest}",
             )
+
+
+@rule("attention-window", "samplers")
+def attention_window(context: Context) -> Iterator[Violation]:
+    """A packed row must not be longer than the model is exact for.
+
+        learner.packing.tokens <= sliding window, or the length where dynamic RoPE begins to stretch
+
+    The learner attends over whole segments with fixed rotary frequencies. Past a model's sliding
+    window, or where dynamic RoPE changes every key, that would be another model than the sampler's,
+    so it is refused.
+    """
+    config, packed = context.config, context.spec.learner.packing.tokens
+    limit = None if config is None else config.exact_length
+    if limit is not None and packed > limit:
+        yield Violation(
+            ("learner", "packing", "tokens"),
+            f"{packed}, but the model's attention window or dynamic RoPE begins to tell above "
+            f"{limit}",
+            numbers={"packing.tokens": packed, "limit": limit},
+            requires="packing.tokens <= limit",
+            suggestion=f"at most {limit}",
+        )
+
+
+@rule("neutral-sampling", "samplers")
+def neutral_sampling(context: Context) -> Iterator[Violation]:
+    """Sampling must not cut the distribution: top_p 1, top_k off.
+
+        token ~ softmax(logits / T)
+
+    The loss, the validator and the seeded-sampling check all compute log softmax(logits / T).
+    Temperature is in it, so log-probs are corrected for any T. Top-p and top-k would give the kept
+    tokens more probability than that, by a factor that differs from token to token: ratios off by
+    it, and an honest sampler that looks like a forger. So workers refuse to start with them.
+    """
+    for pool in context.spec.samplers:
+        sampling = pool.sampling
+        for field, value, cuts, neutral in (
+            ("top_p", sampling.top_p, sampling.top_p < 1.0, "1.0"),
+            ("top_k", sampling.top_k, sampling.top_k > 0, "-1"),
+        ):
+            if cuts:
+                yield Violation(
+                    ("samplers", pool.name, "sampling", field),
+                    f"{value} cuts the distribution whose log-probs the learner and validators "
+                    "recompute",
+                    numbers={field: value},
+                    requires=f"{field} = {neutral}",
+                    suggestion=neutral,
+                )
+
+
+@rule("pool-devices", "samplers")
+def pool_devices(context: Context) -> Iterator[Violation]:
+    """A replica must have the devices that its tensor parallelism divides the model over.
+
+        parallel.tensor <= devices of a replica
+
+    `hardware` of a pool is what one replica has, and one replica is one engine of
+    `parallel.tensor` ranks. With fewer devices it does not start: an error. With more the rest
+    idle: a warning.
+    """
+    for pool in context.spec.samplers:
+        devices, ranks = device_count(pool.hardware), pool.parallel.tensor
+        if devices is None and pool.hardware.kind != "cpu":
+            devices = 1
+        if devices is None or devices == ranks:
+            continue
+        short = devices < ranks
+        yield Violation(
+            ("samplers", pool.name, "parallel", "tensor"),
+            f"{ranks} ranks on {devices} device{'s' if devices > 1 else ''}"
+            + ("" if short else f": {devices - ranks} idle"),
+            numbers={"tensor": ranks, "devices": devices},
+            requires="tensor = devices",
+            suggestion=f"hardware: {{count: {ranks}}}, or parallel: {{tensor: {devices}}}",
+            severity="error" if short else "warning",
+        )
+
+
+@rule("pool-heads", "samplers")
+def pool_heads(context: Context) -> Iterator[Violation]:
+    """Tensor parallelism of a pool must divide the model's heads.
+
+        num_attention_heads mod tensor = 0
+        num_key_value_heads mod tensor = 0,  or  tensor mod num_key_value_heads = 0
+
+    vLLM gives each rank whole query heads and refuses to start else. Of key/value heads each rank
+    holds an equal share, or several ranks hold copies of one.
+    """
+    config = context.config
+    if config is None:
+        return
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    for pool in context.spec.samplers:
+        ranks = pool.parallel.tensor
+        if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
+            continue
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+        fitting = [n for n in fitting if kv_heads % n == 0 or n % kv_heads == 0]
+        yield Violation(
+            ("samplers", pool.name, "parallel", "tensor"),
+            f"{ranks} ranks cannot share {heads} heads and {kv_heads} key/value heads",
+            numbers={
+                "tensor": ranks,
+                "num_attention_heads": heads,
+                "num_key_value_heads": kv_heads,
+            },
+            requires="num_attention_heads mod tensor = 0, and one of tensor and "
+            "num_key_value_heads divides the other",
+            suggestion=f"one of {', '.join(map(str, fitting))}",
+        )

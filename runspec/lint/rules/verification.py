@@ -4,28 +4,124 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from runspec.lint.pools import untrusted_pools
 from runspec.lint.registry import Context, Violation, rule
 
+EXECUTING_KINDS = ("code",)
+"""Kinds of reward that execute what the model wrote."""
 
-@rule("recomputable-sampling", "verification")
-def recomputable_sampling(context: Context) -> Iterator[Violation]:
-    """What is sampled must be what a validator can recompute."""
-    spec = context.spec
-    for pool in spec.samplers:
-        sampling = pool.sampling
-        where = ("samplers", pool.name, "sampling")
-        if pool.trust == "untrusted" and not sampling.seeded:
+
+@rule("no-validators", "verification")
+def no_validators(context: Context) -> Iterator[Violation]:
+    """Somebody must check submissions and grade them.
+
+        verify.validators >= 1
+
+    Rewards that train are a validator's own (DESIGN, "Verdict file"): the worker's are claims.
+    Without a validator no group ever gets a verdict, no step fills, and the run stalls at its first
+    deadline, with a trusted pool as with an untrusted one.
+    """
+    if context.spec.verify.validators == 0:
+        yield Violation(
+            ("verify", "validators"),
+            "nobody would check and grade what workers send",
+            numbers={"validators": 0},
+            requires="validators >= 1",
+            suggestion="validators: 1",
+        )
+
+
+@rule("untrusted-unseeded", "verification")
+def untrusted_unseeded(context: Context) -> Iterator[Violation]:
+    """An untrusted pool must sample by the noise of its leases.
+
+        token = argmax_v( logits_v / T + noise(lease, group, sample, position, v) )
+
+    With noise that anybody can recompute, a validator can tell which token had to come. Without it
+    every check still passes for a worker that draws eight answers and hands in the best, or takes
+    its tokens from another model and prefills with the right one (DiFR, arXiv 2511.20621).
+    """
+    for pool in untrusted_pools(context.spec):
+        if not pool.sampling.seeded:
             yield Violation(
-                (*where, "seeded"),
-                "an untrusted pool must sample by the lease's seed: without it best-of-n "
-                "cannot be told from honest work",
+                ("samplers", pool.name, "sampling", "seeded"),
+                "an untrusted pool must sample by the lease's seed: without it best-of-n cannot "
+                "be told from honest work",
+                numbers={"seeded": "false"},
+                requires="seeded, where trust is untrusted",
+                suggestion="seeded: true, or trust: trusted for machines of your own",
             )
-        if sampling.seeded or pool.trust == "untrusted":
-            for field, value, neutral in (
-                ("top_p", sampling.top_p, 1.0),
-                ("top_k", sampling.top_k, -1),
-            ):
-                if value != neutral:
-                    yield Violation(
-                        (*where, field), f"must be {neutral} with seeded sampling, not {value}"
-                    )
+
+
+@rule("untrusted-unproven", "verification")
+def untrusted_unproven(context: Context) -> Iterator[Violation]:
+    """Some of what an untrusted pool sends must be recomputed.
+
+        prefill_share > 0
+
+    Log-probs, the seeded choice of tokens and TOPLOC proofs are checked on the share of submissions
+    that validators prefill. At 0 none of them is ever looked at: a worker may run any model, or
+    none. A small share is enough to catch who cheats often, for a hash under the validator's key
+    decides which submissions are drawn.
+    """
+    share = context.spec.verify.prefill_share
+    pools = untrusted_pools(context.spec)
+    if share == 0.0 and pools:
+        yield Violation(
+            ("verify", "prefill_share"),
+            f"nothing of the untrusted pool {pools[0].name} would ever be recomputed",
+            numbers={"prefill_share": share, "untrusted_pools": len(pools)},
+            requires="prefill_share > 0, where a pool is untrusted",
+            suggestion="prefill_share: 1.0",
+        )
+
+
+@rule("unsandboxed-grading", "verification")
+def unsandboxed_grading(context: Context) -> Iterator[Violation]:
+    """A grader that executes what the model wrote must do so in a sandbox.
+
+        reward[].sandboxed, where its kind is code
+
+    What comes back from an untrusted pool was written by whoever runs the worker, and the grader
+    runs it beside the validator's signing key. Of trusted pools it is a warning: there the model
+    alone wrote it, and a policy that is rewarded for passing tests looks for every way to.
+    """
+    pools = untrusted_pools(context.spec)
+    for term in context.spec.reward:
+        if term.kind in EXECUTING_KINDS and not term.sandboxed:
+            author = f"whoever runs pool {pools[0].name}" if pools else "the model"
+            yield Violation(
+                ("reward", term.name, "sandboxed"),
+                f"kind {term.kind} would run, unconfined, what {author} wrote",
+                numbers={"untrusted_pools": len(pools)},
+                requires="sandboxed",
+                suggestion="sandboxed: true",
+                severity="error" if pools else "warning",
+            )
+
+
+@rule("in-flight-updates", "verification")
+def in_flight_updates(context: Context) -> Iterator[Violation]:
+    """A rollout must be of one policy version from its first token to its last.
+
+        not samplers[].in_flight_updates
+
+    A validator prefills a rollout with the version that its lease names. Of one that began under
+    another version neither log-probs nor seeded choices nor proofs can be reproduced, and honest
+    work would be rejected. In a trusted pool it would be sound with each token's version recorded
+    (DESIGN, "Pools"); workers do not do that yet, and refuse to start.
+    """
+    for pool in context.spec.samplers:
+        if pool.in_flight_updates:
+            reason = (
+                "a validator could not reproduce a rollout that spans two versions"
+                if pool.trust == "untrusted"
+                else "workers cannot take over a version in the middle of a rollout yet"
+            )
+            yield Violation(
+                ("samplers", pool.name, "in_flight_updates"),
+                reason,
+                numbers={"trust": pool.trust},
+                requires="not in_flight_updates",
+                suggestion="in_flight_updates: false",
+            )

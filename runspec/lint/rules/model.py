@@ -1,0 +1,234 @@
+"""The model: its shape, what of it is trained, and the tokenizer that its tokens come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.tokenizer_files import TokenizerFiles
+
+
+@rule("shape-heads", "model")
+def shape_heads(context: Context) -> Iterator[Violation]:
+    """The heads of a shape must divide its width and one another, and be of even size.
+
+        hidden_size = H x h,  h even         H = n x K,  n whole
+
+    H query heads of size h, K key/value heads, each of which serves H / K query heads. RoPE turns
+    pairs of a head's numbers, so h is even.
+    """
+    shape = context.spec.model.shape
+    if shape is None:
+        return
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    if shape.head_dim is not None and shape.head_dim % 2:
+        yield Violation(
+            ("model", "shape", "head_dim"),
+            f"{shape.head_dim} is odd, RoPE turns pairs",
+            numbers={"head_dim": shape.head_dim},
+            requires="head_dim mod 2 = 0",
+            suggestion=f"{shape.head_dim + 1}",
+        )
+    if shape.head_dim is None and shape.hidden_size % (2 * heads):
+        yield Violation(
+            ("model", "shape", "hidden_size"),
+            f"{shape.hidden_size} does not give {heads} heads of an even size",
+            numbers={"hidden_size": shape.hidden_size, "num_attention_heads": heads},
+            requires="hidden_size mod (2 x num_attention_heads) = 0",
+            suggestion=f"{-(-shape.hidden_size // (2 * heads)) * 2 * heads}",
+        )
+    if heads % kv_heads:
+        yield Violation(
+            ("model", "shape", "num_key_value_heads"),
+            f"{kv_heads} does not divide {heads} heads",
+            numbers={"num_key_value_heads": kv_heads, "num_attention_heads": heads},
+            requires="num_attention_heads mod num_key_value_heads = 0",
+        )
+
+
+@rule("model-config", "model")
+def model_config(context: Context) -> Iterator[Violation]:
+    """The model's config.json must be readable, and of a decoder that the learner computes.
+
+    A local `model.hf` directory is read without a network, and so are the shapes that ship with
+    runspec. Known families: qwen2, qwen3, llama, mistral. What transformers or vLLM would compute
+    and the learner would not (another activation, quantised weights, RoPE that differs between
+    layers) is refused, for the two would be different policies.
+    """
+    error = context.config_error
+    if error is None or any(shape_heads(context)):
+        return
+    key = "hf" if context.spec.model.shape is None else "shape"
+    yield Violation(
+        ("model", key),
+        f"{error.place}: {error.thing}" if error.place else error.thing,
+        suggestion=error.remedy,
+    )
+
+
+@rule("lora-targets", "model")
+def lora_targets(context: Context) -> Iterator[Violation]:
+    """Each matrix must be named once among the targets of adapters.
+
+        W + (alpha / rank) A B       (LoRA, arXiv 2106.09685)
+
+    A matrix has one A and one B; a name given twice is a slip for another one.
+    """
+    lora = context.spec.learner.lora
+    targets = lora.targets if lora else []
+    for target in sorted({target for target in targets if targets.count(target) > 1}):
+        yield Violation(
+            ("learner", "lora", "targets"),
+            f"names {target} more than once",
+            suggestion=f"[{', '.join(dict.fromkeys(targets))}]",
+        )
+
+
+@rule("lora-rank", "model")
+def lora_rank(context: Context) -> Iterator[Violation]:
+    """The rank of adapters must be below that of the matrices that they adapt.
+
+        rank < min(in, out)  of every target
+
+    A B of that rank or more can be any matrix, and A and B together hold more numbers than W: full
+    fine-tuning at a higher price.
+    """
+    config, lora = context.config, context.spec.learner.lora
+    if config is None or lora is None:
+        return
+    width, kv_width = config.hidden_size, config.num_key_value_heads * config.head_dim
+    sizes = {
+        "q": config.num_attention_heads * config.head_dim,
+        "k": kv_width,
+        "v": kv_width,
+        "o": config.num_attention_heads * config.head_dim,
+        "gate": config.intermediate_size,
+        "up": config.intermediate_size,
+        "down": config.intermediate_size,
+    }
+    least, target = min((min(sizes[target], width), target) for target in lora.targets)
+    if lora.rank >= least:
+        yield Violation(
+            ("learner", "lora", "rank"),
+            f"{lora.rank} is no low rank for {target}, a matrix of rank {least}",
+            numbers={"rank": lora.rank, "least": least},
+            requires="rank < least",
+            suggestion="8 to 128 are usual for models of billions of parameters",
+        )
+
+
+@rule("tokenizer-vocabulary", "model")
+def tokenizer_vocabulary(context: Context) -> Iterator[Violation]:
+    """Every token of the tokenizer must be a row of the model's embedding.
+
+        largest token id < vocab_size
+
+    Every role takes the tokenizer from the policy version. An id beyond the embedding is an error
+    in vLLM; JAX reads the last row in its place, in silence, and the two are no longer one policy.
+    Fewer tokens than rows are usual: vocabularies are padded. Looked at where `model.tokenizer.hf`
+    or `model.hf` is a local directory.
+    """
+    files, config = context.tokenizer, context.config
+    largest = files.largest_id if files else None
+    if files is None or config is None or largest is None or largest < config.vocab_size:
+        return
+    yield Violation(
+        _tokenizer_key(context),
+        f"{files.folder}: token ids up to {largest}, but the model has {config.vocab_size}",
+        numbers={"largest_id": largest, "vocab_size": config.vocab_size},
+        requires="largest_id < vocab_size",
+        suggestion="the tokenizer that the model was trained with",
+    )
+
+
+@rule("tokenizer-agrees", "model")
+def tokenizer_agrees(context: Context) -> Iterator[Violation]:
+    """A tokenizer given beside the model must give its tokens the model's own ids.
+
+    `model.tokenizer` replaces the model's tokenizer in every role alike, so roles cannot differ
+    from one another. But a token whose id is another than in the model's own files would be read
+    by the model as another word. New tokens may be added. Looked at where both are local
+    directories.
+    """
+    spec = context.spec
+    other = context.tokenizer
+    if spec.model.tokenizer is None or spec.model.hf is None or other is None:
+        return
+    own = TokenizerFiles.read(context.folder / spec.model.hf)
+    if own is None:
+        return
+    ours, theirs = own.ids, other.ids
+    differing = sorted(text for text in ours.keys() & theirs.keys() if ours[text] != theirs[text])
+    if differing:
+        text = differing[0]
+        yield Violation(
+            ("model", "tokenizer", "hf"),
+            f"{len(differing)} tokens have other ids than in the model's own tokenizer, "
+            f"{text[:40]!r} {theirs[text]} in the place of {ours[text]}",
+            numbers={"differing": len(differing)},
+            requires="differing = 0",
+            suggestion="leave model.tokenizer out",
+        )
+
+
+@rule("end-token", "model")
+def end_token(context: Context) -> Iterator[Violation]:
+    """Tokenizer and model must name the same end token.
+
+        id of tokenizer_config.json's eos_token  in  eos_token_id of config.json,
+                                                 and of generation_config.json
+
+    Rollouts end at the tokenizer's `eos_token` and at no other. Where the model was trained to end
+    with another one, outputs run on to the limit, and none has an answer. Looked at where the files
+    are in a local directory; files that name no end token disagree with nothing.
+    """
+    files = context.tokenizer
+    if files is None or files.end_token is None:
+        return
+    token, where = files.end_token, _tokenizer_key(context)
+    number = files.ids.get(token)
+    if number is None:
+        yield Violation(
+            where,
+            f"{files.folder}: eos_token {token!r} is not in the vocabulary",
+            suggestion="name a token of tokenizer.json in tokenizer_config.json",
+        )
+        return
+    own = files if context.spec.model.tokenizer is None else _own_files(context)
+    for name, ends in own.end_ids.items() if own else ():
+        if number not in ends:
+            yield Violation(
+                where,
+                f"eos_token {token!r} is {number}, but {name} ends at "
+                f"{', '.join(map(str, sorted(ends)))}",
+                numbers={"eos_token_id": number},
+                requires=f"eos_token_id in {sorted(ends)}",
+                suggestion="the files of one and the same model",
+            )
+
+
+@rule("chat-template", "model", "warning")
+def chat_template(context: Context) -> Iterator[Violation]:
+    """The tokenizer ought to bring a chat template.
+
+    Prompts are put into the template of the policy version's tokenizer (`chat_template.jinja`, or
+    `chat_template` in tokenizer_config.json), in every role alike. Without one the problem is
+    encoded as it is: right for a base model, and not what an instructed model was trained on.
+    Looked at where the tokenizer is in a local directory.
+    """
+    files = context.tokenizer
+    if files is not None and not files.has_template:
+        yield Violation(
+            _tokenizer_key(context),
+            f"{files.folder}: no chat template; problems are put to the model as they are",
+            suggestion="chat_template.jinja of the model's repository",
+        )
+
+
+def _tokenizer_key(context: Context) -> tuple[str, ...]:
+    return ("model", "hf") if context.spec.model.tokenizer is None else ("model", "tokenizer", "hf")
+
+
+def _own_files(context: Context) -> TokenizerFiles | None:
+    hf = context.spec.model.hf
+    return None if hf is None else TokenizerFiles.read(context.folder / hf)
