@@ -86,7 +86,8 @@ def _entry(
             for first, line in enumerate(lines):
                 yield line if first else f"{indent}{_INDENT}- {line.lstrip()}"
     else:
-        said = comment(path)
+        # A break in a comment would end it.
+        said = "".join(c if c.isprintable() else "?" for c in comment(path))
         yield f"{head} {_on_one_line(item)}" + (f"  # {said}" if said else "")
 
 
