@@ -1,0 +1,259 @@
+"""The whole estimate of a run: what `runspec plan` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from math import exp, log, sqrt
+from random import Random
+from typing import Any
+
+from bridge.config import ModelConfig
+from runspec.estimate import assumed
+from runspec.estimate.assumed import Assumed
+from runspec.estimate.broadcast import Arrival, arrivals, version_bytes
+from runspec.estimate.cost import Cost, cost
+from runspec.estimate.flops import StepFlops, step_flops
+from runspec.estimate.hardware import device_count, device_of
+from runspec.estimate.learner import LearnerMemory, learner_memory
+from runspec.estimate.parameters import parameter_count
+from runspec.estimate.sampler import SamplerMemory, sampler_memory
+from runspec.estimate.speed import (
+    Decode,
+    decode_speed,
+    learner_seconds,
+    mean_tokens,
+    prefill_tokens_per_s,
+    validator_tokens_per_s,
+)
+from runspec.estimate.steady import Timeline, timeline
+from runspec.estimate.timeline import Model, Replica
+from runspec.spec.schema import RunSpec, SamplerPool
+
+
+@dataclass(frozen=True)
+class LearnerEstimate:
+    devices: int | None
+    device_memory: float | None
+    memory: LearnerMemory | None
+    """Bytes on one device."""
+    flops: StepFlops | None
+    step_s: float | None
+
+
+@dataclass(frozen=True)
+class PoolEstimate:
+    name: str
+    replicas: int
+    devices: int
+    """Of one replica."""
+    memory: SamplerMemory | None
+    """Bytes on one device."""
+    tokens_per_s: float | None
+    """Of one replica, while it samples a lease."""
+    lease_s: float | None
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """Every figure is None where the spec says too little; `unknown` names what to add."""
+
+    parameters: int | None
+    learner: LearnerEstimate
+    samplers: tuple[PoolEstimate, ...]
+    version_bytes: int | None
+    arrivals: tuple[Arrival, ...]
+    """Over declared links, the slowest last."""
+    validator_tokens_per_s: float | None
+    timeline: Timeline | None
+    cost: Cost | None
+    assumed: tuple[Assumed, ...]
+    unknown: tuple[str, ...]
+    """Fields of the spec without which there is no timeline."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data under stable keys, properties that people read included."""
+        data = asdict(self)
+        if self.learner.memory is not None:
+            data["learner"]["memory"]["total"] = self.learner.memory.total
+        for pool, entry in zip(self.samplers, data["samplers"], strict=True):
+            if pool.memory is not None:
+                entry["memory"]["kv_tokens"] = pool.memory.kv_tokens
+                entry["memory"]["full_sequences"] = pool.memory.full_sequences
+        if self.timeline is not None:
+            data["timeline"]["bottleneck"] = self.timeline.bottleneck
+        return data
+
+
+def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
+    """Everything that a spec alone says about a run's needs and times.
+
+    Args:
+        spec: of the run.
+        config: the model's shape; None where nothing here knows it.
+    """
+    known = config is not None
+    size = version_bytes(config, spec.broadcast.dtype) if config is not None else None
+    slowest_last = tuple(arrivals(spec, size)) if size is not None else ()
+    unknown = tuple(_unknown(spec, config))
+    settled = None if unknown or size is None else timeline(run_model(spec, config, size))
+    pools = tuple(_pool(pool, spec, config) for pool in spec.samplers)
+    return RunEstimate(
+        parameters=parameter_count(config) if config is not None else None,
+        learner=LearnerEstimate(
+            devices=device_count(spec.learner.hardware, spec.learner.mesh.slices),
+            device_memory=device_of(spec.learner.hardware).memory,
+            memory=learner_memory(spec, config) if config is not None else None,
+            flops=step_flops(spec, config, mean_tokens(spec)) if config is not None else None,
+            step_s=learner_seconds(spec, config),
+        ),
+        samplers=pools,
+        version_bytes=size,
+        arrivals=slowest_last,
+        validator_tokens_per_s=validator_tokens_per_s(spec, config),
+        timeline=settled,
+        cost=cost(spec, settled.step_s if settled else None),
+        assumed=tuple(_assumed(spec, known)),
+        unknown=unknown,
+    )
+
+
+def run_model(spec: RunSpec, config: ModelConfig | None, size: float) -> Model:
+    """The spec as the simulation sees it.
+
+    Args:
+        spec: all of whose speeds are known.
+        config: the model's shape.
+        size: bytes of a version.
+    """
+    train_s = learner_seconds(spec, config)
+    rate = _check_rate(spec, config)
+    assert train_s is not None and rate is not None, "asked for the model of an unknown speed"
+    prompt = assumed.mean_prompt_tokens(spec).value
+    share = spec.verify.prefill_share
+
+    def check_s(lengths: list[float]) -> float:
+        return share * (len(lengths) * prompt + sum(lengths)) / rate
+
+    lengths, filtered = draws(
+        seed=spec.seed,
+        group_size=spec.algorithm.group_size,
+        mean=assumed.mean_new_tokens(spec).value,
+        spread=assumed.LENGTH_SPREAD,
+        longest=max(pool.max_new_tokens for pool in spec.samplers),
+        filtered_share=assumed.filtered_share(spec).value,
+    )
+    return Model(
+        steps=spec.steps,
+        groups=spec.algorithm.prompts_per_step,
+        async_level=spec.algorithm.async_level,
+        train_s=train_s,
+        publish_s=size / assumed.PUBLISH_BYTES_S,
+        replicas=tuple(_replicas(spec, config, size, prompt)),
+        validators=spec.verify.validators,
+        check_s=check_s,
+        lengths=lengths,
+        filtered=filtered,
+        max_groups=spec.algorithm.fill.max_groups,
+    )
+
+
+def draws(
+    *,
+    seed: int,
+    group_size: int,
+    mean: float,
+    spread: float,
+    longest: float,
+    filtered_share: float,
+) -> tuple[Callable[[int, int], Sequence[float]], Callable[[int, int], bool]]:
+    """Lengths and filter verdicts of every group, as functions of step and group.
+
+    Lengths are log-normal with the mean and, over it, the standard deviation `spread`, cut at
+    `longest`; what is cut off is missing from the mean.
+    """
+    sigma = sqrt(log(1.0 + spread * spread))
+    mu = log(mean) - sigma * sigma / 2
+
+    @cache
+    def lengths(step: int, group: int) -> tuple[float, ...]:
+        random = Random(f"{seed}/{step}/{group}/lengths")
+        drawn = (exp(random.gauss(mu, sigma)) for _ in range(group_size))
+        return tuple(min(max(1.0, length), longest) for length in drawn)
+
+    @cache
+    def filtered(step: int, group: int) -> bool:
+        return Random(f"{seed}/{step}/{group}/filter").random() < filtered_share
+
+    return lengths, filtered
+
+
+def _replicas(
+    spec: RunSpec, config: ModelConfig | None, size: float, prompt: float
+) -> Iterator[Replica]:
+    fetch = {arrival.name: arrival.seconds for arrival in arrivals(spec, size)}
+    for pool in spec.samplers:
+        speed = decode_speed(pool, spec, config)
+        assert speed is not None, "asked for the model of an unknown speed"
+
+        def sample_s(lengths: list[float], speed: Decode = speed) -> float:
+            return speed.lease_seconds(lengths, prompt)
+
+        for index in range(pool.replicas):
+            yield Replica(
+                pool=pool.name,
+                fetch_s=fetch.get(f"{pool.name}-{index}", 0.0),
+                load_s=size / assumed.LOAD_BYTES_S,
+                lease_groups=pool.groups_per_submission,
+                sample_s=sample_s,
+            )
+
+
+def _pool(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -> PoolEstimate:
+    speed = decode_speed(pool, spec, config)
+    rollouts = pool.groups_per_submission * spec.algorithm.group_size
+    lengths = [assumed.mean_new_tokens(spec).value] * rollouts
+    prompt = assumed.mean_prompt_tokens(spec).value
+    return PoolEstimate(
+        name=pool.name,
+        replicas=pool.replicas,
+        devices=device_count(pool.hardware) or pool.parallel.tensor,
+        memory=sampler_memory(pool, spec, config) if config is not None else None,
+        tokens_per_s=speed.tokens_per_s(lengths, prompt) if speed else None,
+        lease_s=speed.lease_seconds(lengths, prompt) if speed else None,
+    )
+
+
+def _check_rate(spec: RunSpec, config: ModelConfig | None) -> float | None:
+    """A validator's tokens/s; where nothing says its hardware, that of a replica."""
+    rate = validator_tokens_per_s(spec, config)
+    if rate is None and spec.verify.hardware is None and config is not None:
+        rate = prefill_tokens_per_s(spec.samplers[0].hardware, spec, config)
+    return rate
+
+
+def _unknown(spec: RunSpec, config: ModelConfig | None) -> Iterator[str]:
+    if config is None:
+        yield "model.shape"
+        return
+    if learner_seconds(spec, config) is None:
+        yield "learner.hardware.peak_flops"
+    for pool in spec.samplers:
+        if decode_speed(pool, spec, config) is None:
+            yield f"samplers.{pool.name}.tokens_per_s"
+    if spec.verify.validators and _check_rate(spec, config) is None:
+        yield "verify.tokens_per_s"
+
+
+def _assumed(spec: RunSpec, known: bool) -> Iterator[Assumed]:
+    module = "assumed (runspec.estimate.assumed)"
+    yield assumed.learner_mfu(spec)
+    yield assumed.sampler_bandwidth(spec)
+    yield assumed.sampler_mfu(spec)
+    yield assumed.mean_prompt_tokens(spec)
+    yield assumed.mean_new_tokens(spec)
+    yield Assumed("length_spread", assumed.LENGTH_SPREAD, "of the mean", module)
+    yield assumed.filtered_share(spec)
+    yield Assumed("load_rate", assumed.LOAD_BYTES_S, "bytes/s", module)
+    yield Assumed("publish_rate", assumed.PUBLISH_BYTES_S, "bytes/s", module)

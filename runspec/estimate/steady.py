@@ -1,0 +1,152 @@
+"""What a simulated run is like once it has settled: one step, who idles, who holds up whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from runspec.estimate.timeline import Interval, Model, Replica, Simulated, Step, simulate
+
+FASTER = 0.9
+"""Times of a role that is a tenth faster, to see what that would change."""
+_STEPS = 12
+"""Steps that are simulated beyond those that the lag needs to settle."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of the settled run. Times in seconds."""
+
+    step_s: float
+    """From the end of one training step to the end of the next."""
+    idle: dict[str, float]
+    """Share of its time that a role does nothing, by role; of a pool, the mean of its replicas."""
+    first_rollouts_s: float
+    """From a step's first lease until its first submission is checked."""
+    full_s: float
+    """From a step's first lease until its batch is full."""
+    start_s: float
+    """From the publication of version 0 until the first step is trained."""
+    lag: float
+    """Mean over steps of the largest lag."""
+    filled_share: float
+    """Groups that are trained, of those a step is made for; below 1 where `fill.max_groups` is
+    spent first."""
+    gains: dict[str, float]
+    """By role: the share of the step's time that goes away if that role is a tenth faster."""
+    intervals: tuple[Interval, ...]
+    """What everybody does in the last settled step, counted from its start."""
+
+    @property
+    def bottleneck(self) -> str:
+        """Whose speed a step depends on most."""
+        return max(self.gains, key=lambda role: self.gains[role])
+
+
+def timeline(model: Model) -> Timeline:
+    """Simulates enough steps for the run to settle, and looks at the later half of them.
+
+    Args:
+        model: its `steps` are not looked at: the settled state is that of a long run.
+
+    Raises:
+        ValueError: as `simulate`.
+    """
+    steps = _STEPS + 4 * (model.async_level + 1)
+    model = replace(model, steps=steps)
+    run = simulate(model)
+    settled = _settled(run, model)
+    start, end = settled[0].trained, settled[-1].trained
+    step_s = (end - start) / (len(settled) - 1)
+    shorter = {
+        role: 1.0 - _step_seconds(changed) / step_s if step_s else 0.0
+        for role, changed in _one_role_faster(model).items()
+    }
+    return Timeline(
+        step_s=step_s,
+        idle=_idle(run, model, start, end),
+        first_rollouts_s=fmean((s.first_rollouts or 0.0) - (s.opened or 0.0) for s in settled),
+        full_s=fmean((s.full or 0.0) - (s.opened or 0.0) for s in settled),
+        start_s=run.steps[0].trained,
+        lag=fmean(s.lag for s in settled),
+        filled_share=fmean(s.kept for s in settled) / model.groups,
+        gains=shorter,
+        intervals=_within(run.intervals, settled[-2].trained, end),
+    )
+
+
+def _settled(run: Simulated, model: Model) -> tuple[Step, ...]:
+    """Without the beginning, and without the end, before which nobody samples ahead."""
+    half = len(run.steps) // 2
+    return run.steps[half : len(run.steps) - model.async_level - 1]
+
+
+def _step_seconds(model: Model) -> float:
+    settled = _settled(simulate(model), model)
+    return (settled[-1].trained - settled[0].trained) / (len(settled) - 1)
+
+
+def _one_role_faster(model: Model) -> dict[str, Model]:
+    check = model.check_s
+    faster = {
+        "learner": replace(model, train_s=FASTER * model.train_s),
+        "broadcast": replace(
+            model,
+            publish_s=FASTER * model.publish_s,
+            replicas=tuple(replace(r, fetch_s=FASTER * r.fetch_s) for r in model.replicas),
+        ),
+        "validators": replace(model, check_s=lambda lengths: FASTER * check(lengths)),
+    }
+    for pool in dict.fromkeys(replica.pool for replica in model.replicas):
+        replicas = tuple(_faster(r) if r.pool == pool else r for r in model.replicas)
+        faster[pool] = replace(model, replicas=replicas)
+    return faster
+
+
+def _faster(replica: Replica) -> Replica:
+    sample = replica.sample_s
+    return replace(
+        replica,
+        load_s=FASTER * replica.load_s,
+        sample_s=lambda lengths: FASTER * sample(lengths),
+    )
+
+
+def _idle(run: Simulated, model: Model, start: float, end: float) -> dict[str, float]:
+    """By role; the publisher and the links are one, `broadcast`, busy while a version travels."""
+    members = {"learner": 1, "validators": model.validators}
+    for replica in model.replicas:
+        members[replica.pool] = members.get(replica.pool, 0) + 1
+    busy = dict.fromkeys(members, 0.0)
+    for interval in _within(run.intervals, start, end):
+        if interval.role in busy:
+            busy[interval.role] += interval.end - interval.start
+    idle = {
+        role: 1.0 - busy[role] / (count * (end - start))
+        for role, count in members.items()
+        if count and end > start
+    }
+    links = [i for i in run.intervals if i.role in ("publisher", "broadcast")]
+    if end > start:
+        idle["broadcast"] = 1.0 - _covered(_within(links, start, end)) / (end - start)
+    return idle
+
+
+def _covered(intervals: tuple[Interval, ...]) -> float:
+    """Length of the union."""
+    total = last = 0.0
+    for start, end in sorted((i.start, i.end) for i in intervals):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total
+
+
+def _within(
+    intervals: tuple[Interval, ...] | list[Interval], start: float, end: float
+) -> tuple[Interval, ...]:
+    """Cut to [start, end], counted from start."""
+    return tuple(
+        replace(i, start=max(i.start, start) - start, end=min(i.end, end) - start)
+        for i in intervals
+        if i.end > start and i.start < end
+    )

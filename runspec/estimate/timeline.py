@@ -1,0 +1,326 @@
+"""A small discrete-event model of a run: learner, broadcast, sampler replicas, validators.
+
+It follows the rules of the coordinator and of the roles (docs/coordinator.md), at the grain of
+leases:
+
+- A lease names the newest published version v. Step s is leased while s - v <= `async_level`, the
+  lowest step that needs groups first, never more groups than it still needs; groups that a filter
+  drops are leased again, up to `max_groups` times the need.
+- A replica fetches versions while it samples, one at a time. It switches when a lease names one
+  that it has not loaded, and waits for that if it is still under way.
+- Submissions are checked by the validators first come, first served.
+- Steps close in order. The learner trains one at a time; version s + 1 is published after step s.
+
+Left out: workers that fail or come and go, rejected work, deadlines, restarts. It draws nothing:
+lengths and filtered groups are functions of step and group, whoever samples them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+LEARNER, PUBLISHER, BROADCAST, VALIDATORS = "learner", "publisher", "broadcast", "validators"
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One sampler."""
+
+    pool: str
+    fetch_s: float
+    """From publication, or from when its link is free, until it has a version."""
+    load_s: float
+    """Switching its engine to a version that it has."""
+    lease_groups: int
+    sample_s: Callable[[list[float]], float]
+    """Seconds to sample a lease, from the output tokens of each of its rollouts."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the simulation needs to know of a run."""
+
+    steps: int
+    groups: int
+    """That a step trains."""
+    async_level: int
+    train_s: float
+    """The learner's time for a full step."""
+    publish_s: float
+    replicas: tuple[Replica, ...]
+    validators: int
+    """0: submissions are believed as they come."""
+    check_s: Callable[[list[float]], float]
+    """Seconds to check a submission, from its rollouts' output tokens."""
+    lengths: Callable[[int, int], Sequence[float]]
+    """Output tokens of each rollout, by step and number of the group within the step."""
+    filtered: Callable[[int, int], bool]
+    """Whether the filter drops a group, by the same."""
+    max_groups: float = 4.0
+    """Leases at most this many times the groups needed; then the step closes with what it has."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A stretch of one role's time."""
+
+    role: str
+    """`learner`, `publisher`, `broadcast` (the links), a pool, or `validators`."""
+    member: int
+    """Which replica of the pool, whose link, or which validator."""
+    what: Literal["train", "publish", "fetch", "load", "sample", "check"]
+    step: int
+    """The step; of `publish`, `fetch` and `load` the version."""
+    start: float
+    end: float
+
+
+@dataclass
+class Step:
+    """What became of one step; times count from the publication of version 0."""
+
+    number: int
+    opened: float | None = None
+    """Its first lease."""
+    first_rollouts: float | None = None
+    """Its first submission was checked."""
+    full: float | None = None
+    """Its batch was signed."""
+    train_start: float = 0.0
+    trained: float = 0.0
+    leased: int = 0
+    """Groups; so are the next three."""
+    checked: int = 0
+    filtered: int = 0
+    kept: int = 0
+    tokens: float = 0.0
+    """Output tokens that were checked."""
+    lag: int = 0
+    """Largest lag of what it trains on."""
+
+    @property
+    def outstanding(self) -> int:
+        return self.leased - self.checked
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A run from its first step to its last."""
+
+    steps: tuple[Step, ...]
+    intervals: tuple[Interval, ...]
+
+
+@dataclass
+class _Worker:
+    replica: Replica
+    number: int
+    """Among all."""
+    member: int
+    """Of its pool."""
+    have: set[int] = field(default_factory=set)
+    loaded: int | None = None
+    fetching: int | None = None
+    lease: _Lease | None = None
+
+
+@dataclass(frozen=True)
+class _Lease:
+    step: int
+    version: int
+    first: int
+    groups: int
+
+    @property
+    def numbers(self) -> range:
+        """Of its groups within the step."""
+        return range(self.first, self.first + self.groups)
+
+
+def simulate(model: Model) -> Simulated:
+    """Runs the model.
+
+    Raises:
+        ValueError: a run that would never end: no replicas, no groups.
+    """
+    if not model.replicas or min(model.steps, model.groups) < 1:
+        raise ValueError("no replicas, steps or groups: such a run never ends")
+    return _Simulation(model).run()
+
+
+class _Simulation:
+    """Events in order of time, of equal times in order of cause."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._now = 0.0
+        self._count = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._steps = [Step(number) for number in range(model.steps)]
+        self._newest = -1
+        self._trained = 0
+        self._learner_busy = False
+        self._publisher_free = 0.0
+        members: dict[str, int] = {}
+        self._workers: list[_Worker] = []
+        for number, replica in enumerate(model.replicas):
+            member = members.setdefault(replica.pool, 0)
+            members[replica.pool] += 1
+            self._workers.append(_Worker(replica, number, member))
+        self._validators = [0.0] * model.validators
+        self._intervals: list[Interval] = []
+
+    def run(self) -> Simulated:
+        self._at(0.0, self._publish)
+        while self._events and self._trained < self._model.steps:
+            self._now, _, action = heapq.heappop(self._events)
+            action()
+        return Simulated(tuple(self._steps), tuple(self._intervals))
+
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, self._count, action))
+        self._count += 1
+
+    def _spent(self, interval: Interval) -> None:
+        self._intervals.append(interval)
+
+    # Publisher and links.
+
+    def _publish(self) -> None:
+        self._newest += 1
+        for worker in self._workers:
+            self._fetch(worker)
+        self._grant()
+
+    def _fetch(self, worker: _Worker) -> None:
+        """Starts the next fetch: of the version that its lease names, else of the newest."""
+        if worker.fetching is not None:
+            return
+        version = worker.lease.version if worker.lease else self._newest
+        if version in worker.have:
+            version = self._newest
+        if version in worker.have:
+            return
+        worker.fetching = version
+        end = self._now + worker.replica.fetch_s
+        self._spent(Interval(BROADCAST, worker.number, "fetch", version, self._now, end))
+        self._at(end, lambda: self._fetched(worker))
+
+    def _fetched(self, worker: _Worker) -> None:
+        assert worker.fetching is not None
+        worker.have.add(worker.fetching)
+        arrived, worker.fetching = worker.fetching, None
+        self._fetch(worker)
+        if worker.lease is not None and worker.lease.version == arrived:
+            self._sample(worker, worker.lease)
+
+    # Leases and samplers.
+
+    def _grant(self) -> None:
+        for worker in self._workers:
+            if worker.lease is None:
+                self._lease(worker)
+
+    def _lease(self, worker: _Worker) -> None:
+        wanted = self._wanting()
+        if wanted is None:
+            return
+        step, groups = wanted
+        groups = min(groups, worker.replica.lease_groups)
+        if step.opened is None:
+            step.opened = self._now
+        lease = _Lease(step.number, self._newest, step.leased, groups)
+        step.leased += groups
+        step.lag = max(step.lag, step.number - self._newest)
+        worker.lease = lease
+        if lease.version in worker.have:
+            self._sample(worker, lease)
+        else:
+            self._fetch(worker)
+
+    def _wanting(self) -> tuple[Step, int] | None:
+        """The lowest step that may be leased and needs groups, and how many."""
+        most = int(self._model.max_groups * self._model.groups)
+        last = min(self._model.steps, self._newest + self._model.async_level + 1)
+        for step in self._steps[self._trained : last]:
+            if step.full is not None:
+                continue
+            needed = self._model.groups - step.kept - step.outstanding
+            needed = min(needed, most - step.leased)
+            if needed > 0:
+                return step, needed
+        return None
+
+    def _sample(self, worker: _Worker, lease: _Lease) -> None:
+        pool, start = worker.replica.pool, self._now
+        if worker.loaded != lease.version:
+            start += worker.replica.load_s
+            worker.loaded = lease.version
+            self._spent(Interval(pool, worker.member, "load", lease.version, self._now, start))
+        lengths = [
+            length for group in lease.numbers for length in self._model.lengths(lease.step, group)
+        ]
+        end = start + worker.replica.sample_s(lengths)
+        self._spent(Interval(pool, worker.member, "sample", lease.step, start, end))
+        self._at(end, lambda: self._sampled(worker, lease, lengths))
+
+    def _sampled(self, worker: _Worker, lease: _Lease, lengths: list[float]) -> None:
+        worker.lease = None
+        if self._validators:
+            member = min(range(len(self._validators)), key=self._validators.__getitem__)
+            start = max(self._now, self._validators[member])
+            end = start + self._model.check_s(lengths)
+            self._validators[member] = end
+            self._spent(Interval(VALIDATORS, member, "check", lease.step, start, end))
+            self._at(end, lambda: self._checked(lease, lengths))
+            self._lease(worker)
+        else:
+            self._checked(lease, lengths)
+
+    # Validators' verdicts and the learner.
+
+    def _checked(self, lease: _Lease, lengths: list[float]) -> None:
+        step = self._steps[lease.step]
+        if step.first_rollouts is None:
+            step.first_rollouts = self._now
+        step.filtered += sum(self._model.filtered(lease.step, group) for group in lease.numbers)
+        step.checked += lease.groups
+        step.kept = step.checked - step.filtered
+        step.tokens += sum(lengths)
+        self._close()
+        self._grant()
+
+    def _close(self) -> None:
+        most = int(self._model.max_groups * self._model.groups)
+        for step in self._steps[self._trained :]:
+            if step.full is None:
+                spent = step.leased >= most and not step.outstanding
+                if step.kept < self._model.groups and not spent:
+                    break
+                step.full = self._now
+        self._train()
+
+    def _train(self) -> None:
+        if self._learner_busy or self._trained == self._model.steps:
+            return
+        step = self._steps[self._trained]
+        if step.full is None:
+            return
+        self._learner_busy = True
+        step.train_start = self._now
+        step.trained = self._now + self._model.train_s * step.kept / self._model.groups
+        self._spent(Interval(LEARNER, 0, "train", step.number, self._now, step.trained))
+        self._at(step.trained, self._end_of_step)
+
+    def _end_of_step(self) -> None:
+        self._trained += 1
+        self._learner_busy = False
+        start = max(self._now, self._publisher_free)
+        self._publisher_free = start + self._model.publish_s
+        published = Interval(PUBLISHER, 0, "publish", self._trained, start, self._publisher_free)
+        self._spent(published)
+        self._at(self._publisher_free, self._publish)
+        self._train()
