@@ -139,8 +139,8 @@ def length_swamps_task(context: Context) -> Iterator[Violation]:
     Task rewards lie in [0, 1]. Where the worst length costs more than a right answer gives, a wrong
     answer of the right length beats a right one that ran on, and early in training, when most
     outputs run on, the penalty is all that the policy learns from. INTELLECT-2's own alpha (3e-4,
-    up to 9 at the limit) exceeds the bound, and its task reward still rose: std-normalised
-    advantages take the scale away inside a group.
+    up to 9 at the limit) exceeds the bound, and its authors report rising task rewards all
+    the same.
     """
     spec = context.spec
     term = length_reward(spec)
