@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.common.errors import UserError
 from runspec.lint.registry import Context, violations
+from runspec.lint.suppress import (
+    Applied,
+    Suppressed,
+    Suppression,
+    apply_suppressions,
+    read_suppressions,
+    unused,
+)
 from runspec.spec.findings import Finding, finding_at, format_finding
+from runspec.spec.layers import ParsedFiles, profile_path
 from runspec.spec.load import Layered, SpecFiles, load_layers
 from runspec.spec.schema import RunSpec
 from runspec.spec.validate import locate
@@ -24,7 +34,9 @@ class CheckedSpec:
 
     spec: RunSpec | None
     findings: list[Finding]
+    """Those that no suppression takes away."""
     layered: Layered
+    suppressed: list[Suppressed] = field(default_factory=list)
 
     def require(self) -> RunSpec:
         """The spec, if it has no errors.
@@ -47,6 +59,27 @@ class CheckedSpec:
         return self.spec
 
 
+@dataclass(frozen=True)
+class Unreadable:
+    """A spec of which nothing could be looked at."""
+
+    file: str
+    error: UserError
+
+
+@dataclass(frozen=True)
+class CheckedFiles:
+    """What is wrong with several specs, in order of file, line and column."""
+
+    files: list[str]
+    """The specs that were asked for."""
+    findings: list[Finding]
+    suppressed: list[Suppressed]
+    texts: Mapping[str, str]
+    """Every file that was read."""
+    unreadable: list[Unreadable]
+
+
 def check_spec(files: SpecFiles, *, environ: Mapping[str, str] | None = None) -> CheckedSpec:
     """Loads a spec and checks it by every rule.
 
@@ -57,11 +90,84 @@ def check_spec(files: SpecFiles, *, environ: Mapping[str, str] | None = None) ->
     Raises:
         UserError: as `load_layers`.
     """
-    layered = load_layers(files, environ=environ)
+    looked = _look(files, environ, ParsedFiles())
+    findings = [*looked.applied.findings, *unused(looked.judged, looked.applied.used)]
+    spec = looked.layered.spec
+    return CheckedSpec(spec, findings, looked.layered, looked.applied.suppressed)
+
+
+def check_files(
+    specs: Sequence[SpecFiles], *, environ: Mapping[str, str] | None = None
+) -> CheckedFiles:
+    """Checks several specs in one pass.
+
+    A finding in a file that several of them extend is named once, and a suppression is unused
+    where none of them uses it.
+    """
+    parsed, looked, unreadable = ParsedFiles(), [], []
+    for files in specs:
+        try:
+            looked.append(_look(files, environ, parsed))
+        except UserError as error:
+            unreadable.append(Unreadable(str(files.path), error))
+    used = {pair for one in looked for pair in one.applied.used}
+    judged = dict.fromkeys(suppression for one in looked for suppression in one.judged)
+    findings = {finding for one in looked for finding in one.applied.findings}
+    return CheckedFiles(
+        [str(files.path) for files in specs],
+        sorted({*findings, *unused(judged, used)}, key=_in_order),
+        sorted(
+            {suppressed for one in looked for suppressed in one.applied.suppressed},
+            key=lambda suppressed: _in_order(suppressed.finding),
+        ),
+        {file: text for one in looked for file, text in one.layered.texts.items()},
+        unreadable,
+    )
+
+
+def _in_order(finding: Finding) -> tuple[str, int, int, str, str, str]:
+    place = (finding.file, finding.line, finding.column)
+    return (*place, finding.code, finding.path, finding.message)
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """A spec before it is known which suppressions are of no use."""
+
+    layered: Layered
+    applied: Applied
+    judged: list[Suppression]
+    """Suppressions that should be of use in this very spec."""
+
+
+def _look(files: SpecFiles, environ: Mapping[str, str] | None, parsed: ParsedFiles) -> _Looked:
+    layered = load_layers(files, environ=environ, parsed=parsed)
     findings = list(layered.findings)
     if layered.spec is not None:
-        findings += _rule_findings(layered, Context(layered.spec, files))
-    return CheckedSpec(layered.spec, findings, layered)
+        findings = _with_rules(layered, Context(layered.spec, files), findings)
+    comments = [comment for found in layered.comments.values() for comment in found]
+    suppressions, faults = read_suppressions(comments)
+    applied = apply_suppressions(suppressions, findings)
+    applied.findings.extend(faults)
+    # In a layer that lies under another, or that only now lies over this one, a suppression may
+    # serve another spec; and without a spec no rule has looked.
+    top = str(files.placement or _profile(files) or files.path)
+    judged = [one for one in suppressions if one.comment.place.file == top]
+    if layered.spec is None or files.overrides:
+        judged = []
+    return _Looked(layered, applied, judged)
+
+
+def _profile(files: SpecFiles) -> Path | None:
+    return profile_path(files.path, files.profile) if files.profile is not None else None
+
+
+def _with_rules(layered: Layered, context: Context, findings: list[Finding]) -> list[Finding]:
+    secrets = list(_secret_values(layered, context))
+    at = {(finding.file, finding.line, finding.column) for finding in secrets}
+    # A secret must not be there at all: whether it is set does not matter.
+    kept = [f for f in findings if f.code != "variable" or (f.file, f.line, f.column) not in at]
+    return [*kept, *_rule_findings(layered, context), *secrets]
 
 
 def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:
@@ -77,19 +183,15 @@ def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:
             requires=violation.requires,
             suggestion=violation.suggestion,
         )
+
+
+def _secret_values(layered: Layered, context: Context) -> Iterator[Finding]:
     for secret in context.spec.secrets:
         if node := layered.variables.get(secret.source.env):
-            message = f"${{{secret.source.env}}} is a secret: its value would land in the spec"
-            yield finding_at(node.place, "secret-value", message, path=f"secrets.{secret.name}")
-
-
-def check_files(specs: Sequence[SpecFiles]) -> list[Finding]:
-    """Findings of several specs, each once, in order of file, line and column.
-
-    A finding in a file that several specs extend is named once.
-
-    Raises:
-        UserError: as `check_spec`.
-    """
-    findings = {finding for files in specs for finding in check_spec(files).findings}
-    return sorted(findings, key=lambda f: (f.file, f.line, f.column, f.code, f.path))
+            yield finding_at(
+                node.place,
+                "secret-value",
+                f"${{{secret.source.env}}} is a secret: its value would land in the spec",
+                path=f"secrets.{secret.name}",
+                blocking=True,
+            )

@@ -72,7 +72,7 @@ class LayerReader:
                 place=str(folder),
                 remedy="choose one of them, or leave --profile out",
             )
-        file = folder / f"{name}.yaml"
+        file = profile_path(path, name)
         return self._file(file, (), self._parsed.read(file))
 
     def placement(self, path: Path, recipe: MapNode) -> list[MapNode]:
@@ -163,6 +163,11 @@ class LayerReader:
     def _report(self, place: Place, message: str) -> None:
         finding = finding_at(place, "extends", message, path="extends", blocking=True)
         self._findings.append(finding)
+
+
+def profile_path(path: Path, name: str) -> Path:
+    """The file of a spec's profile."""
+    return path.parent / "profiles" / f"{name}.yaml"
 
 
 def _text(path: Path) -> str:

@@ -1,3 +1,173 @@
-"""What the loader itself finds: YAML, keys, types, layers, variables. Only their pages are here."""
+"""What the loader itself finds: YAML, keys, types, layers, variables, comments. Their pages."""
 
 from __future__ import annotations
+
+from runspec.lint.registry import Rule, add
+from runspec.spec.findings import Severity
+
+
+def _page(code: str, page: str, severity: Severity = "error") -> None:
+    add(Rule(code, "file", severity, page))
+
+
+_page(
+    "yaml",
+    """A file is one YAML document that holds a map.
+
+It is read by YAML 1.2's core schema. Tags, several documents, keys that are no words, characters
+that YAML forbids and an empty file are refused, and so is too much of anything: 256 KiB of text,
+32 levels, 20,000 nodes with aliases expanded, numbers of 64 characters.
+
+    characters <= 262144, depth <= 32, nodes <= 20000
+
+Nothing else is said of a spec with a broken file, it cannot be suppressed, and no later layer
+hides it.
+Source: YAML 1.2.2, section 10.3.2.""",
+)
+_page(
+    "extends",
+    """Every file of `extends` is there, and no file extends itself.
+
+`extends: [a.yaml, b.yaml]` names files relative to the one that says it. Each must be readable
+UTF-8, none may lead back to a file that is being read, and a spec is made of 32 files at most.
+What the missing file would have said is unknown, so nothing that needs it is looked at.""",
+)
+_page(
+    "duplicate-key",
+    """A map says each key once.
+
+Most YAML readers take the last of two equal keys in silence. Here the first counts, and the
+second is an error: one of the two is not what the run does.""",
+)
+_page(
+    "duplicate-name",
+    """A list of named objects says each name once.
+
+Layers merge `data.sources`, `reward`, `samplers`, `broadcast.relays` and `secrets` by name, so
+within one layer a name stands for one object.""",
+)
+_page(
+    "unknown-name",
+    """What a null deletes from a named list is there.
+
+`samplers: {volunteers: null}` takes away a pool of a lower layer. Where no such name is below,
+the null is a misspelling, and the object that it was meant for stays.""",
+)
+_page(
+    "unknown-key",
+    """Every key is one of the schema's.
+
+A misspelt key would leave the default in force without a word. It is looked for in every layer,
+so that no later layer and no null hides it. The nearest known key of the same map is suggested,
+and `--fix` writes it where that map does not have it already; a key that belongs elsewhere is
+named with its home.""",
+)
+_page(
+    "missing-key",
+    """Every required key has a value.
+
+Required are the keys without a default; `runspec explain` says which. A null deletes what a
+lower layer said, and then the default counts, if there is one.""",
+)
+_page(
+    "wrong-type",
+    """Every value has the type of its key.
+
+A number in quotes is text, and a number where text belongs is a number: nothing is converted in
+silence. Where the same characters with or without quotes have the right type, `--fix` writes
+them.""",
+)
+_page(
+    "bad-value",
+    """Every value lies in the range of its key.
+
+Bounds and choices are the schema's; `runspec explain` shows them. The finding says what was
+measured and the bound, for example
+
+    seed >= 0
+
+and of a choice the nearest that there is.""",
+)
+_page(
+    "unit",
+    """Times, sizes and rates carry their unit.
+
+`90m`, `80GB`, `590Mbit/s`: a bare number would leave its unit to a guess, and a wrong guess is a
+factor of 60 or 1000. Decimal and binary units are what they say: GB is 10^9 bytes, GiB is 2^30.
+Bits are written with a small b, bytes with a capital one.""",
+)
+_page(
+    "ambiguous-scalar",
+    """A plain scalar reads the same in YAML 1.1 and YAML 1.2.
+
+Specs are YAML 1.2; most other tools, and many people, read YAML 1.1. There `on`, `off`, `yes`,
+`no`, `y` and `n` are booleans, `010` is eight, `12:30` is 750, `1_000` is a thousand and
+`2026-01-31` is a date, and here the first is text, the second ten and the others text. Where the
+value does not fit its key it is an error, elsewhere a warning. `--fix` writes what reads the
+same everywhere: `true`, `1000`, or quotes. A number in a numeric field is never a finding.
+Source: https://yaml.org/type/bool.html, int.html and timestamp.html beside it; YAML 1.2.2,
+10.3.2.""",
+    "warning",
+)
+_page(
+    "variable",
+    """Every `${VAR}` that is used is set.
+
+Variables are filled in from the environment once the layers are merged, so one that a later
+layer hides is not read. `${VAR:?what it is for}` refuses an empty one too and says why it is
+needed. A `${` that is no variable is an error.""",
+)
+_page(
+    "secret-value",
+    """No value of the spec is a secret's.
+
+`secrets` names environment variables that only the process that needs one sees. A `${VAR}` of
+the same variable would write its value into the resolved spec, and from there into plans, states
+and logs. It cannot be suppressed.""",
+)
+_page(
+    "placement-scope",
+    """A placement says what is a site's to say, of what its recipe has.
+
+A file of kind Placement may set hardware, mesh, relays, folders, secrets, budget and measured
+figures: the fields that `runspec explain` marks as a site's. What is learned, how workers are
+checked and which pools there are is the recipe's, so that the same recipe learns the same at
+every site.""",
+)
+_page(
+    "malformed-suppression",
+    """A comment that begins with `# runspec:` is a suppression.
+
+It reads
+
+    # runspec: ignore[CODE, ...] reason="..."
+
+behind the value or key that it is about, or alone on the line above. Behind or above a key that
+holds a block it is about the whole block.""",
+    "warning",
+)
+_page(
+    "suppression-reason",
+    """A suppression says why.
+
+Whoever reads the spec next must be able to tell whether the reason still holds. Without one, or
+with an empty one, the suppression counts for nothing.""",
+)
+_page(
+    "unknown-rule",
+    """A suppression names rules that there are.
+
+`runspec explain --list` lists them. A misspelt code suppresses nothing; the nearest is
+suggested, and `--fix` writes it.""",
+)
+_page(
+    "unused-suppression",
+    """A suppression takes a finding away.
+
+One that does not is left over from a spec that has changed, and would hide the same finding when
+it comes back for another reason. It is looked for in the topmost file of a spec, and not with
+`--set`: in a layer under others a suppression may serve other specs. Of several specs that are
+linted at once none may need it. `--fix` removes it, or of several codes those that are of no
+use.""",
+    "warning",
+)

@@ -120,7 +120,8 @@ def test_a_finding_of_a_shared_base_is_named_once(tmp_path: Path) -> None:
     with (tmp_path / "base.yaml").open("a") as base:
         base.write("typo: 1\n")
     other = write(tmp_path / "other.yaml", "extends: [base.yaml]\n")
-    assert [f.code for f in check_files([SpecFiles(path), SpecFiles(other)])] == ["unknown-key"]
+    found = check_files([SpecFiles(path), SpecFiles(other)]).findings
+    assert [f.code for f in found] == ["unknown-key"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,145 @@
+"""`# runspec: ignore[CODE, ...] reason="..."`: findings that somebody has looked at and accepted.
+
+A suppression is about the lines that `runspec.spec.comments` says, in the file that it stands in;
+it takes away the findings of its codes there. Without a reason it counts for nothing, and what
+keeps the layers from making a spec at all cannot be suppressed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from runspec.lint.registry import RULES
+from runspec.spec.comments import Comment
+from runspec.spec.findings import Edit, Finding, Place, finding_at, replacing
+from runspec.spec.schema_keys import close_match
+
+MALFORMED, REASON = "malformed-suppression", "suppression-reason"
+UNKNOWN, UNUSED = "unknown-rule", "unused-suppression"
+FORM = 'runspec: ignore[CODE] reason="..."'
+_FORM = re.compile(r'#[ \t]*runspec:[ \t]*ignore\[([^\[\]]*)\](?:[ \t]+reason="([^"]*)")?[ \t]*')
+_CODE = re.compile(r"[^\s,]+")
+
+
+@dataclass(frozen=True)
+class Suppression:
+    """One comment that was understood, and has a reason."""
+
+    comment: Comment
+    codes: tuple[str, ...]
+    """Those that are rules."""
+    reason: str
+
+    def covers(self, finding: Finding) -> bool:
+        comment = self.comment
+        return (
+            not finding.blocking
+            and finding.code in self.codes
+            and finding.file == comment.place.file
+            and comment.first <= finding.line <= comment.last
+        )
+
+
+@dataclass(frozen=True)
+class Suppressed:
+    """A finding that is not shown, and why."""
+
+    finding: Finding
+    reason: str
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What suppressions leave of a spec's findings."""
+
+    findings: list[Finding]
+    suppressed: list[Suppressed]
+    used: set[tuple[Suppression, str]]
+    """Each with the codes that it took away."""
+
+
+def read_suppressions(comments: Iterable[Comment]) -> tuple[list[Suppression], list[Finding]]:
+    """The suppressions among comments, and what is wrong with them."""
+    suppressions: list[Suppression] = []
+    findings: list[Finding] = []
+    for comment in comments:
+        match = _FORM.fullmatch(comment.text)
+        codes = list(_CODE.finditer(match[1])) if match else []
+        if match is None or not codes:
+            message = f"{comment.text[:80]!r} is no suppression"
+            findings.append(
+                finding_at(
+                    comment.place, MALFORMED, message, severity="warning", suggestion=f"# {FORM}"
+                )
+            )
+            continue
+        offset = comment.place.column + match.start(1)
+        for code in codes:
+            if code[0] not in RULES:
+                place = replace(comment.place, column=offset + code.start(), width=len(code[0]))
+                findings.append(_unknown(code[0], place))
+        known = tuple(dict.fromkeys(code[0] for code in codes if code[0] in RULES))
+        reason = (match[2] or "").strip()
+        if not reason:
+            message = "a suppression without a reason counts for nothing"
+            findings.append(
+                finding_at(comment.place, REASON, message, suggestion='add reason="..."')
+            )
+        elif known:
+            suppressions.append(Suppression(comment, known, reason))
+    return suppressions, findings
+
+
+def _unknown(code: str, place: Place) -> Finding:
+    match = close_match(code, RULES)
+    hint = f"did you mean {match}?" if match else "`runspec explain --list` lists them"
+    fix = replacing(place, match) if match else None
+    return finding_at(place, UNKNOWN, f"no rule {code[:80]!r}", suggestion=hint, fix=fix)
+
+
+def apply_suppressions(suppressions: Sequence[Suppression], findings: Iterable[Finding]) -> Applied:
+    """Takes away what is suppressed; where several cover a finding, each of them is of use."""
+    applied = Applied([], [], set())
+    for finding in findings:
+        covering = [one for one in suppressions if one.covers(finding)]
+        if covering:
+            applied.suppressed.append(Suppressed(finding, covering[0].reason))
+            applied.used.update((one, finding.code) for one in covering)
+        else:
+            applied.findings.append(finding)
+    return applied
+
+
+def unused(
+    suppressions: Iterable[Suppression], used: set[tuple[Suppression, str]]
+) -> list[Finding]:
+    """A finding for each suppression of which a code takes nothing away."""
+    findings = []
+    for suppression in suppressions:
+        idle = [code for code in suppression.codes if (suppression, code) not in used]
+        if idle:
+            place = suppression.comment.place
+            message = f"nothing of {', '.join(idle)} is found here"
+            fix = _without(suppression, idle)
+            findings.append(
+                finding_at(
+                    place, UNUSED, message, severity="warning", suggestion="remove it", fix=fix
+                )
+            )
+    return findings
+
+
+def _without(suppression: Suppression, idle: Sequence[str]) -> Edit | None:
+    """Takes codes out of a comment, or the comment out of its line; None where one is unknown."""
+    place, text = suppression.comment.place, suppression.comment.text
+    start, end = text.index("[") + 1, text.index("]")
+    if any(code[0] not in RULES for code in _CODE.finditer(text[start:end])):
+        return None
+    kept = [code for code in suppression.codes if code not in idle]
+    if kept:
+        first = place.column + start
+        return Edit(place.line, first, place.column + end, ", ".join(kept))
+    before = place.source[: place.column - 1].rstrip()
+    return Edit(place.line, len(before) + 1, len(place.source) + 1, "")
