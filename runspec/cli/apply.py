@@ -16,13 +16,19 @@ from runspec.cli.background import start_in_background
 from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.cli.view import watching
 from runspec.common.errors import UserError
-from runspec.lint.check import check_spec
+from runspec.lint.check import CheckedSpec, check_spec
 from runspec.local.apply import NotReady, is_finished, open_run, supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
-from runspec.local.run_dir import EXIT_LOCKED, RunLocked
+from runspec.local.live import CHANGE, ask, change_request
+from runspec.local.planning import refuse_stale, seen_now
+from runspec.local.run_dir import EXIT_LOCKED, RunLocked, run_directory
 from runspec.local.text import duration, number
+from runspec.plan.changes import LIVE, difference
+from runspec.plan.saved import SavedPlan, Seen, read_plan
 from runspec.spec.findings import format_finding
 from runspec.spec.load import SpecFiles
+from runspec.spec.resolved import load_resolved
+from runspec.spec.schema import RunSpec
 
 EXIT_FAILED = 1
 EXIT_UNREADABLE = 2
@@ -30,23 +36,22 @@ LAPTOP = "laptop"
 
 
 def apply_command(files: SpecFiles, detach: bool, runs_dir: Path) -> int:
-    """Starts or continues the run; returns the exit code."""
+    """Starts, changes or continues the run; returns the exit code."""
     try:
-        loaded = check_spec(files)
+        plan = saved_plan(files)
+        checked = check_spec(files) if plan is None else None
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_UNREADABLE
-    spec = loaded.require()
-    for warning in loaded.findings:
-        print(format_finding(warning), file=sys.stderr)
-    run_dir = runs_dir / spec.name
-    again = _command_line(files, runs_dir)
+    spec, seen = (plan.spec, plan.seen) if plan else (_require(checked), None)
+    run_dir = run_directory(spec, runs_dir)
     try:
+        refuse_stale(seen, run_dir)
         if is_finished(spec, runs_dir):
             print(f"{spec.name} is finished: all {spec.steps} steps are trained.")
             show_result(run_dir)
             return 0
-        with open_run(spec, runs_dir) as run:
+        with open_run(spec, runs_dir, seen=seen) as run:
             if detach:
                 return start_in_background(run)
             with StopSignals() as requests, watching(spec.name, spec.steps) as view:
@@ -55,12 +60,63 @@ def apply_command(files: SpecFiles, detach: bool, runs_dir: Path) -> int:
         _show_missing(error, files)
         return EXIT_FAILED
     except RunLocked as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_LOCKED
+        return _change_live(spec, run_dir, seen, error)
     show_result(run_dir)
     if outcome.kind == "interrupted":
+        # A plan that was applied is stale: its changes are there.
+        again = f"runspec resume {run_dir}" if plan else _command_line(files, runs_dir)
         print(f"Interrupted by {requests.last}. To go on from the newest checkpoint: {again}")
         return EXIT_INTERRUPTED
+    if outcome.kind == "paused":
+        print(f"Paused. To go on from the newest checkpoint: runspec resume {run_dir}")
+    return 0
+
+
+def saved_plan(files: SpecFiles) -> SavedPlan | None:
+    """The plan that a file holds; None where it holds something else.
+
+    Raises:
+        UserError: it is a damaged plan, or comes with options that a plan does not take.
+    """
+    try:
+        plan = read_plan(files.path)
+    except OSError:
+        return None  # whoever reads specs says it better
+    if plan is not None and (files.profile or files.placement or files.overrides):
+        raise UserError(
+            "a plan is applied as it is: --profile, --placement and --set are for specs",
+            place=str(files.path),
+            remedy="plan again with them",
+        )
+    return plan
+
+
+def _require(checked: CheckedSpec | None) -> RunSpec:
+    assert checked is not None, "what is no plan was checked as a spec"
+    spec = checked.require()
+    for warning in checked.findings:
+        print(format_finding(warning), file=sys.stderr)
+    return spec
+
+
+def _change_live(spec: RunSpec, run_dir: Path, seen: Seen | None, held: RunLocked) -> int:
+    """Hands changes to the supervisor of a run that is alive; returns the exit code."""
+    refuse_stale(seen, run_dir)
+    now = seen_now(run_dir)
+    changes = difference(load_resolved(run_dir), spec)
+    stopping = [change for change in changes if change.change_class not in LIVE]
+    if not changes or stopping:
+        print(f"error: {held}", file=sys.stderr)
+        if stopping:
+            listed = "\n".join(f"  {change}" for change in stopping)
+            remedy = f"`runspec pause {run_dir}`, then apply again"
+            print(f"These changes need it stopped:\n{listed}\n  remedy: {remedy}", file=sys.stderr)
+        return EXIT_LOCKED
+    for change in changes:
+        print(f"{change.change_class:<8} {change}")
+    payload = change_request(spec, now.serial)
+    answer = ask(run_dir, CHANGE, payload, say=lambda text: print(f"The supervisor {text}"))
+    print(f"{spec.name}: {answer} (serial {seen_now(run_dir).serial})")
     return 0
 
 

@@ -25,12 +25,13 @@ from runspec.local.endpoints import (
 from runspec.local.fleet import Outcome, Rules
 from runspec.local.identity import make_identity
 from runspec.local.live import LiveRun, record_applied
-from runspec.local.machine import find_model, this_machine
+from runspec.local.machine import find_model, find_tokenizer, this_machine
 from runspec.local.planning import refuse_stale
 from runspec.local.preflight import Missing, look, missing
 from runspec.local.processes import Machine, RoleSpec, role_specs, warm_start_role
 from runspec.local.progress import RunProgress, StageProgress
-from runspec.local.run_dir import hold, refuse_another_run
+from runspec.local.run_dir import hold, refuse_another_run, run_directory
+from runspec.local.starting_model import link_model
 from runspec.local.state import RunState
 from runspec.local.supervisor import Progress, Supervisor, Watcher, describe_exit
 from runspec.plan.changes import difference
@@ -77,7 +78,7 @@ def is_finished(spec: RunSpec, runs_dir: Path) -> bool:
     Raises:
         UserError: the directory is another spec's.
     """
-    run_dir = runs_dir / spec.name
+    run_dir = run_directory(spec, runs_dir)
     if not (run_dir / SPEC_FILE).exists():
         return False
     refuse_another_run(difference(load_resolved(run_dir), spec), run_dir)
@@ -111,7 +112,7 @@ def open_run(
         RunLocked: it is alive elsewhere.
         UserError: a port is taken, or the directory is another spec's.
     """
-    run_dir = (runs_dir / spec.name).absolute()
+    run_dir = run_directory(spec, runs_dir)
     if not (run_dir / SPEC_FILE).exists():
         # Asked before the first file is made: a run that cannot start leaves nothing behind.
         _require_ready(spec, run_dir)
@@ -121,7 +122,7 @@ def open_run(
         with closing(RunState(run_dir)) as state:
             known = (run_dir / SPEC_FILE).exists()
             before = load_resolved(run_dir) if known else None
-            refuse_stale(seen, state, before)
+            refuse_stale(seen, run_dir)
             changes = difference(before, spec)
             if before is not None:
                 refuse_another_run(changes, run_dir)
@@ -232,7 +233,7 @@ def _failure_on_record(run: OpenRun, state: RunState) -> Iterator[None]:
 
 
 def _require_ready(spec: RunSpec, run_dir: Path) -> None:
-    lacking = missing(spec, run_dir, look(run_dir))
+    lacking = missing(spec, run_dir, look())
     if lacking:
         raise NotReady(spec, lacking)
 
@@ -253,8 +254,11 @@ def _stages(run: OpenRun, machine: Machine) -> list[RoleSpec]:
     assert run.spec.model.hf is not None, "the linter sees to it: a shape has a warm start"
     found = find_model(run.spec.model.hf, run.spec.model.revision, machine.env)
     assert found is not None, "the preflight sees to it"
-    initial.unlink(missing_ok=True)  # a link to a directory that is gone
-    initial.symlink_to(found)
+    asked, tokenizer = run.spec.model.tokenizer, None
+    if asked is not None:
+        tokenizer = find_tokenizer(asked.hf, asked.revision, machine.env)
+        assert tokenizer is not None, "the preflight sees to it"
+    link_model(initial, found, tokenizer)
     return []
 
 

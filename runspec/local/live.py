@@ -162,7 +162,7 @@ class LiveRun:
         write_atomic(self._run_dir / SPEC_FILE, dump_resolved(new))
         record_applied(self._state, new, changes)
         self.spec = new
-        renew = _names(renewed(changes), new)
+        renew = readers_names(renewed(changes), new)
         if self._signed_roles() != signed_before:
             # A longer budget needs signatures that last as long; these two hand them out.
             renew = list(dict.fromkeys(["coordinator", "publisher", *renew]))
@@ -186,7 +186,8 @@ def listed(changes: Sequence[Change]) -> str:
     return "\n".join(f"  {change}" for change in changes)
 
 
-def _names(readers: Sequence[Readers], spec: RunSpec) -> list[str]:
+def readers_names(readers: Sequence[Readers], spec: RunSpec) -> list[str]:
+    """The roles that read rolling fields, by name, in the order of their turns."""
     names = {
         "coordinator": ["coordinator"],
         "validators": validator_names(spec),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,41 +52,56 @@ def make_plan(spec: RunSpec, run_dir: Path) -> RunPlan:
     Raises:
         UserError: the run's spec or state cannot be read.
     """
-    lacking = missing(spec, run_dir, look(run_dir))
+    lacking = missing(spec, run_dir, look())
     if not (run_dir / SPEC_FILE).exists():
         return RunPlan(spec, run_dir, Seen(0, None), difference(None, spec), "new", None, lacking)
-    held_by = holder(run_dir)
+    held_by, old = holder(run_dir), load_resolved(run_dir)
     with closing(RunState(run_dir)) as state:
-        row, old = state.run(), load_resolved(run_dir)
-        seen = seen_now(state, old)
+        row = state.run()
     word = row.state if row else "starting"
     if held_by is None and word in ("starting", "running"):
         word = "interrupted"
-    return RunPlan(spec, run_dir, seen, difference(old, spec), word, held_by, lacking)
+    seen, changes = seen_now(run_dir), difference(old, spec)
+    return RunPlan(spec, run_dir, seen, changes, word, held_by, lacking)
 
 
-def seen_now(state: RunState, spec: RunSpec | None) -> Seen:
-    """The state of a run as it is, by its tables and its spec."""
-    return Seen(state.serial(), spec_digest(spec) if spec is not None else None)
+def seen_now(run_dir: Path) -> Seen:
+    """The state that a run is in, by its tables and its spec."""
+    if not (run_dir / SPEC_FILE).exists():
+        return Seen(0, None)
+    with closing(RunState(run_dir)) as state:
+        return Seen(state.serial(), spec_digest(load_resolved(run_dir)))
 
 
-def refuse_stale(seen: Seen | None, state: RunState, spec: RunSpec | None) -> None:
+def refuse_stale(seen: Seen | None, run_dir: Path) -> None:
     """Raises StalePlan, saying what was changed since, where a plan has seen another state.
 
     Args:
         seen: by the plan; None where there is none.
-        state: of the run, now.
-        spec: the run's, now.
+        run_dir: of the run.
     """
-    now = seen_now(state, spec)
+    now = seen_now(run_dir)
     if seen is None or seen == now:
         return
-    since = [row for row in state.applied() if row.serial > seen.serial]
-    lines = [f"  serial {row.serial}: {line}" for row in since for line in row.what]
     raise StalePlan(
-        "\n".join(
-            [f"the plan saw the run at serial {seen.serial}, it is at {now.serial} now", *lines]
-        ),
-        place="" if spec is None else spec.name,
+        f"the plan is stale: it saw {_words(seen)}, now there is {_words(now)}"
+        + "".join(_since(seen, run_dir)),
+        place=str(run_dir),
         remedy="plan again, and look at the new plan",
     )
+
+
+def _since(seen: Seen, run_dir: Path) -> Iterator[str]:
+    """What was applied after a state, a line each."""
+    if not (run_dir / SPEC_FILE).exists():
+        return
+    with closing(RunState(run_dir)) as state:
+        for row in state.applied():
+            if row.serial > seen.serial:
+                yield from (f"\n  serial {row.serial}: {line}" for line in row.what)
+
+
+def _words(seen: Seen) -> str:
+    if seen.spec_digest is None:
+        return "no such run"
+    return f"serial {seen.serial} with spec {seen.spec_digest[:12]}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from runspec.common.errors import UserError
 from runspec.plan.changes import Change, of_class
 from runspec.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.spec.schema import RunSpec
 
 LOCK_FILE = "lock"
 EXIT_LOCKED = 5
@@ -87,6 +88,11 @@ def find_run(run: str, runs_dir: Path) -> Path:
         place=str(runs_dir),
         remedy=f"one of: {', '.join(known)}" if known else "start one with `runspec apply`",
     )
+
+
+def run_directory(spec: RunSpec, runs_dir: Path) -> Path:
+    """Where a run lies: under `storage.dir` where its spec names one, else under `runs_dir`."""
+    return (Path(spec.storage.dir or runs_dir).expanduser() / spec.name).absolute()
 
 
 def refuse_another_run(changes: Sequence[Change], run_dir: Path) -> None:

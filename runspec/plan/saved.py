@@ -111,9 +111,9 @@ def read_plan(path: Path) -> SavedPlan | None:
 
 
 def _parse(content: Mapping[str, Any], place: str) -> SavedPlan:
-    if made_by := content.get("runspec"):
-        if made_by != version("runspec"):
-            raise ValueError(f"made by runspec {made_by!r:.40}; this is {version('runspec')}")
+    made_by, ours = content.get("runspec"), version("runspec")
+    if made_by != ours:
+        raise ValueError(f"made by runspec {str(made_by)[:40]!r}, this is {ours!r}")
     if content.keys() != _FIELDS.keys():
         raise ValueError(f"keys {sorted(content.keys() ^ _FIELDS.keys())!r:.200}")
     for name, kind in _FIELDS.items():

@@ -1,0 +1,50 @@
+"""`runspec diff`: the run's spec beside a file's, line by line."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.text import Text
+
+from runspec.common.errors import UserError
+from runspec.local.run_dir import run_directory
+from runspec.spec.findings import format_finding
+from runspec.spec.load import SpecFiles, load_layers
+from runspec.spec.resolved import FILE_NAME, load_resolved
+from runspec.spec.schema import RunSpec
+
+EXIT_SAME, EXIT_DIFFERENT, EXIT_UNREADABLE = 0, 1, 2
+_STYLES = {"+": "green", "-": "red", "@": "cyan"}
+
+
+def diff_command(files: SpecFiles, runs_dir: Path) -> int:
+    """Prints the difference as `diff -u` does; returns the exit code."""
+    try:
+        layered = load_layers(files)
+        if layered.spec is None:
+            found = "\n".join(format_finding(finding) for finding in layered.findings)
+            raise UserError(f"no spec to compare:\n{found}", place=str(files.path))
+        run_dir = run_directory(layered.spec, runs_dir)
+        known = (run_dir / FILE_NAME).exists()
+        before = _lines(load_resolved(run_dir)) if known else []
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_UNREADABLE
+    there = str(run_dir / FILE_NAME) if known else "/dev/null"
+    lines = list(difflib.unified_diff(before, _lines(layered.spec), there, str(files.path)))
+    console = Console(highlight=False)
+    for line in lines:
+        # Titles look like added and removed lines: they are told by their place.
+        style = "bold" if line in lines[:2] else _STYLES.get(line[0], "")
+        console.print(Text(line.rstrip("\n"), style=style), soft_wrap=True)
+    return EXIT_DIFFERENT if lines else EXIT_SAME
+
+
+def _lines(spec: RunSpec) -> list[str]:
+    """The resolved spec as YAML, every default written out."""
+    tree = spec.model_dump(mode="json", by_alias=True)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).splitlines(keepends=True)
