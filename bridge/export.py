@@ -17,6 +17,7 @@ from bridge.orbax_io import open_checkpoint, read_parts
 from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, write_safetensors
 from bridge.shards import MAX_SHARD_BYTES, plan_shards
 from bridge.tensors import dtype_named, model_digest, tensor_record
+from bridge.tokenizer_files import TOKENIZER_NAMES
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import hf_shapes, weight_map
 from runspec.common.canonical import canonical_json
@@ -25,18 +26,7 @@ from runspec.common.files import new_directory, write_atomic
 
 TENSORS_NAME = "tensors.json"
 PROBE_NAME = "probe.json"
-TOKENIZER_NAMES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+GENERATION_NAME = "generation_config.json"
 _LOG = logging.getLogger(__name__)
 
 
@@ -76,8 +66,8 @@ def export_checkpoint(
                 canonical_json({"model_digest": model_digest(records), "tensors": records}),
             )
             _write_config(folder, model_dir, dtype)
-            probe = orbax_dir.parent / PROBE_NAME
-            for source in [*(model_dir / name for name in TOKENIZER_NAMES), probe]:
+            copied = [model_dir / name for name in (*TOKENIZER_NAMES, GENERATION_NAME)]
+            for source in [*copied, orbax_dir.parent / PROBE_NAME]:
                 if source.exists():
                     shutil.copyfile(source, folder / source.name)
     except FileExistsError as error:

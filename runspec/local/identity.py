@@ -12,7 +12,7 @@ from runspec.common.files import read_bounded, write_atomic
 from runspec.common.keys import SigningKey
 from runspec.common.roles import MAX_BYTES, open_roles, sign_roles
 from runspec.common.signed import BadSignature
-from runspec.spec.role_names import validator_names, worker_names
+from runspec.spec.role_names import elsewhere, validator_names, worker_names
 from runspec.spec.schema import RunSpec
 
 YEAR_S = 365 * 86400.0
@@ -89,7 +89,8 @@ def pinned_root_problem(run_dir: Path, spec: RunSpec) -> UserError | None:
             remedy=f"put roles.json and the keys it names into {folder}, or leave the root out",
         )
     wanted = {"publisher": roles.publisher, "coordinator": roles.coordinator}
-    wanted |= dict.fromkeys(validator_names(spec), roles.validator)
+    here = [name for name in validator_names(spec) if name not in elsewhere(spec)]
+    wanted |= dict.fromkeys(here, roles.validator)
     for role, allowed in wanted.items():
         try:
             key = SigningKey.load(folder / f"{role}.key")

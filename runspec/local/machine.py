@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from runspec.local.processes import Machine
@@ -68,8 +68,19 @@ def find_model(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | 
         revision: commit of the repository; its `main` as last downloaded when None.
         env: HF_HUB_CACHE and HF_HOME say where the cache lies.
     """
+    return _find(hf, revision, env, _has_weights)
+
+
+def find_tokenizer(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | None:
+    """The same of a directory with a tokenizer.json, whether it has weights or not."""
+    return _find(hf, revision, env, lambda folder: (folder / "tokenizer.json").is_file())
+
+
+def _find(
+    hf: str, revision: str | None, env: Mapping[str, str], is_one: Callable[[Path], bool]
+) -> Path | None:
     local = Path(hf).expanduser()
-    if _has_weights(local):
+    if is_one(local):
         return local.resolve()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", hf):
         return None
@@ -81,7 +92,7 @@ def find_model(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | 
     if revision is None or not re.fullmatch(r"[0-9a-f]{40}", revision):
         return None
     snapshot = repository / "snapshots" / revision
-    return snapshot.resolve() if _has_weights(snapshot) else None
+    return snapshot.resolve() if is_one(snapshot) else None
 
 
 def _has_weights(folder: Path) -> bool:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from bridge.config import ModelConfig, load_config
+from runspec.common.errors import UserError
+from runspec.estimate.hardware import device_count
 from runspec.estimate.model import model_config
 from runspec.estimate.parameters import WIDTH, parameter_count, trained_count
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import (
     find_model,
+    find_tokenizer,
     free_bytes,
     gpu_names,
     module_is_installed,
@@ -21,19 +23,24 @@ from runspec.local.machine import (
     tpu_chips,
 )
 from runspec.local.processes import Machine
+from runspec.local.starting_model import require_fitting
 from runspec.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
+from runspec.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.spec.role_names import elsewhere, placeable, relay_names
+from runspec.spec.run_files import numbered, state_folder
 from runspec.spec.schema import Hardware, RunSpec
 
 GIB = 2**30
 _ROOM_BYTES = GIB // 2
 """For logs, rollouts and the environment's own files."""
 _THIS_HOST = ("127.0.0.1", "localhost", "::1")
-_ROLE_MODULES = {
+ROLE_MODULES = {
     "learner": ("jax", "orbax.checkpoint", "tensorstore"),
     "sampler": ("vllm", "tokenizers"),
     "verify": ("numpy", "pyarrow"),
     "report": ("matplotlib",),
 }
+"""What each part of a run imports, by the extra that installs it."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +60,19 @@ class Facts:
     machine: Machine
     gpus: Sequence[str]
     tpus: int
-    free_bytes: int
+    free_bytes: Callable[[Path], int]
+    """Where a folder lies or will lie."""
     has_module: Callable[[str], bool]
     prefill_engines: Sequence[str]
 
 
-def look(folder: Path) -> Facts:
-    """Looks at this machine; `folder` is where runs lie."""
+def look() -> Facts:
+    """Looks at this machine."""
     return Facts(
         machine=this_machine(),
         gpus=gpu_names(),
         tpus=tpu_chips(),
-        free_bytes=free_bytes(folder.absolute()),
+        free_bytes=free_bytes,
         has_module=module_is_installed,
         prefill_engines=installed_kinds(PREFILL_GROUP),
     )
@@ -74,54 +82,95 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
     """What the run lacks here, most telling first; empty when it can start."""
     return [
         *_hardware(spec, facts),
+        *_validators(spec, facts),
+        *_devices(spec, facts),
         *_model(spec, facts),
-        *_plugins(spec, facts),
+        *_tokenizer(spec, facts),
+        *_plugins(spec),
         *_secrets(spec, facts),
         *_identity(spec, run_dir, facts),
-        *_relays(spec),
-        *_modules(facts),
-        *_disk(spec, facts),
+        *_servers(spec),
+        *_modules(spec, facts),
+        *_checkpoints(spec, run_dir),
+        *_disk(spec, run_dir, facts),
     ]
 
 
 def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
-    asked = [("learner.hardware", spec.learner.hardware, 1)]
+    learner, here = spec.learner, _groups_here(spec)
+    asked = [("learner.hardware", learner.hardware, 1, learner.mesh.slices)]
     asked += [
-        (f"samplers.{pool.name}.hardware", pool.hardware, pool.replicas) for pool in spec.samplers
+        (f"samplers.{pool.name}.hardware", pool.hardware, pool.replicas, 1)
+        for pool in spec.samplers
+        if pool.name in here
     ]
-    lacking = [(path, _lack(hardware, processes, facts)) for path, hardware, processes in asked]
-    yield from (Missing(path, thing) for path, thing in lacking if thing)
-    learner = spec.learner
+    if spec.verify.hardware is not None and spec.verify.validators and "validators" in here:
+        asked.append(("verify.hardware", spec.verify.hardware, spec.verify.validators, 1))
+    for path, hardware, processes, slices in asked:
+        thing = _lack(hardware, processes, slices, facts)
+        if thing:
+            yield Missing(path, thing)
     if learner.hosts > 1 and learner.hardware.kind != "cpu":
         yield Missing(
             "learner.hosts",
             f"{learner.hosts} machines with {learner.hardware.kind}; this is one",
             "start the learner's processes there by hand, see docs/learner_jax.md",
         )
-    if lacking[0][1]:
-        model = spec.model.hf or "the model"
-        yield Missing(
-            "verify.validators",
-            f"{spec.verify.validators} with engine {spec.verify.engine} recompute rollouts of "
-            f"{model}: they need accelerators too",
-        )
 
 
-def _lack(hardware: Hardware, processes: int, facts: Facts) -> str:
+def _lack(hardware: Hardware, processes: int, slices: int, facts: Facts) -> str:
     """What is wanted and what is here; empty where it suffices."""
     if hardware.kind == "cpu":
         return ""
+    wanted = (device_count(hardware, slices) or 1) * processes
     if hardware.kind.startswith("tpu"):
-        chips = hardware.count or prod(int(side) for side in (hardware.topology or "1").split("x"))
-        wanted, here, unit = chips, facts.tpus, "TPU chips"
+        here, unit = facts.tpus, "TPU chips"
     else:
         family = hardware.kind.split("-")[0].lower()
-        wanted = (hardware.count or 1) * processes
         here, unit = sum(family in name.lower() for name in facts.gpus), f"{family.upper()} GPUs"
     if here >= wanted:
         return ""
     shape = hardware.topology or f"x {wanted}"
-    return f"{hardware.kind} {shape} ({wanted} {unit}); this machine has {here or 'none'}"
+    many = f"{slices} slices of " if slices > 1 else ""
+    return f"{many}{hardware.kind} {shape} ({wanted} {unit}); this machine has {here or 'none'}"
+
+
+def _validators(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
+    verify, learner = spec.verify, spec.learner
+    if not verify.validators and spec.identity.root_public_key is None:
+        yield Missing(
+            "verify.validators",
+            "0: nobody checks and grades what workers send, and no step fills",
+            "ask for one at least, or pin a root whose roles.json names validators elsewhere",
+        )
+    if not verify.validators or "validators" not in _groups_here(spec):
+        return
+    if verify.hardware is None and _lack(learner.hardware, 1, learner.mesh.slices, facts):
+        yield Missing(
+            "verify.validators",
+            f"{verify.validators} with engine {verify.engine} recompute rollouts of "
+            f"{spec.model.hf or 'the model'}: they need accelerators too",
+        )
+    if verify.engine not in facts.prefill_engines:
+        offered = ", ".join(facts.prefill_engines) or "none"
+        yield Missing("verify.engine", f"no prefill engine {verify.engine!r}; installed: {offered}")
+
+
+def _devices(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
+    here, away = max(len(facts.gpus), facts.tpus), elsewhere(spec)
+    for role, numbers in spec.placement.devices.items():
+        beyond = [number for number in numbers if number >= here]
+        if beyond and role not in away:
+            listed = ", ".join(str(number) for number in beyond)
+            yield Missing(
+                f"placement.devices.{role}",
+                f"no device {listed}: this machine has {here or 'none'}",
+            )
+
+
+def _groups_here(spec: RunSpec) -> Container[str]:
+    """What is started here of what `placement.roles` may name."""
+    return placeable(spec) if spec.placement.roles is None else spec.placement.roles
 
 
 def _model(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
@@ -136,15 +185,37 @@ def _model(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
         )
 
 
-def _plugins(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
+def _tokenizer(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
+    asked, env = spec.model.tokenizer, facts.machine.env
+    if asked is None:
+        return
+    if spec.model.hf is None:
+        yield Missing(
+            "model.tokenizer",
+            "a model that the run makes has the tokenizer of its warm start",
+            "leave it out, or name a model with model.hf",
+        )
+        return
+    found = find_tokenizer(asked.hf, asked.revision, env)
+    model = find_model(spec.model.hf, spec.model.revision, env)
+    if found is None:
+        at = f" at {asked.revision}" if asked.revision else ""
+        yield Missing(
+            "model.tokenizer",
+            f"no tokenizer.json of {asked.hf}{at} on this machine",
+            f"hf download {asked.hf}",
+        )
+    elif model is not None:
+        try:
+            require_fitting(found, model)
+        except UserError as error:
+            yield Missing("model.tokenizer", f"{error.place}: {error.thing}", error.remedy)
+
+
+def _plugins(spec: RunSpec) -> Iterator[Missing]:
     for sentence in missing_plugins(spec):
         path, thing = sentence.split(": ", 1)
         yield Missing(path, thing)
-    if spec.verify.engine not in facts.prefill_engines:
-        offered = ", ".join(facts.prefill_engines) or "none"
-        yield Missing(
-            "verify.engine", f"no prefill engine {spec.verify.engine!r}; installed: {offered}"
-        )
 
 
 def _secrets(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
@@ -166,19 +237,25 @@ def _identity(spec: RunSpec, run_dir: Path, facts: Facts) -> Iterator[Missing]:
         )
 
 
-def _relays(spec: RunSpec) -> Iterator[Missing]:
-    here = {*_THIS_HOST, spec.placement.host}
+def _servers(spec: RunSpec) -> Iterator[Missing]:
+    here, away = {*_THIS_HOST, spec.placement.host}, elsewhere(spec)
+    urls = {"broadcast.origin.url": spec.broadcast.origin.url}
     for relay in spec.broadcast.relays:
-        if relay.url is not None and urlsplit(relay.url).hostname not in here:
-            yield Missing(
-                f"broadcast.relays.{relay.name}.url", f"{relay.url} is not on this machine"
-            )
+        path = f"broadcast.relays.{relay.name}.url"
+        if f"relay-{relay.name}" not in away:
+            urls[path] = relay.url
+        elif relay.url is None:
+            yield Missing(path, "null: another machine starts this relay, and nobody knows where")
+    for path, url in urls.items():
+        if url is not None and urlsplit(url).hostname not in here:
+            yield Missing(path, f"{url} is not on this machine")
 
 
-def _modules(facts: Facts) -> Iterator[Missing]:
-    for extra, modules in _ROLE_MODULES.items():
+def _modules(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
+    samples = any(pool.name in _groups_here(spec) for pool in spec.samplers)
+    for extra, modules in ROLE_MODULES.items():
         absent = [name for name in modules if not facts.has_module(name)]
-        if absent:
+        if absent and (extra != "sampler" or samples):
             yield Missing(
                 "placement.backend",
                 f"Python packages not installed here: {', '.join(absent)} ({extra})",
@@ -186,15 +263,36 @@ def _modules(facts: Facts) -> Iterator[Missing]:
             )
 
 
-def _disk(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
-    needed = disk_bytes(spec, facts)
-    if needed > facts.free_bytes:
+def _checkpoints(spec: RunSpec, run_dir: Path) -> Iterator[Missing]:
+    """A new run must not go on from the full states of an earlier one of its name."""
+    folder = state_folder(run_dir, spec)
+    left = numbered(folder, "step_")
+    if spec.checkpoints.dir is not None and left and not (run_dir / SPEC_FILE).exists():
         yield Missing(
-            "checkpoints",
-            f"about {needed / GIB:.1f} GiB of disk are needed, "
-            f"{facts.free_bytes / GIB:.1f} are free",
-            "free some, keep less (checkpoints.keep), or use another --runs-dir",
+            "checkpoints.dir",
+            f"{folder} holds full states of an earlier run of this name",
+            "remove them, or give the run another name",
         )
+
+
+def _disk(spec: RunSpec, run_dir: Path, facts: Facts) -> Iterator[Missing]:
+    states, others = states_bytes(spec, facts), disk_bytes(spec, facts)
+    remedy = "free some, keep less (checkpoints.keep), or use another --runs-dir"
+    needs = [("checkpoints", others, facts.free_bytes(run_dir), remedy)]
+    if spec.checkpoints.dir is not None:
+        at = Path(spec.checkpoints.dir).absolute()
+        remedy = "free some, or keep less (checkpoints.keep, broadcast.keep_versions)"
+        needs = [
+            ("storage", others - states, facts.free_bytes(run_dir), remedy),
+            ("checkpoints.dir", states, facts.free_bytes(at), remedy),
+        ]
+    for path, needed, free, remedy in needs:
+        if needed > free:
+            yield Missing(
+                path,
+                f"about {needed / GIB:.1f} GiB of disk are needed, {free / GIB:.1f} are free",
+                remedy,
+            )
 
 
 def disk_bytes(spec: RunSpec, facts: Facts) -> int:
@@ -208,12 +306,19 @@ def disk_bytes(spec: RunSpec, facts: Facts) -> int:
     config = _config(spec, facts)
     if config is None:
         return _ROOM_BYTES
-    learner, versions = spec.learner, spec.broadcast.keep_versions + 1
+    versions = spec.broadcast.keep_versions + 1
     weights = parameter_count(config) * WIDTH[spec.broadcast.dtype] * versions
-    copies = 2 + len(spec.broadcast.relays)
+    relays_here = set(relay_names(spec)) - elsewhere(spec)
+    return weights * (2 + len(relays_here)) + states_bytes(spec, facts) + _ROOM_BYTES
+
+
+def states_bytes(spec: RunSpec, facts: Facts) -> int:
+    """About how much of it the full states are; 0 where the model's shape is not known."""
+    config, learner = _config(spec, facts), spec.learner
+    if config is None:
+        return 0
     number = WIDTH[learner.master_dtype] + 2 * WIDTH["float32"]
-    states = trained_count(config, learner.lora) * number * (spec.checkpoints.keep + 1)
-    return weights * copies + states + _ROOM_BYTES
+    return trained_count(config, learner.lora) * number * (spec.checkpoints.keep + 1)
 
 
 def _config(spec: RunSpec, facts: Facts) -> ModelConfig | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from runspec.common.errors import UserError
 from runspec.lint.check import check_spec
 from runspec.local.machine import find_model, module_is_installed
 from runspec.local.preflight import GIB, Facts, disk_bytes, missing
 from runspec.local.processes import Machine
+from runspec.local.starting_model import link_model
 from runspec.spec.load import SpecFiles
-from runspec.spec.schema import RunSpec
+from runspec.spec.schema import RunSpec, Tokenizer
 from tests.runspec.local.fake_run import ROOT, small_spec
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -20,7 +23,7 @@ LAPTOP = Facts(
     machine=Machine("python", (0, 1), {}),
     gpus=(),
     tpus=0,
-    free_bytes=100 * GIB,
+    free_bytes=lambda folder: 100 * GIB,
     has_module=lambda name: True,
     prefill_engines=("jax",),
 )
@@ -93,7 +96,7 @@ def test_missing_packages_are_named_with_their_remedy(tmp_path: Path) -> None:
 
 
 def test_a_disk_too_small_is_named_with_both_figures(tmp_path: Path) -> None:
-    (item,) = missing(small_spec(), tmp_path, replace(LAPTOP, free_bytes=GIB // 4))
+    (item,) = missing(small_spec(), tmp_path, replace(LAPTOP, free_bytes=lambda folder: GIB // 4))
     assert item.thing == "about 0.5 GiB of disk are needed, 0.2 are free"
 
 
@@ -129,3 +132,141 @@ def test_a_model_is_found_in_a_directory_or_in_the_cache(tmp_path: Path) -> None
 )
 def test_a_missing_parent_is_a_missing_module(name: str, installed: bool) -> None:
     assert module_is_installed(name) is installed
+
+
+def test_only_what_is_started_here_is_asked_for(full_spec: RunSpec, tmp_path: Path) -> None:
+    # given a machine that runs the learner of a run whose pools and validators are elsewhere
+    placement = full_spec.placement.model_copy(update={"roles": []})
+    spec = full_spec.model_copy(update={"placement": placement})
+    facts = replace(LAPTOP, tpus=64, has_module=lambda name: name != "vllm", prefill_engines=())
+    found = paths(spec, facts, tmp_path)
+    # then it lacks neither GPUs nor vLLM nor a prefill engine, and relays may be anywhere
+    for path in ("samplers.volunteers.hardware", "placement.backend", "verify.engine"):
+        assert path not in found
+    assert not any(path.startswith("broadcast.relays") for path in found)
+    # when a relay elsewhere has no address, then nobody could find it
+    relays = [relay.model_copy(update={"url": None}) for relay in spec.broadcast.relays]
+    broadcast = spec.broadcast.model_copy(update={"relays": relays})
+    lost = spec.model_copy(update={"broadcast": broadcast})
+    assert f"broadcast.relays.{relays[0].name}.url" in paths(lost, facts, tmp_path)
+
+
+def test_an_origin_on_another_machine_is_named(tmp_path: Path) -> None:
+    trusted = "samplers.volunteers.trust=trusted"
+    spec = small_spec("small", 5, trusted, "broadcast.origin.url=http://10.0.0.7:8100")
+    assert paths(spec, LAPTOP, tmp_path) == ["broadcast.origin.url"]
+
+
+def test_every_slice_of_a_topology_counts(full_spec: RunSpec, tmp_path: Path) -> None:
+    # given two slices of 64 chips each
+    mesh = full_spec.learner.mesh.model_copy(update={"slices": 2, "data": 2})
+    learner = full_spec.learner.model_copy(update={"mesh": mesh})
+    spec = full_spec.model_copy(update={"learner": learner})
+    # then one of them is not enough
+    found = {m.path: m.thing for m in missing(spec, tmp_path, replace(LAPTOP, tpus=64))}
+    assert found["learner.hardware"] == (
+        "2 slices of tpu-v5p 4x4x4 (128 TPU chips); this machine has 64"
+    )
+    assert "learner.hardware" not in paths(spec, replace(LAPTOP, tpus=128), tmp_path)
+
+
+def test_validators_with_hardware_of_their_own_ask_for_it(tmp_path: Path) -> None:
+    overrides = ("verify.hardware={kind: l4}", "verify.validators=2")
+    item, *_ = missing(small_spec("small", 5, *overrides), tmp_path, LAPTOP)
+    assert item.path == "verify.hardware"
+    assert item.thing == "l4 x 2 (2 L4 GPUs); this machine has none"
+    there = replace(LAPTOP, gpus=["NVIDIA L4", "NVIDIA L4"])
+    assert missing(small_spec("small", 5, *overrides), tmp_path, there) == []
+
+
+def test_a_run_without_validators_would_never_fill_a_step(tmp_path: Path) -> None:
+    spec = small_spec()
+    spec = spec.model_copy(update={"verify": spec.verify.model_copy(update={"validators": 0})})
+    (item,) = missing(spec, tmp_path, LAPTOP)
+    assert item.path == "verify.validators"
+
+
+def test_devices_that_are_not_there_are_named(tmp_path: Path) -> None:
+    spec = small_spec("small", 5, "placement.devices={learner: [0, 3]}")
+    (item,) = missing(spec, tmp_path, replace(LAPTOP, gpus=["NVIDIA L4"] * 2))
+    assert (item.path, item.thing) == (
+        "placement.devices.learner",
+        "no device 3: this machine has 2",
+    )
+
+
+def test_states_elsewhere_need_their_room_there(tmp_path: Path) -> None:
+    # given a disk for checkpoints that is full
+    spec = small_spec("small", 5, f"checkpoints.dir={tmp_path / 'states'}")
+    full = replace(LAPTOP, free_bytes=lambda folder: 0 if folder.name == "states" else 100 * GIB)
+    assert paths(spec, full, tmp_path) == ["checkpoints.dir"]
+
+
+def test_a_new_run_does_not_go_on_from_the_states_of_an_earlier_namesake(tmp_path: Path) -> None:
+    # given full states of a run that was deleted
+    spec = small_spec("small", 5, f"checkpoints.dir={tmp_path}")
+    (tmp_path / "small" / "state" / "step_4").mkdir(parents=True)
+    run_dir = tmp_path / "runs" / "small"
+    assert paths(spec, LAPTOP, run_dir) == ["checkpoints.dir"]
+    # but a run that is there has them for its own
+    run_dir.mkdir(parents=True)
+    (run_dir / "spec.json").write_text("{}")
+    assert missing(spec, run_dir, LAPTOP) == []
+
+
+def model_and_tokenizer(folder: Path, largest: int) -> tuple[Path, Path]:
+    """A model of 10 rows with a tokenizer of its own, and another tokenizer."""
+    model, other = folder / "model", folder / "other"
+    for each, template in ((model, "old"), (other, "new")):
+        each.mkdir()
+        (each / "chat_template.jinja").write_text(template)
+    config = json.loads((ROOT / "runspec/spec/models/Qwen--Qwen3-4B.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(config | {"vocab_size": 10, "num_hidden_layers": 1})
+    )
+    (model / "model.safetensors").write_bytes(bytes(8))
+    (model / "added_tokens.json").write_text("{}")
+    (model / "tokenizer.json").write_text("{}")
+    tokens = {"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": "b", "id": largest}]}
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    return model, other
+
+
+def test_another_tokenizer_takes_the_place_of_the_models_own(tmp_path: Path) -> None:
+    model, other = model_and_tokenizer(tmp_path, largest=9)
+    spec = of_model(model, other)
+    assert missing(spec, tmp_path, LAPTOP) == []
+    # when the starting model is linked, twice
+    initial = tmp_path / "initial"
+    for _ in range(2):
+        link_model(initial, model, other)
+    # then its weights are the model's, tokenizer and template the other's, and no token is left
+    assert (initial / "model.safetensors").resolve() == model / "model.safetensors"
+    assert (initial / "tokenizer.json").resolve() == other / "tokenizer.json"
+    assert (initial / "chat_template.jinja").read_text() == "new"
+    assert not (initial / "added_tokens.json").exists()
+    # and without another tokenizer it is the model's directory
+    link_model(initial, model, None)
+    assert initial.readlink() == model
+
+
+def test_a_tokenizer_larger_than_the_models_vocabulary_is_refused(tmp_path: Path) -> None:
+    model, other = model_and_tokenizer(tmp_path, largest=10)
+    (item,) = missing(of_model(model, other), tmp_path, LAPTOP)
+    assert item.path == "model.tokenizer"
+    assert "largest token id is 10, the model's vocabulary has 10 rows" in item.thing
+    with pytest.raises(UserError, match="largest token id is 10"):
+        link_model(tmp_path / "initial", model, other)
+
+
+def test_a_tokenizer_that_is_not_here_is_named(tmp_path: Path) -> None:
+    model, _ = model_and_tokenizer(tmp_path, largest=1)
+    (item,) = missing(of_model(model, Path("org/name")), tmp_path, LAPTOP)
+    assert (item.path, item.remedy) == ("model.tokenizer", "hf download org/name")
+
+
+def of_model(model: Path, tokenizer: Path) -> RunSpec:
+    spec = small_spec()
+    words = {"hf": str(model), "shape": None, "tokenizer": Tokenizer(hf=str(tokenizer))}
+    changed = {"model": spec.model.model_copy(update=words), "warm_start": None}
+    return spec.model_copy(update=changed)
