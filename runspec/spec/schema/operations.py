@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from runspec.spec.fields import HOT, Unit
+from runspec.spec.fields import HOT, NEWRUN, Unit
 from runspec.spec.schema.block import Block
 from runspec.spec.values import (
     Count,
@@ -31,8 +31,9 @@ class Checkpoints(Block):
 
     CHANGE = "restart"
 
-    dir: str | None = None
-    """Where full states lie; the run directory when null."""
+    dir: Annotated[str | None, NEWRUN] = None
+    """Where full states lie; the run directory when null. A run would not find those it has made
+    elsewhere, and start from version 0."""
     every: Steps = 10
     """Rollout steps between full states."""
     keep: Annotated[Count, Unit("states")] = 3
