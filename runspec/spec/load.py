@@ -24,6 +24,8 @@ from runspec.spec.schema import RunSpec
 from runspec.spec.validate import validate
 from runspec.spec.yaml_nodes import MapNode, ScalarNode
 
+_MISSING = ("missing-key", "no-seed")
+
 
 @dataclass(frozen=True)
 class SpecFiles:
@@ -118,5 +120,5 @@ def _placement_alone(
     problems: list[Finding] = []
     validate(tree, problems)
     # What is missing is the recipe's to say.
-    findings += [problem for problem in problems if problem.code != "missing-key"]
+    findings += [problem for problem in problems if problem.code not in _MISSING]
     return Layered(None, tree, used, findings, reader.texts, reader.comments, "Placement")

@@ -98,7 +98,8 @@ def _finding(root: MapNode, error: Any) -> Finding:
         what = "a value" if isinstance(node, ListNode) else "a required key"
         message = f"{what} is missing" + (", deleted by this null" if deleted else "")
         path = f"{path}.{key}" if path else key
-        return finding_at(deleted or place, "missing-key", message, path=path, blocking=True)
+        code = "no-seed" if path == "seed" else "missing-key"
+        return finding_at(deleted or place, code, message, path=path, blocking=True)
     got = _shown(node)
     if not found:
         message = f"a single value was expected, got {got}"

@@ -1,31 +1,43 @@
-"""The rules, a module or two a group. Importing this package registers them all."""
+"""The rules, one module a theme. Importing this package registers them all."""
 
 from runspec.lint.rules import (
     algorithm,
     asynchrony,
+    budget,
     file,
     memory,
     mesh,
     model,
     optimizer,
     placement,
+    precision,
+    relays,
+    reproducibility,
     reward,
     samplers,
+    security,
     sharding,
+    starting_model,
     verification,
 )
 
 __all__ = [
     "algorithm",
     "asynchrony",
+    "budget",
     "file",
     "memory",
     "mesh",
     "model",
     "optimizer",
     "placement",
+    "precision",
+    "relays",
+    "reproducibility",
     "reward",
     "samplers",
+    "security",
     "sharding",
+    "starting_model",
     "verification",
 ]

@@ -1,43 +1,241 @@
-"""Names, files, secrets, machines and money."""
+"""Names of roles, and the machines, ports and files that they share."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from math import prod
 
 from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.urls import is_loopback, parse_url, server_urls
+from runspec.spec.role_names import learner_names, relay_names, role_names, worker_names
+from runspec.spec.schema import RunSpec
 
-
-@rule("one-model", "placement")
-def one_model(context: Context) -> Iterator[Violation]:
-    """A model is named or described, not both."""
-    spec = context.spec
-    if (spec.model.hf is None) == (spec.model.shape is None):
-        said = "neither" if spec.model.hf is None else "both"
-        yield Violation(("model",), f"exactly one of hf and shape is needed, {said} was given")
-    if spec.model.revision is not None and spec.model.hf is None:
-        yield Violation(("model", "revision"), "is the commit of model.hf, which is not given")
-
-
-@rule("warm-start", "placement")
-def warm_start(context: Context) -> Iterator[Violation]:
-    """A shape needs a warm start, and a model with weights has none."""
-    spec = context.spec
-    if (spec.model.shape is None) != (spec.warm_start is None):
-        message = (
-            "model.shape has no weights: warm_start must make them"
-            if spec.warm_start is None
-            else "warm_start makes the weights of a model.shape, and none is given"
-        )
-        yield Violation(("model", "shape") if spec.warm_start is None else ("warm_start",), message)
+RESERVED = ("root", "publisher", "coordinator", "validator", "learner", "origin", "relay")
 
 
 @rule("reserved-names", "placement")
 def reserved_names(context: Context) -> Iterator[Violation]:
-    """A pool is not called like a role."""
-    spec = context.spec
-    reserved = {"root", "publisher", "coordinator", "validator", "learner", "origin", "relay"}
-    for pool in spec.samplers:
-        if pool.name in reserved:
+    """No pool may be called like a role, and no relay `origin`.
+
+    Keys and logs lie in files named after roles: a pool `validator` would have workers
+    `validator-0`, whose key roles.json trusts with verdicts. `origin` in `upstream` and `relays`
+    always means the publisher's own server.
+    """
+    for pool in context.spec.samplers:
+        if pool.name in RESERVED:
             yield Violation(
-                ("samplers", pool.name), "is the name of a role; call the pool something else"
+                ("samplers", pool.name),
+                "is the name of a role; call the pool something else",
+                numbers={"name": pool.name},
+                requires=f"name is none of {', '.join(RESERVED)}",
+                suggestion=f"{pool.name}-pool, say",
             )
+    for relay in context.spec.broadcast.relays:
+        if relay.name == "origin":
+            yield Violation(
+                ("broadcast", "relays", relay.name),
+                "origin is the publisher's own server, not a relay",
+                numbers={"name": relay.name},
+                requires="name is not origin",
+                suggestion="call it something else",
+            )
+
+
+@rule("role-clash", "placement")
+def role_clash(context: Context) -> Iterator[Violation]:
+    """Every process must have a name of its own.
+
+        relay-<name>, <pool>-<i>, validator-<i>, learner-<i>, ...
+
+    Names are made of parts: pool `relay-eu` has the worker `relay-eu-0`, and so has the relay
+    `eu-0`. Two processes of one name would share a key, a log and a line in `status`.
+    """
+    counts = Counter(role_names(context.spec))
+    workers = worker_names(context.spec)
+    for name in (name for name, count in counts.items() if count > 1):
+        pool = workers.get(name)
+        if pool in RESERVED:
+            continue  # `reserved-names` says so
+        yield Violation(
+            ("samplers", pool) if pool else ("samplers",),
+            f"{counts[name]} processes would be called {name}",
+            numbers={"processes": counts[name]},
+            requires="processes = 1 of each name",
+            suggestion="give the pool or the relay another name",
+        )
+
+
+@rule("unknown-role", "placement")
+def unknown_role(context: Context) -> Iterator[Violation]:
+    """`placement.roles` and `placement.devices` must name roles of the run.
+
+    `roles` says what is started here: `validators`, a pool, or relay-<name>; learner, publisher,
+    origin and coordinator always are. `devices` goes by process, as `status` names them:
+    `learner`, `<pool>-<i>`, `validator-<i>`. A name that is nothing starts nothing and assigns
+    nothing, in silence.
+    """
+    spec = context.spec
+    startable = ["validators", *(pool.name for pool in spec.samplers), *relay_names(spec)]
+    unknown = [name for name in dict.fromkeys(spec.placement.roles or []) if name not in startable]
+    if unknown:
+        yield Violation(
+            ("placement", "roles"),
+            f"no role {', '.join(unknown)}; there is {', '.join(startable)}",
+            numbers={"unknown": len(unknown)},
+            requires="unknown = 0",
+            suggestion="learner, publisher, origin and coordinator are started without being named",
+        )
+    processes = role_names(spec)
+    for name in spec.placement.devices:
+        if name not in processes:
+            yield Violation(
+                ("placement", "devices", name),
+                f"no process {name}; there is {_some(processes)}",
+                numbers={"processes": len(processes)},
+                requires="every key is the name of a process",
+                suggestion="workers are <pool>-<i>, validators validator-<i>",
+            )
+
+
+@rule("shared-device", "placement", "warning")
+def shared_device(context: Context) -> Iterator[Violation]:
+    """An accelerator should belong to one process.
+
+    JAX takes most of a GPU's memory when it starts, and vLLM plans with what is free at that
+    moment: of two on one device the second finds no room, or both run out later. Where the shares
+    are arranged by hand (XLA_PYTHON_CLIENT_MEM_FRACTION), suppress this with that reason.
+    """
+    users: dict[int, list[str]] = defaultdict(list)
+    for name, numbers in context.spec.placement.devices.items():
+        for number in numbers:
+            users[number].append(name)
+    for number, names in users.items():
+        if len(names) > 1:
+            both = " and ".join(dict.fromkeys(names))
+            yield Violation(
+                ("placement", "devices", names[-1]),
+                f"accelerator {number} is given to {both}"
+                if len(set(names)) > 1
+                else f"accelerator {number} is given to {both} {len(names)} times",
+                numbers={"device": number, "processes": len(names)},
+                requires="processes = 1 for each device",
+                suggestion="give each process devices of its own",
+            )
+
+
+@rule("too-few-devices", "placement")
+def too_few_devices(context: Context) -> Iterator[Violation]:
+    """A process must see the accelerators that its part of the model is divided over.
+
+        devices of a worker  >= parallel.tensor of its pool
+        devices of a learner >= data x fsdp x context x tensor / hosts
+
+    `placement.devices` hides all others from the process; with fewer it dies as it starts. CPUs
+    have no such numbers.
+    """
+    spec = context.spec
+    needed: dict[str, int] = {}
+    if spec.learner.hardware.kind != "cpu":
+        mesh = spec.learner.mesh
+        product = prod((mesh.data, mesh.fsdp, mesh.context, mesh.tensor))
+        needed |= dict.fromkeys(learner_names(spec), -(-product // spec.learner.hosts))
+    pools = {pool.name: pool for pool in spec.samplers if pool.hardware.kind != "cpu"}
+    for worker, name in worker_names(spec).items():
+        if name in pools:
+            needed[worker] = pools[name].parallel.tensor
+    for name, numbers in spec.placement.devices.items():
+        seen = len(set(numbers))
+        if seen < needed.get(name, 0):
+            yield Violation(
+                ("placement", "devices", name),
+                f"{seen} of the {needed[name]} accelerators that it divides its model over",
+                numbers={"devices": seen, "needed": needed[name]},
+                requires="devices >= needed",
+                suggestion=f"name {needed[name]} devices",
+            )
+
+
+@rule("local-storage", "placement")
+def local_storage(context: Context) -> Iterator[Violation]:
+    """Several learner hosts must see the same files.
+
+        storage.shared, where learner.hosts > 1 and the hardware is no CPU
+
+    Every process of the learner writes its shards of a checkpoint under one folder and reads batch
+    manifests from another. On a path that each host has for itself no checkpoint is ever whole,
+    which shows at the first restart. Processes on CPUs are all on this machine.
+    """
+    spec = context.spec
+    if spec.learner.hosts > 1 and spec.learner.hardware.kind != "cpu" and not spec.storage.shared:
+        folder = spec.checkpoints.dir or spec.storage.dir or "the run directory"
+        yield Violation(
+            ("storage", "shared"),
+            f"{spec.learner.hosts} hosts would each write checkpoints to a {folder} of their own",
+            numbers={"hosts": spec.learner.hosts},
+            requires="hosts = 1, or storage.shared",
+            suggestion="put storage.dir on a network file system and say shared: true",
+        )
+
+
+@rule("server-url", "placement")
+def server_url(context: Context) -> Iterator[Violation]:
+    """The URL of a server must be http or https, with a host.
+
+    Workers and relays fetch policy versions from `broadcast.origin.url` and
+    `broadcast.relays[].url` over HTTP; the port is 80 or 443 where none is given.
+    """
+    for where, text in server_urls(context.spec).items():
+        if parse_url(text) is None:
+            yield Violation(
+                (*where, "url"),
+                f"{text[:80]!r} is no http or https URL with a host",
+                requires="url is http(s)://HOST[:PORT]",
+                suggestion="https://relay.example.org, say",
+            )
+
+
+@rule("port-clash", "placement")
+def port_clash(context: Context) -> Iterator[Violation]:
+    """No two servers may listen at one address.
+
+        base_port + 0 coordinator, + 1 origin, + 2 + i relay i, then the learner's processes
+
+    URLs fix the address of origin and relays, `placement.base_port` those of all others, on
+    `placement.host`. The second server that wants an address dies as it starts.
+    """
+    users: dict[tuple[str, int], str] = {}
+    for role, where, host, port in _addresses(context.spec):
+        at = ("this machine" if is_loopback(host) else host, port)
+        other = users.setdefault(at, role)
+        if other != role:
+            yield Violation(
+                where,
+                f"{role} and {other} would both listen at {host}:{port}",
+                numbers={"port": port},
+                requires="one server an address",
+                suggestion="choose another port",
+            )
+
+
+def _addresses(spec: RunSpec) -> Iterator[tuple[str, tuple[str, ...], str, int]]:
+    """Role, location, host and port of every server whose address the spec fixes."""
+    urls, base = server_urls(spec), spec.placement.base_port
+    servers: list[tuple[str, tuple[str, ...]]] = [
+        ("coordinator", ("placement", "base_port")),
+        ("origin", ("broadcast", "origin")),
+        *((f"relay-{r.name}", ("broadcast", "relays", r.name)) for r in spec.broadcast.relays),
+    ]
+    if spec.learner.hosts > 1:
+        servers.append(("learner", ("placement", "base_port")))
+    for position, (role, where) in enumerate(servers):
+        url = parse_url(urls[where]) if where in urls else None
+        if url is not None:
+            yield role, (*where, "url"), url.host, url.port
+        elif where not in urls and base is not None:
+            yield role, ("placement", "base_port"), spec.placement.host, base + position
+
+
+def _some(names: list[str], most: int = 12) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -16,7 +16,7 @@ version: runspec/v1
 name: small
 seed: 1
 steps: 3
-model: {hf: some/model, max_context: 128}
+model: {hf: ./model, max_context: 128}
 data:
   max_prompt_tokens: 32
   sources:
@@ -30,6 +30,7 @@ learner:
   hardware: {kind: cpu, count: 2}
   mesh: {fsdp: 2}
   packing: {tokens: 128, rows: 4}
+  compute_dtype: float32
 samplers:
   - {name: pool, hardware: {kind: cpu}, max_model_len: 96, max_new_tokens: 48}
 """

@@ -1,0 +1,76 @@
+"""Whether the same spec means the same run tomorrow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from runspec.lint.registry import Context, Rule, Violation, add, rule
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REPOSITORY = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
+
+
+@rule("unpinned-revision", "reproducibility")
+def unpinned_revision(context: Context) -> Iterator[Violation]:
+    """What comes from a hub must be pinned to a commit.
+
+        revision is a commit of 40 hexadecimal digits, or the lock beside the spec has one
+
+    A name, a branch and a tag are whatever their owner makes of them tomorrow: other weights,
+    another chat template, other problems, under a spec that has not changed. The commit of model,
+    tokenizer or `hf://` data belongs into `revision`; or `runspec lock` writes all of them into
+    `<spec>.lock.yaml`. Local directories have no revision.
+    """
+    for location, name, revision, locked in _hub_names(context):
+        if not _COMMIT.fullmatch(revision or "") and locked is None:
+            said = f"{revision!r}, which may move" if revision else "no commit"
+            yield Violation(
+                location,
+                f"{name} is pinned to {said}",
+                numbers={"revision": revision or "null"},
+                requires="revision has 40 hexadecimal digits, or a lock names the commit",
+                suggestion="set revision to the commit, or run `runspec lock`",
+            )
+
+
+def _hub_names(
+    context: Context,
+) -> Iterator[tuple[tuple[str, ...], str, str | None, str | None]]:
+    """Location of the revision, name, revision, and the lock's commit for that very name."""
+    spec, lock = context.spec, context.lock
+    model, tokenizer = spec.model, spec.model.tokenizer
+    if model.hf is not None and _on_hub(context, model.hf):
+        pin = lock.model if lock else None
+        locked = pin.commit if pin and pin.source == model.hf else None
+        yield ("model", "revision"), model.hf, model.revision, locked
+    if tokenizer is not None and _on_hub(context, tokenizer.hf):
+        pin = lock.tokenizer if lock else None
+        locked = pin.commit if pin and pin.source == tokenizer.hf else None
+        yield ("model", "tokenizer", "revision"), tokenizer.hf, tokenizer.revision, locked
+    for source in spec.data.sources:
+        if source.uri is not None and source.uri.startswith("hf://"):
+            pin = lock.data.get(source.name) if lock else None
+            locked = pin.commit if pin and pin.source == source.uri else None
+            yield ("data", "sources", source.name, "revision"), source.uri, source.revision, locked
+
+
+def _on_hub(context: Context, name: str) -> bool:
+    """Whether a name is a repository's: of its form, and no directory beside the spec."""
+    if not _REPOSITORY.fullmatch(name) or name.startswith("."):
+        return False
+    return not (context.folder / name).is_dir()
+
+
+NO_SEED = Rule(
+    "no-seed",
+    "reproducibility",
+    "error",
+    """A spec must have a seed.
+
+Problems, target lengths, the warm start and the learner's draws follow from `seed`. A default
+would make runs of different people secretly alike; a random one would make no run repeatable. The
+noise of untrusted pools does not follow from it alone: the coordinator mixes in a nonce of each
+step, which workers must not be able to foresee (DESIGN, "Lease").""",
+)
+add(NO_SEED)
