@@ -62,7 +62,7 @@ def start_in_background(run: OpenRun) -> int:
     name = run.spec.name
     print(f"{name} runs in the background, watched by process {process.pid}. To follow it:")
     print(f"  runspec status {run.directory}\n  runspec logs {run.directory} -f")
-    print(f"To stop it: kill {process.pid}; to go on: apply it again.")
+    print(f"To stop it: runspec pause {run.directory}; to go on: runspec resume {run.directory}")
     return 0
 
 
