@@ -1,10 +1,11 @@
-"""Money."""
+"""Money, and the hours that it buys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from runspec.estimate.price import hourly_price
+from runspec.estimate.rates import step_seconds
 from runspec.lint.registry import Context, Violation, rule
 
 
@@ -26,4 +27,37 @@ def no_budget(context: Context) -> Iterator[Violation]:
             numbers={"price_per_hour": price},
             requires="max_hours or max_cost is given, or price_per_hour = 0",
             suggestion=f"max_cost: {price * 24:g} is a day",
+        )
+
+
+@rule("over-budget", "placement")
+def over_budget(context: Context) -> Iterator[Violation]:
+    """The money must last to the last step.
+
+        steps x step_s / 3600 x price_per_hour <= max_cost
+
+    step_s is the time of a step with every role always at work (`runspec.estimate.rates`), from
+    measured speeds where the spec has them: `runspec plan` forecasts more. A run that its budget
+    ends early is resumable, but the steps that were planned were never paid for. Silent where a
+    speed is not known.
+    """
+    spec = context.spec
+    step_s, price = step_seconds(spec, context.config), hourly_price(spec)
+    if step_s is None or price is None or spec.budget.max_cost is None:
+        return
+    cost = spec.steps * step_s / 3600.0 * price
+    if cost > spec.budget.max_cost:
+        affordable = int(spec.budget.max_cost / price * 3600.0 / step_s)
+        yield Violation(
+            ("budget", "max_cost"),
+            f"{spec.budget.max_cost:g}, but {spec.steps} steps cost {cost:.0f} by the estimate",
+            numbers={
+                "steps": spec.steps,
+                "step_s": round(step_s, 1),
+                "price_per_hour": price,
+                "cost": round(cost, 2),
+                "max_cost": spec.budget.max_cost,
+            },
+            requires="cost <= max_cost",
+            suggestion=f"it pays {affordable} steps",
         )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 
+from runspec.estimate.rates import step_seconds, tokens_to_check
+from runspec.estimate.speed import validator_tokens_per_s
 from runspec.lint.pools import untrusted_pools
 from runspec.lint.registry import Context, Violation, rule
 
@@ -125,3 +128,36 @@ def in_flight_updates(context: Context) -> Iterator[Violation]:
                 requires="not in_flight_updates",
                 suggestion="in_flight_updates: false",
             )
+
+
+@rule("validator-capacity", "verification")
+def validator_capacity(context: Context) -> Iterator[Violation]:
+    """Validators must check rollouts as fast as they come.
+
+        validators x tokens_per_s >= rollouts x length x prefill_share / step_s
+
+    Rollouts of a step, those of filtered groups included, times their mean length, prompt and
+    output, times the share that is prefilled, in the time of a step (`runspec.estimate.rates`).
+    With less the queue grows from step to step: verdicts come after the lag that is allowed, and
+    what was sampled expires. `tokens_per_s` is verify.tokens_per_s or follows from verify.hardware;
+    silent where neither is given, or the time of a step is not known.
+    """
+    spec, config = context.spec, context.config
+    rate, step_s = validator_tokens_per_s(spec, config), step_seconds(spec, config)
+    if rate is None or step_s is None or spec.verify.validators == 0:
+        return
+    capacity, arriving = spec.verify.validators * rate, tokens_to_check(spec) / step_s
+    if capacity < arriving:
+        needed = ceil(arriving / rate)
+        yield Violation(
+            ("verify", "validators"),
+            f"{spec.verify.validators} check {capacity:.0f} tokens/s, and {arriving:.0f} come",
+            numbers={
+                "validators": spec.verify.validators,
+                "tokens_per_s": round(rate, 1),
+                "arriving_tokens_s": round(arriving, 1),
+                "step_s": round(step_s, 1),
+            },
+            requires="validators x tokens_per_s >= arriving_tokens_s",
+            suggestion=f"{needed} validators, or a smaller prefill_share",
+        )
