@@ -146,11 +146,14 @@ def lock(
     check: Annotated[
         bool, typer.Option("--check", help="Writes nothing; exits 1 where the lock is stale.")
     ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Digests all bytes of weights, however large.")
+    ] = False,
 ) -> None:
     """Pins model, tokenizer, template, config and data by digest, in FILE.lock.yaml."""
     from runspec.cli.lock import lock_command
 
-    raise typer.Exit(lock_command(_files(file, profile, placement, overrides), check))
+    raise typer.Exit(lock_command(_files(file, profile, placement, overrides), check, full))
 
 
 @app.command(rich_help_panel=SPEC)

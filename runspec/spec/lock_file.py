@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, ValidationError
 
@@ -15,7 +14,9 @@ from runspec.spec.validate import locate, to_python
 from runspec.spec.yaml_nodes import MAX_CHARACTERS, MapNode, parse_yaml
 from runspec.spec.yaml_text import to_yaml
 
-LOCK_VERSION = "runspec-lock/v1"
+LOCK_VERSION: Final = "runspec-lock/v1"
+MODEL, TOKENIZER, DATA = "model", "model.tokenizer", "data.sources."
+"""Paths of pins; a source's name follows the last."""
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Commit = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
@@ -53,21 +54,23 @@ class Lock(Block):
     """All pins of a spec."""
 
     version: Literal["runspec-lock/v1"]
-    model: Pin | None = None
-    """Null for a model that the run makes itself."""
-    tokenizer: Pin | None = None
-    """Of `model.tokenizer`; the model's own tokenizer is among the model's files."""
-    data: dict[str, Pin] = {}
-    """By the source's name."""
+    pins: dict[str, Pin] = {}
+    """By path of the spec: `model`, `model.tokenizer` and `data.sources.<name>`. A model that the
+    run makes itself has none; its own tokenizer is among a model's files."""
 
-    def pins(self) -> Iterator[tuple[str, Pin]]:
-        """Every pin with the path of the spec that it belongs to."""
-        if self.model is not None:
-            yield "model", self.model
-        if self.tokenizer is not None:
-            yield "model.tokenizer", self.tokenizer
-        for name, pin in self.data.items():
-            yield f"data.sources.{name}", pin
+    @property
+    def model(self) -> Pin | None:
+        return self.pins.get(MODEL)
+
+    @property
+    def tokenizer(self) -> Pin | None:
+        return self.pins.get(TOKENIZER)
+
+    @property
+    def data(self) -> dict[str, Pin]:
+        """By the source's name."""
+        paths = (path for path in self.pins if path.startswith(DATA))
+        return {path.removeprefix(DATA): self.pins[path] for path in paths}
 
 
 def lock_path(spec: Path, profile: str | None = None) -> Path:

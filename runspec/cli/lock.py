@@ -1,0 +1,96 @@
+"""`runspec lock`: pins what the names in a spec stand for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runspec.common.errors import UserError
+from runspec.spec.load import SpecFiles
+
+if TYPE_CHECKING:
+    from runspec.lock.pins import Seen
+    from runspec.spec.schema import RunSpec
+
+EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2
+_WORTH_A_LINE = 100 * 10**6
+
+
+def lock_command(files: SpecFiles, check: bool, full: bool) -> int:
+    """Writes the lock beside the spec, or says what is stale in it; returns the exit code.
+
+    The spec must fit the schema; its rules may complain, for one of them asks for this lock.
+    """
+    from runspec.spec.findings import format_finding
+    from runspec.spec.load import load_layers
+
+    try:
+        layered = load_layers(files)
+        if layered.kind == "Placement":
+            raise UserError(
+                "a placement names nothing to pin", place=str(files.path), remedy="lock a spec"
+            )
+        if layered.spec is None:
+            for finding in layered.findings:
+                print(format_finding(finding), file=sys.stderr)
+            return EXIT_FINDINGS
+        return _check(layered.spec, files) if check else _write(layered.spec, files, full)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_UNREADABLE
+
+
+def _check(spec: RunSpec, files: SpecFiles) -> int:
+    from runspec.lock.check import check_lock
+    from runspec.spec.lock_file import lock_path
+
+    path = lock_path(files.path, files.profile)
+    if not path.is_file():
+        print(f"{path} is not there: make it with `runspec lock`")
+        return EXIT_FINDINGS
+    stale = check_lock(spec, files.path, files.profile)
+    for sentence in stale:
+        print(sentence)
+    if not stale:
+        print(f"{path} holds")
+    return EXIT_FINDINGS if stale else 0
+
+
+def _write(spec: RunSpec, files: SpecFiles, full: bool) -> int:
+    from runspec.lock.pins import Looking, look
+    from runspec.spec.lock_file import LOCK_VERSION, Lock, write_lock
+
+    seen = look(spec, Looking(files.path.parent, os.environ, full=full, progress=_progress))
+    problems = [*_ask_commits(seen), *(f"{path}: {what}" for path, what in seen.absent.items())]
+    if problems:
+        for problem in problems:
+            print(f"error: {problem}", file=sys.stderr)
+        print("nothing was written: a lock pins everything or is none", file=sys.stderr)
+        return EXIT_FINDINGS
+    for path, what in seen.open.items():
+        print(f"warning: {path}: {what}", file=sys.stderr)
+    lock = Lock(version=LOCK_VERSION, pins=seen.pins)
+    print(f"wrote {write_lock(lock, files.path, files.profile)}")
+    return 0
+
+
+def _ask_commits(seen: Seen) -> list[str]:
+    """Pins the commits that the Hub knows; returns what could not be found out."""
+    from runspec.lock.hub import ask_commit
+
+    problems = []
+    for path, (repository, revision) in seen.unknown.items():
+        try:
+            commit = ask_commit(repository, revision, os.environ)
+        except UserError as error:
+            problems.append(f"{path}: {error}")
+        else:
+            seen.pins[path] = seen.pins[path].model_copy(update={"commit": commit})
+    return problems
+
+
+def _progress(path: Path, size: int) -> None:
+    if size >= _WORTH_A_LINE:
+        print(f"digesting {path.name}, {size / 1e9:.1f} GB", file=sys.stderr, flush=True)

@@ -1,0 +1,81 @@
+"""Commits of repositories on the Hugging Face Hub, asked of its API."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from urllib.parse import quote
+
+import httpx
+
+from runspec.common.canonical import MalformedJson, parse_object
+from runspec.common.errors import UserError
+from runspec.lock.cache import Repository
+
+ENDPOINT = "https://huggingface.co"
+DEADLINE_S = 20.0
+MAX_BYTES = 4 * 1024 * 1024
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def ask_commit(
+    repository: Repository,
+    revision: str | None,
+    env: Mapping[str, str],
+    *,
+    deadline_s: float = DEADLINE_S,
+) -> str:
+    """The commit that a branch or tag of a repository is at now.
+
+    Args:
+        repository: which one.
+        revision: branch, tag or commit; `main` when None.
+        env: HF_ENDPOINT names another server than the Hub's own; HF_HUB_OFFLINE forbids asking;
+            HF_TOKEN is sent along over HTTPS, for repositories that are not everybody's.
+        deadline_s: for the whole answer.
+
+    Raises:
+        UserError: it was not found out, with the reason.
+    """
+    endpoint = (env.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
+    path = f"{repository.kind}s/{repository.name}/revision/{quote(revision or 'main', safe='')}"
+    url = f"{endpoint}/api/{path}"
+    if env.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        raise _unknown(repository, url, "HF_HUB_OFFLINE is set")
+    token = env.get("HF_TOKEN")
+    headers = {"authorization": f"Bearer {token}"} if token and url.startswith("https:") else {}
+    try:
+        data = _get(url, headers, deadline_s)
+        commit = parse_object(data, max_bytes=MAX_BYTES).get("sha")
+    except (httpx.HTTPError, httpx.InvalidURL, MalformedJson) as error:
+        raise _unknown(repository, url, str(error) or type(error).__name__) from error
+    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+        raise _unknown(repository, url, "the answer names no commit")
+    return commit
+
+
+def _get(url: str, headers: dict[str, str], deadline_s: float) -> bytes:
+    ends_at = time.monotonic() + deadline_s
+    data = bytearray()
+    with (
+        httpx.Client(timeout=deadline_s, follow_redirects=True, max_redirects=5) as client,
+        client.stream("GET", url, params={"expand": "sha"}, headers=headers) as answer,
+    ):
+        answer.raise_for_status()
+        for piece in answer.iter_bytes():
+            data += piece
+            if len(data) > MAX_BYTES:
+                raise MalformedJson(f"more than the {MAX_BYTES} bytes allowed")
+            if time.monotonic() > ends_at:
+                raise httpx.ReadTimeout(f"no whole answer within {deadline_s:g} s")
+    return bytes(data)
+
+
+def _unknown(repository: Repository, url: str, why: str) -> UserError:
+    return UserError(
+        f"the commit of {repository.name} is not known: {why.splitlines()[0]}",
+        place=url,
+        remedy="name the commit as `revision`, download the repository, or try where the Hub "
+        "can be reached",
+    )
