@@ -120,8 +120,25 @@ def replacing(place: Place, text: str) -> Edit | None:
 
 
 def format_finding(finding: Finding) -> str:
-    """The finding, the line it is about, and carets under what it is about."""
-    return f"{finding}\n{excerpt(finding)}" if finding.source.strip() else str(finding)
+    """The finding, its line with carets under what it is about, what was measured and required."""
+    shown = [excerpt(finding)] if finding.source.strip() else []
+    return "\n".join([str(finding), *shown, *(f"   {line}" for line in measured(finding))])
+
+
+def measured(finding: Finding) -> list[str]:
+    """A line of what was measured and one of what would have to hold, where a rule says so."""
+    lines = []
+    if finding.numbers:
+        said = (f"{name} = {number_text(value)}" for name, value in finding.numbers.items())
+        lines.append(f"measured: {', '.join(said)}")
+    if finding.requires:
+        lines.append(f"requires: {finding.requires}")
+    return lines
+
+
+def number_text(value: Number) -> str:
+    """A number as people read it: whole ones whole, others to six digits."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def excerpt(finding: Finding) -> str:

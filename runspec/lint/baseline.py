@@ -1,0 +1,98 @@
+"""Findings that were there before: a file of them, so that only new ones are shown.
+
+A finding is known by its code, its path in the spec, its file (relative to the baseline's folder)
+and the text of its line, not by the line's number: it stays known when the lines above it change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runspec.common.canonical import parse_object
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded, write_atomic
+from runspec.spec.findings import SET_FILE, Finding
+
+VERSION = 1
+MAX_BYTES = 4 * 1024 * 1024
+_KEYS = ("code", "path", "file", "source")
+Key = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Findings by whether a baseline knows them."""
+
+    new: list[Finding]
+    known: int
+    gone: int
+    """Entries of the baseline that are found no more."""
+
+
+def split(findings: Iterable[Finding], path: Path) -> Split:
+    """Takes away the findings that a baseline knows, as many of each as it has.
+
+    Raises:
+        UserError: the file cannot be read, or is no baseline.
+    """
+    left = _read(path)
+    new: list[Finding] = []
+    known = 0
+    for finding in findings:
+        key = _key(finding, path)
+        if not finding.blocking and left[key]:
+            left[key] -= 1
+            known += 1
+        else:
+            new.append(finding)
+    return Split(new, known, left.total())
+
+
+def write_baseline(findings: Sequence[Finding], path: Path) -> int:
+    """Writes a baseline that knows all findings but those that leave no spec; says how many.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    keys = sorted(_key(finding, path) for finding in findings if not finding.blocking)
+    entries = [dict(zip(_KEYS, key, strict=True)) for key in keys]
+    text = json.dumps({"version": VERSION, "findings": entries}, indent=2, ensure_ascii=False)
+    write_atomic(path, (text + "\n").encode())
+    return len(entries)
+
+
+def _key(finding: Finding, baseline: Path) -> Key:
+    file = finding.file
+    if file != SET_FILE:
+        file = Path(os.path.relpath(file, baseline.parent)).as_posix()
+    return finding.code, finding.path, file, finding.source.strip()
+
+
+def _read(path: Path) -> Counter[Key]:
+    remedy = "write it with `runspec lint --baseline FILE --write-baseline`"
+    try:
+        content = parse_object(read_bounded(path, MAX_BYTES), max_bytes=MAX_BYTES)
+    except OSError as error:
+        message = f"cannot read the baseline: {error.strerror or error}"
+        raise UserError(message, place=str(path), remedy=remedy) from error
+    except ValueError as error:
+        raise UserError(f"no baseline: {error}", place=str(path), remedy=remedy) from error
+    entries = content.get("findings")
+    if content.get("version") != VERSION or not isinstance(entries, list):
+        raise UserError(f"no baseline of version {VERSION}", place=str(path), remedy=remedy)
+    return Counter(_entry(entry, path, remedy) for entry in entries)
+
+
+def _entry(entry: Any, path: Path, remedy: str) -> Key:
+    values = [entry.get(key) for key in _KEYS] if isinstance(entry, dict) else []
+    texts = [value for value in values if isinstance(value, str)]
+    if len(texts) != len(_KEYS):
+        raise UserError("an entry of the baseline is broken", place=str(path), remedy=remedy)
+    code, where, file, source = texts
+    return code, where, file, source

@@ -1,0 +1,43 @@
+"""GitHub workflow commands: a finding becomes an annotation beside the line of a pull request."""
+
+from __future__ import annotations
+
+from runspec.lint.report import Report, from_here
+from runspec.spec.findings import SET_FILE, Finding, measured
+
+
+def render(report: Report) -> str:
+    """A command a line, unreadable files first."""
+    lines = [
+        f"::error {_properties(file=from_here(one.file).as_posix())}::{_data(one.error.thing)}"
+        for one in report.unreadable
+    ]
+    return "\n".join([*lines, *(_command(finding) for finding in report.findings)])
+
+
+def _command(finding: Finding) -> str:
+    properties: dict[str, object] = {"title": f"runspec {finding.code}"}
+    if finding.file != SET_FILE:
+        properties |= {
+            "file": from_here(finding.file).as_posix(),
+            "line": finding.line,
+            "col": finding.column,
+        }
+        if finding.width:
+            properties["endColumn"] = finding.column + finding.width
+    path = f"{finding.path}: " if finding.path else ""
+    hint = [finding.suggestion] if finding.suggestion else []
+    text = "\n".join([f"{path}{finding.message}", *measured(finding), *hint])
+    return f"::{finding.severity} {_properties(**properties)}::{_data(text)}"
+
+
+def _properties(**properties: object) -> str:
+    return ",".join(f"{key}={_property(str(value))}" for key, value in properties.items())
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

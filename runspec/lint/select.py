@@ -1,0 +1,55 @@
+"""Which rules a person asked for, by code or by group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from runspec.common.errors import UserError
+from runspec.lint.registry import RULES, Group
+from runspec.spec.findings import Finding
+from runspec.spec.schema_keys import close_match
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Codes of the rules whose findings are shown."""
+
+    codes: frozenset[str]
+
+    def takes(self, finding: Finding) -> bool:
+        """Whether a finding is shown; one that leaves no spec to be checked always is."""
+        return finding.blocking or finding.code in self.codes
+
+
+def selection(select: Sequence[str], ignore: Sequence[str]) -> Selection:
+    """The rules of `--select` (all where it names none) without those of `--ignore`.
+
+    Args:
+        select: codes and groups, several in one text between commas.
+        ignore: likewise.
+
+    Raises:
+        UserError: a word is neither a code nor a group.
+    """
+    chosen = _codes(select, "--select") if select else set(RULES)
+    return Selection(frozenset(chosen - _codes(ignore, "--ignore")))
+
+
+def _codes(texts: Iterable[str], option: str) -> set[str]:
+    groups = get_args(Group)
+    found: set[str] = set()
+    for word in (part.strip() for text in texts for part in text.split(",")):
+        if word in RULES:
+            found.add(word)
+        elif word in groups:
+            found |= {code for code, rule in RULES.items() if rule.group == word}
+        else:
+            match = close_match(word, [*RULES, *groups])
+            raise UserError(
+                f"no rule or group {word[:80]!r}" + (f"; did you mean {match}?" if match else ""),
+                place=option,
+                remedy=f"name a code of `runspec explain --list`, or one of: {', '.join(groups)}",
+            )
+    return found
