@@ -13,11 +13,11 @@ from bridge.config import ModelConfig
 from runspec.estimate import assumed
 from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import Arrival, arrivals, version_bytes
-from runspec.estimate.cost import Cost, cost
 from runspec.estimate.flops import StepFlops, step_flops
 from runspec.estimate.hardware import device_count, device_of
 from runspec.estimate.learner import LearnerMemory, learner_memory
 from runspec.estimate.parameters import parameter_count
+from runspec.estimate.price import Cost, cost
 from runspec.estimate.sampler import SamplerMemory, sampler_memory
 from runspec.estimate.speed import (
     Decode,
