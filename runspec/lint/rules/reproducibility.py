@@ -22,11 +22,14 @@ def unpinned_revision(context: Context) -> Iterator[Violation]:
     tokenizer or `hf://` data belongs into `revision`; or `runspec lock` writes all of them into
     `<spec>.lock.yaml`. Local directories have no revision.
     """
-    for location, name, revision, locked in _hub_names(context):
-        if not _COMMIT.fullmatch(revision or "") and locked is None:
+    pins = context.lock.pins if context.lock else {}
+    for path, name, revision in _hub_names(context):
+        pin = pins.get(".".join(path))
+        locked = pin is not None and pin.source == name and pin.commit is not None
+        if not locked and not _COMMIT.fullmatch(revision or ""):
             said = f"{revision!r}, which may move" if revision else "no commit"
             yield Violation(
-                location,
+                (*path, "revision"),
                 f"{name} is pinned to {said}",
                 numbers={"revision": revision or "null"},
                 requires="revision has 40 hexadecimal digits, or a lock names the commit",
@@ -34,25 +37,16 @@ def unpinned_revision(context: Context) -> Iterator[Violation]:
             )
 
 
-def _hub_names(
-    context: Context,
-) -> Iterator[tuple[tuple[str, ...], str, str | None, str | None]]:
-    """Location of the revision, name, revision, and the lock's commit for that very name."""
-    spec, lock = context.spec, context.lock
-    model, tokenizer = spec.model, spec.model.tokenizer
+def _hub_names(context: Context) -> Iterator[tuple[tuple[str, ...], str, str | None]]:
+    """Location, name and revision of what comes from a hub."""
+    model, tokenizer = context.spec.model, context.spec.model.tokenizer
     if model.hf is not None and _on_hub(context, model.hf):
-        pin = lock.model if lock else None
-        locked = pin.commit if pin and pin.source == model.hf else None
-        yield ("model", "revision"), model.hf, model.revision, locked
+        yield ("model",), model.hf, model.revision
     if tokenizer is not None and _on_hub(context, tokenizer.hf):
-        pin = lock.tokenizer if lock else None
-        locked = pin.commit if pin and pin.source == tokenizer.hf else None
-        yield ("model", "tokenizer", "revision"), tokenizer.hf, tokenizer.revision, locked
-    for source in spec.data.sources:
+        yield ("model", "tokenizer"), tokenizer.hf, tokenizer.revision
+    for source in context.spec.data.sources:
         if source.uri is not None and source.uri.startswith("hf://"):
-            pin = lock.data.get(source.name) if lock else None
-            locked = pin.commit if pin and pin.source == source.uri else None
-            yield ("data", "sources", source.name, "revision"), source.uri, source.revision, locked
+            yield ("data", "sources", source.name), source.uri, source.revision
 
 
 def _on_hub(context: Context, name: str) -> bool:
