@@ -183,7 +183,7 @@ def end_token(context: Context) -> Iterator[Violation]:
     are in a local directory; files that name no end token disagree with nothing.
     """
     files = context.tokenizer
-    if files is None or files.end_token is None:
+    if files is None or files.end_token is None or not files.ids:
         return
     token, where = files.end_token, _tokenizer_key(context)
     number = files.ids.get(token)

@@ -1,0 +1,184 @@
+"""What rules find beside their examples: other breaches, where they point, and what is left alone.
+
+Each case is the small or the large spec that examples extend, with values laid over it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runspec.lint.check import check_spec
+from runspec.spec.findings import Finding
+from runspec.spec.load import SpecFiles
+from tests.runspec.lint.rules.test_examples import EXAMPLES
+from tests.runspec.spec.spec_files import write
+
+BASE, FLEET = EXAMPLES / "base.yaml", EXAMPLES / "fleet.yaml"
+# spec, overrides, what is found: code, path, severity
+BREACHES = [
+    (BASE, ["algorithm.updates_per_step=16"],
+     "whole-groups", "algorithm.updates_per_step", "error"),
+    (BASE, ["algorithm={prompts_per_step: 6, updates_per_step: 4}"],
+     "whole-groups", "algorithm.updates_per_step", "warning"),
+    (BASE, ["algorithm={surrogate: cispo, ratio: sequence, clip: {delta: null}}"],
+     "cispo", "algorithm.ratio", "error"),
+    (BASE, ["algorithm={updates_per_step: 1, old_logprobs: recompute}"],
+     "stale-pi-old", "algorithm.old_logprobs", "warning"),
+    (BASE, ["optimizer.lr=9e-7", "model.shape.hidden_size=32"],
+     "learning-rate", "optimizer.lr", "warning"),
+    (FLEET, ["optimizer.lr=5e-8", "learner.lora={}"], "learning-rate", "optimizer.lr", "warning"),
+    (FLEET, ["optimizer.lr=5e-9"], "learning-rate", "optimizer.lr", "warning"),
+    (BASE, ["optimizer.betas=[1.0, 0.95]"], "adam-betas", "optimizer.betas", "error"),
+    (BASE, ["algorithm.filters.zero_variance=false", "reward.length=null"],
+     "std-without-filter", "algorithm.filters.zero_variance", "warning"),
+    (BASE, ["reward.length.form=null"], "target-length", "reward.length", "error"),
+    (BASE, ["reward.length.targets=[]"], "target-length", "reward.length", "error"),
+    (BASE, ["data.sources.words.dataset=null"], "source-fields", "data.sources.words", "error"),
+    (BASE, ["data.sources.words.kind=parquet"], "source-fields", "data.sources.words", "error"),
+    (BASE, ["samplers.pool.hardware.topology=2x"],
+     "topology-form", "samplers.pool.hardware.topology", "error"),
+    (FLEET, ["learner={hardware: {topology: 2x8x4}}"],
+     "tpu-topology", "learner.hardware.topology", "error"),
+    (FLEET, ["learner={hardware: {topology: 8x4x4}, mesh: {fsdp: 32}, packing: {rows: 32}}"],
+     "tpu-topology", "learner.hardware.topology", "error"),
+    (FLEET, ["learner.mesh={slices: 2, slice_axis: fsdp}"], "mesh-fits", "learner.mesh", "error"),
+    (BASE, ["learner={mesh: {fsdp: 1, context: 2}, packing: {tokens: 129}}"],
+     "context-divides", "learner.packing.tokens", "error"),
+    (BASE, ["learner={mesh: {fsdp: 1, context: 2}, packing: {tokens: 130}}"],
+     "context-divides", "learner.packing.tokens", "warning"),
+    (BASE, ["learner={hardware: {count: 3}, mesh: {fsdp: 3}, packing: {rows: 3}}",
+            "algorithm={prompts_per_step: 6}"],
+     "sharded-widths", "learner.mesh.fsdp", "warning"),
+    (FLEET, ["learner.attention=cudnn"], "attention-kernel", "learner.attention", "error"),
+    (BASE, ["model.shape={hidden_size: 44}"],
+     "shape-heads", "model.shape.hidden_size", "error"),
+    (BASE, ["model.shape={head_dim: 5}"], "shape-heads", "model.shape.head_dim", "error"),
+    (BASE, ["model.shape.num_hidden_layers=5000"], "model-config", "model.shape", "error"),
+    (FLEET, ["model.max_context=131072"], "model-positions", "model.max_context", "error"),
+    (BASE, ["samplers.pool.sampling.top_k=5"],
+     "neutral-sampling", "samplers.pool.sampling.top_k", "error"),
+    (BASE, ["samplers.pool.hardware.count=2"],
+     "pool-devices", "samplers.pool.parallel.tensor", "warning"),
+    (FLEET, ["samplers.pool={hardware: {kind: h200-141g, count: null}, parallel: {tensor: 2}}"],
+     "pool-devices", "samplers.pool.parallel.tensor", "error"),
+    (FLEET, ["learner.hardware.kind=tpu-v7x"],
+     "unknown-hardware", "learner.hardware.kind", "warning"),
+    (FLEET, ["learner.hardware.memory=6GB"], "train-state-fits", "learner.mesh", "error"),
+    (FLEET, ["learner.hardware.memory=10GB"], "step-fits", "learner", "error"),
+]  # fmt: skip
+SILENT = [
+    # CISPO's weight may go without a lower bound.
+    (BASE, ["algorithm={surrogate: cispo, clip: {eps_low: 1.0, delta: null}}"]),
+    # One update a step needs a correction only where there is a lag.
+    (BASE, ["algorithm={updates_per_step: 1, async_level: 0}"]),
+    (BASE, ["algorithm={updates_per_step: 1, importance: {cap: 2.0}}"]),
+    # Adapters want ten times the rate.
+    (FLEET, ["optimizer.lr=1e-4", "learner.lora={}"]),
+    # Adapters start at zero: no rounding floor.
+    (FLEET, ["optimizer.lr=1e-5", "learner={lora: {}, master_dtype: bfloat16}"]),
+    (FLEET, ["optimizer.lr=3e-5", "learner.master_dtype=bfloat16"]),
+    # A length term that multiplies cannot cost more than the task gives.
+    (BASE, ["reward.length={form: max, alpha: 10.0}"]),
+    (FLEET, ["learner={hardware: {topology: 4x4x4, count: 128}, mesh: {data: 2, slices: 2},"
+             " packing: {rows: 32}}"]),
+    (FLEET, ["learner={hardware: {kind: tpu-v6e, topology: 8x16, memory: 95GB},"
+             " mesh: {fsdp: 32}, packing: {rows: 32}}"]),
+    # The spec's own memory makes a kind known.
+    (FLEET, ["samplers.pool.hardware={kind: mine, memory: 80GB, count: 4}"]),
+    # More ranks than key/value heads: each holds a copy.
+    (BASE, ["samplers.pool={hardware: {count: 4}, parallel: {tensor: 4}}"]),
+    (BASE, ["samplers.pool.sampling={temperature: 0.3, top_k: 0}"]),
+    (BASE, ["learner={mesh: {fsdp: 1, context: 2}, packing: {tokens: 132}}"]),
+]  # fmt: skip
+
+
+def find(spec: Path, *overrides: str) -> list[Finding]:
+    return check_spec(SpecFiles(spec, overrides=overrides), environ={}).findings
+
+
+@pytest.mark.parametrize(("spec", "overrides", "code", "path", "severity"), BREACHES)
+def test_a_breach(spec: Path, overrides: list[str], code: str, path: str, severity: str) -> None:
+    found = find(spec, *overrides)
+    assert [(f.code, f.path, f.severity) for f in found] == [(code, path, severity)]
+
+
+@pytest.mark.parametrize(("spec", "overrides"), SILENT)
+def test_what_is_right(spec: Path, overrides: list[str]) -> None:
+    assert find(spec, *overrides) == []
+
+
+def test_numbers_are_those_of_the_inequality() -> None:
+    [found] = find(BASE, "samplers.pool.max_model_len=79")
+    assert found.numbers == {"max_prompt_tokens": 32, "max_new_tokens": 48, "max_model_len": 79}
+    assert found.requires == "max_prompt_tokens + max_new_tokens <= max_model_len"
+
+
+def test_the_rounding_floor_is_what_bfloat16_does() -> None:
+    [found] = find(FLEET, "learner.master_dtype=bfloat16")
+    floor = found.numbers["floor"]
+    assert floor == pytest.approx(2.73e-5, rel=1e-2)
+    assert isinstance(floor, float)
+    weight = floor * 2**9  # 1 / sqrt(hidden size)
+    # By hand: 1 / sqrt(5120) = 1.789 x 2^-7, whose neighbours are 2^-14 away.
+    assert 2**-7 < weight < 2**-6
+    assert floor < 2**-14 / 2
+
+
+def local_model(folder: Path, **files: object) -> Path:
+    """A spec whose model is the small example's, with other files in the place of its own."""
+    model = folder / "model"
+    for source in (EXAMPLES / "models" / "small").iterdir():
+        write(model / source.name, source.read_text())
+    for name, content in files.items():
+        write(model / f"{name}.json", json.dumps(content))
+    return write(
+        folder / "spec.yaml",
+        f"extends: [{BASE}]\nmodel: {{hf: model, shape: null}}\nwarm_start: null\n",
+    )
+
+
+def test_an_end_token_outside_the_vocabulary(tmp_path: Path) -> None:
+    spec = local_model(tmp_path, tokenizer_config={"eos_token": "<end>", "chat_template": ""})
+    [found] = find(spec)
+    assert (found.code, found.path) == ("end-token", "model.hf")
+    assert "'<end>' is not in the vocabulary" in found.message
+
+
+def test_an_end_token_may_be_one_of_several(tmp_path: Path) -> None:
+    several = {"eos_token_id": [0, 1]}
+    assert find(local_model(tmp_path, generation_config=several)) == []
+
+
+def test_added_tokens_count(tmp_path: Path) -> None:
+    tokenizer = json.loads((EXAMPLES / "models" / "small" / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = [{"id": 8, "content": "<new>"}]
+    [found] = find(local_model(tmp_path, tokenizer=tokenizer))
+    assert (found.code, found.numbers) == (
+        "tokenizer-vocabulary",
+        {"largest_id": 8, "vocab_size": 8},
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"model": 3, "added_tokens": 7}', "[" * 10**5])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_files_of_nonsense_are_no_crash(tmp_path: Path, name: str, text: str) -> None:
+    spec = local_model(tmp_path)
+    write(tmp_path / "model" / name, text)
+    assert {found.code for found in find(spec)} <= {"chat-template"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "{}", '{"model_type": "gpt2"}'])
+def test_a_config_that_is_none_is_one_finding(tmp_path: Path, text: str) -> None:
+    spec = local_model(tmp_path)
+    write(tmp_path / "model" / "config.json", text)
+    [found] = find(spec)
+    assert (found.code, found.path) == ("model-config", "model.hf")
+
+
+def test_a_name_that_is_no_path_is_no_crash(tmp_path: Path) -> None:
+    spec = local_model(tmp_path)
+    codes = {found.code for found in find(spec, "model.hf=" + "a" * 5000)}
+    assert "model-config" in codes
