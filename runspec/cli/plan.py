@@ -1,4 +1,4 @@
-"""`runspec plan`: what would change, what it needs and how long a step takes, before anything is."""
+"""`runspec plan`: what would change, what it needs and how long a step takes, before it is so."""
 
 from __future__ import annotations
 

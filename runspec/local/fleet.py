@@ -178,8 +178,7 @@ class Changed:
     budget_ends_at: float | None
     """Both as in `Rules`."""
     renew: tuple[str, ...] = ()
-    """Roles that must read the spec anew, in this order; the names that are not known are not
-    here."""
+    """Roles that must read the spec anew, in this order; names that are not known run elsewhere."""
 
 
 Event = (
@@ -247,8 +246,10 @@ def advance(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, list[Action]
             fleet = replace(fleet, published=True)
         case Changed(restarts, budget_ends_at, renew):
             rules = replace(fleet.rules, restarts=restarts, budget_ends_at=budget_ends_at)
-            more = (role for role in renew if role in fleet.roles and role not in fleet.to_renew)
-            fleet = replace(fleet, rules=rules, to_renew=(*fleet.to_renew, *more))
+            fleet = replace(fleet, rules=rules)
+            if fleet.phase is Phase.UP:
+                more = (r for r in renew if r in fleet.roles and r not in fleet.to_renew)
+                fleet = replace(fleet, to_renew=(*fleet.to_renew, *more))
         case Exited(role, code):
             return _exited(fleet, role, code, now)
         case StopRequested():

@@ -28,6 +28,4 @@ def renewed(changes: Sequence[Change]) -> tuple[Readers, ...]:
 
 
 def _readers(change: Change) -> tuple[Readers, ...]:
-    # A field that the table does not know is read by everyone, for all that is known.
-    known = (READERS[p] for p in READERS if f"{change.path}.".startswith(f"{p}."))
-    return next(known, ORDER)
+    return next(READERS[p] for p in READERS if f"{change.path}.".startswith(f"{p}."))

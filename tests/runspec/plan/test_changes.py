@@ -1,0 +1,110 @@
+"""What differs between two specs, and what each difference does to a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runspec.plan.changes import Change, difference, severest
+from runspec.spec.schema import RunSpec
+from tests.runspec.local.fake_run import small_spec
+
+OLD = small_spec()
+
+
+def changed(*overrides: str) -> list[Change]:
+    return difference(OLD, small_spec("small", 5, *overrides))
+
+
+def with_values(spec: RunSpec, **values: Any) -> RunSpec:
+    """A spec with top-level values replaced, without the linter's word on them."""
+    return RunSpec.model_validate(spec.model_dump(mode="json", by_alias=True) | values)
+
+
+def test_a_spec_does_not_differ_from_itself() -> None:
+    assert difference(OLD, small_spec()) == []
+    assert severest([]) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "change_class"),
+    [
+        ("budget.max_hours=2.5", "hot"),
+        ("placement.restarts=9", "hot"),
+        ("verify.prefill_share=0.5", "rolling"),
+        ("verify.lease_timeout=70s", "rolling"),
+        ("steps=6", "restart"),
+        ("samplers.volunteers.replicas=3", "restart"),
+        ("checkpoints.every=2", "restart"),
+        ("checkpoints.dir=elsewhere", "newrun"),
+        ("seed=7", "newrun"),
+        ("optimizer.lr=2e-3", "newrun"),
+        ("data.sources.spell_backward.params.max_word_len=7", "newrun"),
+    ],
+)
+def test_the_class_is_that_of_the_field(override: str, change_class: str) -> None:
+    (change,) = changed(override)
+    assert (change.path, change.change_class) == (override.partition("=")[0], change_class)
+
+
+def test_steps_may_only_be_raised() -> None:
+    (change,) = difference(OLD, small_spec(steps=4))
+    assert change.change_class == "newrun"
+    assert str(change) == "steps: 5 there, 4 now (steps may only be raised)"
+
+
+def test_together_they_are_as_severe_as_the_severest() -> None:
+    assert severest(changed("budget.max_hours=2.5", "verify.prefill_share=0.5")) == "rolling"
+    assert severest(changed("budget.max_hours=2.5", "steps=6")) == "restart"
+    assert severest(changed("seed=7", "steps=6")) == "newrun"
+
+
+def test_an_item_of_a_named_list_is_added_and_removed_by_name() -> None:
+    # given a relay that is new
+    new = small_spec("small", 5, "broadcast.relays.second.upstream=[origin]")
+    # then its values are added, without those that say nothing
+    added = difference(OLD, new)
+    assert {change.path: (change.kind, change.after) for change in added} == {
+        "broadcast.relays.second.name": ("add", "second"),
+        "broadcast.relays.second.upstream": ("add", ["origin"]),
+    }
+    assert severest(added) == "restart"
+    # and the way back removes the same
+    removed = difference(new, OLD)
+    assert [(c.path, c.kind, c.before) for c in removed] == [
+        (c.path, "remove", c.after) for c in added
+    ]
+    assert str(removed[0]) == 'broadcast.relays.second.name: "second" there, unset now'
+
+
+def test_a_block_in_the_place_of_null_adds_its_values() -> None:
+    assert [(c.path, c.kind) for c in changed("verify.hardware={kind: cpu}")] == [
+        ("verify.hardware.kind", "add")
+    ]
+    (change,) = changed("placement.devices={learner: [0]}")
+    assert (change.path, change.after) == ("placement.devices.learner", [0])
+
+
+def test_a_null_that_means_something_is_a_change() -> None:
+    (change,) = changed("algorithm.clip.delta=null")
+    assert (change.before, change.after, change.kind) == (OLD.algorithm.clip.delta, None, "change")
+
+
+def test_another_order_is_a_change_of_its_own() -> None:
+    # given two rewards, whose sum depends on their order in the last bit
+    tree = OLD.model_dump(mode="json", by_alias=True)
+    swapped = with_values(OLD, reward=tree["reward"][::-1])
+    names = [term["name"] for term in tree["reward"]]
+    assert len(names) > 1
+    # then the order differs and nothing else does
+    (change,) = difference(OLD, swapped)
+    assert (change.path, change.before, change.after) == ("reward", names, names[::-1])
+    assert change.change_class == "newrun"
+
+
+def test_of_a_new_run_everything_is_added() -> None:
+    changes = difference(None, OLD)
+    assert {change.kind for change in changes} == {"add"}
+    assert all(change.before is None for change in changes)
+    assert {"name", "optimizer.lr", "samplers.volunteers.dtype"} <= {c.path for c in changes}

@@ -1,0 +1,36 @@
+"""Who is started again for a rolling change."""
+
+from __future__ import annotations
+
+import pytest
+
+from runspec.plan.changes import Change
+from runspec.plan.rolling import READERS, renewed
+from runspec.spec.schema_fields import schema_fields
+from runspec.spec.schema_keys import block_in
+
+
+def change(path: str, change_class: str = "rolling") -> Change:
+    return Change(path, 1, 2, "change", change_class)  # type: ignore[arg-type]
+
+
+LEAVES = [
+    path
+    for path, field in schema_fields().items()
+    if field.change == "rolling" and block_in(field.annotation) is None
+]
+
+
+@pytest.mark.parametrize("path", LEAVES)
+def test_the_readers_of_every_rolling_field_are_known(path: str) -> None:
+    assert any(f"{path}.".startswith(f"{known}.") for known in READERS)
+
+
+def test_the_coordinator_comes_first_and_nobody_comes_twice() -> None:
+    changes = [change("verify.lease_timeout"), change("verify.thresholds.bfloat16.gap")]
+    assert renewed(changes) == ("coordinator", "validators", "samplers")
+    assert renewed([change("verify.prefill_share")]) == ("coordinator", "validators")
+
+
+def test_hot_changes_start_nobody_again() -> None:
+    assert renewed([change("budget.max_hours", "hot")]) == ()
