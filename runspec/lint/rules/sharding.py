@@ -98,45 +98,42 @@ def idle_shards(context: Context) -> Iterator[Violation]:
 
 @rule("padded-microbatch", "mesh", "warning")
 def padded_microbatch(context: Context) -> Iterator[Violation]:
-    """The sequences of an update must fill its microbatches: divide by data x fsdp x microbatch.
+    """The sequences of an update must divide by data x fsdp x microbatch, to fill its microbatches.
 
-        ceil(S / c) = n x rows,  n whole       S = prompts_per_step / updates_per_step x group_size
-        rows = data x fsdp x (rows of a device),     c = floor(tokens / (prompt + output))
+        S = n x rows,  n whole           S = prompts_per_step / updates_per_step x group_size
+        packing.rows = data x fsdp x (rows of a device)
 
-    c sequences of full length fit into a packed row, so S of them need ceil(S / c) rows, and the
-    last microbatch is filled up with rows of padding, which cost as much as real ones. Shorter
-    sequences share rows, so what a run wastes is at most this. The loss does not change: padding
-    has no weight in it.
+    Where a packed row holds one sequence of full length, S of them need S rows, and the last
+    microbatch is filled up with rows of padding, which cost as much as real ones. Shorter sequences
+    share rows, so what a run wastes is at most this. Rows that hold several of full length are not
+    looked at: how many come to share one no spec says. The loss does not change: padding has no
+    weight in it.
     """
     spec = context.spec
-    packing, mesh = spec.learner.packing, spec.learner.mesh
-    sequences, longest = update_sequences(spec), longest_sequence(spec)
-    shards = mesh.data * mesh.fsdp
-    if longest > packing.tokens or sequences < shards or packing.rows % shards:
-        return  # `packing-holds`, `idle-shards` and `rows-divide` say so
-    in_a_row = packing.tokens // longest
-    rows = -(-sequences // in_a_row)
-    if rows % packing.rows == 0:
+    packing, mesh, sequences = spec.learner.packing, spec.learner.mesh, update_sequences(spec)
+    shards, in_a_row = mesh.data * mesh.fsdp, packing.tokens // longest_sequence(spec)
+    if sequences < shards or packing.rows % shards:
+        return  # `idle-shards` and `rows-divide` say so
+    if in_a_row != 1 or sequences % packing.rows == 0:
         return
-    padding = -rows % packing.rows
+    padding = -sequences % packing.rows
     yield Violation(
         ("learner", "packing", "rows"),
-        f"an update's {sequences} sequences of up to {longest} tokens make {rows} rows, "
-        f"{padding} short of whole microbatches of {packing.rows}: "
-        f"{padding / (rows + padding):.0%} of its rows are padding",
+        f"an update's {sequences} sequences are {padding} short of whole microbatches of "
+        f"{packing.rows} rows: up to {padding / (sequences + padding):.0%} of its rows are padding",
         numbers={
             "sequences_per_update": sequences,
-            "sequences_per_row": in_a_row,
-            "rows": packing.rows,
-            "padding_rows": padding,
+            "data": mesh.data,
+            "fsdp": mesh.fsdp,
+            "microbatch": packing.rows // shards,
         },
-        requires="ceil(sequences_per_update / sequences_per_row) mod rows = 0",
-        suggestion=_rows_that_divide(rows, shards, packing.rows),
+        requires="sequences_per_update mod (data x fsdp x microbatch) = 0",
+        suggestion=_rows_that_divide(sequences, shards, packing.rows),
     )
 
 
-def _rows_that_divide(rows: int, shards: int, limit: int) -> str:
-    fitting = [n for n in range(shards, min(rows, limit) + 1, shards) if rows % n == 0]
+def _rows_that_divide(sequences: int, shards: int, limit: int) -> str:
+    fitting = [n for n in range(shards, min(sequences, limit) + 1, shards) if sequences % n == 0]
     return f"{fitting[-1]} rows divide evenly" if fitting else "change group_size or the mesh"
 
 

@@ -86,6 +86,8 @@ SILENT = [
              " packing: {rows: 32}}"]),
     (FLEET, ["learner={hardware: {kind: tpu-v6e, topology: 8x16, memory: 95GB},"
              " mesh: {fsdp: 32}, packing: {rows: 32}}"]),
+    # Rows that hold several sequences: how many come to share one no spec says.
+    (BASE, ["learner.packing={tokens: 160, rows: 6}"]),
     # The spec's own memory makes a kind known.
     (FLEET, ["samplers.pool.hardware={kind: mine, memory: 80GB, count: 4}"]),
     # More ranks than key/value heads: each holds a copy.
