@@ -60,7 +60,7 @@ def _lint(options: LintOptions) -> int:
     if options.fix:
         checked = _fixed(checked, chosen, options)
     if options.baseline is not None and options.write_baseline:
-        return _write_baseline(checked, chosen, options.baseline)
+        _write_baseline(checked, chosen, options.baseline)
     report = _report(checked, chosen, options)
     _print(report, options.output)
     if report.unreadable:
@@ -108,15 +108,11 @@ def _fixed(checked: CheckedFiles, chosen: Selection, options: LintOptions) -> Ch
     return checked
 
 
-def _write_baseline(checked: CheckedFiles, chosen: Selection, path: Path) -> int:
+def _write_baseline(checked: CheckedFiles, chosen: Selection, path: Path) -> None:
     from runspec.lint.baseline import write_baseline
 
-    _say_unreadable(checked.unreadable)
-    if checked.unreadable:
-        return EXIT_UNREADABLE
     count = write_baseline([f for f in checked.findings if chosen.takes(f)], path)
     print(f"{path}: {_counted(count, 'finding')} known from now on", file=sys.stderr)
-    return EXIT_CLEAN
 
 
 def _report(checked: CheckedFiles, chosen: Selection, options: LintOptions) -> Report:

@@ -27,7 +27,7 @@ def _finding(finding: Finding, colour: bool) -> str:
     margin = " " * (len(str(finding.line)) + 2)
     notes = [_painted(visible(text), _CYAN, colour) for text in measured(finding)]
     if finding.suggestion:
-        fixable = "; --fix does it" if finding.fix is not None else ""
+        fixable = "  [--fix]" if finding.fix is not None else ""
         hint = f"suggestion: {finding.suggestion}{fixable}"
         notes.append(_painted(visible(hint), _GREEN, colour))
     return "\n".join([*lines, *(f"{margin}= {note}" for note in notes)])
