@@ -23,6 +23,7 @@ from runspec.local.live import CHANGE, ask, change_request
 from runspec.local.planning import refuse_stale, seen_now
 from runspec.local.run_dir import EXIT_LOCKED, RunLocked, run_directory
 from runspec.local.text import duration, number
+from runspec.lock.check import require_lock
 from runspec.plan.changes import LIVE, difference
 from runspec.plan.saved import SavedPlan, Seen, read_plan
 from runspec.spec.findings import format_finding
@@ -43,7 +44,7 @@ def apply_command(files: SpecFiles, detach: bool, runs_dir: Path) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_UNREADABLE
-    spec, seen = (plan.spec, plan.seen) if plan else (_require(checked), None)
+    spec, seen = (plan.spec, plan.seen) if plan else (_require(checked, files), None)
     run_dir = run_directory(spec, runs_dir)
     try:
         refuse_stale(seen, run_dir)
@@ -91,9 +92,10 @@ def saved_plan(files: SpecFiles) -> SavedPlan | None:
     return plan
 
 
-def _require(checked: CheckedSpec | None) -> RunSpec:
+def _require(checked: CheckedSpec | None, files: SpecFiles) -> RunSpec:
     assert checked is not None, "what is no plan was checked as a spec"
     spec = checked.require()
+    require_lock(spec, files.path, files.profile)
     for warning in checked.findings:
         print(format_finding(warning), file=sys.stderr)
     return spec

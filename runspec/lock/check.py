@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from runspec.common.errors import UserError
 from runspec.lock.pins import Looking, look
-from runspec.spec.lock_file import FilePin, Pin, read_lock
+from runspec.spec.lock_file import FilePin, Pin, lock_path, read_lock
 from runspec.spec.schema import RunSpec
 
 
@@ -36,6 +37,22 @@ def check_lock(
     seen = look(spec, Looking(path.parent, os.environ if env is None else env, known=lock))
     absent = [f"{where}: {what}" for where, what in seen.absent.items()]
     return [*absent, *differences(lock.pins, seen.pins)]
+
+
+def require_lock(spec: RunSpec, path: Path, profile: str | None = None) -> None:
+    """Holds a spec to the lock beside it, where there is one.
+
+    Raises:
+        UserError: listing everything that differs.
+    """
+    stale = check_lock(spec, path, profile)
+    if stale:
+        listed = "\n".join(f"  {sentence}" for sentence in stale)
+        raise UserError(
+            f"what is here is not what was locked:\n{listed}",
+            place=str(lock_path(path, profile)),
+            remedy="bring what the lock names, or accept what is here with `runspec lock`",
+        )
 
 
 def differences(locked: Mapping[str, Pin], here: Mapping[str, Pin]) -> list[str]:

@@ -32,7 +32,8 @@ class Looking:
     """How to look."""
 
     folder: Path
-    """Of the spec's file: local paths are relative to it, or to where the process runs."""
+    """Of the spec's file; a local path that is not there from where the process runs is looked for
+    from here."""
     env: Mapping[str, str]
     """Says where the Hugging Face cache lies."""
     known: Lock | None = None
@@ -108,7 +109,7 @@ class _Looker:
             commit = self._dataset(path, uri, source.revision)
         elif "://" in uri:
             self.seen.open[path] = f"{uri} is neither a local path nor {HUB_DATA}...: it may change"
-        elif (local := self._how.folder / Path(uri).expanduser()).exists():
+        elif (local := self._local(uri)).exists():
             files = pin_data(local, self._how.progress)
         else:
             self.seen.absent[path] = f"no file {uri}"
@@ -137,13 +138,18 @@ class _Looker:
         self, path: str, name: str, revision: str | None, marker: str
     ) -> tuple[Path | None, str | None]:
         """The folder of a name and its commit; a local directory has none."""
-        for local in (self._how.folder / Path(name).expanduser(), Path(name).expanduser()):
-            if (local / marker).is_file():
-                return local, None
+        local = self._local(name, marker)
+        if (local / marker).is_file():
+            return local, None
         if not is_repository(name):
             self.seen.absent[path] = f"no {marker} in {name}"
             return None, None
         return self._cached(path, Repository("model", name), revision)
+
+    def _local(self, name: str, marker: str = "") -> Path:
+        """A local path: from where the process runs, as roles take it, else from the spec."""
+        path = Path(name).expanduser()
+        return path if (path / marker).exists() else self._how.folder / path
 
     def _dataset(self, path: str, uri: str, revision: str | None) -> str | None:
         name, _, branch = "/".join(uri.removeprefix(HUB_DATA).split("/")[:2]).partition("@")
