@@ -29,7 +29,7 @@ class Hardware(Block):
     """Dense peak of one device; null: as its kind has it."""
     memory_bandwidth: Annotated[Positive | None, Unit("bytes/s"), HOT] = None
     """Of one device's memory; null: as its kind has it."""
-    price_per_hour: Annotated[NonNegative | None, Unit("currency, a device"), HOT] = None
+    price_per_hour: Annotated[NonNegative | None, Unit("currency an hour, a device"), HOT] = None
     """What one device costs an hour; null: nothing is paid for it."""
 
 
@@ -70,7 +70,7 @@ Attention = Literal["auto", "xla", "splash", "cudnn"]
 class Lora(Block):
     """Low-rank adapters: W + (alpha / rank) A B, of which A and B are trained and W is not."""
 
-    rank: Count = 16
+    rank: Annotated[Count, Unit("columns")] = 16
     """Columns of A and rows of B."""
     alpha: Positive = 32.0
     """Scale: the product counts alpha / rank."""
@@ -99,9 +99,9 @@ class Learner(Block):
     host's memory. The rest is computed again."""
     attention: Annotated[Attention, SITE] = "auto"
     """The kernel: `splash` on TPU, `cudnn` on GPU, `xla` everywhere; `auto` goes by platform."""
-    compute_dtype: FloatType = "bfloat16"
+    compute_dtype: Annotated[FloatType, NEWRUN] = "bfloat16"
     """Type of activations and of the weights in matrix products."""
-    master_dtype: FloatType = "float32"
+    master_dtype: Annotated[FloatType, NEWRUN] = "float32"
     """Type of the trained weights between updates; the moments are float32."""
     logits_chunk: Annotated[Tokens | None, SITE] = None
     """Positions of a device whose logits exist at a time; chosen when null."""

@@ -8,7 +8,17 @@ from pydantic import Field
 
 from runspec.spec.fields import RESTART, Unit
 from runspec.spec.schema.block import Block
-from runspec.spec.values import Count, CountOrZero, Duration, Name, Positive, Share, Tokens, Updates
+from runspec.spec.values import (
+    Count,
+    CountOrZero,
+    Duration,
+    Name,
+    NonNegative,
+    Positive,
+    Share,
+    Tokens,
+    Updates,
+)
 
 
 class ModelShape(Block):
@@ -18,17 +28,17 @@ class ModelShape(Block):
     """Architecture: qwen2 has biases on q, k and v, qwen3 norms on q and k."""
     vocab_size: Annotated[Count, Unit("tokens")]
     """Rows of the embedding and of the output head."""
-    hidden_size: Count
+    hidden_size: Annotated[Count, Unit("features")]
     """Width of the residual stream."""
-    intermediate_size: Count
+    intermediate_size: Annotated[Count, Unit("features")]
     """Width of the MLP."""
-    num_hidden_layers: Count
+    num_hidden_layers: Annotated[Count, Unit("layers")]
     """Decoder layers."""
-    num_attention_heads: Count
+    num_attention_heads: Annotated[Count, Unit("heads")]
     """Query heads."""
-    num_key_value_heads: Count
+    num_key_value_heads: Annotated[Count, Unit("heads")]
     """Key and value heads; each serves an equal share of the query heads."""
-    head_dim: Count | None = None
+    head_dim: Annotated[Count | None, Unit("features")] = None
     """Size of a head; hidden_size / num_attention_heads when null."""
     rope_theta: Positive = 10000.0
     """Base of the rotary frequencies."""
@@ -140,11 +150,11 @@ class Reward(Block):
     """`reasoning_gym`, `math`, `code`, `target_length` or what an installed package offers."""
     timeout: Annotated[Duration | None, RESTART] = None
     """Longest time that grading one answer may take."""
-    sandboxed: bool = True
+    sandboxed: Annotated[bool, RESTART] = True
     """Whether a grader that executes what the model wrote (`code`) does so in a sandbox."""
     form: Literal["exact", "max", "clip"] | None = None
     """For `target_length`: how length enters the reward."""
-    alpha: float | None = Field(None, ge=0.0)
+    alpha: Annotated[NonNegative | None, Unit("reward a token")] = None
     """For `target_length`: reward lost a token of distance."""
     targets: list[Tokens] | None = None
     """For `target_length`: the lengths asked for, the end token included; one a group."""

@@ -23,7 +23,8 @@ class Identity(Block):
     """Whose signatures count."""
 
     root_public_key: PublicKey | None = None
-    """Pinned by everyone. Null: the local backend makes a throw-away root."""
+    """Pinned by everyone; the run's earlier files hold only under the root that they began with.
+    Null: the local backend makes a throw-away root."""
 
 
 class Checkpoints(Block):
@@ -46,7 +47,7 @@ class Storage(Block):
     CHANGE = "restart"
 
     dir: str | None = None
-    """Folder of run directories; --runs-dir when null."""
+    """Folder of run directories; --runs-dir when null. A run that is there moves only by hand."""
     shared: bool = False
     """Says that every host sees the same files under `dir`, as on a network file system."""
 
@@ -60,7 +61,7 @@ class Placement(Block):
     """Who starts and watches the roles: `local` does on this machine."""
     host: str = "127.0.0.1"
     """Address that the local backend's servers bind to."""
-    base_port: Annotated[int, Field(ge=1024, le=65000)] | None = None
+    base_port: Annotated[int, Field(ge=1024, le=65000), Unit("port")] | None = None
     """First of the consecutive ports used; free ones are chosen when null."""
     restarts: Annotated[CountOrZero, Unit("deaths in a row"), HOT] = 5
     """Restarts in a row, without progress between them, after which a dying role stops the run."""

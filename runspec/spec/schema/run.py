@@ -29,7 +29,7 @@ VERSION = "runspec/v1"
 class RunSpec(Block):
     """One run, said once. See `docs/spec.md`."""
 
-    version: Literal["runspec/v1"]
+    version: Annotated[Literal["runspec/v1"], RESTART]
     """Of the schema; `runspec migrate` raises older ones."""
     kind: Literal["Run"] = "Run"
     """`Run`; a file of kind `Placement` holds the part that is a site's."""

@@ -16,6 +16,7 @@ from runspec.spec.values import (
     Duration,
     Groups,
     Name,
+    Nats,
     NonNegative,
     Positive,
     Rate,
@@ -40,7 +41,7 @@ class Sampling(Block):
     """Logits are divided by it, in the sampler and in the loss."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Keeps the likeliest tokens up to this probability; 1 is off."""
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_k: Annotated[int, Field(ge=-1), Unit("tokens")] = -1
     """Keeps so many tokens; -1 is off."""
     seeded: bool = True
     """Gumbel noise from the lease, so that a validator can recompute which token had to come."""
@@ -81,7 +82,7 @@ class SamplerPool(Block):
     """Measured rate, for the estimate; null: computed from the hardware."""
     sampling: Sampling = Sampling()
     """How tokens are drawn."""
-    in_flight_updates: bool = False
+    in_flight_updates: Annotated[bool, NEWRUN] = False
     """Whether a worker takes over a newer version in the middle of a rollout. Never in an untrusted
     pool, whose rollouts must be of one version; workers refuse it in any pool so far."""
 
@@ -142,24 +143,24 @@ class Thresholds(Block):
 
     name: Literal["float32", "bfloat16", "fp8"]
     """The precision: a pool's quantization, or its dtype."""
-    logprob_submission: NonNegative
-    """Mean |claimed - recomputed| log-prob over a submission, nats."""
-    logprob_rollout: NonNegative
-    """The same over one rollout, nats."""
-    gap: NonNegative
-    """tau: how far below the recomputed maximum a seeded choice may lie, nats."""
+    logprob_submission: Nats
+    """Mean |claimed - recomputed| log-prob over a submission."""
+    logprob_rollout: Nats
+    """The same over one rollout."""
+    gap: Nats
+    """tau: how far below the recomputed maximum a seeded choice may lie."""
     gap_share: Share
     """Share of a rollout's tokens that may exceed `gap`."""
-    gap_max: NonNegative
-    """What no token may exceed, nats."""
-    gap_mean: NonNegative
-    """Mean gap over a submission, beyond what one token at `gap` adds, nats."""
+    gap_max: Nats
+    """What no token may exceed."""
+    gap_mean: Nats
+    """Mean gap over a submission, beyond what one token at `gap` adds."""
     mismatch_share: Share
     """TOPLOC: share of the k positions that may differ in exponent or sign."""
-    mantissa_mean: NonNegative
-    """TOPLOC: mean mantissa error, of 128."""
-    mantissa_median: NonNegative
-    """TOPLOC: median mantissa error, of 128."""
+    mantissa_mean: Annotated[NonNegative, Unit("of 128")]
+    """TOPLOC: mean mantissa error."""
+    mantissa_median: Annotated[NonNegative, Unit("of 128")]
+    """TOPLOC: median mantissa error."""
 
 
 class Verify(Block):
