@@ -81,6 +81,8 @@ class TokenizerFiles:
 
 def _json_object(path: Path, max_bytes: int) -> dict[str, Any] | None:
     try:
+        if not path.is_file():  # a pipe would keep us waiting
+            return None
         value = json.loads(read_bounded(path, max_bytes))
     except (OSError, UserError, ValueError, RecursionError):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from runspec.lint.divisors import divisors
 from runspec.lint.registry import Context, Violation, rule
 
 
@@ -30,7 +31,7 @@ def updates_divide_batch(context: Context) -> Iterator[Violation]:
                 "updates_per_step": algorithm.updates_per_step,
             },
             requires="prompts_per_step x group_size mod updates_per_step = 0",
-            suggestion=f"{_divisor_below(algorithm.prompts_per_step, algorithm.updates_per_step)} "
+            suggestion=f"{divisors(algorithm.prompts_per_step, algorithm.updates_per_step)[-1]} "
             "does, in whole groups",
         )
 
@@ -58,14 +59,9 @@ def whole_groups(context: Context) -> Iterator[Violation]:
         f"others {groups // updates + 1}",
         numbers={"prompts_per_step": groups, "updates_per_step": updates},
         requires="prompts_per_step mod updates_per_step = 0",
-        suggestion=f"{_divisor_below(groups, updates)} updates get whole groups alike",
+        suggestion=f"{divisors(groups, updates)[-1]} updates get whole groups alike",
         severity="error" if few else "warning",
     )
-
-
-def _divisor_below(number: int, limit: int) -> int:
-    """The largest divisor of `number` up to `limit`."""
-    return next(n for n in range(min(number, limit), 0, -1) if number % n == 0)
 
 
 @rule("group-size", "algorithm")

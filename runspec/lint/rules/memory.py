@@ -7,7 +7,6 @@ model's shape or a device's memory say nothing where it is not known; `unknown-h
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from math import sqrt
 
 from runspec.estimate.hardware import DEVICES, device_of
@@ -16,6 +15,7 @@ from runspec.estimate.logits import MAX_LOGITS, logits_chunk
 from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
 from runspec.lint.registry import Context, Violation, rule
 from runspec.spec.schema import Hardware
+from runspec.spec.schema_keys import close_match
 
 STATE_SHARE = 0.9
 """Of a device's memory that the train state may take."""
@@ -44,11 +44,11 @@ def unknown_hardware(context: Context) -> Iterator[Violation]:
     for where, hardware in asked:
         if hardware is None or hardware.kind in DEVICES or hardware.memory is not None:
             continue
-        close = get_close_matches(hardware.kind, DEVICES, n=1)
+        close = close_match(hardware.kind, DEVICES)
         yield Violation(
             (*where, "hardware", "kind"),
-            f"{hardware.kind!r} is not known: what needs its memory is not checked",
-            suggestion=f"did you mean {close[0]}?" if close else "give its memory, like 80GB",
+            f"{hardware.kind[:80]!r} is not known: what needs its memory is not checked",
+            suggestion=f"did you mean {close}?" if close else "give its memory, like 80GB",
         )
 
 

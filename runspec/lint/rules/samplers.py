@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from bridge.config import ModelConfig
 from bridge.rope_scaling import Dynamic, Linear, Yarn
 from runspec.estimate.hardware import device_count
+from runspec.lint.divisors import divisors
 from runspec.lint.registry import Context, Violation, rule
 
 
@@ -216,8 +217,7 @@ def pool_heads(context: Context) -> Iterator[Violation]:
         ranks = pool.parallel.tensor
         if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
             continue
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0]
-        fitting = [n for n in fitting if kv_heads % n == 0 or n % kv_heads == 0]
+        fitting = [n for n in divisors(heads, heads) if kv_heads % n == 0 or n % kv_heads == 0]
         yield Violation(
             ("samplers", pool.name, "parallel", "tensor"),
             f"{ranks} ranks cannot share {heads} heads and {kv_heads} key/value heads",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import lcm
 
 from runspec.estimate.hardware import DEVICES
+from runspec.lint.divisors import divisors
 from runspec.lint.registry import Context, Violation, rule
 from runspec.spec.schema import RunSpec
 
@@ -133,7 +134,7 @@ def padded_microbatch(context: Context) -> Iterator[Violation]:
 
 
 def _rows_that_divide(sequences: int, shards: int, limit: int) -> str:
-    fitting = [n for n in range(shards, min(sequences, limit) + 1, shards) if sequences % n == 0]
+    fitting = [n for n in divisors(sequences, limit) if n % shards == 0]
     return f"{fitting[-1]} rows divide evenly" if fitting else "change group_size or the mesh"
 
 
@@ -155,7 +156,7 @@ def tensor_heads(context: Context) -> Iterator[Violation]:
         f"{tensor} does not divide {heads} heads: attention would be computed {tensor} times over",
         numbers={"tensor": tensor, "num_attention_heads": heads},
         requires="num_attention_heads mod tensor = 0",
-        suggestion=f"one of {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}",
+        suggestion=f"one of {', '.join(map(str, divisors(heads, heads)))}",
     )
 
 
