@@ -8,8 +8,8 @@ how the answer moves with each input. Nothing is fitted on TARGET-LONG.
 
 One round is simulated with `runspec.estimate.timeline`: at time 0 all replicas have a version, as
 after the paper's broadcast; they load it, sample leases, validators check them, the batch fills.
-Two unknowns are fitted on TARGET-SHORT: the fleet's rate, to the 22 minutes until its batch is full,
-and the time before sampling starts, to the 10 minutes until its first rollouts.
+Two unknowns are fitted on TARGET-SHORT: the rate of the fleet, to the 22 minutes until its batch is
+full, and the time before sampling starts, to the 10 minutes until its first rollouts.
 """
 
 from __future__ import annotations

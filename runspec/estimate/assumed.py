@@ -33,24 +33,24 @@ class Assumed:
     value: float
     unit: str
     source: str
-    """The spec's field, or where this module's figure is from."""
+    """The spec's field; what it is taken from; `runspec.estimate`: a figure of this package."""
 
 
 def learner_mfu(spec: RunSpec) -> Assumed:
     return _first(
-        "learner_mfu", spec.estimate.learner_mfu, LEARNER_MFU, "share", "estimate.learner_mfu"
+        "learner mfu", spec.estimate.learner_mfu, LEARNER_MFU, "share", "estimate.learner_mfu"
     )
 
 
 def sampler_mfu(spec: RunSpec) -> Assumed:
     return _first(
-        "sampler_mfu", spec.estimate.sampler_mfu, SAMPLER_MFU, "share", "estimate.sampler_mfu"
+        "sampler mfu", spec.estimate.sampler_mfu, SAMPLER_MFU, "share", "estimate.sampler_mfu"
     )
 
 
 def sampler_bandwidth(spec: RunSpec) -> Assumed:
     return _first(
-        "sampler_bandwidth",
+        "sampler bandwidth",
         spec.estimate.sampler_bandwidth,
         SAMPLER_BANDWIDTH,
         "share",
@@ -59,31 +59,33 @@ def sampler_bandwidth(spec: RunSpec) -> Assumed:
 
 
 def filtered_share(spec: RunSpec) -> Assumed:
-    """0 where no filter is on; nothing is known of a task before it ran."""
-    said = spec.estimate.filtered_share if spec.algorithm.filters.zero_variance else 0.0
-    return _first("filtered_share", said, 0.0, "share", "estimate.filtered_share")
+    """0 where no filter is on, or nothing is said: a task that never ran is not known."""
+    if not spec.algorithm.filters.zero_variance:
+        return Assumed("filtered share", 0.0, "share", "algorithm.filters: none is on")
+    said = spec.estimate.filtered_share
+    return _first("filtered share", said, 0.0, "share", "estimate.filtered_share")
 
 
 def mean_prompt_tokens(spec: RunSpec) -> Assumed:
     value = PROMPT_SHARE * spec.data.max_prompt_tokens
     source = f"{PROMPT_SHARE:g} of data.max_prompt_tokens"
-    return Assumed("mean_prompt_tokens", value, "tokens", source)
+    return Assumed("mean prompt tokens", value, "tokens", source)
 
 
 def mean_new_tokens(spec: RunSpec) -> Assumed:
     """Of the spec, else the mean of the target lengths, else half of the longest output."""
     said = spec.estimate.mean_new_tokens
     if said is not None:
-        return Assumed("mean_new_tokens", said, "tokens", "estimate.mean_new_tokens")
+        return Assumed("mean new tokens", said, "tokens", "estimate.mean_new_tokens")
     longest = max(pool.max_new_tokens for pool in spec.samplers)
     targets = [target for term in spec.reward for target in term.targets or []]
     if targets:
         mean = sum(min(target, longest) for target in targets) / len(targets)
-        return Assumed("mean_new_tokens", mean, "tokens", "mean of the target lengths")
-    return Assumed("mean_new_tokens", longest / 2, "tokens", "half of max_new_tokens")
+        return Assumed("mean new tokens", mean, "tokens", "mean of the target lengths")
+    return Assumed("mean new tokens", longest / 2, "tokens", "half of max_new_tokens")
 
 
 def _first(name: str, said: float | None, default: float, unit: str, field: str) -> Assumed:
     if said is None:
-        return Assumed(name, default, unit, "assumed (runspec.estimate.assumed)")
+        return Assumed(name, default, unit, "runspec.estimate")
     return Assumed(name, said, unit, field)

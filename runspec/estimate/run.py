@@ -15,6 +15,7 @@ from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import Arrival, arrivals, version_bytes
 from runspec.estimate.flops import StepFlops, step_flops
 from runspec.estimate.hardware import device_count, device_of
+from runspec.estimate.inputs import check_tokens_per_s, inputs
 from runspec.estimate.learner import LearnerMemory, learner_memory
 from runspec.estimate.parameters import parameter_count
 from runspec.estimate.price import Cost, cost
@@ -24,8 +25,6 @@ from runspec.estimate.speed import (
     decode_speed,
     learner_seconds,
     mean_tokens,
-    prefill_tokens_per_s,
-    validator_tokens_per_s,
 )
 from runspec.estimate.steady import Timeline, timeline
 from runspec.estimate.timeline import Model, Replica
@@ -65,8 +64,13 @@ class RunEstimate:
     version_bytes: int | None
     arrivals: tuple[Arrival, ...]
     """Over declared links, the slowest last."""
+    validators: int
     validator_tokens_per_s: float | None
+    """Of one."""
     timeline: Timeline | None
+    steps: int
+    run_s: float | None
+    """All steps, from the publication of version 0."""
     cost: Cost | None
     assumed: tuple[Assumed, ...]
     unknown: tuple[str, ...]
@@ -93,10 +97,10 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
         spec: of the run.
         config: the model's shape; None where nothing here knows it.
     """
-    known = config is not None
     size = version_bytes(config, spec.broadcast.dtype) if config is not None else None
     slowest_last = tuple(arrivals(spec, size)) if size is not None else ()
     unknown = tuple(_unknown(spec, config))
+    check = check_tokens_per_s(spec, config)
     settled = None if unknown or size is None else timeline(run_model(spec, config, size))
     pools = tuple(_pool(pool, spec, config) for pool in spec.samplers)
     return RunEstimate(
@@ -111,10 +115,13 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
         samplers=pools,
         version_bytes=size,
         arrivals=slowest_last,
-        validator_tokens_per_s=validator_tokens_per_s(spec, config),
+        validators=spec.verify.validators,
+        validator_tokens_per_s=check.value if check else None,
         timeline=settled,
+        steps=spec.steps,
+        run_s=settled.start_s + (spec.steps - 1) * settled.step_s if settled else None,
         cost=cost(spec, settled.step_s if settled else None),
-        assumed=tuple(_assumed(spec, known)),
+        assumed=inputs(spec, config),
         unknown=unknown,
     )
 
@@ -128,13 +135,14 @@ def run_model(spec: RunSpec, config: ModelConfig | None, size: float) -> Model:
         size: bytes of a version.
     """
     train_s = learner_seconds(spec, config)
-    rate = _check_rate(spec, config)
-    assert train_s is not None and rate is not None, "asked for the model of an unknown speed"
+    check = check_tokens_per_s(spec, config)
+    assert train_s is not None, "asked for the model of an unknown speed"
     prompt = assumed.mean_prompt_tokens(spec).value
     share = spec.verify.prefill_share
 
     def check_s(lengths: list[float]) -> float:
-        return share * (len(lengths) * prompt + sum(lengths)) / rate
+        assert check is not None, "asked for the model of an unknown speed"
+        return share * (len(lengths) * prompt + sum(lengths)) / check.value
 
     lengths, filtered = draws(
         seed=spec.seed,
@@ -225,14 +233,6 @@ def _pool(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -> PoolE
     )
 
 
-def _check_rate(spec: RunSpec, config: ModelConfig | None) -> float | None:
-    """A validator's tokens/s; where nothing says its hardware, that of a replica."""
-    rate = validator_tokens_per_s(spec, config)
-    if rate is None and spec.verify.hardware is None and config is not None:
-        rate = prefill_tokens_per_s(spec.samplers[0].hardware, spec, config)
-    return rate
-
-
 def _unknown(spec: RunSpec, config: ModelConfig | None) -> Iterator[str]:
     if config is None:
         yield "model.shape"
@@ -242,18 +242,5 @@ def _unknown(spec: RunSpec, config: ModelConfig | None) -> Iterator[str]:
     for pool in spec.samplers:
         if decode_speed(pool, spec, config) is None:
             yield f"samplers.{pool.name}.tokens_per_s"
-    if spec.verify.validators and _check_rate(spec, config) is None:
+    if spec.verify.validators and check_tokens_per_s(spec, config) is None:
         yield "verify.tokens_per_s"
-
-
-def _assumed(spec: RunSpec, known: bool) -> Iterator[Assumed]:
-    module = "assumed (runspec.estimate.assumed)"
-    yield assumed.learner_mfu(spec)
-    yield assumed.sampler_bandwidth(spec)
-    yield assumed.sampler_mfu(spec)
-    yield assumed.mean_prompt_tokens(spec)
-    yield assumed.mean_new_tokens(spec)
-    yield Assumed("length_spread", assumed.LENGTH_SPREAD, "of the mean", module)
-    yield assumed.filtered_share(spec)
-    yield Assumed("load_rate", assumed.LOAD_BYTES_S, "bytes/s", module)
-    yield Assumed("publish_rate", assumed.PUBLISH_BYTES_S, "bytes/s", module)

@@ -1,0 +1,267 @@
+"""The estimate of a run, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from runspec.estimate.assumed import Assumed
+from runspec.estimate.broadcast import Arrival
+from runspec.estimate.run import LearnerEstimate, RunEstimate
+from runspec.estimate.steady import Timeline
+from runspec.estimate.timeline import BROADCAST, LEARNER, PUBLISHER, VALIDATORS, Interval
+from runspec.local.text import duration, number, size
+
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_COLOURS = {LEARNER: "green", BROADCAST: "blue", VALIDATORS: "magenta"}
+_POOL_COLOUR = "cyan"
+_BAR = 20
+
+
+def show_estimate(estimate: RunEstimate, console: Console) -> None:
+    """Prints every part that is known, and what the spec would have to say for the rest.
+
+    Args:
+        estimate: of the run.
+        console: where to; tables fit 80 columns.
+    """
+    if estimate.parameters is not None:
+        published = f", a version is {size(estimate.version_bytes or 0)}"
+        _title(console, "Model", f"{_count(estimate.parameters)} parameters{published}")
+    if estimate.learner.memory is not None:
+        _learner(estimate.learner, console)
+    if estimate.parameters is not None:
+        _samplers(estimate, console)
+        _broadcast(estimate, console)
+    if estimate.timeline is not None:
+        _step(estimate, estimate.timeline, console)
+    else:
+        _title(console, "Step", "its time is not known; to know it, say in the spec")
+        for field in estimate.unknown:
+            console.print(Text(f"  {field}"))
+    if estimate.cost is not None:
+        _cost(estimate, console)
+    _assumptions(estimate.assumed, console)
+
+
+def _title(console: Console, name: str, text: str = "") -> None:
+    console.print()
+    console.print(Text.assemble((name, "bold"), "  " if text else "", text), soft_wrap=True)
+
+
+def _table(*columns: str) -> Table:
+    """Without lines; names starting with > are of columns of numbers."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", pad_edge=False)
+    table.add_column("", width=1)
+    for column in columns:
+        table.add_column(
+            column.lstrip(">"), justify="right" if column.startswith(">") else "left", no_wrap=True
+        )
+    return table
+
+
+def _learner(learner: LearnerEstimate, console: Console) -> None:
+    memory = learner.memory
+    assert memory is not None
+    _title(console, "Learner", f"memory of each of {learner.devices or 'its'} devices")
+    parts = {field.name: float(getattr(memory, field.name)) for field in fields(memory)}
+    host = parts.pop("host", 0.0)
+    largest = max(parts.values())
+    table = _table("part", ">bytes", "")
+    for name, bytes_ in sorted(parts.items(), key=lambda item: -item[1]):
+        if bytes_:
+            table.add_row("", name, size(bytes_), Text(_bar(bytes_ / largest), style="green"))
+    console.print(table)
+    if learner.device_memory is None:
+        console.print(Text(f"  together {size(memory.total)}; the device's memory is not known"))
+    else:
+        share = memory.total / learner.device_memory
+        style = "red" if share > 1 else "green"
+        line = f"  together {size(memory.total)} of {size(learner.device_memory)}, "
+        console.print(Text.assemble(line, (f"{share:.0%}", style)))
+    if host:
+        console.print(Text(f"  and {size(host)} in the host's memory"))
+    if learner.step_s is not None:
+        console.print(Text(f"  trains a step in {duration(learner.step_s)}"))
+
+
+def _samplers(estimate: RunEstimate, console: Console) -> None:
+    _title(console, "Samplers", "memory of a device, sequences that fit, speed of a replica")
+    table = _table(
+        "pool", ">replicas", ">weights", ">KV room", ">KV tokens", ">full length", ">tokens/s"
+    )
+    for pool in estimate.samplers:
+        memory = pool.memory
+        assert memory is not None
+        room = "-" if memory.room is None else size(max(0.0, memory.room))
+        table.add_row(
+            "",
+            pool.name,
+            f"{pool.replicas} x {pool.devices}",
+            size(memory.weights),
+            room if memory.room is None or memory.room > 0 else Text("none", style="red"),
+            "-" if memory.kv_tokens is None else _count(memory.kv_tokens),
+            number(memory.full_sequences),
+            "-" if pool.tokens_per_s is None else f"{pool.tokens_per_s:,.0f}",
+        )
+    console.print(table)
+    for pool in estimate.samplers:
+        memory = pool.memory
+        if memory is not None and memory.spare is not None and memory.captured > memory.spare:
+            note = (
+                f"  {pool.name}: were all outputs of a lease of full length, its proofs would keep "
+                f"{size(memory.captured)} beside vLLM, which leaves {size(memory.spare)}"
+            )
+            console.print(Text(note, style="yellow"))
+
+
+def _broadcast(estimate: RunEstimate, console: Console) -> None:
+    if not estimate.arrivals:
+        _title(console, "Broadcast", "no link is declared: it counts as instantaneous")
+        return
+    slowest = estimate.arrivals[-1]
+    _title(console, "Broadcast", f"{duration(slowest.seconds)} until all have a version")
+    table = _table("path", ">rate", ">time", "limited by")
+    for path, arrival in _same_paths(estimate.arrivals):
+        table.add_row(
+            "",
+            path,
+            f"{arrival.rate * 8 / 1e6:,.4g} Mbit/s",
+            duration(arrival.seconds),
+            arrival.limit,
+        )
+    console.print(table)
+
+
+def _same_paths(arrivals: Sequence[Arrival]) -> Iterator[tuple[str, Arrival]]:
+    """Replicas of a pool that share a fate as one row."""
+
+    def fate(arrival: Arrival) -> tuple[float, str, tuple[str, ...], str]:
+        family = arrival.name.rpartition("-")[0]
+        return arrival.seconds, arrival.limit, arrival.path[:-1], family
+
+    for _, alike in groupby(sorted(arrivals, key=fate), fate):
+        members = list(alike)
+        name = members[0].name
+        if len(members) > 1:
+            name = f"{name.rpartition('-')[0]} ({len(members)})"
+        yield " > ".join((*members[0].path[1:-1], name)), members[0]
+
+
+def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
+    total = f", {estimate.steps} steps {_long(estimate.run_s or 0.0)}"
+    _title(console, "Step", f"{duration(step.step_s)} once the run has settled{total}")
+    width = max(20, min(72, console.width - 34))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=1)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, width=width)
+    table.add_column(no_wrap=True, justify="right")
+    for role, members in _members(estimate).items():
+        mine = [i for i in step.intervals if i.role == role]
+        if role == BROADCAST:
+            mine = _union([i for i in step.intervals if i.role in (PUBLISHER, BROADCAST)])
+        bar = Text(_lane(mine, members, step.step_s, width), style=_COLOURS.get(role, _POOL_COLOUR))
+        table.add_row("", role, bar, f"idle {step.idle.get(role, 1.0):.0%}")
+    ends = f"0{duration(step.step_s):>{width - 1}}"
+    table.add_row("", "", Text(ends, style="bright_black"), "")
+    console.print(table)
+    console.print(Text(f"  {_rollouts(step)}"), soft_wrap=True)
+    gain = step.gains[step.bottleneck]
+    console.print(
+        Text(f"  limited by {step.bottleneck}: a tenth faster, and a step is {gain:.0%} shorter"),
+        soft_wrap=True,
+    )
+    if step.filled_share < 1.0:
+        short = f"  fill.max_groups is spent first: {step.filled_share:.0%} of the groups train"
+        console.print(Text(short, style="red"))
+
+
+def _rollouts(step: Timeline) -> str:
+    return (
+        f"from a step's first lease: first rollouts after {duration(step.first_rollouts_s)}, "
+        f"batch full after {duration(step.full_s)}; lag {step.lag:.2g}"
+    )
+
+
+def _members(estimate: RunEstimate) -> dict[str, int]:
+    """How many work in a role, in the order of a version's way."""
+    roles = {LEARNER: 1, BROADCAST: 1}
+    roles |= {pool.name: pool.replicas for pool in estimate.samplers}
+    return roles | ({VALIDATORS: estimate.validators} if estimate.validators else {})
+
+
+def _lane(intervals: Sequence[Interval], members: int, seconds: float, width: int) -> str:
+    """A column for each stretch of the step, as high as the share of the role that works in it."""
+    cell = seconds / width
+    lane = ""
+    for column in range(width):
+        start, end = column * cell, (column + 1) * cell
+        busy = sum(max(0.0, min(i.end, end) - max(i.start, start)) for i in intervals)
+        share = min(1.0, busy / (cell * members)) if cell else 0.0
+        lane += _LEVELS[round(share * (len(_LEVELS) - 1))]
+    return lane
+
+
+def _union(intervals: Sequence[Interval]) -> list[Interval]:
+    """Without overlaps: of several links, one at work is the broadcast at work."""
+    joined: list[Interval] = []
+    for interval in sorted(intervals, key=lambda i: i.start):
+        start = max(interval.start, joined[-1].end) if joined else interval.start
+        if interval.end > start:
+            joined.append(Interval(BROADCAST, 0, "fetch", interval.step, start, interval.end))
+    return joined
+
+
+def _cost(estimate: RunEstimate, console: Console) -> None:
+    cost = estimate.cost
+    assert cost is not None
+    whole = "" if cost.run is None else f", {cost.run:,.0f} for the run"
+    _title(console, "Cost", f"{cost.per_hour:,.2f} an hour{whole}")
+    table = _table("role", ">an hour")
+    for role, price in cost.by_role.items():
+        table.add_row("", role, f"{price:,.2f}")
+    console.print(table)
+
+
+def _assumptions(assumed: Sequence[Assumed], console: Console) -> None:
+    _title(console, "Rests on")
+    table = _table("", ">value", "from")
+    table.columns[-1].no_wrap = False
+    for entry in assumed:
+        source = Text(entry.source, style="bright_black")
+        table.add_row("", entry.name, _amount(entry.value, entry.unit), source)
+    console.print(table)
+
+
+def _bar(share: float) -> str:
+    return "█" * round(share * _BAR) or "▏"
+
+
+def _count(value: float) -> str:
+    """Like 866 k or 32.8 G."""
+    units = ["", " k", " M", " G", " T"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000.0, units[1:]
+    return f"{value:.3g}{units[0]}"
+
+
+def _amount(value: float, unit: str) -> str:
+    """Like 590 Mbit/s, 3.35 TB/s, 989 TFLOP/s or 6,000 tokens."""
+    if unit == "bytes/s":
+        return f"{size(value)}/s"
+    if unit == "bits/s":
+        return f"{_count(value)}bit/s"
+    if unit == "FLOP/s":
+        return f"{_count(value)}FLOP/s"
+    return f"{value:,.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
+
+
+def _long(seconds: float) -> str:
+    """Like 4.2 days where it is days."""
+    return f"{seconds / 86400:.3g} days" if seconds >= 2 * 86400 else duration(seconds)

@@ -1,0 +1,96 @@
+"""Every figure that the estimate of a run rests on, with where it is from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bridge.config import ModelConfig
+from runspec.estimate import assumed
+from runspec.estimate.assumed import Assumed
+from runspec.estimate.hardware import device_of
+from runspec.estimate.sampler import MEMORY_UTILIZATION
+from runspec.estimate.speed import prefill_tokens_per_s
+from runspec.spec.schema import Hardware, RunSpec, SamplerPool
+
+_OURS = "runspec.estimate"
+"""Stands for: no field says it, the package's own figure is taken."""
+
+
+def check_tokens_per_s(spec: RunSpec, config: ModelConfig | None) -> Assumed | None:
+    """A validator's rate; where nothing says its hardware, that of a replica of the first pool.
+
+    None where that is not known either, or there are no validators.
+    """
+    verify, name = spec.verify, "a validator"
+    if not verify.validators:
+        return None
+    if verify.tokens_per_s is not None:
+        return Assumed(name, verify.tokens_per_s, "tokens/s", "verify.tokens_per_s")
+    source = "verify.hardware"
+    hardware = verify.hardware
+    if hardware is None:
+        hardware = spec.samplers[0].hardware
+        source = f"no verify.hardware: as a replica of {spec.samplers[0].name}"
+    rate = None if config is None else prefill_tokens_per_s(hardware, spec, config)
+    return None if rate is None else Assumed(name, rate, "tokens/s", source)
+
+
+def inputs(spec: RunSpec, config: ModelConfig | None) -> tuple[Assumed, ...]:
+    """All of them, in the order in which a step meets them."""
+    return (
+        assumed.mean_prompt_tokens(spec),
+        assumed.mean_new_tokens(spec),
+        Assumed("length spread", assumed.LENGTH_SPREAD, "of the mean", _OURS),
+        assumed.filtered_share(spec),
+        *_learner(spec),
+        *(entry for pool in spec.samplers for entry in _pool(pool, spec)),
+        *filter(None, [check_tokens_per_s(spec, config)]),
+        Assumed("publishing", assumed.PUBLISH_BYTES_S, "bytes/s", _OURS),
+        Assumed("loading", assumed.LOAD_BYTES_S, "bytes/s", _OURS),
+        *_links(spec),
+    )
+
+
+def _learner(spec: RunSpec) -> Iterator[Assumed]:
+    yield assumed.learner_mfu(spec)
+    yield from _hardware(spec.learner.hardware, "learner.hardware", "peak_flops")
+
+
+def _pool(pool: SamplerPool, spec: RunSpec) -> Iterator[Assumed]:
+    path = f"samplers.{pool.name}"
+    if pool.tokens_per_s is not None:
+        yield Assumed(
+            f"a replica of {pool.name}", pool.tokens_per_s, "tokens/s", f"{path}.tokens_per_s"
+        )
+    else:
+        yield assumed.sampler_bandwidth(spec)
+        yield assumed.sampler_mfu(spec)
+        yield from _hardware(pool.hardware, f"{path}.hardware", "memory_bandwidth", "peak_flops")
+    if device_of(pool.hardware).memory is not None:
+        yield Assumed("vLLM's share of memory", MEMORY_UTILIZATION, "share", "vLLM 0.32's default")
+
+
+_FIELDS = {"peak_flops": ("peak", "FLOP/s"), "memory_bandwidth": ("bandwidth", "bytes/s")}
+
+
+def _hardware(hardware: Hardware, path: str, *fields: str) -> Iterator[Assumed]:
+    device = device_of(hardware)
+    for field in fields:
+        value = getattr(device, field)
+        if value is not None:
+            said = getattr(hardware, field) is not None
+            source = f"{path}.{field}" if said else f"table of {hardware.kind}"
+            name, unit = _FIELDS[field]
+            yield Assumed(f"{hardware.kind} {name}", value, unit, source)
+
+
+def _links(spec: RunSpec) -> Iterator[Assumed]:
+    links = {"broadcast.origin.upload": spec.broadcast.origin.upload}
+    for relay in spec.broadcast.relays:
+        links[f"broadcast.relays.{relay.name}.download"] = relay.download
+        links[f"broadcast.relays.{relay.name}.upload"] = relay.upload
+    for pool in spec.samplers:
+        links[f"samplers.{pool.name}.download"] = pool.download
+    for path, rate in links.items():
+        if rate is not None:
+            yield Assumed("link", rate, "bits/s", path)
