@@ -14,37 +14,28 @@ from rich.text import Text
 
 from runspec.cli.background import start_in_background
 from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
+from runspec.cli.spec_files import sound_spec
 from runspec.cli.view import watching
-from runspec.common.errors import UserError
-from runspec.lint.check import CheckedSpec, check_spec
 from runspec.local.apply import NotReady, is_finished, open_run, supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
 from runspec.local.live import CHANGE, ask, change_request
 from runspec.local.planning import refuse_stale, seen_now
 from runspec.local.run_dir import EXIT_LOCKED, RunLocked, run_directory
 from runspec.local.text import duration, number
-from runspec.lock.check import require_lock
 from runspec.plan.changes import LIVE, difference
-from runspec.plan.saved import SavedPlan, Seen, read_plan
-from runspec.spec.findings import format_finding
+from runspec.plan.saved import BadPlan, SavedPlan, Seen, read_plan
 from runspec.spec.load import SpecFiles
 from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import RunSpec
 
 EXIT_FAILED = 1
-EXIT_UNREADABLE = 2
 LAPTOP = "laptop"
 
 
 def apply_command(files: SpecFiles, detach: bool, runs_dir: Path) -> int:
     """Starts, changes or continues the run; returns the exit code."""
-    try:
-        plan = saved_plan(files)
-        checked = check_spec(files) if plan is None else None
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_UNREADABLE
-    spec, seen = (plan.spec, plan.seen) if plan else (_require(checked, files), None)
+    plan = saved_plan(files)
+    spec, seen = (plan.spec, plan.seen) if plan else (sound_spec(files), None)
     run_dir = run_directory(spec, runs_dir)
     try:
         refuse_stale(seen, run_dir)
@@ -77,28 +68,19 @@ def saved_plan(files: SpecFiles) -> SavedPlan | None:
     """The plan that a file holds; None where it holds something else.
 
     Raises:
-        UserError: it is a damaged plan, or comes with options that a plan does not take.
+        BadPlan: it is damaged, or comes with options that a plan does not take.
     """
     try:
         plan = read_plan(files.path)
     except OSError:
         return None  # whoever reads specs says it better
     if plan is not None and (files.profile or files.placement or files.overrides):
-        raise UserError(
+        raise BadPlan(
             "a plan is applied as it is: --profile, --placement and --set are for specs",
             place=str(files.path),
             remedy="plan again with them",
         )
     return plan
-
-
-def _require(checked: CheckedSpec | None, files: SpecFiles) -> RunSpec:
-    assert checked is not None, "what is no plan was checked as a spec"
-    spec = checked.require()
-    require_lock(spec, files.path, files.profile)
-    for warning in checked.findings:
-        print(format_finding(warning), file=sys.stderr)
-    return spec
 
 
 def _change_live(spec: RunSpec, run_dir: Path, seen: Seen | None, held: RunLocked) -> int:

@@ -14,7 +14,7 @@ from runspec.common.errors import UserError
 from runspec.local.run_dir import run_directory
 from runspec.spec.findings import format_finding
 from runspec.spec.load import SpecFiles, load_layers
-from runspec.spec.resolved import FILE_NAME, load_resolved
+from runspec.spec.resolved import FILE_NAME, dump_resolved, load_resolved, parse_resolved
 from runspec.spec.schema import RunSpec
 
 EXIT_SAME, EXIT_DIFFERENT, EXIT_UNREADABLE = 0, 1, 2
@@ -46,5 +46,7 @@ def diff_command(files: SpecFiles, runs_dir: Path) -> int:
 
 def _lines(spec: RunSpec) -> list[str]:
     """The resolved spec as YAML, every default written out."""
-    tree = spec.model_dump(mode="json", by_alias=True)
+    # Through the form on disk, in which free maps are sorted: their order means nothing.
+    on_disk = parse_resolved(dump_resolved(spec), place=FILE_NAME)
+    tree = on_disk.model_dump(mode="json", by_alias=True)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).splitlines(keepends=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,20 +12,24 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from bridge.config import ModelConfig
+from runspec.cli.spec_files import sound_spec
 from runspec.common.errors import UserError
-from runspec.lint.check import check_spec
+from runspec.estimate.model import model_config
+from runspec.estimate.run import RunEstimate, estimate_run
 from runspec.local.live import readers_names
 from runspec.local.planning import RunPlan, make_plan
 from runspec.local.run_dir import run_directory
+from runspec.plan.aot import AotReport, compile_step
 from runspec.plan.changes import LIVE, Change, of_class, severest
 from runspec.plan.rolling import renewed
 from runspec.plan.saved import SavedPlan, save_plan
 from runspec.spec.fields import CHANGE_CLASSES
-from runspec.spec.findings import format_finding
 from runspec.spec.load import SpecFiles
 from runspec.spec.resolved import spec_digest
+from runspec.spec.schema import RunSpec
 
-EXIT_FAILED, EXIT_UNREADABLE, EXIT_CHANGES = 1, 2, 6
+EXIT_CHANGES = 6
 _MARKS = {"add": ("+", "green"), "change": ("~", "yellow"), "remove": ("-", "red")}
 
 
@@ -34,40 +37,43 @@ def plan_command(
     files: SpecFiles, out: Path | None, as_json: bool, exit_code: bool, aot: bool, runs_dir: Path
 ) -> int:
     """Prints the plan, and saves it where asked; returns the exit code."""
-    try:
-        checked = check_spec(files)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_UNREADABLE
-    spec = checked.require()
-    for warning in checked.findings:
-        print(format_finding(warning), file=sys.stderr)
+    spec = sound_spec(files)
     plan = make_plan(spec, run_directory(spec, runs_dir))
-    report = plan_json(plan)
+    config = model_config(spec, files.path.parent)
+    estimate = estimate_run(spec, config)
+    compiled = _compile(spec, config) if aot else None
     if as_json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps(plan_json(plan, estimate, compiled), indent=2))
     else:
         show_plan(plan, Console(highlight=False))
+        if compiled is not None:
+            show_compiled(compiled)
+    if compiled is not None and compiled.fits is False:
+        raise _does_not_fit(compiled)
     if out is not None:
         _save(out, plan, quiet=as_json)
     return EXIT_CHANGES if exit_code and plan.changes else 0
 
 
-def plan_json(plan: RunPlan) -> dict[str, Any]:
+def plan_json(
+    plan: RunPlan, estimate: RunEstimate, compiled: AotReport | None = None
+) -> dict[str, Any]:
     """The plan for programs; keys are only ever added.
 
     `change_class` is that of the severest change, `new` for a run that is not there yet, null where
-    nothing changes.
+    nothing changes. `aot` is there where the step was compiled.
     """
-    return {
+    report = {
         "version": plan.spec.version,
         "run": plan.spec.name,
         "spec_digest": spec_digest(plan.spec),
         "serial": plan.seen.serial,
         "change_class": "new" if plan.new else severest(plan.changes),
         "changes": [asdict(change) for change in plan.changes],
+        "estimate": estimate.to_json(),
         "lacking": [asdict(item) for item in plan.lacking],
     }
+    return report if compiled is None else {**report, "aot": compiled.as_dict()}
 
 
 def show_plan(plan: RunPlan, console: Console) -> None:
@@ -77,7 +83,8 @@ def show_plan(plan: RunPlan, console: Console) -> None:
         for change_class, meaning in CHANGE_CLASSES.items():
             if changes := of_class(plan.changes, change_class):
                 console.print()
-                console.print(Text(f"{change_class}: {_effect(plan, changes, meaning)}"))
+                effect = _effect(plan, changes, meaning)
+                console.print(Text(f"{change_class}: {effect}"), soft_wrap=True)
                 for change in changes:
                     console.print(_line(change), soft_wrap=True)
     if plan.lacking:
@@ -119,6 +126,50 @@ def _line(change: Change) -> Text:
 def _values(change: Change) -> str:
     before, after = json.dumps(change.before), json.dumps(change.after)
     return {"add": after, "remove": before, "change": f"{before} -> {after}"}[change.kind]
+
+
+def show_compiled(report: AotReport) -> None:
+    """What the compiler says of the learner's step."""
+    print(
+        f"\nThe learner's step, compiled for {report.where} in {report.compile_s:.0f} s, a device:"
+    )
+    for name, size in (
+        ("arguments", report.argument_bytes),
+        ("temporaries", report.temp_bytes),
+        ("outputs", report.output_bytes),
+        (f"needed in {report.worst}, with all that stays", report.hbm_bytes),
+        ("memory", report.memory),
+    ):
+        print(f"  {name}: {_gib(size)} a device")
+    print(f"  FLOPs of a microbatch and an update: {report.flops:.3g}")
+
+
+def _compile(spec: RunSpec, config: ModelConfig | None) -> AotReport:
+    if config is None:
+        raise UserError(
+            f"the shape of {spec.model.hf} is not known here, so its step cannot be compiled",
+            place="model.hf",
+            remedy="name a local directory with its config.json",
+        )
+    return compile_step(spec, config)
+
+
+def _does_not_fit(report: AotReport) -> UserError:
+    refused = [
+        f"\n  {name}: {program['does_not_fit']}"
+        for name, program in report.programs.items()
+        if "does_not_fit" in program
+    ]
+    needed = f"it needs {_gib(report.hbm_bytes)}" if report.hbm_bytes else "the compiler refuses"
+    return UserError(
+        f"the step does not fit: {needed}, a device has {_gib(report.memory)}{''.join(refused)}",
+        place="learner",
+        remedy="more devices on fsdp, shorter rows, or a remat that keeps less",
+    )
+
+
+def _gib(size: int | None) -> str:
+    return "not known" if size is None else f"{size / 2**30:.2f} GiB"
 
 
 def _save(path: Path, plan: RunPlan, *, quiet: bool) -> None:

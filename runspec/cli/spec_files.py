@@ -1,0 +1,36 @@
+"""A spec from its files, as the commands that act on runs want it."""
+
+from __future__ import annotations
+
+import sys
+
+from runspec.common.errors import UserError
+from runspec.lint.check import check_spec
+from runspec.lock.check import require_lock
+from runspec.spec.findings import format_finding
+from runspec.spec.load import SpecFiles
+from runspec.spec.schema import RunSpec
+
+
+class Unreadable(UserError):
+    """There is no spec to look at."""
+
+    exit_code = 2
+
+
+def sound_spec(files: SpecFiles) -> RunSpec:
+    """The spec, if it has no errors and is what its lock says; prints its warnings.
+
+    Raises:
+        Unreadable: a file cannot be read, or bad usage.
+        UserError: listing every error with its place, or what the lock pins otherwise.
+    """
+    try:
+        checked = check_spec(files)
+    except UserError as error:
+        raise Unreadable(error.thing, place=error.place, remedy=error.remedy) from error
+    spec = checked.require()
+    require_lock(spec, files.path, files.profile)
+    for warning in checked.findings:
+        print(format_finding(warning), file=sys.stderr)
+    return spec

@@ -1,0 +1,254 @@
+"""`runspec plan` and `apply PLAN`: what they say, what they refuse, and by which exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runspec.cli.apply import apply_command
+from runspec.cli.plan import plan_command, plan_json
+from runspec.cli.spec_files import Unreadable
+from runspec.common.errors import UserError
+from runspec.estimate.run import estimate_run
+from runspec.local.apply import open_run
+from runspec.local.planning import StalePlan, make_plan
+from runspec.local.run_dir import hold
+from runspec.local.state import RunState
+from runspec.plan.saved import BadPlan, read_plan
+from runspec.spec.load import SpecFiles
+from runspec.spec.resolved import spec_digest
+from tests.harness import TARGET_SHORT
+from tests.runspec.local.fake_run import drive_roles, small_spec, usual_roles
+from tests.runspec.local.test_supervise import Watch
+
+Says = Callable[[], tuple[str, str]]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Says:
+    """What was printed since the last call: (out, err)."""
+
+    def read() -> tuple[str, str]:
+        captured = capsys.readouterr()
+        return captured.out, captured.err
+
+    return read
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """The folder of a run `small` of five steps, opened once and let go."""
+    with open_run(small_spec(), tmp_path):
+        pass
+    return tmp_path
+
+
+def files(*overrides: str) -> SpecFiles:
+    return SpecFiles(TARGET_SHORT, "laptop", None, ["name=small", "steps=5", *overrides])
+
+
+def plan(
+    runs_dir: Path,
+    *overrides: str,
+    out: Path | None = None,
+    as_json: bool = False,
+    exit_code: bool = False,
+) -> int:
+    return plan_command(files(*overrides), out, as_json, exit_code, False, runs_dir)
+
+
+def planned_json(runs_dir: Path, said: Says, *overrides: str) -> dict[str, Any]:
+    assert plan(runs_dir, *overrides, as_json=True) == 0
+    return json.loads(said()[0])
+
+
+def test_a_new_run_is_shown_short_and_makes_nothing(tmp_path: Path, said: Says) -> None:
+    runs_dir = tmp_path / "runs"
+    assert plan(runs_dir, exit_code=True) == 6
+    out, _ = said()
+    assert f"small is new: 5 steps, to lie in {runs_dir / 'small'}" in out
+    assert "optimizer.lr" not in out
+    assert not runs_dir.exists()
+
+
+def test_without_changes_there_is_nothing_to_say(runs: Path, said: Says) -> None:
+    assert plan(runs, exit_code=True) == 0
+    assert "small: no changes against the run at serial 1, which is interrupted" in said()[0]
+
+
+def test_changes_are_grouped_by_what_they_do(runs: Path, said: Says) -> None:
+    # given a change of every class
+    changes = "budget.max_hours=2.0", "verify.prefill_share=0.5", "checkpoints.every=3", "seed=7"
+    # when it is planned against a run that is not alive
+    assert plan(runs, *changes) == 0
+    # then each stands under its class
+    lines = [line.strip() for line in said()[0].splitlines()]
+    assert "small: 4 changes against the run at serial 1, which is interrupted" in lines
+    for change_class, line in (
+        ("hot: taken over when the run goes on", "~ budget.max_hours: 1.0 -> 2.0"),
+        ("rolling: taken over when the run goes on", "~ verify.prefill_share: 1.0 -> 0.5"),
+        ("restart: taken over when the run goes on", "~ checkpoints.every: "),
+        ("newrun: it changes what is learned", "~ seed: 42 -> 7"),
+    ):
+        at = next(i for i, text in enumerate(lines) if text.startswith(change_class))
+        assert lines[at + 1].startswith(line)
+
+
+def test_of_a_live_run_it_says_who_starts_again_and_takes_no_lock(runs: Path, said: Says) -> None:
+    with hold(runs / "small"):
+        assert plan(runs, "verify.lease_timeout=70s", "checkpoints.every=3") == 0
+    out = " ".join(said()[0].split())
+    assert "one by one; the learner goes on: coordinator, volunteers-0" in out
+    assert f"apply refuses them until `runspec pause {runs / 'small'}`" in out
+
+
+def test_json_has_stable_keys(runs: Path, said: Says) -> None:
+    report = planned_json(runs, said, "budget.max_hours=2.0")
+    assert list(report) == [
+        *("version", "run", "spec_digest", "serial", "change_class"),
+        *("changes", "estimate", "lacking"),
+    ]
+    spec = small_spec("small", 5, "budget.max_hours=2.0")
+    assert (report["run"], report["serial"]) == ("small", 1)
+    assert report["spec_digest"] == spec_digest(spec)
+    assert report["change_class"] == "hot"
+    assert report["changes"] == [
+        {
+            "path": "budget.max_hours",
+            "before": 1.0,
+            "after": 2.0,
+            "kind": "change",
+            "change_class": "hot",
+            "reason": "",
+        }
+    ]
+    assert planned_json(runs, said)["change_class"] is None
+    assert planned_json(runs / "elsewhere", said)["change_class"] == "new"
+
+
+@pytest.mark.parametrize("name", ["target_short", "target_long", "intellect2"])
+def test_the_shipped_specs_have_a_plan_that_is_json(name: str, tmp_path: Path) -> None:
+    from runspec.estimate.model import model_config
+    from runspec.spec.load import load_layers
+
+    # given a shipped spec, which this machine could hardly run
+    path = TARGET_SHORT.parent / f"{name}.yaml"
+    spec = load_layers(SpecFiles(path), environ={}).spec
+    assert spec is not None
+    # when it is planned
+    planned = make_plan(spec, tmp_path / spec.name)
+    report = plan_json(planned, estimate_run(spec, model_config(spec, path.parent)))
+    # then what is lacking is a note, and every number is one that JSON has
+    assert report["change_class"] == "new"
+    assert json.loads(json.dumps(report, allow_nan=False)) == json.loads(json.dumps(report))
+
+
+def test_a_broken_spec_exits_1_with_findings_and_a_missing_one_2(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"optimizer\.lr"):
+        plan(tmp_path, "optimizer.lr=fast")
+    missing = SpecFiles(tmp_path / "none.yaml")
+    with pytest.raises(Unreadable, match=r"none\.yaml") as error:
+        plan_command(missing, None, False, False, False, tmp_path)
+    assert error.value.exit_code == 2
+
+
+def test_secrets_are_never_in_a_plan(
+    tmp_path: Path, said: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a secret in the environment that the spec refers to
+    monkeypatch.setenv("CANARY_TOKEN", "tweet-tweet-4711")
+    secret = "secrets=[{name: TOKEN, from: {env: CANARY_TOKEN}}]"
+    # when it is planned, saved and shown
+    assert plan(tmp_path, secret, out=tmp_path / "p") == 0
+    shown = said()
+    assert plan(tmp_path, secret, as_json=True) == 0
+    # then its name is there, and its value nowhere
+    texts = [*shown, *said(), (tmp_path / "p").read_text()]
+    assert any("CANARY_TOKEN" in text for text in texts)
+    assert not any("tweet-tweet" in text for text in texts)
+
+
+def test_a_plan_that_apply_would_refuse_is_not_saved(runs: Path) -> None:
+    with pytest.raises(UserError, match="not saved"):
+        plan(runs, "seed=7", out=runs / "p")
+    assert not (runs / "p").exists()
+
+
+def saved(runs_dir: Path, *overrides: str) -> SpecFiles:
+    assert plan(runs_dir, *overrides, out=runs_dir / "small.plan") == 0
+    return SpecFiles(runs_dir / "small.plan")
+
+
+def test_a_saved_plan_names_the_state_it_was_made_on(runs: Path) -> None:
+    path = saved(runs, "budget.max_hours=2.0").path
+    found = read_plan(path)
+    assert found is not None
+    assert found.spec == small_spec("small", 5, "budget.max_hours=2.0")
+    assert (found.seen.serial, found.seen.spec_digest) == (1, spec_digest(small_spec()))
+
+
+def test_a_stale_plan_exits_4_with_what_changed(runs: Path) -> None:
+    # given a plan, after which the run was changed
+    path = saved(runs, "budget.max_hours=2.0")
+    with open_run(small_spec("small", 5, "placement.restarts=3"), runs):
+        pass
+    # when it is applied
+    with pytest.raises(StalePlan) as refused:
+        apply_command(path, False, runs)
+    # then it is refused, and says by what it was overtaken
+    assert refused.value.exit_code == 4
+    assert "it saw serial 1" in str(refused.value)
+    assert "serial 2: placement.restarts: 5 there, 3 now" in str(refused.value)
+
+
+def test_a_plan_is_checked_again_under_the_lock(runs: Path) -> None:
+    path = saved(runs, "budget.max_hours=2.0")
+    found = read_plan(path.path)
+    assert found is not None
+    with open_run(small_spec("small", 5, "placement.restarts=3"), runs):
+        pass
+    with pytest.raises(StalePlan), open_run(found.spec, runs, seen=found.seen):
+        pytest.fail("a stale plan was opened")
+
+
+def test_a_plan_of_a_new_run_is_stale_once_there_is_one(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with open_run(small_spec(), tmp_path):
+        pass
+    with pytest.raises(StalePlan, match="it saw no such run"):
+        apply_command(path, False, tmp_path)
+
+
+def test_an_edited_plan_and_options_beside_a_plan_exit_2(runs: Path) -> None:
+    path = saved(runs, "budget.max_hours=2.0").path
+    with pytest.raises(BadPlan, match="a plan is applied as it is"):
+        apply_command(SpecFiles(path, "laptop"), False, runs)
+    path.write_bytes(path.read_bytes().replace(b'"max_hours":2.0', b'"max_hours":9.0'))
+    with pytest.raises(BadPlan, match="was edited") as error:
+        apply_command(SpecFiles(path), False, runs)
+    assert error.value.exit_code == 2
+
+
+def test_a_plan_of_a_finished_run_says_that_it_is_finished(tmp_path: Path, said: Says) -> None:
+    # given a run that is finished
+    with open_run(small_spec(), tmp_path) as run:
+        drive_roles(run, usual_roles(run), Watch())
+    # when a plan without changes is applied
+    assert apply_command(saved(tmp_path), False, tmp_path) == 0
+    assert "small is finished: all 5 steps are trained." in said()[0]
+
+
+def test_an_unchanged_spec_keeps_the_serial_and_a_changed_one_raises_it(runs: Path) -> None:
+    for spec in (small_spec(), small_spec(steps=6), small_spec(steps=6)):
+        with open_run(spec, runs):
+            pass
+    with closing(RunState(runs / "small")) as state:
+        assert [(row.serial, list(row.what)) for row in state.applied()] == [
+            (1, []),
+            (2, ["steps: 5 there, 6 now"]),
+        ]
