@@ -117,7 +117,7 @@ def _samplers(estimate: RunEstimate, console: Console) -> None:
                 f"  {pool.name}: were all outputs of a lease of full length, its proofs would keep "
                 f"{size(memory.captured)} beside vLLM, which leaves {size(memory.spare)}"
             )
-            console.print(Text(note, style="yellow"))
+            console.print(Text(note, style="yellow"), soft_wrap=True)
 
 
 def _broadcast(estimate: RunEstimate, console: Console) -> None:
@@ -127,14 +127,10 @@ def _broadcast(estimate: RunEstimate, console: Console) -> None:
     slowest = estimate.arrivals[-1]
     _title(console, "Broadcast", f"{duration(slowest.seconds)} until all have a version")
     table = _table("path", ">rate", ">time", "limited by")
+    table.columns[1].no_wrap = table.columns[-1].no_wrap = False
     for path, arrival in _same_paths(estimate.arrivals):
-        table.add_row(
-            "",
-            path,
-            f"{arrival.rate * 8 / 1e6:,.4g} Mbit/s",
-            duration(arrival.seconds),
-            arrival.limit,
-        )
+        rate = _amount(8 * arrival.rate, "bits/s")
+        table.add_row("", path, rate, duration(arrival.seconds), arrival.limit)
     console.print(table)
 
 
