@@ -22,6 +22,7 @@ from verify.coordinator.events import (
     LeaseExpired,
     LeaseGranted,
     NonceDrawn,
+    RolledBack,
     StepClosed,
     SubmissionJudged,
     SubmissionReceived,
@@ -55,6 +56,7 @@ _KINDS: dict[str, type[Event]] = {
         SubmissionReceived,
         SubmissionJudged,
         StepClosed,
+        RolledBack,
     )
 }
 _CODECS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}

@@ -30,6 +30,7 @@ from runspec.local.planning import refuse_stale
 from runspec.local.preflight import Missing, look, missing
 from runspec.local.processes import Machine, RoleSpec, role_specs, warm_start_role
 from runspec.local.progress import RunProgress, StageProgress
+from runspec.local.rollback import complete_rollback
 from runspec.local.run_dir import hold, refuse_another_run, run_directory
 from runspec.local.starting_model import link_model
 from runspec.local.state import RunState
@@ -119,6 +120,7 @@ def open_run(
         _plan(spec, run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     with hold(run_dir) as lock:
+        complete_rollback(run_dir)
         with closing(RunState(run_dir)) as state:
             known = (run_dir / SPEC_FILE).exists()
             before = load_resolved(run_dir) if known else None

@@ -127,6 +127,15 @@ class StepClosed:
     """The signed batch manifest."""
 
 
+@dataclass(frozen=True)
+class RolledBack:
+    """The run was taken back to a policy version, with keys made anew: nothing that was registered,
+    leased, submitted or signed before counts any more, but for the steps closed below it."""
+
+    at: float
+    version: int
+
+
 Event = (
     CoordinatorStarted
     | WorkerRegistered
@@ -137,4 +146,5 @@ Event = (
     | SubmissionReceived
     | SubmissionJudged
     | StepClosed
+    | RolledBack
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from runspec.common.files import remove_leftovers, write_atomic
 from runspec.common.process import RunStopped
-from verify.coordinator.events import CoordinatorStarted, Event, StepClosed
+from verify.coordinator.events import CoordinatorStarted, Event, RolledBack, StepClosed
 from verify.coordinator.state import Policy, State, apply
 from verify.formats import batch as batch_format
 from verify.formats.layout import STATE_FILE, SubmissionFiles, step_folder, submission_files
@@ -93,7 +93,10 @@ class Journal:
         last_batch: StepClosed | None = None
         for event in self.ledger.events():
             self.state = apply(self.state, event)
-            last_batch = event if isinstance(event, StepClosed) else last_batch
+            if isinstance(event, StepClosed):
+                last_batch = event
+            elif isinstance(event, RolledBack):  # the files that it took away stay away
+                last_batch = None
         if last_batch is not None and not self.batch_path(last_batch.step).exists():
             write_atomic(self.batch_path(last_batch.step), last_batch.document.encode())
         unknown = self.batch_path(self.state.next_close)

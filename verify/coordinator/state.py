@@ -2,7 +2,7 @@
 
 Invariants, which `apply` refuses to break and the property tests look for:
 - A group is trained at most once, and at a step that is at most `async_level` after its version.
-- Steps open in order and close in order, each once.
+- Steps open in order and close in order, each once; a rollback takes both counts back.
 - The leases of one worker and one step are numbered 0, 1, 2, ... under one nonce, which was drawn
   after the worker's key was registered; so no two leases share a seed.
 """
@@ -22,6 +22,7 @@ from verify.coordinator.events import (
     LeaseExpired,
     LeaseGranted,
     NonceDrawn,
+    RolledBack,
     StepClosed,
     SubmissionJudged,
     SubmissionReceived,
@@ -211,6 +212,10 @@ def apply(state: State, event: Event) -> State:
             return _judge(state, event)
         case StepClosed():
             return _close(state, event)
+        case RolledBack():
+            _require(0 <= event.version <= state.next_close, "a rollback to what was not trained")
+            back = State(state.policy, next_step=event.version, next_close=event.version)
+            return replace(back, progress=event.at)
 
 
 def _draw(state: State, event: NonceDrawn) -> State:

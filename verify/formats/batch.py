@@ -44,8 +44,15 @@ def sign_batch(manifest: BatchManifest, key: SigningKey) -> bytes:
     return sign_document(KIND, asdict(manifest), key)
 
 
-def open_batch(data: bytes, *, coordinators: frozenset[str], run: str, step: int) -> BatchManifest:
+def open_batch(
+    data: bytes, *, coordinators: frozenset[str] | None, run: str, step: int
+) -> BatchManifest:
     """Checks a batch manifest.
+
+    Args:
+        data: the signed document.
+        coordinators: keys that may have signed it; None where its contents are known otherwise.
+        run, step: what it must be of.
 
     Raises:
         BadSignature: not the coordinator's, of another run or step, malformed, a group twice.

@@ -1,0 +1,210 @@
+"""Takes a stopped run back to a policy version: what came after it goes, as do all signatures.
+
+A version number is published once. What was signed before a rollback must therefore count no more:
+the run's keys and roles.json are removed with everything that they signed, and the next start makes
+new ones. Only a run with a throw-away root can do that; where strangers have pinned a root, they
+hold the versions, and a rollback is refused.
+
+What stays of version N: its full state and those before it, batch manifests, metrics and samples of
+the steps below N, and the ledger, which gets a row that says what happened. weights/v<N> goes and
+comes again: the learner writes it from the full state, with the same bits.
+
+An intent file is written first and removed last, and every act between may be repeated: a rollback
+that was cut short is completed by the next command that opens the run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from runspec.common.canonical import MalformedJson, canonical_json, parse_object
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded, remove_leftovers, temporary_name, write_atomic
+from runspec.local.conclude import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, conclude
+from runspec.local.full_states import full_states
+from runspec.local.metrics import FILE_NAME as METRICS_FILE
+from runspec.local.state import RunState
+from runspec.spec.resolved import load_resolved, spec_digest
+from runspec.spec.run_files import (
+    initial_model,
+    numbered,
+    params_folder,
+    state_folder,
+    versions_in,
+    weights_folder,
+)
+from runspec.spec.schema import RunSpec
+from verify.coordinator.events import RolledBack
+from verify.coordinator.state import Policy, replay
+from verify.formats.batch import FILE_NAME as BATCH_FILE
+from verify.formats.layout import STATE_FILE, step_folder
+from verify.ledger import Ledger
+
+INTENT_FILE = "rollback.json"
+_MAX_INTENT_BYTES = 4096
+
+
+def roll_back(run_dir: Path, version: int) -> None:
+    """Takes a run back; whoever calls it holds the run's lock.
+
+    Args:
+        run_dir: the run directory.
+        version: policy version that is to be the newest.
+
+    Raises:
+        UserError: there is no whole full state of it, the root is pinned, or a file cannot be
+            removed; where the last, the next command completes it.
+    """
+    spec = load_resolved(run_dir)
+    _require_own_root(run_dir, spec, version)
+    _require_state(run_dir, spec, version)
+    _require_trained(run_dir, spec, version)
+    with closing(RunState(run_dir)) as state:
+        # First, so that a run that was finished does not look so once its files are going.
+        state.set_run("paused", f"a rollback to version {version} has begun")
+    write_atomic(run_dir / INTENT_FILE, canonical_json({"to": version}))
+    complete_rollback(run_dir)
+
+
+def complete_rollback(run_dir: Path) -> int | None:
+    """Does what a rollback left undone; whoever calls it holds the run's lock.
+
+    Returns:
+        The version that it went back to; None where no rollback was under way.
+    """
+    path = run_dir / INTENT_FILE
+    try:
+        version = int(parse_object(read_bounded(path, _MAX_INTENT_BYTES), max_bytes=4096)["to"])
+    except FileNotFoundError:
+        return None
+    except (MalformedJson, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"not the intent of a rollback: {error}", place=str(path), remedy="delete the run"
+        ) from error
+    spec = load_resolved(run_dir)
+    try:
+        for entry in _doomed(run_dir, spec, version):
+            _remove(entry)
+        for folder in _cleared(run_dir, spec):
+            remove_leftovers(folder)
+        for name, first in ((METRICS_FILE, version), (SAMPLES_FILE, version)):
+            _keep_steps_below(run_dir / name, first)
+        _keep_steps_below(run_dir / "checkpoints" / "fingerprints.jsonl", version + 1)
+    except OSError as error:
+        raise UserError(
+            f"the rollback to version {version} cannot go on: {error}",
+            place=str(run_dir),
+            remedy="mend the permissions, then run the command again: it completes the rollback",
+        ) from error
+    with closing(Ledger(run_dir / STATE_FILE)) as ledger:
+        ledger.append([RolledBack(time.time(), version)])
+    with closing(RunState(run_dir)) as state:
+        text = f"rolled back to version {version}"
+        state.set_run("paused", text)
+        state.add_event("run", text)
+        state.add_applied(spec_digest(spec), [text])
+        conclude(run_dir, state.wall_s())
+    path.unlink()
+    return version
+
+
+def versions_to_go_back_to(run_dir: Path, spec: RunSpec) -> list[int]:
+    """Those that have a full state, and 0 where the starting model is there."""
+    found = [state.step for state in full_states(run_dir, spec)]
+    start = [0] if (initial_model(run_dir) / "config.json").exists() else []
+    return [*start, *found]
+
+
+def _require_own_root(run_dir: Path, spec: RunSpec, version: int) -> None:
+    if spec.identity.root_public_key is not None:
+        raise UserError(
+            "others have pinned this run's root and hold its versions: a version number is "
+            "published once",
+            place="identity.root_public_key",
+            remedy="start a run of another name from that version, as long as its weights are "
+            f"there: model.hf: {weights_folder(run_dir) / f'v{version}'}",
+        )
+
+
+def _require_state(run_dir: Path, spec: RunSpec, version: int) -> None:
+    found = versions_to_go_back_to(run_dir, spec)
+    if version not in found:
+        listed = ", ".join(str(each) for each in found) or "none"
+        raise UserError(
+            f"no full state of version {version}",
+            place=str(state_folder(run_dir, spec)),
+            remedy=f"there is one of: {listed}",
+        )
+    for state in full_states(run_dir, spec):
+        if state.step == version:
+            state.require_whole()
+
+
+def _require_trained(run_dir: Path, spec: RunSpec, version: int) -> None:
+    """The ledger agrees that the steps below were closed, or the coordinator would never start."""
+    with closing(Ledger(run_dir / STATE_FILE)) as ledger:
+        closed = replay(Policy.of(spec), ledger.events()).next_close
+    if version > closed:
+        raise UserError(
+            f"the ledger has closed {closed} steps only",
+            place=str(run_dir / STATE_FILE),
+            remedy="restore it from the copy that the full states are from",
+        )
+
+
+def _doomed(run_dir: Path, spec: RunSpec, version: int) -> Iterator[Path]:
+    """What goes, whole folders where nothing of them stays."""
+    states, weights = state_folder(run_dir, spec), weights_folder(run_dir)
+    yield from (states / f"step_{n}" for n in numbered(states, "step_") if n > version)
+    yield from (weights / f"v{n}" for n in versions_in(weights) if n >= version)
+    yield params_folder(run_dir)
+    # Byte counts of what was served (served.json) stay, for the summary.
+    yield from sorted((run_dir / "store").glob(f"*/{spec.name}"))
+    yield run_dir / "work"
+    yield run_dir / "keys"
+    for step in numbered(run_dir / "rollouts", "step_"):
+        folder = step_folder(run_dir, step)
+        if step >= version:
+            yield folder
+        else:  # files that no signature vouches for any more; no full state needs them
+            yield from (path for path in folder.iterdir() if path.name != BATCH_FILE)
+    # Of steps that are gone; made anew from what is left.
+    yield from (run_dir / SUMMARY_FILE, run_dir / REPORT_FILE)
+
+
+def _cleared(run_dir: Path, spec: RunSpec) -> Iterator[Path]:
+    """Where a removal that was cut short leaves things that look like nothing any more."""
+    yield from (run_dir, run_dir / "rollouts", *sorted((run_dir / "store").glob("*")))
+    yield from (state_folder(run_dir, spec), weights_folder(run_dir), params_folder(run_dir).parent)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        # Renamed first, so that a removal cut short leaves nothing that looks whole.
+        doomed = temporary_name(path)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _keep_steps_below(path: Path, end: int) -> None:
+    """Keeps a file's whole lines of steps before `end`, byte for byte."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        kept = b"".join(line for line in file if _is_of_step_below(line, end))
+    write_atomic(path, kept)
+
+
+def _is_of_step_below(line: bytes, end: int) -> bool:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):  # torn by a crash
+        return False
+    return isinstance(step, int) and step < end and line.endswith(b"\n")

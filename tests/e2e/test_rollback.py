@@ -1,0 +1,63 @@
+"""The real loop, paused, taken back and resumed to its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.harness import LiveRun, runspec
+from verify.coordinator.events import RolledBack
+from verify.formats.layout import STATE_FILE
+from verify.ledger import Ledger
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_taken_back_trains_on_from_that_version(tmp_path: Path) -> None:
+    # given a run paused after its fourth step
+    with LiveRun(tmp_path / "runs", "back", {"checkpoints.every": 2}) as run:
+        run.wait_for_step(4)
+        paused = runspec("pause", run.dir, timeout_s=120)
+        assert paused.returncode == 0, paused.stderr
+        assert run.process is not None
+        assert run.process.wait(30) == 0
+        assert run.status()["state"] == "paused"
+        assert runspec("pause", run.dir).returncode == 0, "a paused run is paused"
+        trained = run.metrics()
+        root = (run.dir / "keys" / "root.key").read_bytes()
+        # when it is taken back to version 2 and resumed
+        back = runspec("rollback", run.dir, "--to", "2", "--yes")
+        assert back.returncode == 0, back.stderr
+        assert run.metrics() == trained[:2]
+        for log in (run.dir / "logs").glob("*.log"):
+            log.unlink()  # so that only what comes is looked at
+        resumed = runspec("resume", run.dir, timeout_s=300)
+    # then it reaches its end, every step there once, those below the version as they were
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr + run.output()
+    assert [line["step"] for line in run.metrics()] == list(range(6))
+    assert run.metrics()[:2] == trained[:2]
+    assert all(line["lag_max"] <= 2 for line in run.metrics())
+    # and nobody complains
+    complaints = [
+        line
+        for log in sorted((run.dir / "logs").glob("*.log"))
+        for line in log.read_text(errors="replace").splitlines()
+        if " E " in line or " W " in line or "Traceback" in line
+    ]
+    assert complaints == []
+    # and version 2 was signed and published anew, under a root of its own
+    assert (run.dir / "keys" / "root.key").read_bytes() != root
+    latest = json.loads((run.dir / "store" / "origin" / "back" / "latest.json").read_text())
+    assert latest["payload"]["version"] == 6
+    ledger = Ledger(run.dir / STATE_FILE)
+    events = list(ledger.events())
+    ledger.close()
+    assert [event.version for event in events if isinstance(event, RolledBack)] == [2]
+    # and all other commands work on it
+    for words in (["status"], ["describe"], ["events"], ["logs"], ["resume"]):
+        done = runspec(*words, run.dir)
+        assert done.returncode == 0, done.stderr
+    assert runspec("wait", run.dir, "--for", "Finished").returncode == 0
+    assert runspec("delete", run.dir, "--yes").returncode == 0

@@ -1,0 +1,270 @@
+"""A run taken back: what goes, what stays, cut short at every act, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runspec.cli.rollback import rollback_command
+from runspec.common.errors import UserError
+from runspec.common.files import write_atomic
+from runspec.common.hashing import digest_bytes
+from runspec.local import rollback
+from runspec.local.rollback import complete_rollback, roll_back
+from runspec.local.run_dir import hold
+from runspec.local.state import RunState
+from runspec.spec.resolved import dump_resolved, load_resolved, spec_digest
+from tests.runspec.local.fake_run import small_spec
+from verify.coordinator.events import NonceDrawn, StepClosed, VersionPublished, WorkerRegistered
+from verify.coordinator.journal import Journal
+from verify.coordinator.state import Policy
+from verify.formats.layout import STATE_FILE, step_folder
+from verify.ledger import Ledger
+
+STEPS = 6
+
+
+def small_run(runs_dir: Path, *overrides: str) -> Path:
+    """A finished run of six steps, small files in the places of large ones; states of 2, 4, 6."""
+    run_dir = runs_dir / "small"
+    spec = small_spec("small", STEPS, *overrides)
+    files: dict[str, bytes] = {
+        "spec.json": dump_resolved(spec),
+        "initial/config.json": b"{}",
+        "keys/root.key": b"secret",
+        "keys/roles.json": b"{}",
+        "store/origin/served.json": b"{}",
+        "store/origin/small/latest.json": b"{}",
+        "store/relay-local/small/chunks/x": b"x",
+        "work/volunteers-0/small/roles.json": b"{}",
+        "checkpoints/params/v6/probe.json": b"{}",
+        "logs/learner.log": b"a line\n",
+        "metrics.jsonl": lines({"step": s, "task_reward": s / 10} for s in range(STEPS)) + b"torn",
+        "samples.jsonl": lines({"step": s, "output": "x"} for s in range(STEPS) for _ in "ab"),
+        "checkpoints/fingerprints.jsonl": lines({"step": s, "fingerprint": {}} for s in (0, 2, 5)),
+    }
+    files |= {f"weights/v{n}/model.safetensors": b"w" for n in range(2, STEPS + 1)}
+    for step in range(STEPS):
+        for name in ("batch.json", "ab.parquet", "ab.verdict.json"):
+            files[f"rollouts/step_{step}/{name}"] = b"{}"
+    files["rollouts/step_6/cd.parquet"] = b"of a lease beyond the last step"
+    for step in (2, 4, 6):
+        arrays, data = f"checkpoints/state/step_{step}/state/d/0", f"state {step}".encode()
+        record = {"files": {"d/0": digest_bytes(data)}}
+        files |= {arrays: data, f"checkpoints/state/step_{step}/state.json": dumps(record)}
+    for name, data in files.items():
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).write_bytes(data)
+    with closing(RunState(run_dir)) as state:
+        state.begin("small", spec_digest(spec), STEPS)
+        state.add_applied(spec_digest(spec), [])
+        state.set_run("finished")
+    with closing(Ledger(run_dir / STATE_FILE)) as ledger:
+        ledger.append([WorkerRegistered(0.0, "k", "volunteers"), VersionPublished(0.0, 6, "d")])
+        for step in range(STEPS):
+            drawn, closed = NonceDrawn(1.0, step, "n", 1), StepClosed(2.0, step, (), "{}")
+            ledger.append([drawn, closed])
+    return run_dir
+
+
+def lines(rows: Any) -> bytes:
+    return b"".join(dumps(row) + b"\n" for row in rows)
+
+
+def dumps(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def tree(run_dir: Path) -> dict[str, bytes]:
+    """Every file of a run but its database and its lock, which no rollback compares."""
+    return {
+        path.relative_to(run_dir).as_posix(): path.read_bytes()
+        for path in sorted(run_dir.rglob("*"))
+        if path.is_file() and not path.name.startswith(("state.db", "lock"))
+    }
+
+
+def test_what_came_after_the_version_goes_and_the_rest_stays(tmp_path: Path) -> None:
+    # given a finished run
+    run_dir = small_run(tmp_path)
+    before = tree(run_dir)
+    # when it is taken back to its fourth version
+    assert rollback_command("small", 4, True, tmp_path) == 0
+    # then what is left is of the steps below it, and nothing that a key has signed
+    after = tree(run_dir)
+    assert {*after} - {"report.html", "summary.json"} == {
+        "spec.json",
+        "initial/config.json",
+        "logs/learner.log",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "store/origin/served.json",
+        "checkpoints/fingerprints.jsonl",
+        *(f"checkpoints/state/step_{n}/{name}" for n in (2, 4) for name in STATE_FILES),
+        *(f"weights/v{n}/model.safetensors" for n in (2, 3)),
+        *(f"rollouts/step_{n}/batch.json" for n in range(4)),
+    }
+    # and every file that stays is as it was, lines of later steps cut off
+    for name in ("metrics.jsonl", "samples.jsonl", "checkpoints/fingerprints.jsonl"):
+        assert before[name].startswith(after[name])
+    assert [json.loads(line)["step"] for line in after["metrics.jsonl"].splitlines()] == [*range(4)]
+    assert len(after["samples.jsonl"].splitlines()) == 8
+    assert len(after["checkpoints/fingerprints.jsonl"].splitlines()) == 2
+    assert json.loads(after["summary.json"])["steps"] == 4
+    # and its state says so
+    with closing(RunState(run_dir)) as state:
+        row, applied = state.run(), state.applied()
+        assert row is not None
+        assert (row.state, row.reason) == ("paused", "rolled back to version 4")
+        assert [each.what for each in applied] == [[], ["rolled back to version 4"]]
+
+
+STATE_FILES = ("state.json", "state/d/0")
+
+
+def test_the_coordinator_goes_on_at_that_step(tmp_path: Path) -> None:
+    # given a run taken back twice
+    run_dir = small_run(tmp_path)
+    for version in (4, 2):
+        with hold(run_dir):
+            roll_back(run_dir, version)
+    # when its coordinator starts
+    journal = Journal(run_dir, Policy.of(load_resolved(run_dir)))
+    # then the next step to open and to close is that one, and no batch has come back
+    assert (journal.state.next_step, journal.state.next_close) == (2, 2)
+    assert journal.state.workers == {} and journal.state.newest is None
+    assert not step_folder(run_dir, 5).exists()
+    # and the newest version may be published anew, under whatever manifest
+    journal.record(VersionPublished(3.0, 2, "another"))
+    journal.close()
+
+
+def test_version_0_is_the_starting_model(tmp_path: Path) -> None:
+    run_dir = small_run(tmp_path)
+    assert rollback_command("small", 0, True, tmp_path) == 0
+    assert not any(name.startswith(("rollouts", "weights")) for name in tree(run_dir))
+    assert tree(run_dir)["metrics.jsonl"] == b""
+    assert not (run_dir / "summary.json").exists()
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing catches it."""
+
+
+def acts(run_dir: Path, monkeypatch: pytest.MonkeyPatch, until: int) -> int:
+    """Rolls back to version 4 and is killed before its act number `until`; how many it made."""
+    made = 0
+
+    def counted(act: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            nonlocal made
+            if made == until:
+                raise Killed
+            made += 1
+            return act(*arguments, **named)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for name in ("_remove", "_keep_steps_below", "write_atomic", "remove_leftovers"):
+            patch.setattr(rollback, name, counted(getattr(rollback, name)))
+        patch.setattr(rollback, "conclude", counted(lambda *arguments: None))  # it draws
+        with hold(run_dir):
+            roll_back(run_dir, 4)
+    return made
+
+
+def test_a_rollback_cut_short_is_completed_by_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given what an undisturbed rollback leaves
+    intact = small_run(tmp_path / "intact")
+    whole = tmp_path / "whole" / "small"
+    shutil.copytree(intact, whole)
+    before, count = tree(intact), acts(whole, monkeypatch, until=-1)
+    after = tree(whole)
+    for until in (0, 1, 2, *range(3, count - 2, 5), count - 2, count - 1):
+        # when one is killed before one of its acts
+        run_dir = tmp_path / str(until) / "small"
+        shutil.copytree(intact, run_dir)
+        with pytest.raises(Killed):
+            acts(run_dir, monkeypatch, until)
+        monkeypatch.setattr(rollback, "conclude", lambda *arguments: None)
+        with hold(run_dir):
+            completed = complete_rollback(run_dir)
+        # then it was not begun, or is completed, to the same files
+        assert tree(run_dir) == (after if completed == 4 else before)
+        assert complete_rollback(run_dir) is None
+        assert (completed is None) == (until == 0), "only the intent begins it"
+
+
+def test_a_removal_cut_short_leaves_no_key_behind(tmp_path: Path) -> None:
+    # given a rollback that was killed while it removed the keys
+    run_dir = small_run(tmp_path)
+    write_atomic(run_dir / "rollback.json", b'{"to":4}')
+    (run_dir / "keys").rename(run_dir / ".tmp-0123-keys")
+    # when it is completed
+    with hold(run_dir):
+        assert complete_rollback(run_dir) == 4
+    assert not any("keys" in name for name in tree(run_dir))
+
+
+def test_a_version_without_a_full_state_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    run_dir = small_run(tmp_path)
+    before = tree(run_dir)
+    with pytest.raises(UserError, match="no full state of version 3") as error:
+        rollback_command("small", 3, True, tmp_path)
+    assert error.value.remedy == "there is one of: 0, 2, 4, 6"
+    assert tree(run_dir) == before
+
+
+def test_a_damaged_state_is_refused_before_anything_goes(tmp_path: Path) -> None:
+    run_dir = small_run(tmp_path)
+    (run_dir / "checkpoints/state/step_4/state/d/0").write_bytes(b"rotten")
+    before = tree(run_dir)
+    with pytest.raises(UserError, match="d/0 is missing or not what was written"):
+        rollback_command("small", 4, True, tmp_path)
+    assert tree(run_dir) == before
+
+
+def test_a_run_whose_root_others_pin_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    run_dir = small_run(tmp_path, f"identity.root_public_key={'ab' * 32}")
+    before = tree(run_dir)
+    with pytest.raises(UserError, match="a version number is published once") as error:
+        rollback_command("small", 4, True, tmp_path)
+    assert f"model.hf: {run_dir / 'weights' / 'v4'}" in error.value.remedy
+    assert tree(run_dir) == before
+
+
+def test_states_elsewhere_go_too(tmp_path: Path) -> None:
+    run_dir = small_run(tmp_path, f"checkpoints.dir={tmp_path / 'states'}")
+    elsewhere = tmp_path / "states" / "small" / "state"
+    elsewhere.parent.mkdir(parents=True)
+    (run_dir / "checkpoints" / "state").rename(elsewhere)
+    assert rollback_command("small", 2, True, tmp_path) == 0
+    assert [path.name for path in elsewhere.iterdir()] == ["step_2"]
+
+
+def test_a_live_run_is_not_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = small_run(tmp_path)
+    before = tree(run_dir)
+    with hold(run_dir):
+        assert rollback_command("small", 4, True, tmp_path) == 5
+    assert "the run is alive" in capsys.readouterr().err
+    assert tree(run_dir) == before
+
+
+def test_a_run_that_is_there_already_has_nothing_to_lose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = small_run(tmp_path)
+    before = tree(run_dir)
+    assert rollback_command("small", 6, False, tmp_path) == 0
+    assert "there is nothing after it" in capsys.readouterr().out
+    assert tree(run_dir) == before
