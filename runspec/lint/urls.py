@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -9,6 +10,7 @@ from urllib.parse import urlsplit
 from runspec.spec.schema import RunSpec
 
 _PORTS = {"http": 80, "https": 443}
+_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,12 @@ def parse_url(text: str) -> Url | None:
     """None for what is no http or https URL with a host."""
     try:
         parts = urlsplit(text)
-        port = parts.port  # a ValueError where it is no port
+        host, port = parts.hostname or "", parts.port  # a ValueError where it is no port
     except ValueError:
         return None
-    if parts.scheme not in _PORTS or not parts.hostname or port == 0:
+    if parts.scheme not in _PORTS or not _HOST.fullmatch(host) or port == 0:
         return None
-    return Url(parts.scheme, parts.hostname, port or _PORTS[parts.scheme])
+    return Url(parts.scheme, host, port or _PORTS[parts.scheme])
 
 
 def is_loopback(host: str) -> bool:

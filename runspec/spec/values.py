@@ -124,3 +124,6 @@ Steps = Annotated[Count, Unit("rollout steps")]
 Rollouts = Annotated[Count, Unit("rollouts")]
 Groups = Annotated[Count, Unit("groups")]
 Devices = Annotated[Count, Unit("devices")]
+Processes = Annotated[int, Field(gt=0, le=10_000), Unit("processes")]
+ProcessesOrNone = Annotated[int, Field(ge=0, le=10_000), Unit("processes")]
+"""Bounded, for every one of them gets a name."""

@@ -168,7 +168,7 @@ def local_storage(context: Context) -> Iterator[Violation]:
     """
     spec = context.spec
     if spec.learner.hosts > 1 and spec.learner.hardware.kind != "cpu" and not spec.storage.shared:
-        folder = spec.checkpoints.dir or spec.storage.dir or "the run directory"
+        folder = spec.checkpoints.dir or spec.storage.dir or "run directory"
         yield Violation(
             ("storage", "shared"),
             f"{spec.learner.hosts} hosts would each write checkpoints to a {folder} of their own",

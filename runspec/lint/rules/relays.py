@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 
 from runspec.lint.registry import Context, Violation, rule
 from runspec.spec.schema import RunSpec
@@ -41,19 +43,14 @@ def relay_cycle(context: Context) -> Iterator[Violation]:
     it has itself, for as long as it does not turn to another upstream: versions come late, or
     where there is no other upstream never.
     """
-    relays = _upstreams(context.spec)
-    told: set[str] = set()
-    for name in relays:
-        cycle = _cycle(relays, name)
-        if cycle and name not in told:
-            told |= set(cycle)
-            yield Violation(
-                ("broadcast", "relays", name, "upstream"),
-                f"{' fetches from '.join(cycle)}",
-                numbers={"relays_in_cycle": len(cycle) - 1},
-                requires="no relay is above itself",
-                suggestion="let one of them fetch from origin alone",
-            )
+    for cycle in _cycles(_upstreams(context.spec)):
+        yield Violation(
+            ("broadcast", "relays", cycle[0], "upstream"),
+            f"fetches from itself: {' from '.join(cycle)}",
+            numbers={"relays_in_cycle": len(cycle) - 1},
+            requires="no relay is above itself",
+            suggestion="let one of them fetch from origin alone",
+        )
 
 
 @rule("relay-path", "asynchrony")
@@ -68,9 +65,10 @@ def relay_path(context: Context) -> Iterator[Violation]:
     """
     relays = _upstreams(context.spec)
     reached = _below_origin(relays)
+    told = {name for cycle in _cycles(relays) for name in cycle}
+    told |= {name for name, above in relays.items() if not {ORIGIN, *relays} >= set(above)}
     for name, above in relays.items():
-        told_elsewhere = _cycle(relays, name) or any(u not in (ORIGIN, *relays) for u in above)
-        if name not in reached and not told_elsewhere:
+        if name not in reached and name not in told:
             yield Violation(
                 ("broadcast", "relays", name, "upstream"),
                 f"fetches from {', '.join(above) or 'nobody'}: no path leads to the origin",
@@ -115,11 +113,10 @@ def pool_relays(context: Context) -> Iterator[Violation]:
 def graph_is_sound(spec: RunSpec) -> bool:
     """Whether every relay can be reached from the origin, and all names are known."""
     relays = _upstreams(spec)
-    known = {ORIGIN, *relays}
     named = {name for above in relays.values() for name in above}
     named |= {name for pool in spec.samplers for name in pool.relays or []}
-    cyclic = any(_cycle(relays, name) for name in relays)
-    return named <= known and not cyclic and _below_origin(relays) == set(relays)
+    known = named <= {ORIGIN, *relays}
+    return known and not _cycles(relays) and _below_origin(relays) == set(relays)
 
 
 def _upstreams(spec: RunSpec) -> dict[str, list[str]]:
@@ -127,21 +124,28 @@ def _upstreams(spec: RunSpec) -> dict[str, list[str]]:
 
 
 def _below_origin(relays: Mapping[str, list[str]]) -> set[str]:
-    reached = {ORIGIN}
-    while more := {n for n, above in relays.items() if n not in reached and reached & set(above)}:
-        reached |= more
-    return reached - {ORIGIN}
+    below: dict[str, list[str]] = defaultdict(list)
+    for name, above in relays.items():
+        for upstream in above:
+            below[upstream].append(name)
+    reached, waiting = set(), [ORIGIN]
+    while waiting:
+        for name in below.pop(waiting.pop(), []):
+            reached.add(name)
+            waiting.append(name)
+    return reached
 
 
-def _cycle(relays: Mapping[str, list[str]], start: str) -> list[str]:
-    """The shortest way up from a relay back to it, both ends included; empty if there is none."""
-    paths = [[start]]
-    seen: set[str] = set()
-    for path in paths:  # grows while it is walked: breadth first
-        for above in relays.get(path[-1], []):
-            if above == start:
-                return [*path, start]
-            if above not in seen:
-                seen.add(above)
-                paths.append([*path, above])
-    return []
+def _cycles(relays: Mapping[str, list[str]]) -> list[list[str]]:
+    """Cycles without a relay in common, each from a relay up to itself; none is left besides."""
+    left = {name: [u for u in above if u in relays] for name, above in relays.items()}
+    cycles = []
+    while True:
+        try:
+            TopologicalSorter(left).prepare()
+        except CycleError as error:
+            cycles.append(error.args[1][::-1])
+            for name in set(cycles[-1]):
+                del left[name]
+        else:
+            return cycles

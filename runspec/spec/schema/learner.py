@@ -8,7 +8,7 @@ from pydantic import Field
 
 from runspec.spec.fields import HOT, NEWRUN, SITE, Unit
 from runspec.spec.schema.block import Block, FloatType
-from runspec.spec.values import Count, Devices, NonNegative, Positive, Size, Tokens
+from runspec.spec.values import Count, Devices, NonNegative, Positive, Processes, Size, Tokens
 
 
 class Hardware(Block):
@@ -87,7 +87,7 @@ class Learner(Block):
 
     hardware: Annotated[Hardware, SITE]
     """Its accelerators."""
-    hosts: Annotated[Count, Unit("processes"), SITE] = 1
+    hosts: Annotated[Processes, SITE] = 1
     """Processes that join one program through `jax.distributed`, an equal share of devices each."""
     mesh: Annotated[Mesh, SITE] = Mesh()
     """How its devices divide the work."""

@@ -11,7 +11,6 @@ from runspec.spec.schema.block import Block, FloatType
 from runspec.spec.schema.learner import Hardware
 from runspec.spec.values import (
     Count,
-    CountOrZero,
     Devices,
     Duration,
     Groups,
@@ -19,6 +18,8 @@ from runspec.spec.values import (
     Nats,
     NonNegative,
     Positive,
+    Processes,
+    ProcessesOrNone,
     Rate,
     Share,
     Tokens,
@@ -60,7 +61,7 @@ class SamplerPool(Block):
     """Whether its rollouts are believed without proof."""
     hardware: Annotated[Hardware, SITE]
     """Accelerators of one replica."""
-    replicas: Annotated[Count, Unit("processes"), SITE] = 1
+    replicas: Annotated[Processes, SITE] = 1
     """Processes that the backend starts for this pool, and that the estimate counts on."""
     parallel: Annotated[Parallel, SITE] = Parallel()
     """How one replica divides the model."""
@@ -168,7 +169,7 @@ class Verify(Block):
 
     CHANGE = "rolling"
 
-    validators: Annotated[CountOrZero, Unit("processes"), RESTART, SITE] = 1
+    validators: Annotated[ProcessesOrNone, RESTART, SITE] = 1
     """Processes that check submissions and grade them."""
     hardware: Annotated[Hardware | None, SITE, RESTART] = None
     """Accelerators of one validator; null: those of the machine it is on."""
