@@ -77,7 +77,7 @@ def _text_words(schema: dict[str, Any]) -> str:
     for end, words in _QUANTITIES.items():
         if pattern and pattern.endswith(end):
             return words
-    return f"text that matches {pattern}" if pattern else "text"
+    return f"text that matches `{pattern}`" if pattern else "text"
 
 
 def _list_words(schema: dict[str, Any]) -> str:

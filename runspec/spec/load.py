@@ -117,8 +117,7 @@ def _placement_alone(
         )
     tree = merge_layers(site_layers(layers, None, findings), findings)
     tree, used = interpolate(tree, os.environ if environ is None else environ, findings)
-    problems: list[Finding] = []
-    validate(tree, problems)
-    # What is missing is the recipe's to say.
-    findings += [problem for problem in problems if problem.code not in _MISSING]
-    return Layered(None, tree, used, findings, reader.texts, reader.comments, "Placement")
+    validate(tree, findings)
+    # What is missing, and what its nulls take away, is the recipe's to say.
+    found = [finding for finding in findings if finding.code not in (*_MISSING, "unknown-name")]
+    return Layered(None, tree, used, found, reader.texts, reader.comments, "Placement")
