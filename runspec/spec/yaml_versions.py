@@ -13,8 +13,9 @@ _BOOL = re.compile(r"[yYnN]|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
 _TRUE = ("y", "yes", "on")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
-_BINARY = re.compile(r"[-+]?0b[01_]+")
-_SEPARATED = re.compile(r"[-+]?(0x[0-9a-fA-F]+|[1-9][0-9]*|[0-9]+\.[0-9]*)(_[0-9a-fA-F]*)+")
+_BINARY = re.compile(r"[-+]?0b_*[01][01_]*")
+_INTEGER = re.compile(r"[-+]?(0x_*[0-9a-fA-F][0-9a-fA-F_]*|[1-9][0-9_]*)")
+_FLOAT = re.compile(r"[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?")
 _SEXAGESIMAL = re.compile(r"([-+]?)([0-9]+(?::[0-5]?[0-9])+(?:\.[0-9]*)?)")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt ].{1,40})?")
 _ANY = re.compile(r"[yYnNoO].{0,2}|[-+]?[0-9].*")
@@ -37,8 +38,10 @@ def other_reading(text: str) -> Reading | None:
         return _leading_zero(text, bare)
     if _BINARY.fullmatch(text):
         return int(bare, 2)
-    if _SEPARATED.fullmatch(text):
-        return _separated(bare)
+    if "_" in text and _INTEGER.fullmatch(text):
+        return int(bare, 0)
+    if "_" in text and _FLOAT.fullmatch(text):
+        return float(bare)
     if match := _SEXAGESIMAL.fullmatch(text):
         return _sexagesimal(match[1], match[2])
     return "a date" if _DATE.fullmatch(text) else None
@@ -49,17 +52,6 @@ def _leading_zero(text: str, bare: str) -> Reading | None:
         return f"the text '{text}'"
     value = int(bare, 8)
     return None if "_" not in text and value == int(bare) else value
-
-
-def _separated(bare: str) -> Reading | None:
-    try:
-        return int(bare, 0)
-    except ValueError:
-        pass
-    try:
-        return float(bare)
-    except ValueError:
-        return None
 
 
 def _sexagesimal(sign: str, digits: str) -> Reading:
