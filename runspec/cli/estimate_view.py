@@ -87,7 +87,7 @@ def _learner(learner: LearnerEstimate, console: Console) -> None:
     if host:
         console.print(Text(f"  and {size(host)} in the host's memory"))
     if learner.step_s is not None:
-        console.print(Text(f"  trains a step in {duration(learner.step_s)}"))
+        console.print(Text(f"  trains a step in {_time(learner.step_s)}"))
 
 
 def _samplers(estimate: RunEstimate, console: Console) -> None:
@@ -125,12 +125,12 @@ def _broadcast(estimate: RunEstimate, console: Console) -> None:
         _title(console, "Broadcast", "no link is declared: it counts as instantaneous")
         return
     slowest = estimate.arrivals[-1]
-    _title(console, "Broadcast", f"{duration(slowest.seconds)} until all have a version")
+    _title(console, "Broadcast", f"{_time(slowest.seconds)} until all have a version")
     table = _table("path", ">rate", ">time", "limited by")
     table.columns[1].no_wrap = table.columns[-1].no_wrap = False
     for path, arrival in _same_paths(estimate.arrivals):
         rate = _amount(8 * arrival.rate, "bits/s")
-        table.add_row("", path, rate, duration(arrival.seconds), arrival.limit)
+        table.add_row("", path, rate, _time(arrival.seconds), arrival.limit)
     console.print(table)
 
 
@@ -150,8 +150,8 @@ def _same_paths(arrivals: Sequence[Arrival]) -> Iterator[tuple[str, Arrival]]:
 
 
 def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
-    total = f", {estimate.steps} steps {_long(estimate.run_s or 0.0)}"
-    _title(console, "Step", f"{duration(step.step_s)} once the run has settled{total}")
+    total = f", {estimate.steps} steps {_time(estimate.run_s or 0.0)}"
+    _title(console, "Step", f"{_time(step.step_s)} once the run has settled{total}")
     width = max(20, min(72, console.width - 34))
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(width=1)
@@ -164,7 +164,7 @@ def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
             mine = _union([i for i in step.intervals if i.role in (PUBLISHER, BROADCAST)])
         bar = Text(_lane(mine, members, step.step_s, width), style=_COLOURS.get(role, _POOL_COLOUR))
         table.add_row("", role, bar, f"idle {step.idle.get(role, 1.0):.0%}")
-    ends = f"0{duration(step.step_s):>{width - 1}}"
+    ends = f"0{_time(step.step_s):>{width - 1}}"
     table.add_row("", "", Text(ends, style="bright_black"), "")
     console.print(table)
     console.print(Text(f"  {_rollouts(step)}"), soft_wrap=True)
@@ -180,8 +180,8 @@ def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
 
 def _rollouts(step: Timeline) -> str:
     return (
-        f"from a step's first lease: first rollouts after {duration(step.first_rollouts_s)}, "
-        f"batch full after {duration(step.full_s)}; lag {step.lag:.2g}"
+        f"from a step's first lease: first rollouts after {_time(step.first_rollouts_s)}, "
+        f"batch full after {_time(step.full_s)}; lag {step.lag:.2g}"
     )
 
 
@@ -258,6 +258,8 @@ def _amount(value: float, unit: str) -> str:
     return f"{value:,.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
 
 
-def _long(seconds: float) -> str:
-    """Like 4.2 days where it is days."""
+def _time(seconds: float) -> str:
+    """Like 0.42 s, 3 min 5 s, 2 h 10 min or 4.2 days."""
+    if seconds < 9.95:
+        return f"{seconds:.2g} s"
     return f"{seconds / 86400:.3g} days" if seconds >= 2 * 86400 else duration(seconds)

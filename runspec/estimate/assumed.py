@@ -67,6 +67,10 @@ def filtered_share(spec: RunSpec) -> Assumed:
 
 
 def mean_prompt_tokens(spec: RunSpec) -> Assumed:
+    """Of the spec, else a share of the longest that is allowed."""
+    if spec.estimate.mean_prompt_tokens is not None:
+        said = spec.estimate.mean_prompt_tokens
+        return Assumed("mean prompt tokens", said, "tokens", "estimate.mean_prompt_tokens")
     value = PROMPT_SHARE * spec.data.max_prompt_tokens
     source = f"{PROMPT_SHARE:g} of data.max_prompt_tokens"
     return Assumed("mean prompt tokens", value, "tokens", source)

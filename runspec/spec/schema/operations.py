@@ -116,6 +116,8 @@ class Estimate(Block):
     """The same of prefill in samplers and validators."""
     sampler_bandwidth: Share | None = None
     """Share of the memory bandwidth that decoding reaches."""
+    mean_prompt_tokens: Annotated[Positive | None, Unit("tokens")] = None
+    """Mean length of a prompt; null: a quarter of data.max_prompt_tokens."""
     mean_new_tokens: Annotated[Positive | None, Unit("tokens")] = None
     """Mean length of an output; null: of the targets, or half of max_new_tokens."""
     filtered_share: Share | None = None
