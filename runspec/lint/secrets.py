@@ -21,7 +21,9 @@ _FORMS = {
     "a password in a URL": r"\b[a-z][a-z0-9+.-]{1,15}://[^/\s:@]{0,100}:[^/\s@]{1,200}@",
 }
 _COMPILED = {kind: re.compile(form) for kind, form in _FORMS.items()}
-_TELLING_KEY = re.compile(r"(?i)(?:^|[_-])(?:token|key|secret|password|passwd|credentials?)$")
+_TELLING_KEY = re.compile(
+    r"(?i)(?:^|[_-])(?:token|secret|passw(?:or)?d|credentials?|(?:api|access|secret|private)[_-]?key)$"
+)
 _RANDOM = re.compile(r"(?=\S*[0-9])(?=\S*[A-Za-z])[A-Za-z0-9+/=_.~-]{16,}")
 
 

@@ -108,16 +108,13 @@ def shared_device(context: Context) -> Iterator[Violation]:
     """
     users: dict[int, list[str]] = defaultdict(list)
     for name, numbers in context.spec.placement.devices.items():
-        for number in numbers:
+        for number in set(numbers):
             users[number].append(name)
-    for number, names in users.items():
+    for number, names in sorted(users.items()):
         if len(names) > 1:
-            both = " and ".join(dict.fromkeys(names))
             yield Violation(
                 ("placement", "devices", names[-1]),
-                f"accelerator {number} is given to {both}"
-                if len(set(names)) > 1
-                else f"accelerator {number} is given to {both} {len(names)} times",
+                f"accelerator {number} is given to {' and '.join(names)}",
                 numbers={"device": number, "processes": len(names)},
                 requires="processes = 1 for each device",
                 suggestion="give each process devices of its own",

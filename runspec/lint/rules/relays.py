@@ -120,7 +120,8 @@ def graph_is_sound(spec: RunSpec) -> bool:
 
 
 def _upstreams(spec: RunSpec) -> dict[str, list[str]]:
-    return {relay.name: relay.upstream for relay in spec.broadcast.relays}
+    relays = spec.broadcast.relays  # `reserved-names` tells of one that is called origin
+    return {relay.name: relay.upstream for relay in relays if relay.name != ORIGIN}
 
 
 def _below_origin(relays: Mapping[str, list[str]]) -> set[str]:

@@ -1,0 +1,282 @@
+"""Asynchrony, verification, reproducibility, security and placement, beside the rules' examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runspec.lint.check import check_spec
+from runspec.lint.secrets import secret_kind
+from runspec.spec.findings import format_finding
+from runspec.spec.load import SpecFiles
+from runspec.spec.lock_file import Lock, Pin, write_lock
+from tests.runspec.lint.rules.test_cases import BASE, FLEET, find
+from tests.runspec.spec.spec_files import write
+
+COMMIT = "89abcdef" * 5
+ROOM = "max_model_len: 96, max_new_tokens: 48, dtype: float32, trust: trusted"
+THRESHOLDS = (
+    "verify.thresholds=[{name: bfloat16, logprob_submission: 0.1, logprob_rollout: 0.3, gap: %s, "
+    "gap_share: 0.02, gap_max: %s, gap_mean: %s, mismatch_share: 0.3, mantissa_mean: 9.0, "
+    "mantissa_median: 9.0}]"
+)
+# spec, overrides, what is found: code, path, severity
+BREACHES = [
+    # relays
+    (BASE, ["broadcast.relays=[{name: eu, upstream: [eu]}]"],
+     "relay-cycle", "broadcast.relays.eu.upstream", "error"),
+    (BASE, ["broadcast.relays=[{name: a, upstream: [origin, b]}, {name: b, upstream: [c]}, "
+            "{name: c, upstream: [a]}]"],
+     "relay-cycle", "broadcast.relays.a.upstream", "error"),
+    (BASE, ["broadcast.relays=[{name: a, upstream: [origin, none, nor]}]"],
+     "relay-upstream", "broadcast.relays.a.upstream", "error"),
+    (BASE, ["broadcast.relays=[{name: eu}]", "samplers.pool.relays=[eu, eu]"],
+     "pool-relays", "samplers.pool.relays", "error"),
+    (BASE, ["samplers.pool.relays=[origin]"], "pool-relays", "samplers.pool.relays", "error"),
+    (BASE, ["broadcast.relays=[{name: origin}]"],
+     "reserved-names", "broadcast.relays.origin", "error"),
+    # security
+    (FLEET, ["broadcast.origin.url=http://203.0.113.7:8000"],
+     "plain-http", "broadcast.origin.url", "error"),
+    (FLEET, ["broadcast.origin.url=HTTP://ORIGIN.example.org"],
+     "plain-http", "broadcast.origin.url", "error"),
+    (BASE, ["samplers.pool={trust: untrusted}", "placement.roles=[validators]"],
+     "unsigned-weights", "identity.root_public_key", "error"),
+    (BASE, ["broadcast.relays=[{name: eu, url: 'https://me:hunter2@relay.example.org'}]"],
+     "inline-secret", "broadcast.relays.eu.url", "error"),
+    (BASE, ["checkpoints.dir=/mnt/hf_" + 34 * "x"], "inline-secret", "checkpoints.dir", "error"),
+    # verification
+    (FLEET, ["samplers.pool.trust=trusted",
+             "reward.code={kind: code, sandboxed: false}", "reward.math=null"],
+     "unsandboxed-grading", "reward.code.sandboxed", "warning"),
+    (BASE, ["samplers.pool.in_flight_updates=true"],
+     "in-flight-updates", "samplers.pool.in_flight_updates", "error"),
+    (FLEET, ["samplers.pool.dtype=float32", "samplers.pool.hardware.memory=1000GB"],
+     "uncalibrated-precision", "samplers.pool.dtype", "error"),
+    (FLEET, [THRESHOLDS % (0.3, 0.1, 1e-3)],
+     "thresholds-order", "verify.thresholds.bfloat16.gap", "error"),
+    (FLEET, [THRESHOLDS % (0.1, 0.3, 0.2)],
+     "thresholds-order", "verify.thresholds.bfloat16.gap_mean", "error"),
+    (FLEET, ["samplers.pool={quantization: fp8, dtype: float32, hardware: {memory: 1000GB}}",
+             "verify.prefill_share=0.0", "samplers.pool.trust=trusted"],
+     "quantized-pool", "samplers.pool.dtype", "error"),
+    (FLEET, ["samplers.pool.tokens_per_s=20000",
+             "verify={validators: 1, hardware: {kind: l4, count: 1}}"],
+     "validator-capacity", "verify.validators", "error"),
+    # reproducibility
+    (FLEET, ["model.revision=null"], "unpinned-revision", "model.revision", "error"),
+    (FLEET, ["model.revision=v1.0"], "unpinned-revision", "model.revision", "error"),
+    (FLEET, ["model.tokenizer={hf: some/tokenizer}"],
+     "unpinned-revision", "model.tokenizer.revision", "error"),
+    (FLEET, ["data.sources.problems={uri: 'hf://datasets/some/data'}"],
+     "unpinned-revision", "data.sources.problems.revision", "error"),
+    (BASE, ["model={hf: ../models/small}"], "one-model", "model", "error"),
+    (BASE, ["model.revision=" + COMMIT], "one-model", "model.revision", "error"),
+    # placement
+    (BASE, ["placement.devices={pool: [0]}"], "unknown-role", "placement.devices.pool", "error"),
+    (BASE, ["placement.roles=[learner]"], "unknown-role", "placement.roles", "error"),
+    (BASE, ["placement.devices={learner: [1], pool-0: [0, 1]}"],
+     "shared-device", "placement.devices.pool-0", "warning"),
+    (FLEET, ["learner={hosts: 16}", "storage.shared=true", "placement.devices={learner-3: [0]}"],
+     "too-few-devices", "placement.devices.learner-3", "error"),
+    (FLEET, ["placement.devices={pool-0: [0, 1, 1, 1]}"],
+     "too-few-devices", "placement.devices.pool-0", "error"),
+    (FLEET, ["learner={hosts: 2}", "checkpoints.dir=/mnt/local"],
+     "local-storage", "storage.shared", "error"),
+    (BASE, ["broadcast.origin.url=http://127.0.0.1:99999"],
+     "server-url", "broadcast.origin.url", "error"),
+    (BASE, ["broadcast.origin.url=ftp://127.0.0.1"],
+     "server-url", "broadcast.origin.url", "error"),
+    (BASE, ["broadcast.origin.url='http://a b'"], "server-url", "broadcast.origin.url", "error"),
+    (BASE, ["broadcast.relays=[{name: a, url: 'http://localhost:9000'}, "
+            "{name: b, url: 'http://127.0.0.1:9000/'}]"],
+     "port-clash", "broadcast.relays.b.url", "error"),
+    (BASE, ["learner.hosts=2", "placement.base_port=8000", "broadcast.relays=[{name: a}]",
+            "broadcast.origin.url=http://127.0.0.1:8003"],
+     "port-clash", "placement.base_port", "error"),
+    (BASE, ["verify.hardware={kind: l4, count: 1, price_per_hour: 0.8}", "budget.max_hours=null"],
+     "no-budget", "budget", "error"),
+]  # fmt: skip
+SILENT = [
+    # A cycle-free graph of several tiers, with more than one way down.
+    (BASE, ["broadcast.relays=[{name: a}, {name: b, upstream: [a, origin]}, "
+            "{name: c, upstream: [b, a]}]", "samplers.pool.relays=[c, b]"]),
+    # Nothing leaves the machine, or nobody untrusted listens.
+    (FLEET, ["broadcast.origin.url=http://localhost:8000"]),
+    (FLEET, ["broadcast.origin.url=http://127.3.2.1:8000"]),
+    (FLEET, ["broadcast.origin.url='http://[::1]:8000'"]),
+    (FLEET, ["broadcast.origin.url=http://203.0.113.7:8000", "samplers.pool.trust=trusted"]),
+    # An untrusted pool that is started here knows the throw-away root.
+    (FLEET, ["identity.root_public_key=null", "placement.roles=[validators, pool]"]),
+    (BASE, ["samplers.pool.trust=untrusted"]),
+    # Public keys, digests and long names are no secrets, nor is a key that is a word.
+    (BASE, ["data.sources.words.params={key: ascending, token_count: 12, at: " + COMMIT + "}"]),
+    (BASE, ["name=sk-learn-tiny-model-for-the-tests-2026"]),
+    # Nothing is proven, so nothing is compared.
+    (FLEET, ["samplers.pool={quantization: fp8, trust: trusted}", "verify.prefill_share=0.0"]),
+    (FLEET, [THRESHOLDS % (0.3, 0.3, 0.3)]),
+    # A speed that nobody knows is not guessed.
+    (FLEET, ["samplers.pool.hardware={kind: mine, memory: 80GB, peak_flops: null, count: 4}",
+             "broadcast.relays.eu.download=1kbit/s"]),
+    (FLEET, ["broadcast.relays.eu.download=1Mbit/s", "algorithm.async_level=0"]),
+    (FLEET, ["learner.hardware.price_per_hour=4.2", "budget={max_cost: 1.0}",
+             "samplers.pool.hardware={kind: mine, memory: 80GB, peak_flops: null, count: 4}"]),
+    (BASE, ["learner.hardware.price_per_hour=0.0", "budget.max_hours=null"]),
+    # Directories have no revision.
+    (FLEET, ["model={hf: ./QwQ-32B, revision: null}"]),
+    (FLEET, ["model={hf: /models/QwQ-32B, revision: null}"]),
+    (FLEET, ["data.sources.problems={uri: 'hf://datasets/some/data', revision: " + COMMIT + "}"]),
+    # Several processes of a CPU share its files.
+    (BASE, ["learner.hosts=2"]),
+    (BASE, ["placement.devices={pool-0: []}"]),
+    (FLEET, ["placement={devices: {pool-0: [4, 5, 6, 7], learner: [0], validator-1: [8]}}",
+             "learner={hardware: {kind: h100-80g, topology: null, count: 64}, hosts: 64}",
+             "storage.shared=true", "learner.mesh={fsdp: 64, tensor: 1}",
+             "learner.packing.rows=64"]),
+    # One port of two hosts.
+    (BASE, ["broadcast.relays=[{name: a, url: 'https://a.example.org'}, "
+            "{name: b, url: 'https://b.example.org'}]"]),
+    (BASE, ["placement.base_port=8000", "broadcast.relays=[{name: a}, {name: b}]"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "overrides", "code", "path", "severity"), BREACHES)
+def test_a_breach(spec: Path, overrides: list[str], code: str, path: str, severity: str) -> None:
+    found = find(spec, *overrides)
+    assert [(f.code, f.path, f.severity) for f in found] == [(code, path, severity)]
+    assert found[0].requires and found[0].suggestion
+
+
+@pytest.mark.parametrize(("spec", "overrides"), SILENT)
+def test_what_is_right(spec: Path, overrides: list[str]) -> None:
+    assert find(spec, *overrides) == []
+
+
+def test_each_relay_without_a_way_to_the_origin_is_told_once() -> None:
+    # a and b fetch from each other, c below them from b, d from a relay that is not there
+    relays = "[{name: a, upstream: [b]}, {name: b, upstream: [a]}, {name: c, upstream: [b]}, "
+    found = find(BASE, f"broadcast.relays={relays}{{name: d, upstream: [e]}}]")
+    told = {f.code: f.path for f in found}
+    assert len(found) == 3
+    assert told["relay-cycle"] in (
+        "broadcast.relays.a.upstream",
+        "broadcast.relays.b.upstream",
+    )
+    assert told["relay-path"] == "broadcast.relays.c.upstream"
+    assert told["relay-upstream"] == "broadcast.relays.d.upstream"
+
+
+def test_a_long_chain_and_a_large_cycle_of_relays_take_no_time() -> None:
+    chain = [f"{{name: r{i}, upstream: [{f'r{i - 1}' if i else 'origin'}]}}" for i in range(1500)]
+    assert find(BASE, f"broadcast.relays=[{', '.join(chain)}]") == []
+    chain[0] = "{name: r0, upstream: [r1499]}"
+    [found] = find(BASE, f"broadcast.relays=[{', '.join(chain)}]")
+    assert (found.code, found.numbers["relays_in_cycle"]) == ("relay-cycle", 1500)
+
+
+def test_the_slowest_declared_link_decides() -> None:
+    # given a version of 65.5 GB, steps of 775 s and two relays, the second behind 200 Mbit/s
+    [found] = find(
+        FLEET,
+        "samplers.pool={tokens_per_s: 100000, replicas: 2}",
+        "broadcast.relays={eu: {download: 10Gbit/s}, us: {download: 200Mbit/s}}",
+    )
+    assert (found.code, found.path) == ("broadcast-time", "broadcast.relays.us.download")
+    assert found.numbers["broadcast_s"] == pytest.approx(65.5e9 * 8 / 200e6, rel=0.01)
+    assert found.numbers["step_s"] == pytest.approx(774.5, rel=0.01)
+    # when versions may lag by twice as many steps
+    # then they are in time
+    assert find(
+        FLEET,
+        "samplers.pool={tokens_per_s: 100000, replicas: 2}",
+        "broadcast.relays={eu: {download: 10Gbit/s}, us: {download: 200Mbit/s}}",
+        "algorithm.async_level=4",
+        "broadcast.keep_versions=6",
+    ) == []  # fmt: skip
+
+
+def test_filtered_groups_are_checked_too() -> None:
+    # given samplers that wait for the learner, and validators that just suffice
+    just = ["samplers.pool.tokens_per_s=100000", "verify={validators: 4, tokens_per_s: 9000}"]
+    assert find(FLEET, *just) == []
+    # when every other group is filtered, so that twice as many are sampled in the same time
+    [found] = find(FLEET, *just, "estimate.filtered_share=0.5")
+    # then they do not
+    assert found.code == "validator-capacity"
+
+
+def test_a_secret_is_not_shown(tmp_path: Path) -> None:
+    token = "hf_" + 34 * "x"
+    spec = write(
+        tmp_path / "spec.yaml",
+        f"extends: [{BASE}]\ndata: {{sources: [{{name: words, params: {{auth: {token}}}}}]}}\n",
+    )
+    [found] = check_spec(SpecFiles(spec), environ={}).findings
+    assert (found.code, found.path) == ("inline-secret", "data.sources.words.params.auth")
+    assert "a Hugging Face token" in found.message
+    assert token not in format_finding(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "kind"),
+    [
+        ("ghp_" + 36 * "a", "", "a GitHub token"),
+        ("github_pat_" + 22 * "A", "", "a GitHub token"),
+        ("glpat-" + 20 * "a", "", "a GitLab token"),
+        ("xoxb-1234567890-abc", "", "a Slack token"),
+        ("sk-ant-api03-" + 10 * "aB3", "", "an API key"),
+        ("sk-" + 16 * "aB3", "", "an API key"),
+        ("AKIA" + 16 * "Z", "", "an AWS access key"),
+        ("AIza" + 35 * "q", "", "a Google API key"),
+        ("eyJ" + 9 * "a" + ".eyJ" + 9 * "b" + "." + 20 * "c", "", "a JSON web token"),
+        ("-----BEGIN OPENSSH PRIVATE KEY-----", "", "a private key"),
+        ("-----BEGIN PRIVATE KEY-----", "", "a private key"),
+        ("postgres://user:secret@host/db", "", "a password in a URL"),
+        ("QWxhZGRpbjpvcGVuIHNlc2FtZQ==1", "auth_token", "a secret auth_token"),
+        ("QWxhZGRpbjpvcGVuIHNlc2FtZQ==1", "column", ""),
+        ("-----BEGIN PUBLIC KEY-----", "", ""),
+        (64 * "0a", "", ""),
+        ("https://relay.example.org:8443/v1?at=me@example.org", "", ""),
+        ("hf_dataset_with_a_very_long_name_indeed_2026", "", ""),
+        ("a correct horse with 4 legs", "password", ""),
+        ("solve_rate_qwen_r1_distill", "sort_key", ""),
+    ],
+)
+def test_what_looks_like_a_secret(text: str, key: str, kind: str) -> None:
+    assert secret_kind(text, key) == kind
+
+
+@pytest.mark.parametrize("piece", ["sk-", "a.", "eyJ-", "eyJaaaaaaaa.", "a://", "a://b:", "BEGIN "])
+def test_no_text_makes_the_search_slow(piece: str) -> None:
+    secret_kind(piece * (100_000 // len(piece)), "token")  # the test's deadline is the assertion
+
+
+def test_a_lock_pins_what_it_names(tmp_path: Path) -> None:
+    spec = write(tmp_path / "spec.yaml", f"extends: [{FLEET}]\nmodel: {{revision: main}}\n")
+    pin = Pin(source="Qwen/QwQ-32B", commit=COMMIT)
+    write_lock(Lock(version="runspec-lock/v1", pins={"model": pin}), spec)
+
+    assert find(spec) == []
+    # of another model than the spec's
+    assert "unpinned-revision" in {f.code for f in find(spec, "model.hf=Qwen/QwQ-32B-Preview")}
+    # without a commit, as of files that were found on the machine alone
+    write_lock(
+        Lock(version="runspec-lock/v1", pins={"model": pin.model_copy(update={"commit": None})}),
+        spec,
+    )
+    assert [f.code for f in find(spec)] == ["unpinned-revision"]
+
+
+def test_a_directory_beside_the_spec_is_no_repository(tmp_path: Path) -> None:
+    spec = write(
+        tmp_path / "spec.yaml", f"extends: [{FLEET}]\nmodel: {{hf: tuned, revision: null}}"
+    )
+    assert [f.code for f in find(spec)] == ["unpinned-revision"]
+    (tmp_path / "tuned").mkdir()
+    assert find(spec) == []
+
+
+def test_a_spec_without_a_seed_has_a_code_of_its_own(tmp_path: Path) -> None:
+    [found] = find(write(tmp_path / "spec.yaml", f"extends: [{BASE}]\nseed: null\n"))
+    assert (found.code, found.path) == ("no-seed", "seed")
