@@ -8,7 +8,7 @@ from math import prod
 
 from runspec.spec.schema import Hardware
 
-_TOPOLOGY = re.compile(r"[0-9]{1,4}(x[0-9]{1,4})*")
+_TOPOLOGY = re.compile(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from runspec.estimate.hardware import device_count
 from runspec.lint.registry import Context, Violation, rule
 from runspec.spec.schema import Hardware, Mesh, RunSpec
 
-_TOPOLOGY = re.compile(r"[0-9]{1,4}(x[0-9]{1,4})*")
+_TOPOLOGY = re.compile(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*")
 _SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 CUBE = 4
