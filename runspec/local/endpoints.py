@@ -20,7 +20,7 @@ FILE_NAME = "endpoints.json"
 MAX_BYTES = 64 * 1024
 # Below Linux's ephemeral range (32768 up): a port from there may be another connection's source
 # port at the very moment when a killed server wants it back.
-_PORTS = range(20000, 32000)
+PORTS = range(20000, 32000)
 _TRIES = 200
 
 IsFree = Callable[[str, int], bool]
@@ -177,11 +177,11 @@ def _url(host: str, port: int) -> str:
 
 def _draw(host: str, is_free: IsFree, rng: random.Random, taken: set[int]) -> int:
     for _ in range(_TRIES):
-        port = rng.choice(_PORTS)
+        port = rng.choice(PORTS)
         if port not in taken and is_free(host, port):
             return port
     raise UserError(
-        f"no free port found in {_PORTS.start}-{_PORTS.stop - 1}",
+        f"no free port found in {PORTS.start}-{PORTS.stop - 1}",
         place=f"placement.host {host}",
         remedy="bind to an address of this machine, or set placement.base_port",
     )

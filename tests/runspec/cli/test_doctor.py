@@ -1,0 +1,80 @@
+"""`runspec doctor`: this machine as it is, machines that lack things, and a spec."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runspec.cli.doctor import check_spec_here, doctor_command
+from runspec.local.checkup import check_machine
+from runspec.local.preflight import GIB, Facts
+from runspec.local.processes import Machine
+from runspec.spec.load import SpecFiles
+from tests.runspec.local.fake_run import TARGET_SHORT
+
+HERE = Facts(
+    machine=Machine("python", (0, 1), {}),
+    gpus=("NVIDIA L4",),
+    tpus=0,
+    free_bytes=lambda folder: 100 * GIB,
+    has_module=lambda name: True,
+    prefill_engines=("jax",),
+)
+LAPTOP = SpecFiles(TARGET_SHORT, profile="laptop")
+
+
+def verdicts(facts: Facts, runs_dir: Path) -> dict[str, str]:
+    return {check.name: check.verdict for check in check_machine(facts, runs_dir)}
+
+
+def test_this_machine_runs_the_laptop_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # when the real machine is looked at, with a spec that it can run
+    assert doctor_command(LAPTOP, tmp_path) == 0
+    # then every check is named with what was found, and none failed
+    out = capsys.readouterr().out
+    for words in ("python", "jax", "vllm", "free", "ports", "open files", "clock", "models"):
+        assert words in out
+    assert "this machine has everything that it needs" in out
+    assert " 0 failed" in out
+
+
+def test_what_some_roles_need_is_a_warning_and_what_all_need_a_failure(tmp_path: Path) -> None:
+    # given a machine with nothing but a core, an old disk and no packages
+    poor = replace(
+        HERE,
+        machine=Machine("python", (0,), {}),
+        gpus=(),
+        has_module=lambda name: False,
+        free_bytes=lambda folder: 0,
+    )
+    # then only the disk keeps everything from running
+    found = verdicts(poor, tmp_path)
+    assert {name for name, verdict in found.items() if verdict == "fail"} == {"disk"}
+    warned = {name for name, verdict in found.items() if verdict == "warn"}
+    assert {"packages, sampler", "packages, learner", "accelerators", "cores"} <= warned
+    assert verdicts(HERE, tmp_path)["accelerators"] == "ok"
+    # and each says what to do
+    assert all(check.remedy for check in check_machine(poor, tmp_path) if check.verdict != "ok")
+
+
+def test_models_in_the_cache_are_counted_and_the_first_named(tmp_path: Path) -> None:
+    for number in range(7):
+        (tmp_path / f"models--org--m{number}").mkdir()
+    machine = Machine("python", (0, 1), {"HF_HUB_CACHE": str(tmp_path)})
+    (models,) = [c for c in check_machine(replace(HERE, machine=machine), tmp_path)][-1:]
+    assert models.found.startswith(f"7 in {tmp_path}: org/m0, org/m1")
+    assert models.found.endswith("and 2 more")
+
+
+def test_what_a_spec_lacks_here_fails_with_its_remedy(tmp_path: Path) -> None:
+    facts = replace(HERE, has_module=lambda name: name != "vllm")
+    (check,) = check_spec_here(LAPTOP, facts, tmp_path)
+    assert (check.verdict, check.name, check.remedy) == (
+        "fail",
+        "placement.backend",
+        "make install",
+    )
