@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
@@ -77,7 +77,7 @@ def _match(known: dict[str, SchemaField], steps: Sequence[str]) -> SchemaField |
 
 def _holds_more(field: SchemaField) -> bool:
     """Whether paths go on below it that are no fields: the keys of a free map."""
-    return block_in(field.annotation) is None and named_item(field.annotation) is None
+    return get_origin(field.annotation) is dict
 
 
 def _fields(block: type[Block], prefix: str, *, site: bool) -> Iterator[SchemaField]:

@@ -6,16 +6,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from runspec.spec.yaml_nodes import ScalarValue, resolve_scalar
+from runspec.spec.yaml_versions import other_reading
 
 Comment = Callable[[tuple[str | int, ...]], str]
 """From the keys and indices of a scalar, or of a list on one line, to what stands behind it."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./@+=()<>-]*(?:[ :][A-Za-z0-9_./@+=()<>-]+)*")
 _INDENT = "  "
-_RESOLVER = yaml.resolver.Resolver()
 
 
 def _no_comment(path: tuple[str | int, ...]) -> str:
@@ -45,9 +43,8 @@ def yaml_scalar(value: ScalarValue) -> str:
 def _is_plain(text: str) -> bool:
     if not _PLAIN.fullmatch(text):
         return False
-    read = _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))
     try:
-        return read == "tag:yaml.org,2002:str" and resolve_scalar(text) == text
+        return resolve_scalar(text) == text and other_reading(text) is None
     except ValueError:  # digits without end
         return False
 
