@@ -22,15 +22,12 @@ import numpy as np
 
 from bridge.config import load_config
 from runspec.common.errors import UserError
+from runspec.estimate.sampler import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
 from runspec.spec.schema import SamplerPool
 from sampler.probe import FILE_NAME as PROBE_FILE
 from sampler.probe import LIMITS as PROBE_LIMITS
 from sampler.probe import probe_difference, read_probe
 from sampler.requests import GenerationAborted, LoadReport, Recorded, Sampled, SampleRequest
-
-MAX_SEQUENCES = 256
-CPU_BLOCK_TOKENS = 32
-"""Smallest block that vLLM's CPU attention runs well on: a short prompt is shared in a group."""
 
 _RELOAD_REMEDY = "restart the worker; if it happens again, report it with vLLM's version"
 
@@ -243,7 +240,7 @@ class Engine:
         }
         if pool.hardware.kind == "cpu":
             arguments["block_size"] = CPU_BLOCK_TOKENS
-            arguments["kv_cache_memory_bytes"] = _cpu_kv_bytes(pool, weights_dir)
+            arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(pool, load_config(weights_dir))
         engine = LLMEngine.from_engine_args(EngineArgs(**(arguments | self._options)))
         engine.collective_rpc("start_capture")
         return engine
@@ -261,16 +258,6 @@ def _refuse_quantization_on_cpu(pool: SamplerPool) -> None:
             place=f"samplers.{pool.name}.quantization",
             remedy="leave it out, or sample on a GPU",
         )
-
-
-def _cpu_kv_bytes(pool: SamplerPool, weights_dir: Path) -> int:
-    """Keys and values of MAX_SEQUENCES full-length sequences, between 64 MiB and 4 GiB."""
-    config = load_config(weights_dir)
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    blocks = -(-pool.max_model_len // CPU_BLOCK_TOKENS)
-    item = 4 if pool.dtype == "float32" else 2
-    wanted = MAX_SEQUENCES * blocks * CPU_BLOCK_TOKENS * per_token * item
-    return min(max(wanted, 64 << 20), 4 << 30)
 
 
 def _sampled(recorded: Recorded, lengths: list[int], reasons: list[str]) -> list[Sampled]:

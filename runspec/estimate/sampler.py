@@ -19,11 +19,13 @@ from runspec.spec.schema import RunSpec, SamplerPool
 MEMORY_UTILIZATION = 0.92
 """vLLM's default `gpu_memory_utilization`, version 0.32."""
 MAX_SEQUENCES = 256
-"""Sequences that the engine decodes at a time, as `sampler.engine` sets it."""
+"""Sequences that `sampler.engine` lets vLLM decode at a time."""
+CPU_BLOCK_TOKENS = 32
+"""Smallest block that vLLM's CPU attention runs well on: a short prompt is shared in a group."""
 BATCHED_TOKENS = 2048
 """Tokens of one forward pass: vLLM's default `max_num_batched_tokens`."""
 CPU_KV_BYTES = (64 << 20, 4 << 30)
-"""Least and most that `sampler.engine` gives to keys and values on a CPU."""
+"""Least and most that the engine gives to keys and values on a CPU."""
 WIDTH = {"float32": 4, "bfloat16": 2}
 _FLOAT32 = 4
 
@@ -122,11 +124,12 @@ def weight_bytes(pool: SamplerPool, config: ModelConfig) -> float:
     return total
 
 
-def cpu_kv_bytes(pool: SamplerPool, config: ModelConfig) -> float:
+def cpu_kv_bytes(pool: SamplerPool, config: ModelConfig) -> int:
     """What the engine gives to keys and values on a CPU: all its sequences, within bounds."""
-    wanted = MAX_SEQUENCES * pool.max_model_len * kv_token_bytes(pool, config)
+    tokens = -(-pool.max_model_len // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS
+    wanted = MAX_SEQUENCES * tokens * int(kv_token_bytes(pool, config))
     least, most = CPU_KV_BYTES
-    return float(min(max(wanted, least), most))
+    return min(max(wanted, least), most)
 
 
 def _activations(config: ModelConfig, ranks: int, width: int) -> float:
