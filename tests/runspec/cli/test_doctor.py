@@ -65,7 +65,7 @@ def test_models_in_the_cache_are_counted_and_the_first_named(tmp_path: Path) -> 
     for number in range(7):
         (tmp_path / f"models--org--m{number}").mkdir()
     machine = Machine("python", (0, 1), {"HF_HUB_CACHE": str(tmp_path)})
-    (models,) = [c for c in check_machine(replace(HERE, machine=machine), tmp_path)][-1:]
+    models = check_machine(replace(HERE, machine=machine), tmp_path)[-1]
     assert models.found.startswith(f"7 in {tmp_path}: org/m0, org/m1")
     assert models.found.endswith("and 2 more")
 

@@ -1,0 +1,180 @@
+"""Conditions and what `wait` waits for, over snapshots made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runspec.common.errors import UserError
+from runspec.local.awaiting import Awaited, holds, hopeless, last_seen, parse_awaited
+from runspec.local.conditions import TYPES, Condition, condition, conditions, late_after_s
+from runspec.local.snapshot import Snapshot
+from runspec.local.state import EventRow, RoleRow, RunRow, SessionRow
+from tests.runspec.local.fake_run import small_spec
+
+NOW = 10_000.0
+
+
+def role(name: str, state: str = "running", since: float = NOW - 100) -> RoleRow:
+    return RoleRow(name, state, 0, 7, 7, since)
+
+
+def step(number: int, ago: float) -> dict[str, Any]:
+    return {"step": number, "time": NOW - ago}
+
+
+def run_row(state: str, reason: str = "") -> RunRow:
+    return RunRow("small", "digest", 5, state, reason, NOW - 500, None)
+
+
+RUNNING = Snapshot(
+    directory=Path("/runs/small"),
+    spec=small_spec(),
+    at=NOW,
+    held_by="process 7 on here",
+    run=run_row("running"),
+    session=SessionRow(NOW - 400, NOW - 1),
+    roles=[role("learner"), role("volunteers-0", since=NOW - 50)],
+    events=[],
+    rows=[step(0, 30.0), step(1, 20.0), step(2, 10.0)],
+    versions=[0, 1, 2, 3],
+    published_at=NOW - 9,
+    wall_s=400.0,
+)
+
+
+def ended(state: str, reason: str = "", events: Sequence[EventRow] = ()) -> Snapshot:
+    return replace(RUNNING, held_by=None, run=run_row(state, reason), events=events)
+
+
+def found(seen: Snapshot, type_: str) -> Condition:
+    return condition(conditions(seen), type_)
+
+
+def true_ones(seen: Snapshot) -> list[str]:
+    return [each.type for each in conditions(seen) if each.status == "True"]
+
+
+def test_every_condition_is_there_once_and_in_order() -> None:
+    assert [each.type for each in conditions(RUNNING)] == list(TYPES)
+
+
+def test_a_run_that_trains_is_alive_ready_training_and_published() -> None:
+    assert true_ones(RUNNING) == ["Alive", "Ready", "Training", "Published"]
+    assert found(RUNNING, "Ready").since == NOW - 50, "when the last role came up"
+    assert found(RUNNING, "Training").since == NOW - 10
+    assert found(RUNNING, "Training").message == "step 3 of 5 was trained 10 s ago"
+
+
+def test_a_run_whose_role_restarts_is_not_ready_and_names_it() -> None:
+    seen = replace(RUNNING, roles=[role("learner"), role("volunteers-0", "backoff")])
+    ready = found(seen, "Ready")
+    assert (ready.status, ready.reason) == ("False", "RolesNotRunning")
+    assert ready.message == "waits for volunteers-0 (backoff)"
+
+
+def test_training_is_unknown_until_this_session_has_trained() -> None:
+    # given a run that was resumed after its last step
+    seen = replace(RUNNING, session=SessionRow(NOW - 5, NOW))
+    assert found(seen, "Training").status == "Unknown"
+    assert found(seen, "Stalled").status == "False"
+
+
+def test_a_step_is_late_by_the_pace_of_the_last_ones() -> None:
+    # given steps of 100 s
+    rows = [step(number, 1000.0 - 100 * number) for number in range(5)]
+    slow = replace(RUNNING, rows=rows, session=SessionRow(NOW - 2000, NOW))
+    assert late_after_s(slow) == 500.0
+    assert found(slow, "Stalled").status == "True", "600 s ago"
+    assert found(slow, "Training").status == "False"
+    # but a minute is always granted, and before there is a pace the deadline of a step
+    assert late_after_s(RUNNING) == 60.0
+    assert late_after_s(replace(RUNNING, rows=[])) == RUNNING.spec.algorithm.fill.deadline
+
+
+def test_a_version_that_is_not_out_yet_is_named() -> None:
+    published = found(replace(RUNNING, versions=[1, 2]), "Published")
+    assert (published.status, published.reason) == ("False", "Behind")
+    assert published.message == "version 2 is out, 3 is trained"
+    assert found(replace(RUNNING, versions=[]), "Published").reason == "NothingPublished"
+
+
+@pytest.mark.parametrize(
+    ("state", "type_"), [("paused", "Paused"), ("failed", "Failed"), ("finished", "Finished")]
+)
+def test_an_end_is_its_condition_with_its_reason(state: str, type_: str) -> None:
+    seen = ended(state, "because")
+    assert true_ones(seen) == ["Published", type_]
+    assert found(seen, type_).message == "because"
+    assert found(seen, "Alive").since == NOW - 1
+
+
+def test_a_step_that_the_coordinator_gave_up_is_a_stall() -> None:
+    gave_up = EventRow(NOW - 3, "coordinator", "ended with exit code 4, stops the run", 9)
+    assert true_ones(ended("failed", "step 3 stalled", [gave_up])) == [
+        "Published",
+        "Stalled",
+        "Failed",
+    ]
+
+
+def test_a_lost_supervisor_is_an_interrupted_run() -> None:
+    seen = ended("running")
+    assert (seen.lost, seen.state) == (True, "interrupted")
+    assert true_ones(seen) == ["Published"]
+
+
+@pytest.mark.parametrize(
+    ("text", "awaited"),
+    [
+        ("Finished", Awaited("condition", "Finished")),
+        ("condition=ready", Awaited("condition", "Ready")),
+        ("condition=Ready=false", Awaited("condition", "Ready", "False")),
+        ("alive=False", Awaited("condition", "Alive", "False")),
+        ("step=20", Awaited("step", number=20)),
+        ("version=0", Awaited("version", number=0)),
+    ],
+)
+def test_what_is_awaited_is_read_as_kubectl_writes_it(text: str, awaited: Awaited) -> None:
+    assert parse_awaited(text) == awaited
+
+
+@pytest.mark.parametrize("text", ["", "step", "step=-1", "step=x", "pod=3", "Ready=maybe", "=="])
+def test_anything_else_is_refused_with_what_there_is(text: str) -> None:
+    with pytest.raises(UserError, match="nothing that can be waited for"):
+        parse_awaited(text)
+    with pytest.raises(UserError, match="did you mean Finished"):
+        parse_awaited("condition=Finsihed")
+
+
+def test_steps_versions_and_conditions_hold_when_they_do() -> None:
+    for text, expected in {
+        "step=3": True,
+        "step=4": False,
+        "version=3": True,
+        "version=4": False,
+        "Ready": True,
+        "Ready=false": False,
+        "Finished": False,
+    }.items():
+        assert holds(parse_awaited(text), RUNNING) is expected, text
+
+
+def test_only_what_nobody_is_about_to_do_is_hopeless() -> None:
+    finished = parse_awaited("Finished")
+    assert hopeless(finished, RUNNING) is None
+    assert hopeless(finished, ended("paused")) is None, "somebody may resume it"
+    assert hopeless(finished, ended("failed", "it broke")) == "the run is failed (it broke)"
+    assert hopeless(parse_awaited("step=6"), RUNNING) == "the run has 5 steps"
+
+
+def test_who_waited_in_vain_hears_what_was_seen_last() -> None:
+    seen = replace(RUNNING, roles=[role("learner"), role("volunteers-0", "starting")])
+    assert last_seen(seen) == (
+        "small is running, 3 of 5 steps trained, version published: 3, "
+        "not running: volunteers-0 starting"
+    )
