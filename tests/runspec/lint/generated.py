@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,9 @@ SITES = [
 def valid_spec(seed: int) -> Spec:
     """A spec without a finding; equal seeds give equal specs."""
     rng = random.Random(seed)
-    return _laptop(rng, seed) if rng.random() < 0.4 else _fleet(rng, seed)
+    spec = _laptop(rng, seed) if rng.random() < 0.4 else _fleet(rng, seed)
+    # No two places share an object, so that a change at one is a change at one.
+    return json.loads(json.dumps(spec))
 
 
 def _laptop(rng: random.Random, seed: int) -> Spec:
