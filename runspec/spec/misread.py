@@ -119,7 +119,8 @@ def _scalars(node: Node, path: str) -> Iterator[tuple[str, ScalarNode]]:
 
 
 def _is_numeric(path: str) -> bool:
-    field = field_at(path)
+    above, _, last = path.rpartition(".")
+    field = field_at(above if last.isdigit() else path)  # an item of a list is of its kind
     return field is not None and bool({int, float} & set(_leaves(field.annotation)))
 
 

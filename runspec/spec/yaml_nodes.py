@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -107,6 +107,7 @@ _OCTAL = re.compile(r"0o[0-7]+")
 _HEX = re.compile(r"0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INFINITY = re.compile(r"[-+]?\.(inf|Inf|INF)")
+_ANCHOR = re.compile(r"&[^ \t]+[ \t]+")
 _NAN = {".nan", ".NaN", ".NAN"}
 
 
@@ -231,6 +232,10 @@ class _Composer:
 
     def _scalar(self, event: Any) -> ScalarNode:
         place = self.place(event.start_mark, event.end_mark)
+        if anchor := _ANCHOR.match(place.written):
+            # What is written there is the value, not the name that it is given.
+            at, width = place.column + anchor.end(), place.width - anchor.end()
+            place = replace(place, column=at, width=width)
         plain = event.style is None
         self._reached(event)
         self._check_text(event.value, place)

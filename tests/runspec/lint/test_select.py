@@ -1,0 +1,40 @@
+"""`--select` and `--ignore`: codes and groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runspec.common.errors import UserError
+from runspec.lint.registry import RULES
+from runspec.lint.select import selection
+from tests.runspec.spec.spec_files import load, small_spec
+
+
+def test_all_rules_are_selected_unless_some_are_named() -> None:
+    of_file = {code for code, rule in RULES.items() if rule.group == "file"}
+    assert selection([], []).codes == set(RULES)
+    assert selection(["file"], []).codes == of_file
+    assert selection(["versions-kept,unknown-key", "yaml"], []).codes == {
+        "versions-kept",
+        "unknown-key",
+        "yaml",
+    }
+    assert selection([], ["file"]).codes == set(RULES) - of_file
+    assert selection(["file"], ["unknown-key"]).codes == of_file - {"unknown-key"}
+
+
+@pytest.mark.parametrize("words", [["verisons-kept"], ["unknown-key, "], [""], ["*"]])
+def test_a_word_that_is_neither_is_bad_usage(words: list[str]) -> None:
+    for select, ignore in ((words, []), ([], words)):
+        with pytest.raises(UserError, match="no rule or group"):
+            selection(select, ignore)
+
+
+def test_what_leaves_no_spec_is_always_shown(tmp_path: Path) -> None:
+    # given a spec of which no rule can be asked
+    [finding] = load(small_spec(tmp_path, "seed: -1")).findings
+    # when only others are selected, then it is shown none the less
+    assert selection(["versions-kept"], []).takes(finding)
+    assert selection([], ["bad-value"]).takes(finding)
