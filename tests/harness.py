@@ -58,17 +58,20 @@ class LiveRun:
     def dir(self) -> Path:
         return self.runs_dir / self.name
 
-    def apply(self) -> None:
-        """Starts, or starts again, `runspec apply`."""
+    @property
+    def words(self) -> list[str]:
+        """The spec and its options, as every command takes them."""
         values = {**SMALL, **self.overrides, "name": self.name}
         sets = [text for path, value in values.items() for text in ("--set", f"{path}={value}")]
+        where = ["--profile", "laptop", "--runs-dir", str(self.runs_dir)]
+        return [str(TARGET_SHORT), *where, *sets]
+
+    def apply(self) -> None:
+        """Starts, or starts again, `runspec apply`."""
         self.runs_dir.mkdir(parents=True, exist_ok=True)
         with self._output.open("ab") as output:
             self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "runspec", "apply", str(TARGET_SHORT)),
-                    *("--profile", "laptop", "--runs-dir", str(self.runs_dir), *sets),
-                ],
+                [sys.executable, "-m", "runspec", "apply", *self.words],
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bridge.config import ModelConfig
+from runspec.cli.estimate_view import show_estimate
 from runspec.cli.spec_files import sound_spec
 from runspec.common.errors import UserError
 from runspec.estimate.model import model_config
@@ -45,9 +46,12 @@ def plan_command(
     if as_json:
         print(json.dumps(plan_json(plan, estimate, compiled), indent=2))
     else:
-        show_plan(plan, Console(highlight=False))
+        console = Console(highlight=False)
+        show_plan(plan, console)
+        show_estimate(estimate, console)
         if compiled is not None:
             show_compiled(compiled)
+        show_lacking(plan, console)
     if compiled is not None and compiled.fits is False:
         raise _does_not_fit(compiled)
     if out is not None:
@@ -77,7 +81,7 @@ def plan_json(
 
 
 def show_plan(plan: RunPlan, console: Console) -> None:
-    """The plan for people."""
+    """What changes, by what it does, for people."""
     console.print(Text(_headline(plan), style="bold"), soft_wrap=True)
     if not plan.new:
         for change_class, meaning in CHANGE_CLASSES.items():
@@ -87,6 +91,10 @@ def show_plan(plan: RunPlan, console: Console) -> None:
                 console.print(Text(f"{change_class}: {effect}"), soft_wrap=True)
                 for change in changes:
                     console.print(_line(change), soft_wrap=True)
+
+
+def show_lacking(plan: RunPlan, console: Console) -> None:
+    """Notes on what this machine has not; the spec may well be for another."""
     if plan.lacking:
         console.print("\nThis machine lacks:")
         for item in plan.lacking:
