@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from runspec.lint.formats.compact import visible
 from runspec.lint.report import Report, from_here
 from runspec.spec.findings import SET_FILE, Finding, measured
 
@@ -36,7 +37,8 @@ def _properties(**properties: object) -> str:
 
 
 def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    lines = (visible(line) for line in text.replace("%", "%25").split("\n"))
+    return "%0A".join(lines)
 
 
 def _property(text: str) -> str:
