@@ -32,7 +32,8 @@ def learner(run_dir: Path, log: logging.Logger) -> None:
         if stop.wait(STEP_S):
             log.info("told to end")
             return
-        row = {"step": step, "task_reward": step / spec.steps, "length_error": 9.0, "lag_max": 1}
+        row = {"step": step, "time": time.time(), "task_reward": step / spec.steps}
+        row |= {"length_error": 9.0, "lag_max": 1}
         write_atomic(step_folder(run_dir, step) / FILE_NAME, b"{}")
         with metrics.open("a") as file:
             file.write(json.dumps(row) + "\n")

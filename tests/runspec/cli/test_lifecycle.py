@@ -1,0 +1,147 @@
+"""A run that a real supervisor drives, seen and acted on by the commands over runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from runspec.cli.describe import describe_command
+from runspec.cli.events import events_command
+from runspec.cli.logs import logs_command
+from runspec.cli.pause import pause_command
+from runspec.cli.resume import resume_command
+from runspec.cli.rollback import rollback_command
+from runspec.cli.status import read_status, status_command
+from runspec.cli.wait import wait_command
+from runspec.common.errors import UserError
+from runspec.local.state import RunState
+from tests.harness import ROOT
+from tests.runspec.local.test_supervise import DEADLINE_S, wait_for
+
+
+@pytest.fixture
+def alive(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a run `small` that is being trained by fake roles."""
+    command = [sys.executable, "-m", "tests.runspec.local.fake_run", str(tmp_path), "100000"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    wait_for((tmp_path / "small" / "metrics.jsonl").exists, "a first step")
+    yield tmp_path
+    process.terminate()
+    process.wait(DEADLINE_S)
+
+
+def test_a_run_is_waited_for_described_and_paused(
+    alive: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given a run that trains: its conditions can be waited for
+    for awaited in ("Ready", "condition=Training", "step=3", "Finished=false"):
+        assert wait_command("small", awaited, "30s", alive) == 0
+    assert wait_command("small", "Finished", "100ms", alive) == 1
+    error = capsys.readouterr().err
+    assert "waited for Finished: not within 100ms" in error
+    assert "small is running" in error
+    # and described
+    assert describe_command("small", alive) == 0
+    described = capsys.readouterr().out
+    for words in ("held by process", "Ready", "learner", "budget.max_hours", "Events"):
+        assert words in described
+    # and it can be neither resumed nor taken back
+    assert resume_command("small", False, alive) == 5
+    assert rollback_command("small", 0, True, alive) == 5
+    # when it is paused
+    assert pause_command("small", alive) == 0
+    # then every role has ended in order and the state says so
+    status = read_status(alive / "small")
+    assert (status["state"], status["held_by"]) == ("paused", None)
+    conditions = {each["type"]: each["status"] for each in status["conditions"]}
+    assert (conditions["Paused"], conditions["Alive"]) == ("True", "False")
+    with closing(RunState(alive / "small")) as state:
+        last = [event.role for event in state.events() if event.text.startswith("ended")]
+    assert last[-1] == "server", "servers go last"
+    # and pausing it again changes nothing
+    assert pause_command("small", alive) == 0
+    assert "not alive: paused" in capsys.readouterr().out
+    assert wait_command("small", "Paused", "1s", alive) == 0
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run `small` of three steps that is finished."""
+    runs_dir = tmp_path_factory.mktemp("runs")
+    command = [sys.executable, "-m", "tests.runspec.local.fake_run", str(runs_dir), "3"]
+    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=DEADLINE_S, check=True)
+    return runs_dir
+
+
+def test_a_finished_run_says_so_to_everyone(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert wait_command("small", "Finished", "1s", finished) == 0
+    # whoever waits for what cannot come any more is told at once
+    assert wait_command("small", "Ready", "10m", finished) == 1
+    assert "the run is finished" in capsys.readouterr().err
+    assert wait_command("small", "step=4", "10m", finished) == 1
+    assert "the run has 3 steps" in capsys.readouterr().err
+    # and whoever would go on or stop it
+    assert resume_command("small", False, finished) == 0
+    assert "is finished: all 3 steps" in capsys.readouterr().out
+    assert pause_command("small", finished) == 0
+    assert "not alive: finished" in capsys.readouterr().out
+
+
+def test_events_are_printed_oldest_first_for_people_and_programs(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert events_command("small", False, True, finished) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["id"] for event in events] == sorted(event["id"] for event in events)
+    assert events[0]["text"].startswith("starting")
+    assert events_command("small", False, False, finished) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(events)
+    assert lines[0].endswith(f"{events[0]['role']}: {events[0]['text']}")
+
+
+def test_the_ends_of_logs_are_printed(
+    finished: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    log = finished / "small" / "logs" / "long.log"
+    log.write_bytes(b"".join(b"line %d\n" % number for number in range(9000)))
+    assert logs_command("small", "long", False, 2, finished) == 0
+    assert capfdbinary.readouterr().out == b"line 8998\nline 8999\n"
+    assert logs_command("small", "long", False, 0, finished) == 0
+    assert capfdbinary.readouterr().out == b""
+    assert logs_command("small", "long", False, None, finished) == 0
+    assert len(capfdbinary.readouterr().out.splitlines()) == 9000
+
+
+def test_status_shows_what_holds_and_json_all_of_it(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_command("small", False, finished) == 0
+    text = capsys.readouterr().out
+    assert "AllStepsTrained" in text and "NotSupervised" not in text
+    assert status_command("small", True, finished) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert {each["type"] for each in status["conditions"]} >= {"Ready", "Stalled", "Finished"}
+    assert (status["published"], status["step"]) == (3, 3)
+
+
+def test_bad_words_are_bad_usage(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert wait_command("small", "Finsihed", "10m", finished) == 2
+    assert "did you mean Finished?" in capsys.readouterr().err
+    assert wait_command("small", "Finished", "10", finished) == 2
+    assert "--timeout" in capsys.readouterr().err
+
+
+def test_a_run_that_was_moved_is_not_resumed(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "small", tmp_path / "other")
+    with pytest.raises(UserError, match="by its spec this run lies at"):
+        resume_command("other", False, tmp_path)
