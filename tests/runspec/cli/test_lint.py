@@ -1,51 +1,180 @@
-"""`runspec lint` and its exit codes, as a shell sees them."""
+"""`runspec lint`: options, exit codes, and what goes to which stream."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
-from tests.harness import TARGET_SHORT, runspec
+from runspec.cli import app, main
+from runspec.lint.registry import RULES, Context
+from tests.harness import ROOT, TARGET_SHORT, runspec
+from tests.runspec.spec.spec_files import small_spec, write
 
-
-def test_a_clean_spec_exits_0() -> None:
-    done = runspec("lint", TARGET_SHORT, "--profile", "laptop")
-    assert (done.returncode, done.stdout) == (0, "")
-
-
-def test_a_finding_exits_1_with_its_place(tmp_path: Path) -> None:
-    spec = tmp_path / "broken.yaml"
-    spec.write_text("version: runspec/v1\nname: broken\nsteps: 10\nsteeps: 3\n")
-    done = runspec("lint", spec)
-    assert done.returncode == 1
-    assert f"{spec}:4:1" in done.stdout
-    assert "steeps" in done.stdout
-    assert "error" in done.stderr
+BAD = "stepss: 4\nname: no\n"
+"""An error and a warning, each with a fix."""
 
 
-def test_a_warning_is_shown_and_exits_0() -> None:
-    recompute = ("--set", "algorithm.old_logprobs=recompute")
-    done = runspec("lint", TARGET_SHORT, "--profile", "laptop", *recompute)
-    assert done.returncode == 0
-    assert "--set:1:" in done.stdout and "warning stale-pi-old" in done.stdout
-    assert "0 errors, 1 warning" in done.stderr
+def lint(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["lint", *map(str, arguments)])
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    return small_spec(tmp_path, BAD)
+
+
+def test_a_clean_spec_prints_nothing_on_standard_output() -> None:
+    done = lint(TARGET_SHORT, "--profile", "laptop")
+    assert (done.exit_code, done.stdout) == (0, "")
+
+
+def test_findings_go_to_standard_output_and_their_count_to_the_other(bad: Path) -> None:
+    done = lint(bad)
+    assert done.exit_code == 1
+    assert f"{bad}:2:1" in done.stdout
+    assert "stepss" in done.stdout
+    assert done.stderr == "1 error, 1 warning\n"
+
+
+@pytest.mark.parametrize(
+    ("level", "overlay", "code"),
+    [("error", BAD, 1), ("error", "name: no", 0), ("warning", "name: no", 1), ("never", BAD, 0)],
+)
+def test_the_fail_level_decides(tmp_path: Path, level: str, overlay: str, code: int) -> None:
+    done = lint(small_spec(tmp_path, overlay), "--fail-level", level)
+    assert done.exit_code == code
+    assert "ambiguous-scalar" in done.stdout
+
+
+def test_rules_are_selected_by_code_and_group(bad: Path) -> None:
+    assert "ambiguous-scalar" not in lint(bad, "--select", "unknown-key,mesh").stdout
+    assert lint(bad, "--ignore", "file").stdout == ""
+    assert "unknown-key" in lint(bad, "--select", "file", "--ignore", "ambiguous-scalar").stdout
+
+
+def test_a_file_that_cannot_be_read_keeps_no_other_from_being_checked(bad: Path) -> None:
+    # given a spec with findings between two that are not there
+    done = lint("gone.yaml", bad, bad.parent, "--format", "compact")
+    # then its findings are shown, and the exit code is that of the others
+    assert done.exit_code == 2
+    assert len(done.stdout.splitlines()) == 2
+    assert "gone.yaml" in done.stderr
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["lint", "nowhere.yaml"],
-        ["lint", TARGET_SHORT, "--profile", "mainframe"],
-        ["lint", TARGET_SHORT, "--set", "steps"],
-        ["lint"],
-        ["lint", TARGET_SHORT, "--wrong"],
-        ["apply", "nowhere.yaml"],
-        ["brew"],
+        ["nowhere.yaml"],
+        [TARGET_SHORT, "--profile", "mainframe"],
+        [TARGET_SHORT, "--placement", "nowhere.yaml"],
+        [TARGET_SHORT, "--set", "steps"],
+        [],
+        [TARGET_SHORT, "--wrong"],
+        [TARGET_SHORT, "--format", "xml"],
+        [TARGET_SHORT, "--fail-level", "info"],
+        [TARGET_SHORT, "--select", "no-such-rule"],
+        [TARGET_SHORT, "--ignore", ""],
+        [TARGET_SHORT, "--write-baseline"],
+        [TARGET_SHORT, "--baseline", "nowhere.json"],
+        [TARGET_SHORT, "--baseline", TARGET_SHORT],
     ],
 )
 def test_what_cannot_be_read_and_bad_usage_exit_2(arguments: list[str | Path]) -> None:
-    done = runspec(*arguments)
-    assert done.returncode == 2, done
+    done = lint(*arguments)
+    assert done.exit_code == 2, done.output
     assert done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_fix_mends_says_so_and_checks_again(bad: Path) -> None:
+    # given a misspelt key whose value is of the wrong type, which shows once the key is right
+    write(bad, 'extends: [base.yaml]\nstepss: "4" # four\nname: no\nseed: -1\n')
+    done = lint(bad, "--fix", "--format", "compact")
+    # then all that can be mended is, and the rest is shown
+    assert bad.read_text() == 'extends: [base.yaml]\nsteps: 4 # four\nname: "no"\nseed: -1\n'
+    assert done.stderr.count("mended: ") == 3
+    assert [line.split()[2] for line in done.stdout.splitlines()] == ["bad-value:"]
+    assert done.exit_code == 1
+    write(bad, bad.read_text().replace("-1", "1"))
+    assert lint(bad, "--fix").exit_code == 0
+
+
+def test_fix_mends_only_what_is_selected(bad: Path) -> None:
+    lint(bad, "--fix", "--select", "unknown-key")
+    assert bad.read_text() == "extends: [base.yaml]\nsteps: 4\nname: no\n"
+
+
+def test_fix_says_which_file_stays_as_it_is(tmp_path: Path) -> None:
+    overlay = "algorithm: {filters: {zero_variance: &a on}}\nname: *a\n"
+    path = small_spec(tmp_path, overlay)
+    before = path.read_text()
+    done = lint(path, "--fix")
+    assert (done.exit_code, path.read_text()) == (1, before)
+    assert f"not mended: {path}: two edits of line 2" in done.stderr
+
+
+def test_a_baseline_hides_what_was_there_before(bad: Path) -> None:
+    # given a baseline of what is wrong now
+    baseline = bad.parent / "baseline.json"
+    written = lint(bad, "--baseline", baseline, "--write-baseline")
+    assert (written.exit_code, written.stdout) == (0, "")
+    # when nothing changes, then nothing is shown, and when something does, only that
+    assert lint(bad, "--baseline", baseline).exit_code == 0
+    write(bad, bad.read_text() + "seeed: 3\n")
+    done = lint(bad, "--baseline", baseline, "--format", "json")
+    content = json.loads(done.stdout)
+    assert [one["path"] for one in content["findings"]] == ["seeed"]
+    assert (done.exit_code, content["known"]) == (1, 2)
+
+
+def test_a_crash_is_no_finding(
+    bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given a rule with a fault
+    def crash(context: Context) -> list[None]:
+        raise ZeroDivisionError("the rule's own fault")
+
+    monkeypatch.setitem(RULES, "versions-kept", replace(RULES["versions-kept"], check=crash))
+    monkeypatch.setattr(sys, "argv", ["runspec", "lint", str(bad), "--format", "json"])
+    # when a spec is checked, then the exit code says so and no finding is printed
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 3
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("environ", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True)]
+)
+def test_colour_on_a_terminal_only(bad: Path, environ: dict[str, str], coloured: bool) -> None:
+    # given a terminal as standard output
+    master, slave = os.openpty()
+    command = [sys.executable, "-m", "runspec", "lint", str(bad)]
+    without = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    with subprocess.Popen(
+        command, stdout=slave, stderr=subprocess.DEVNULL, env=without | environ, cwd=ROOT
+    ) as process:
+        assert process.wait(60) == 1
+    os.close(slave)
+    shown = os.read(master, 65536).decode()
+    os.close(master)
+    # then there is colour, unless the person wants none
+    assert "stepss" in shown
+    assert ("\x1b[" in shown) == coloured
+
+
+def test_a_process_has_the_same_exit_codes(bad: Path) -> None:
+    for arguments, code in (([bad], 1), ([bad, "--fail-level", "never"], 0), (["gone.yaml"], 2)):
+        done = runspec("lint", *arguments)
+        assert done.returncode == code, done
+        assert "Traceback" not in done.stderr
+        assert "\x1b" not in done.stdout
+    assert runspec("apply", "nowhere.yaml").returncode == 2
+    assert runspec("brew").returncode == 2
