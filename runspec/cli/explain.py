@@ -77,10 +77,14 @@ def suggestion(topic: str) -> str:
     from runspec.spec.schema_keys import close_match
 
     known = topics()
-    last = topic.rpartition(".")[2]
-    homes = [path for path in known if path.rpartition(".")[2] == last]
-    match = homes[0] if homes else close_match(topic, known)
-    return f"did you mean {match}?" if match else "`runspec explain --list` names everything"
+    by_key: dict[str, str] = {}
+    for path in known:
+        by_key.setdefault(path.rpartition(".")[2], path)
+    key = topic.rpartition(".")[2]
+    meant = (
+        by_key.get(key) or close_match(topic, known) or by_key.get(close_match(key, by_key) or "")
+    )
+    return f"did you mean {meant}?" if meant else "`runspec explain --list` names everything"
 
 
 def _show(page: Page) -> None:

@@ -28,18 +28,38 @@ def interpolate(
     Only the values that survived the merge are looked at. A plain scalar takes the type of what it
     became (`steps: ${STEPS}` is a number), a quoted one stays text; a variable never brings
     structure. `${VAR:?message}` refuses an empty variable too, with its own message.
+
+    Variables that `secrets` names are noted and never filled in: a finding that quotes a value
+    would show the secret.
     """
-    filler = _Filler(environ, findings)
+    filler = _Filler(environ, findings, _secret_variables(root))
     filled = filler.node(root, "")
     assert isinstance(filled, MapNode)
     return filled, filler.used
 
 
+def _secret_variables(root: MapNode) -> frozenset[str]:
+    """The environment variables that hold the spec's secrets."""
+    secrets = root.entries["secrets"].value if "secrets" in root.entries else None
+    items = secrets.items if isinstance(secrets, ListNode) else ()
+    sources = [_entry(item, "from") for item in items]
+    names = [_entry(source, "env") for source in sources]
+    return frozenset(str(name.value) for name in names if isinstance(name, ScalarNode))
+
+
+def _entry(node: Node | None, key: str) -> Node | None:
+    entry = node.entries.get(key) if isinstance(node, MapNode) else None
+    return entry.value if entry else None
+
+
 class _Filler:
-    def __init__(self, environ: Mapping[str, str], findings: list[Finding]) -> None:
+    def __init__(
+        self, environ: Mapping[str, str], findings: list[Finding], secrets: frozenset[str]
+    ) -> None:
         self.used: dict[str, ScalarNode] = {}
         self._environ = environ
         self._findings = findings
+        self._secrets = secrets
 
     def node(self, node: Node, path: str) -> Node:
         if isinstance(node, MapNode):
@@ -78,12 +98,17 @@ class _Filler:
     def _value(self, match: re.Match[str], node: ScalarNode, path: str) -> str:
         name, message = match[1], match[2]
         self.used[name] = node
+        if name in self._secrets:
+            return match[0]
         value = self._environ.get(name)
         if value is None or (message is not None and not value):
             state = "not set" if value is None else "empty"
             text = f"variable {name} is {state}" + (f": {message}" if message else "")
             self._report(node, text, path, f"export {name}=...")
             return ""
+        if "${" in value:
+            # What it became would be filled in again by whoever reads the rendered spec.
+            self._report(node, f"variable {name} holds ${{ itself", path)
         return value
 
     def _report(self, node: ScalarNode, message: str, path: str, suggestion: str = "") -> None:
