@@ -16,7 +16,7 @@ from runspec.cli.background import start_in_background
 from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.cli.spec_files import sound_spec
 from runspec.cli.view import watching
-from runspec.local.apply import NotReady, is_finished, open_run, supervise
+from runspec.local.apply import NotReady, is_finished, open_run, require_ready, supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
 from runspec.local.live import CHANGE, ask, change_request
 from runspec.local.planning import refuse_stale, seen_now
@@ -43,16 +43,17 @@ def apply_command(files: SpecFiles, detach: bool, runs_dir: Path) -> int:
             print(f"{spec.name} is finished: all {spec.steps} steps are trained.")
             show_result(run_dir)
             return 0
-        with open_run(spec, runs_dir, seen=seen) as run:
-            if detach:
-                return start_in_background(run)
-            with StopSignals() as requests, watching(spec.name, spec.steps) as view:
-                outcome = supervise(run, view, requests)
+        try:
+            with open_run(spec, runs_dir, seen=seen) as run:
+                if detach:
+                    return start_in_background(run)
+                with StopSignals() as requests, watching(spec.name, spec.steps) as view:
+                    outcome = supervise(run, view, requests)
+        except RunLocked as error:
+            return _change_live(spec, run_dir, seen, error)
     except NotReady as error:
         _show_missing(error, files)
         return EXIT_FAILED
-    except RunLocked as error:
-        return _change_live(spec, run_dir, seen, error)
     show_result(run_dir)
     if outcome.kind == "interrupted":
         # A plan that was applied is stale: its changes are there.
@@ -87,7 +88,8 @@ def _change_live(spec: RunSpec, run_dir: Path, seen: Seen | None, held: RunLocke
     """Hands changes to the supervisor of a run that is alive; returns the exit code."""
     refuse_stale(seen, run_dir)
     now = seen_now(run_dir)
-    changes = difference(load_resolved(run_dir), spec)
+    # Where nothing is there yet, someone else is just making it.
+    changes = [] if now.spec_digest is None else difference(load_resolved(run_dir), spec)
     stopping = [change for change in changes if change.change_class not in LIVE]
     if not changes or stopping:
         print(f"error: {held}", file=sys.stderr)
@@ -96,6 +98,7 @@ def _change_live(spec: RunSpec, run_dir: Path, seen: Seen | None, held: RunLocke
             remedy = f"`runspec pause {run_dir}`, then apply again"
             print(f"These changes need it stopped:\n{listed}\n  remedy: {remedy}", file=sys.stderr)
         return EXIT_LOCKED
+    require_ready(spec, run_dir)
     for change in changes:
         print(f"{change.change_class:<8} {change}")
     payload = change_request(spec, now.serial)

@@ -116,7 +116,7 @@ def open_run(
     run_dir = run_directory(spec, runs_dir)
     if not (run_dir / SPEC_FILE).exists():
         # Asked before the first file is made: a run that cannot start leaves nothing behind.
-        _require_ready(spec, run_dir)
+        require_ready(spec, run_dir)
         _plan(spec, run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     with hold(run_dir) as lock:
@@ -128,7 +128,7 @@ def open_run(
             changes = difference(before, spec)
             if before is not None:
                 refuse_another_run(changes, run_dir)
-                _require_ready(spec, run_dir)
+                require_ready(spec, run_dir)
             end_leftovers(state.roles(), leftover_patience_s)
             endpoints = _plan(spec, run_dir)
             save_endpoints(run_dir, endpoints)
@@ -234,7 +234,8 @@ def _failure_on_record(run: OpenRun, state: RunState) -> Iterator[None]:
         raise
 
 
-def _require_ready(spec: RunSpec, run_dir: Path) -> None:
+def require_ready(spec: RunSpec, run_dir: Path) -> None:
+    """Raises NotReady, listing everything that this machine lacks for a run."""
     lacking = missing(spec, run_dir, look())
     if lacking:
         raise NotReady(spec, lacking)

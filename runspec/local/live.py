@@ -179,7 +179,11 @@ def record_applied(state: RunState, spec: RunSpec, changes: Sequence[Change]) ->
     known, digest = state.applied(), spec_digest(spec)
     if known and known[-1].spec_digest == digest:
         return known[-1].serial
-    return state.add_applied(digest, [str(change) for change in changes] if known else [])
+    what = [str(change) for change in changes] if known else []
+    serial = state.add_applied(digest, what)
+    for line in what:
+        state.add_event("run", f"serial {serial}: {line}")
+    return serial
 
 
 def listed(changes: Sequence[Change]) -> str:

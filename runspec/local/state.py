@@ -174,6 +174,7 @@ class RunState:
                 "INSERT INTO applied (time, spec_digest, what) VALUES (?, ?, ?)",
                 (time.time(), spec_digest, json.dumps(list(what))),
             )
+        self._write("UPDATE run SET spec_digest = ?", (spec_digest,))
         return int(added.lastrowid or 0)
 
     def ask(self, kind: str, payload: Mapping[str, Any]) -> int:

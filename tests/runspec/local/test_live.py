@@ -100,6 +100,13 @@ def test_what_a_live_run_cannot_take_over_is_refused_and_changes_nothing(
     assert state.serial() == 1
 
 
+def test_an_event_tells_of_each_change(run: OpenRun, state: RunState) -> None:
+    live_run(run, state).take(request(change_request(changed("placement.restarts=2"), 1)))
+    assert [(event.role, event.text) for event in state.events()] == [
+        ("run", "serial 2: placement.restarts: 5 there, 2 now")
+    ]
+
+
 def test_an_unknown_request_is_refused_and_a_pause_is_none(run: OpenRun, state: RunState) -> None:
     with pytest.raises(UserError, match="unknown request 'shred'"):
         live_run(run, state).take(request({}, kind="shred"))
@@ -229,6 +236,27 @@ def test_changes_that_need_a_stop_are_left_to_whoever_pauses(
     assert "samplers.volunteers.replicas: 1 there, 2 now" in said
     assert f"runspec pause {run.directory}" in said
     assert load_resolved(run.directory) == SPEC
+
+
+def test_of_two_who_start_a_run_at_once_one_exits_5(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given someone who has the lock of a run, and has not written its spec yet
+    (tmp_path / "small").mkdir()
+    with hold(tmp_path / "small"):
+        # when another one applies
+        assert apply(tmp_path) == 5
+    assert "the run is alive: held by process" in capsys.readouterr().err
+    assert not (tmp_path / "small" / "spec.json").exists()
+
+
+def test_a_change_that_this_machine_cannot_run_is_never_handed_over(
+    run: OpenRun, state: RunState, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with hold(run.directory):
+        assert apply(run.directory.parent, "verify.engine=abacus") == 1
+    assert "no prefill engine 'abacus'" in capsys.readouterr().err
+    assert state.asked() == []
 
 
 @pytest.mark.slow
