@@ -290,7 +290,7 @@ def _disk(spec: RunSpec, run_dir: Path, facts: Facts) -> Iterator[Missing]:
         if needed > free:
             yield Missing(
                 path,
-                f"about {needed / GIB:.1f} GiB of disk are needed, {free / GIB:.1f} are free",
+                f"about {needed / GIB:.1f} GiB of disk needed, {free / GIB:.1f} free",
                 remedy,
             )
 

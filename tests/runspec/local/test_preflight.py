@@ -97,7 +97,7 @@ def test_missing_packages_are_named_with_their_remedy(tmp_path: Path) -> None:
 
 def test_a_disk_too_small_is_named_with_both_figures(tmp_path: Path) -> None:
     (item,) = missing(small_spec(), tmp_path, replace(LAPTOP, free_bytes=lambda folder: GIB // 4))
-    assert item.thing == "about 0.5 GiB of disk are needed, 0.2 are free"
+    assert item.thing == "about 0.5 GiB of disk needed, 0.2 free"
 
 
 def test_an_unknown_prefill_engine_is_named(tmp_path: Path) -> None:
