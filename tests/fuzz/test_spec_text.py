@@ -16,7 +16,7 @@ from tests.fuzz.spec_texts import spec_texts
 
 DONE, FINDINGS, UNREADABLE = 0, 1, 2
 COMMANDS = [
-    *[["lint"]] * 6,
+    *[["lint"]] * 24,
     ["lint", "--format", "json"],
     ["lint", "--format", "sarif", "--fail-level", "warning"],
     ["lint", "--fix"],
