@@ -1,0 +1,313 @@
+"""What a lock pins, and what it notices afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
+from runspec.lint.check import check_spec
+from runspec.lock import files as lock_files
+from runspec.lock.check import check_lock, require_lock
+from runspec.lock.pins import Looking, look
+from runspec.spec.load import SpecFiles, load_layers
+from runspec.spec.lock_file import LOCK_VERSION, Lock, lock_path, read_lock, write_lock
+from runspec.spec.schema import RunSpec
+from tests.runspec.lock.repository import COMMIT, OTHER, cache, write_model, write_weights
+from tests.runspec.spec.spec_files import small_spec, write
+
+LOCAL = "model: {hf: policy}"
+ON_HUB = "model: {hf: some/model}"
+
+
+def resolved(path: Path, *overrides: str) -> RunSpec:
+    spec = load_layers(SpecFiles(path, overrides=overrides), environ={}).spec
+    assert spec is not None
+    return spec
+
+
+def lock(
+    path: Path, *overrides: str, env: Mapping[str, str] | None = None, full: bool = False
+) -> Lock:
+    """Locks a spec as the command does where the Hub need not be asked."""
+    spec = resolved(path, *overrides)
+    made = Lock(
+        version=LOCK_VERSION, pins=look(spec, Looking(path.parent, env or {}, full=full)).pins
+    )
+    write_lock(made, path)
+    assert read_lock(path) == made
+    return made
+
+
+def stale(path: Path, *overrides: str, env: Mapping[str, str] | None = None) -> list[str]:
+    return check_lock(resolved(path, *overrides), path, env=env or {})
+
+
+def test_a_directory_is_pinned_file_by_file(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "policy")
+    made = lock(small_spec(tmp_path, LOCAL))
+    pin = made.model
+    assert pin is not None and (pin.source, pin.commit) == ("policy", None)
+    assert pin.chat_template == digest_bytes(b"{{ messages }}")
+    assert {name: file.blake3 for name, file in pin.files.items()} == {
+        name: digest_bytes((folder / name).read_bytes())
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+    }
+    assert stale(tmp_path / "spec.yaml") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: (m / "config.json").write_text("{}"), "config.json is not the file of the lock"),
+        (lambda m: (m / "tokenizer.json").unlink(), "tokenizer.json is in the lock, and not here"),
+        (lambda m: write_weights(m / "model.safetensors", b"4321"), "model.safetensors is not the"),
+        (
+            lambda m: (m / "chat_template.jinja").write_text("other"),
+            "chat_template.jinja is not in the lock",
+        ),
+    ],
+)
+def test_a_file_that_changed_is_named(tmp_path: Path, change: object, said: str) -> None:
+    folder = write_model(tmp_path / "policy")
+    path = small_spec(tmp_path, LOCAL)
+    lock(path)
+    assert callable(change)
+    change(folder)
+    assert any(sentence.startswith(f"model: {said}") for sentence in stale(path)), stale(path)
+
+
+def test_the_template_is_found_wherever_it_is(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "policy", template="in the config")
+    path = small_spec(tmp_path, LOCAL)
+    lock(path)
+    write_model(folder, template="another")
+    assert "model: another chat template than in the lock" in stale(path)
+    # given one in a file of its own, it is the one that counts
+    (folder / "chat_template.jinja").write_text("in the config")
+    assert "model: another chat template than in the lock" not in stale(path)
+
+
+def test_large_weights_are_pinned_by_their_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_files, "WHOLE_BYTES", 10)
+    folder = write_model(tmp_path / "policy")
+    path = small_spec(tmp_path, LOCAL)
+    made = lock(path)
+    assert made.model is not None
+    pin = made.model.files["model.safetensors"]
+    assert pin.blake3 is None and pin.header is not None
+    # then a value may change unseen, a tensor's name may not
+    write_weights(folder / "model.safetensors", b"4321")
+    assert stale(path) == []
+    write_weights(folder / "model.safetensors", b"4321", name="b")
+    assert "model.safetensors is not the file of the lock" in stale(path)[0]
+    # and with all bytes pinned, all bytes are looked at
+    lock(path, full=True)
+    write_weights(folder / "model.safetensors", b"1234", name="b")
+    assert "model.safetensors is not the file of the lock" in stale(path)[0]
+
+
+def test_weights_without_a_header_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_files, "WHOLE_BYTES", 0)
+    folder = write_model(tmp_path / "policy")
+    for content in (b"", b"\xff" * 8, (1000).to_bytes(8, "little") + b"short"):
+        (folder / "model.safetensors").write_bytes(content)
+        if content:
+            with pytest.raises(UserError, match="its header is cut short"):
+                lock(small_spec(tmp_path, LOCAL))
+
+
+def test_a_repository_is_pinned_by_the_commit_in_the_cache(tmp_path: Path) -> None:
+    env = {"HF_HOME": str(tmp_path / "home")}
+    write_model(cache(tmp_path / "home"))
+    path = small_spec(tmp_path, ON_HUB)
+    made = lock(path, env=env)
+    assert made.model is not None and made.model.commit == COMMIT
+    assert "config.json" in made.model.files
+    # when main has moved on in the cache
+    write_model(cache(tmp_path / "home", commit=OTHER))
+    assert stale(path, env=env) == [f"model: commit {OTHER}, and {COMMIT} in the lock"]
+    # then the old commit is still there by name
+    assert stale(path, f"model.revision={COMMIT}", env=env) == []
+    assert stale(path, f"model.revision={OTHER}", env=env) != []
+    # and where neither is, only what the spec says is compared
+    assert stale(path) == []
+    assert stale(path, f"model.revision={OTHER}") == [
+        f"model: commit {OTHER}, and {COMMIT} in the lock"
+    ]
+
+
+def test_a_cached_file_that_was_tampered_with_is_named(tmp_path: Path) -> None:
+    env = {"HF_HOME": str(tmp_path / "home")}
+    snapshot = write_model(cache(tmp_path / "home"))
+    path = small_spec(tmp_path, ON_HUB)
+    lock(path, env=env)
+    write_weights(snapshot / "model.safetensors", b"evil")
+    assert "model.safetensors is not the file of the lock" in stale(path, env=env)[0]
+
+
+def test_another_tokenizer_has_a_pin_of_its_own(tmp_path: Path) -> None:
+    write_model(tmp_path / "policy")
+    write_model(tmp_path / "words", template="other")
+    path = small_spec(tmp_path, "model: {hf: policy, tokenizer: {hf: words}}")
+    made = lock(path)
+    assert made.tokenizer is not None
+    assert set(made.tokenizer.files) == {"tokenizer.json", "tokenizer_config.json"}
+    (tmp_path / "words" / "tokenizer.json").write_text("{}")
+    assert "model.tokenizer: tokenizer.json is not the file" in stale(path)[0]
+
+
+def test_generators_are_pinned_by_package_and_parameters(tmp_path: Path) -> None:
+    write_model(tmp_path / "policy")
+    path = small_spec(tmp_path, LOCAL)
+    pin = lock(path).data["words"]
+    assert pin.package is not None and pin.package.startswith("reasoning-gym ")
+    assert stale(path, "data.sources.words.size=11") == [
+        "data.sources.words: other parameters than in the lock"
+    ]
+    # given another version of the package when it was locked
+    text = lock_path(path).read_text().replace(pin.package, "reasoning-gym 0.0.1")
+    lock_path(path).write_text(text)
+    assert stale(path) == [
+        f"data.sources.words: {pin.package}, and reasoning-gym 0.0.1 in the lock"
+    ]
+
+
+def test_local_data_is_pinned_file_by_file(tmp_path: Path) -> None:
+    write_model(tmp_path / "policy")
+    rows = write(tmp_path / "rows" / "part" / "a.parquet", "rows")
+    write(tmp_path / "rows" / ".hidden", "x")
+    source = "data.sources=[{name: rows, kind: parquet, uri: rows}]"
+    path = small_spec(tmp_path, LOCAL)
+    assert set(lock(path, source).data["rows"].files) == {"part/a.parquet"}
+    rows.write_text("other rows")
+    assert stale(path, source) == [
+        "data.sources.rows: part/a.parquet is not the file of the lock: 10 bytes, 4 in the lock"
+    ]
+    write(tmp_path / "rows" / "b.parquet", "more")
+    assert "data.sources.rows: b.parquet is not in the lock" in stale(path, source)
+
+
+def test_data_on_the_hub_is_pinned_by_its_commit(tmp_path: Path) -> None:
+    write_model(tmp_path / "policy")
+    env = {"HF_HUB_CACHE": str(tmp_path / "home" / "hub")}
+    cache(tmp_path / "home", "datasets--some--data")
+    source = "data.sources=[{name: rows, kind: parquet, uri: 'hf://datasets/some/data/train'}]"
+    path = small_spec(tmp_path, LOCAL)
+    assert lock(path, source, env=env).data["rows"].commit == COMMIT
+    cache(tmp_path / "home", "datasets--some--data", OTHER)
+    assert stale(path, source, env=env) == [
+        f"data.sources.rows: commit {OTHER}, and {COMMIT} in the lock"
+    ]
+
+
+def test_names_that_come_and_go_are_told(tmp_path: Path) -> None:
+    write_model(tmp_path / "policy")
+    path = small_spec(tmp_path, LOCAL)
+    lock(path)
+    other = "data.sources={words: null, letters: {kind: reasoning_gym, dataset: letters, size: 3}}"
+    assert stale(path, other) == [
+        "data.sources.letters: letters is not in the lock",
+        "data.sources.words: spell_backward is in the lock, and not in the spec",
+    ]
+    write_model(tmp_path / "other")
+    assert stale(path, "model.hf=other") == ["model: other, and policy in the lock"]
+
+
+def test_what_is_neither_here_nor_in_the_spec_is_left_open(tmp_path: Path) -> None:
+    path = small_spec(
+        tmp_path,
+        """
+        model: {hf: ./policy}
+        data: {sources: [{name: web, kind: parquet, uri: "https://example.org/a.parquet"},
+                         {name: file, kind: parquet, uri: gone.parquet},
+                         {name: odd, kind: abacus},
+                         {name: hub, kind: parquet, uri: "hf://datasets/"}]}
+        """,
+    )
+    seen = look(resolved(path), Looking(path.parent, {}))
+    assert seen.absent == {
+        "model": "no config.json in ./policy",
+        "data.sources.file": "no file gone.parquet",
+        "data.sources.odd": "no installed package makes kind abacus",
+        "data.sources.hub": "no repository in hf://datasets/",
+    }
+    assert list(seen.open) == ["data.sources.web"]
+    assert list(seen.unknown) == []
+    assert list(look(resolved(path, "model.hf=some/model"), Looking(tmp_path, {})).unknown) == [
+        "model"
+    ]
+
+
+def test_without_a_lock_nothing_is_stale(tmp_path: Path) -> None:
+    assert stale(small_spec(tmp_path)) == []
+
+
+def test_a_stale_lock_stops_a_run_with_the_list(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "policy")
+    path = small_spec(tmp_path, LOCAL)
+    lock(path)
+    require_lock(resolved(path), path)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="what is here is not what was locked") as raised:
+        require_lock(resolved(path), path)
+    assert "model: config.json is not the file of the lock: 2 bytes, 23" in str(raised.value)
+    assert raised.value.place == str(tmp_path / "spec.lock.yaml")
+
+
+def test_a_profile_has_a_lock_of_its_own(tmp_path: Path) -> None:
+    assert lock_path(Path("a/spec.yaml")) == Path("a/spec.lock.yaml")
+    assert lock_path(Path("a/spec.yaml"), "laptop") == Path("a/spec.laptop.lock.yaml")
+
+
+def test_the_rule_on_revisions_takes_the_locks_commit(tmp_path: Path) -> None:
+    env = {"HF_HOME": str(tmp_path / "home")}
+    write_model(cache(tmp_path / "home"))
+    path = small_spec(tmp_path, ON_HUB)
+    codes = [finding.code for finding in check_spec(SpecFiles(path), environ={}).findings]
+    assert codes == ["unpinned-revision"]
+    lock(path, env=env)
+    assert check_spec(SpecFiles(path), environ={}).findings == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "it holds no map"),
+        ("- 1", "it holds no map"),
+        ("version: [", "broken YAML"),
+        ("version: runspec-lock/v9", "version: Input should be 'runspec-lock/v1'"),
+        ("version: runspec-lock/v1\nextra: 1", ":2:8: no lock: extra"),
+        ("version: runspec-lock/v1\npins: {model: {source: a, commit: main}}", "pins.model.commit"),
+        ("version: runspec-lock/v1\npins: {model: {source: a, files: {b: {}}}}", "files.b.size"),
+        ("version: !!python/none x", "tag"),
+        ("a: " + "x" * 300_000, "larger than"),
+        (b"\xff", "cannot read the lock"),
+    ],
+)
+def test_a_file_that_is_no_lock_is_refused_whole(
+    tmp_path: Path, text: str | bytes, said: str
+) -> None:
+    data = text if isinstance(text, bytes) else text.encode()
+    lock_path(tmp_path / "spec.yaml").write_bytes(data)
+    with pytest.raises(UserError) as raised:
+        read_lock(tmp_path / "spec.yaml")
+    assert said in str(raised.value)
+
+
+def test_a_tokenizer_config_that_is_none_is_said(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "policy")
+    (folder / "tokenizer_config.json").write_text(json.dumps(["list"]))
+    made = lock(small_spec(tmp_path, LOCAL))
+    assert made.model is not None and made.model.chat_template is None
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match="no tokenizer config"):
+        lock(tmp_path / "spec.yaml")
