@@ -127,7 +127,8 @@ def _broadcast(estimate: RunEstimate, console: Console) -> None:
     slowest = estimate.arrivals[-1]
     _title(console, "Broadcast", f"{_time(slowest.seconds)} until all have a version")
     table = _table("path", ">rate", ">time", "limited by")
-    table.columns[1].no_wrap = table.columns[-1].no_wrap = False
+    for folding in (table.columns[1], table.columns[-1]):
+        folding.no_wrap, folding.overflow = False, "fold"
     for path, arrival in _same_paths(estimate.arrivals):
         rate = _amount(8 * arrival.rate, "bits/s")
         table.add_row("", path, rate, _time(arrival.seconds), arrival.limit)
@@ -228,7 +229,7 @@ def _cost(estimate: RunEstimate, console: Console) -> None:
 def _assumptions(assumed: Sequence[Assumed], console: Console) -> None:
     _title(console, "Rests on")
     table = _table("", ">value", "from")
-    table.columns[-1].no_wrap = False
+    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
     for entry in assumed:
         source = Text(entry.source, style="bright_black")
         table.add_row("", entry.name, _amount(entry.value, entry.unit), source)

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge.safetensors_io import write_safetensors
+from bridge.shards import plan_shards
+from bridge.weight_map import hf_shapes
+from runspec.estimate.broadcast import arrivals, broadcast_times, version_bytes
+from runspec.spec.schema import Broadcast, Origin, Relay, RunSpec
+from tests.runspec.estimate.shipped import shipped
+
+SIZE = 64e6
+"""Bytes of a version here."""
+CHUNK = 1e6
+BASE, QWQ = shipped()
+LAPTOP = shipped(profile="laptop")[1]
+
+
+def links(
+    *relays: Relay,
+    origin: float | None = None,
+    download: float | None = None,
+    replicas: int = 1,
+    chunk: float = CHUNK,
+) -> RunSpec:
+    """A spec with these links, in bytes/s where the schema has bits/s."""
+    broadcast = Broadcast(
+        origin=Origin.model_construct(upload=bits(origin)),
+        relays=list(relays),
+        chunk_bytes=int(chunk),
+    )
+    pool = BASE.samplers[0].model_copy(
+        update={"download": bits(download), "replicas": replicas, "name": "pool"}
+    )
+    return BASE.model_copy(update={"broadcast": broadcast, "samplers": [pool]})
+
+
+def relay(
+    name: str, *upstream: str, download: float | None = None, upload: float | None = None
+) -> Relay:
+    return Relay.model_construct(
+        name=name,
+        url=None,
+        upstream=list(upstream or ["origin"]),
+        download=bits(download),
+        upload=bits(upload),
+    )
+
+
+def bits(rate: float | None) -> float | None:
+    return None if rate is None else 8 * rate
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numpy"), [("float32", np.float32), ("bfloat16", ml_dtypes.bfloat16)]
+)
+def test_a_version_weighs_what_the_bridge_writes(tmp_path: Path, dtype: str, numpy: type) -> None:
+    shapes = dict(hf_shapes(LAPTOP))
+
+    zeros = (np.zeros(shape, numpy) for shape in shapes.values())
+    write_safetensors(tmp_path / "model.safetensors", shapes, np.dtype(numpy), zeros)
+
+    assert (tmp_path / "model.safetensors").stat().st_size == version_bytes(LAPTOP, dtype)
+
+
+def test_a_large_version_is_several_files() -> None:
+    shards = plan_shards(dict(hf_shapes(QWQ)), 2)
+
+    # 32,763,876,352 parameters of two bytes, and a header in each file.
+    assert len(shards) == 14
+    assert 0 < version_bytes(QWQ, "bfloat16") - 2 * 32_763_876_352 < 14 * 10_000
+
+
+def test_nothing_declared_is_nothing_known() -> None:
+    assert broadcast_times(links(), SIZE) == {}
+
+
+def test_one_link_is_size_over_rate() -> None:
+    assert broadcast_times(links(download=1e6), SIZE) == {"pool-0": 64.0}
+
+
+def test_the_published_broadcast_of_intellect_2() -> None:
+    spec = links(download=590e6 / 8)
+
+    # 62 GB at 590 Mb/s: 14 minutes.
+    assert broadcast_times(spec, 62e9)["pool-0"] / 60 == pytest.approx(14.0, rel=0.01)
+
+
+def test_an_upload_is_shared_by_those_who_take_from_it() -> None:
+    times = broadcast_times(links(origin=4e6, replicas=4), SIZE)
+
+    assert times == dict.fromkeys(["pool-0", "pool-1", "pool-2", "pool-3"], 64.0)
+
+
+def test_what_a_slow_child_cannot_take_goes_to_the_others() -> None:
+    slow, fast = relay("slow", download=1e6), relay("fast")
+
+    times = broadcast_times(links(slow, fast, origin=9e6, replicas=0), SIZE)
+
+    assert times == {"relay-slow": 64.0, "relay-fast": 8.0}
+
+
+def test_a_chain_is_as_slow_as_its_slowest_link_and_a_chunk_for_each_hop() -> None:
+    eu = relay("eu", download=2e6)
+    spec = links(eu, relay("far", "eu", download=1e6), download=4e6, replicas=1)
+
+    found = {arrival.name: arrival for arrival in arrivals(spec, SIZE)}
+
+    assert found["relay-eu"].seconds == 32.0
+    assert found["relay-far"].seconds == 64.0 + 0.5
+    assert found["relay-far"].path == ("origin", "relay-eu", "relay-far")
+    assert found["relay-far"].limit == "broadcast.relays.far.download"
+
+
+def test_workers_take_relays_in_turn_or_the_one_that_their_pool_prefers() -> None:
+    relays = [relay("a", upload=1e6), relay("b", upload=1e6)]
+    in_turn = links(*relays, replicas=4)
+    pool = in_turn.samplers[0].model_copy(update={"relays": ["b", "a"]})
+    preferring = in_turn.model_copy(update={"samplers": [pool]})
+
+    assert set(broadcast_times(in_turn, SIZE).values()) == {128.0}
+    assert set(broadcast_times(preferring, SIZE).values()) == {256.0}
+
+
+def test_relays_without_a_way_to_the_origin_are_left_out() -> None:
+    spec = links(relay("a", "b", download=1e6), relay("b", "a"), relay("c", "gone", download=1e6))
+
+    assert broadcast_times(spec, SIZE) == {}
+
+
+def test_the_slowest_is_last() -> None:
+    spec = links(relay("eu", download=1e6), relay("us", download=3e6), replicas=2)
+
+    assert [arrival.name for arrival in arrivals(spec, SIZE)][-1] == "pool-0"
+
+
+RATES = st.floats(1e5, 1e9)
+
+
+@given(RATES, RATES, st.integers(1, 8), st.floats(1, 10))
+def test_a_faster_link_never_makes_a_broadcast_slower(
+    origin: float, download: float, replicas: int, factor: float
+) -> None:
+    before = links(relay("eu", upload=origin), download=download, replicas=replicas)
+    after = links(relay("eu", upload=origin * factor), download=download, replicas=replicas)
+
+    slow, fast = broadcast_times(before, SIZE), broadcast_times(after, SIZE)
+
+    assert all(fast[name] <= slow[name] * (1 + 1e-9) for name in slow)
+
+
+@given(RATES, st.lists(RATES, min_size=1, max_size=6))
+def test_children_get_no_more_than_the_upload_and_leave_none_that_one_could_take(
+    upload: float, downloads: list[float]
+) -> None:
+    relays = [relay(f"r{i}", download=rate) for i, rate in enumerate(downloads)]
+
+    rates = {a.name: a.rate for a in arrivals(links(*relays, origin=upload, replicas=0), SIZE)}
+
+    total = sum(rates.values())
+    assert total <= upload * (1 + 1e-9)
+    assert total == pytest.approx(min(upload, sum(downloads)))
+    assert all(rates[f"relay-r{i}"] <= r * (1 + 1e-9) for i, r in enumerate(downloads))

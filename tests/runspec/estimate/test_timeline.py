@@ -1,0 +1,302 @@
+"""The discrete-event model: what must hold of any run, and runs small enough to reckon by hand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runspec.estimate.timeline import (
+    LEARNER,
+    PUBLISHER,
+    VALIDATORS,
+    Interval,
+    Model,
+    Replica,
+    Simulated,
+    simulate,
+)
+
+EXACT = 1e-6
+"""Times are sums of floats."""
+
+
+def replica(
+    pool: str = "pool",
+    *,
+    fetch_s: float = 0.0,
+    load_s: float = 0.0,
+    lease_groups: int = 1,
+    token_s: float = 1.0,
+) -> Replica:
+    return Replica(pool, fetch_s, load_s, lease_groups, lambda lengths: token_s * sum(lengths))
+
+
+def model(*replicas: Replica, **changes: object) -> Model:
+    """One group of one token a step, and everything but training takes no time."""
+    plain = Model(
+        steps=4,
+        groups=1,
+        async_level=0,
+        train_s=10.0,
+        publish_s=0.0,
+        replicas=replicas or (replica(),),
+        validators=0,
+        check_s=lambda lengths: 0.0,
+        lengths=lambda step, group: [1.0],
+        filtered=lambda step, group: False,
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def drawn(seed: int, filtered_share: float):
+    """Lengths and filter of every group."""
+
+    def lengths(step: int, group: int) -> list[float]:
+        random = Random(f"{seed}/{step}/{group}")
+        return [random.uniform(1, 9) for _ in range(3)]
+
+    def filtered(step: int, group: int) -> bool:
+        return Random(f"{seed}/{step}/{group}/filter").random() < filtered_share
+
+    return {"lengths": lengths, "filtered": filtered}
+
+
+SECONDS = st.floats(0, 30)
+REPLICAS = st.lists(
+    st.builds(
+        replica,
+        st.sampled_from(["pool", "other"]),
+        fetch_s=SECONDS,
+        load_s=SECONDS,
+        lease_groups=st.integers(1, 5),
+        token_s=st.floats(0.01, 3),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    check_s = draw(st.floats(0, 3))
+    return model(
+        *draw(REPLICAS),
+        steps=draw(st.integers(1, 7)),
+        groups=draw(st.integers(1, 9)),
+        async_level=draw(st.integers(0, 3)),
+        train_s=draw(SECONDS),
+        publish_s=draw(SECONDS),
+        validators=draw(st.integers(0, 3)),
+        check_s=lambda lengths: check_s * len(lengths),
+        max_groups=draw(st.floats(1, 4)),
+        **drawn(draw(st.integers(0, 2**32)), draw(st.sampled_from([0.0, 0.2, 0.9]))),
+    )
+
+
+def busy(run: Simulated) -> dict[tuple[str, int], list[Interval]]:
+    """Intervals by who spent them, in order of time; links fetch beside what else is done."""
+    found = defaultdict(list)
+    for interval in run.intervals:
+        found[interval.role, interval.member].append(interval)
+    return {who: sorted(mine, key=lambda i: (i.start, i.end)) for who, mine in found.items()}
+
+
+@given(models())
+def test_what_is_leased_is_checked_and_trained_or_filtered(model: Model) -> None:
+    run = simulate(model)
+
+    for step in run.steps:
+        assert step.leased == step.checked == step.kept + step.filtered
+        assert step.kept <= model.groups
+        assert step.leased <= max(model.groups, model.max_groups * model.groups)
+        if step.kept < model.groups:  # max_groups is spent
+            assert step.leased == int(model.max_groups * model.groups)
+        numbers = range(step.leased)
+        assert step.filtered == sum(model.filtered(step.number, group) for group in numbers)
+        tokens = sum(sum(model.lengths(step.number, group)) for group in numbers)
+        assert step.tokens == pytest.approx(tokens)
+
+
+@given(models())
+def test_no_step_trains_on_more_lag_than_it_may(model: Model) -> None:
+    assert all(0 <= step.lag <= model.async_level for step in simulate(model).steps)
+
+
+@given(models())
+def test_causes_come_before_their_effects(model: Model) -> None:
+    run = simulate(model)
+
+    for step in run.steps:
+        assert step.opened is not None and step.full is not None
+        assert step.first_rollouts is not None
+        assert step.opened <= step.first_rollouts <= step.full <= step.train_start <= step.trained
+    for before, after in pairwise(run.steps):
+        assert before.full is not None and after.full is not None
+        assert before.full <= after.full
+        assert before.trained <= after.train_start
+    for step in run.steps[model.async_level + 1 :]:
+        # Version s - async_level must be out before anything of step s is sampled.
+        assert step.opened is not None
+        allowed = run.steps[step.number - model.async_level - 1].trained + model.publish_s
+        assert step.opened >= allowed - EXACT
+
+
+@given(models())
+def test_nobody_does_two_things_at_once(model: Model) -> None:
+    for mine in busy(simulate(model)).values():
+        for before, after in pairwise(mine):
+            assert before.end <= after.start + EXACT
+
+
+@given(models())
+def test_a_version_is_published_fetched_and_loaded_before_it_samples(model: Model) -> None:
+    run = simulate(model)
+    published = {0: 0.0} | {i.step: i.end for i in run.intervals if i.role == PUBLISHER}
+
+    for (role, _), mine in busy(run).items():
+        loads = [i for i in mine if i.what == "load"]
+        assert [i.step for i in loads] == sorted({i.step for i in loads})
+        if any(i.what == "sample" for i in mine):
+            assert mine[0].what == "load", role
+        for interval in mine:
+            if interval.what in ("fetch", "load"):
+                assert interval.start >= published[interval.step] - EXACT
+
+
+@given(models())
+def test_the_same_run_comes_twice(model: Model) -> None:
+    assert simulate(model) == simulate(model)
+
+
+@given(models())
+def test_work_is_done_once(model: Model) -> None:
+    run = simulate(model)
+
+    checked = sum(i.end - i.start for i in run.intervals if i.role == VALIDATORS)
+    trained = sum(i.end - i.start for i in run.intervals if i.role == LEARNER)
+
+    rollouts = 3 * sum(step.checked for step in run.steps)
+    expected = model.check_s([0.0] * rollouts) if model.validators else 0.0
+    assert checked == pytest.approx(expected)
+    shares = sum(step.kept for step in run.steps) / model.groups
+    assert trained == pytest.approx(model.train_s * shares)
+
+
+@given(st.integers(1, 6), SECONDS, SECONDS, SECONDS, SECONDS, st.floats(0.1, 3), st.floats(0, 3))
+def test_in_step_a_step_is_the_sum_of_its_parts(
+    groups: int,
+    publish_s: float,
+    fetch_s: float,
+    load_s: float,
+    train_s: float,
+    token_s: float,
+    check_s: float,
+) -> None:
+    one = replica(fetch_s=fetch_s, load_s=load_s, lease_groups=groups, token_s=token_s)
+    run = simulate(
+        model(
+            one,
+            groups=groups,
+            train_s=train_s,
+            publish_s=publish_s,
+            validators=1,
+            check_s=lambda lengths: check_s * len(lengths),
+        )
+    )
+
+    parts = publish_s + fetch_s + load_s + groups * (token_s + check_s) + train_s
+    for before, after in pairwise(run.steps):
+        assert after.trained - before.trained == pytest.approx(parts)
+
+
+@st.composite
+def plain_models(draw: st.DrawFn) -> Model:
+    """Versions come at once, submissions are believed, no group is filtered.
+
+    Without that, more need not be faster. A lease names the newest version, and whoever asks just
+    after it is out waits for its link; a group that must be sampled again may find every worker at
+    a later step; a validator may be busy with one.
+    """
+    drawn_model = draw(models())
+    alike = replica(lease_groups=draw(st.integers(1, 4)))
+    return replace(
+        drawn_model,
+        replicas=(alike,) * len(drawn_model.replicas),
+        validators=0,
+        filtered=lambda step, group: False,
+    )
+
+
+@given(plain_models())
+def test_more_samplers_never_slow_a_plain_run(model: Model) -> None:
+    fleets = [model.replicas[:1] * count for count in (1, 2, 3, 5)]
+
+    ends = [simulate(replace(model, replicas=fleet)).steps[-1].trained for fleet in fleets]
+
+    assert all(after <= before + EXACT for before, after in pairwise(ends))
+
+
+@given(plain_models(), st.floats(0, 1))
+def test_a_faster_learner_never_slows_a_plain_run(model: Model, factor: float) -> None:
+    slow = simulate(model).steps[-1].trained
+    fast = simulate(replace(model, train_s=factor * model.train_s)).steps[-1].trained
+
+    assert fast <= slow + EXACT
+
+
+@given(plain_models())
+def test_more_lag_never_slows_a_plain_run(model: Model) -> None:
+    ends = [simulate(replace(model, async_level=lag)).steps[-1].trained for lag in range(4)]
+
+    assert all(after <= before + EXACT for before, after in pairwise(ends))
+
+
+def test_with_lag_the_learner_never_waits_for_quick_samplers() -> None:
+    run = simulate(model(replica(token_s=4.0), async_level=2, steps=10))
+
+    gaps = [after.train_start - before.trained for before, after in pairwise(run.steps)]
+    assert gaps == [0.0] * 9
+
+
+def test_a_slow_link_holds_up_only_what_waits_for_it() -> None:
+    run = simulate(model(replica(fetch_s=100.0, token_s=1.0), async_level=1, steps=3))
+
+    # Version 0 takes 100 s. Steps 0 and 1 are sampled from it; step 2 needs version 1, which is
+    # out when step 0 is trained, at 111 s, and there at 211 s.
+    assert [step.full for step in run.steps] == [101.0, 102.0, 212.0]
+    assert [step.lag for step in run.steps] == [0, 1, 1]
+
+
+def test_filtered_groups_are_sampled_again() -> None:
+    first_is_dropped = model(groups=2, filtered=lambda step, group: group == 0)
+
+    step = simulate(first_is_dropped).steps[0]
+
+    assert (step.leased, step.filtered, step.kept) == (3, 1, 2)
+
+
+def test_a_step_that_filters_everything_closes_empty_at_its_limit() -> None:
+    all_dropped = model(groups=4, max_groups=2.5, filtered=lambda step, group: True)
+
+    step = simulate(all_dropped).steps[0]
+
+    assert (step.leased, step.kept) == (10, 0)
+    assert step.full == 10.0 and step.trained == step.train_start
+
+
+def test_one_validator_checks_one_submission_at_a_time() -> None:
+    run = simulate(model(replica(), replica(), groups=2, validators=1, check_s=lambda lengths: 5.0))
+
+    assert run.steps[0].first_rollouts == 6.0
+    assert run.steps[0].full == 11.0
+
+
+def test_a_run_without_anybody_in_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="never ends"):
+        simulate(replace(model(), replicas=()))
