@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from runspec.common.process import EXIT_FINAL
@@ -161,6 +163,20 @@ def test_a_worker_that_does_not_end_holds_a_trained_run_up_only_so_long() -> Non
     fleet, actions = play(fleet, (30.0, Tick()))
     assert actions == [Stop("origin"), Stop("worker")]
     assert fleet.outcome == Outcome("finished")
+
+
+def test_a_run_whose_workers_are_elsewhere_ends_when_its_last_version_is_out() -> None:
+    # given a fleet without samplers and validators
+    rules = replace(RULES, ends_when_sampled=frozenset(), servers=frozenset({"origin"}))
+    fleet = Fleet({name: RoleState() for name in ("learner", "origin")}, rules)
+    fleet, _ = play(fleet, (0.0, Tick()), (10.0, Sampled()), (11.0, Trained()))
+    # when the learner has ended, then the run waits for the version, and for nobody else
+    fleet, actions = play(fleet, (12.0, Exited("learner", 0)), (13.0, Tick()))
+    assert (fleet.phase, actions) == (Phase.DRAINING, [])
+    fleet, _ = play(fleet, (14.0, Published()), (14.1, Tick()), (14.2, Tick()))
+    assert fleet.outcome == Outcome("finished")
+    fleet, _ = play(fleet, (15.0, Exited("origin", 0)))
+    assert fleet.done
 
 
 def test_a_server_that_dies_while_the_last_version_goes_out_starts_again() -> None:
