@@ -19,6 +19,11 @@ LIVE: frozenset[ChangeClass] = frozenset({"hot", "rolling"})
 """Classes of what a run takes over while it is alive."""
 _ORDER_IS_LEARNT = ("data.sources", "reward")
 """Named lists whose order decides draws and sums."""
+_ONLY_RAISED = {
+    "steps": "some may be trained or sampled already",
+    "groups_per_submission": "leases of more may be out",
+}
+"""Why these fields of a class restart are newrun where they are lowered, by key."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,10 @@ def of_class(changes: Sequence[Change], change_class: ChangeClass) -> list[Chang
 
 
 def _changed(path: str, before: Any, after: Any) -> Change:
-    if path == "steps" and after < before:
-        return Change(path, before, after, "change", "newrun", "steps may only be raised")
-    return Change(path, before, after, "change", _class(path))
+    change_class, reason = _class(path), _ONLY_RAISED.get(path.rpartition(".")[2])
+    if change_class == "restart" and reason and after < before:
+        return Change(path, before, after, "change", "newrun", f"{reason}: it may only be raised")
+    return Change(path, before, after, "change", change_class)
 
 
 def _class(path: str) -> ChangeClass:

@@ -51,7 +51,15 @@ def test_the_class_is_that_of_the_field(override: str, change_class: str) -> Non
 def test_steps_may_only_be_raised() -> None:
     (change,) = difference(OLD, small_spec(steps=4))
     assert change.change_class == "newrun"
-    assert str(change) == "steps: 5 there, 4 now (steps may only be raised)"
+    why = "some may be trained or sampled already: it may only be raised"
+    assert str(change) == f"steps: 5 there, 4 now ({why})"
+
+
+def test_leases_may_only_become_larger() -> None:
+    path = "samplers.volunteers.groups_per_submission"
+    groups = OLD.samplers[0].groups_per_submission
+    (more,), (fewer,) = changed(f"{path}={groups + 1}"), changed(f"{path}={groups - 1}")
+    assert (more.change_class, fewer.change_class) == ("restart", "newrun")
 
 
 def test_together_they_are_as_severe_as_the_severest() -> None:
