@@ -28,10 +28,9 @@ def lock_command(files: SpecFiles, check: bool, full: bool) -> int:
 
     try:
         layered = load_layers(files)
-        if layered.kind == "Placement":
-            raise UserError(
-                "a placement names nothing to pin", place=str(files.path), remedy="lock a spec"
-            )
+        if layered.kind != "Run":
+            what = f"a file of kind {layered.kind} names nothing to pin"
+            raise UserError(what, place=str(files.path), remedy="lock a spec")
         if layered.spec is None:
             for finding in layered.findings:
                 print(format_finding(finding), file=sys.stderr)

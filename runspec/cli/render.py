@@ -26,8 +26,9 @@ def render_command(files: SpecFiles, show_origin: bool, output: str) -> int:
         if output not in FORMATS:
             raise UserError(f"no format {output!r}; there are: {', '.join(FORMATS)}")
         checked = check_spec(files)
-        if checked.layered.kind == "Placement":
-            raise UserError("a placement is no spec", place=str(files.path), remedy="render a spec")
+        if checked.layered.kind != "Run":
+            what = f"a file of kind {checked.layered.kind} is no spec"
+            raise UserError(what, place=str(files.path), remedy="render a spec")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_UNREADABLE

@@ -45,10 +45,10 @@ class CheckedSpec:
             UserError: listing every error with its place.
         """
         errors = [finding for finding in self.findings if finding.severity == "error"]
-        if self.layered.kind == "Placement" and not errors:
+        if self.layered.kind != "Run" and not errors:
             raise UserError(
-                "a file of kind Placement, which is no spec by itself",
-                remedy="name the spec first, and this file with --placement",
+                f"a file of kind {self.layered.kind}, which is no spec by itself",
+                remedy="name the spec; a placement follows it with --placement",
             )
         if errors or self.spec is None:
             listed = "\n".join(format_finding(error) for error in errors)

@@ -18,6 +18,7 @@ from runspec.spec.comments import Comment
 from runspec.spec.findings import Finding, Place
 from runspec.spec.interpolate import interpolate
 from runspec.spec.layers import LayerReader, ParsedFiles
+from runspec.spec.lock_file import is_lock, parse_lock
 from runspec.spec.merge import merge_layers
 from runspec.spec.placement_file import is_placement, site_layers
 from runspec.spec.schema import RunSpec
@@ -56,8 +57,8 @@ class Layered:
     """Every file that was read, by the name that findings give it."""
     comments: Mapping[str, Sequence[Comment]] = field(default_factory=dict)
     """Their `# runspec:` comments."""
-    kind: Literal["Run", "Placement"] = "Run"
-    """What the file says that it is; a placement alone is never a spec."""
+    kind: Literal["Run", "Placement", "Lock"] = "Run"
+    """What the file says that it is; a placement or a lock alone is never a spec."""
 
 
 def load_layers(
@@ -80,6 +81,10 @@ def load_layers(
     findings: list[Finding] = []
     reader = LayerReader(findings, parsed or ParsedFiles())
     layers = reader.spec(files.path)
+    if layers and is_lock(layers[-1]):
+        # `specs/*.yaml` names it too.
+        parse_lock(layers[-1], findings)
+        return Layered(None, layers[-1], {}, findings, reader.texts, reader.comments, "Lock")
     if layers and is_placement(layers[-1]):
         return _placement_alone(files, layers, reader, environ, findings)
     if files.profile is not None:

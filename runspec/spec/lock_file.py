@@ -9,9 +9,10 @@ from pydantic import Field, ValidationError
 
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded, write_atomic
+from runspec.spec.findings import Finding, finding_at
 from runspec.spec.schema import Block
 from runspec.spec.validate import locate, to_python
-from runspec.spec.yaml_nodes import MAX_CHARACTERS, MapNode, parse_yaml
+from runspec.spec.yaml_nodes import MAX_CHARACTERS, MapNode, Node, parse_yaml
 from runspec.spec.yaml_text import to_yaml
 
 LOCK_VERSION: Final = "runspec-lock/v1"
@@ -95,23 +96,33 @@ def read_lock(spec: Path, profile: str | None = None) -> Lock | None:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the lock: {error}", place=str(path), remedy=remedy) from error
     document = parse_yaml(text, str(path))
-    for finding in document.findings:
+    findings = list(document.findings)
+    lock = parse_lock(document.root, findings) if document.root and not findings else None
+    for finding in findings:
         place = f"{path}:{finding.line}:{finding.column}"
-        raise UserError(f"no lock: {finding.message}", place=place, remedy=remedy)
-    root = document.root
-    if not isinstance(root, MapNode):
-        raise UserError("no lock: it holds no map", place=str(path), remedy=remedy)
+        key = f"{finding.path}: " if finding.path else ""
+        raise UserError(f"no lock: {key}{finding.message}", place=place, remedy=remedy)
+    if lock is None:
+        raise UserError("no lock: an empty file", place=str(path), remedy=remedy)
+    return lock
+
+
+def is_lock(root: Node) -> bool:
+    """Whether a file says that it is a lock."""
+    version = root.entries.get("version") if isinstance(root, MapNode) else None
+    return version is not None and to_python(version.value) == LOCK_VERSION
+
+
+def parse_lock(root: Node, findings: list[Finding]) -> Lock | None:
+    """The lock that a file's root makes, or None with a finding for everything in the way."""
     try:
         return Lock.model_validate(to_python(root))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = locate(root, first["loc"])[0]
-        key = ".".join(str(step) for step in first["loc"])
-        raise UserError(
-            f"no lock: {key}: {first['msg']}",
-            place=f"{path}:{where.line}:{where.column}",
-            remedy=remedy,
-        ) from error
+        for item in error.errors(include_url=False):
+            place = locate(root, item["loc"])[0]
+            path = ".".join(str(step) for step in item["loc"])
+            findings.append(finding_at(place, "bad-value", item["msg"], path=path))
+        return None
 
 
 def lock_text(lock: Lock, spec: Path) -> str:

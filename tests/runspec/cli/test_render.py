@@ -108,4 +108,4 @@ def test_nothing_to_render_exits_2(
 
 def test_a_placement_is_not_rendered(capsys: pytest.CaptureFixture[str]) -> None:
     assert render_command(SpecFiles(SPECS / "placements" / "h200.yaml"), False, "yaml") == 2
-    assert "a placement is no spec" in capsys.readouterr().err
+    assert "a file of kind Placement is no spec" in capsys.readouterr().err

@@ -281,8 +281,8 @@ def test_the_rule_on_revisions_takes_the_locks_commit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "it holds no map"),
-        ("- 1", "it holds no map"),
+        ("", "an empty file"),
+        ("- 1", "no lock: Input should be a valid dict"),
         ("version: [", "broken YAML"),
         ("version: runspec-lock/v9", "version: Input should be 'runspec-lock/v1'"),
         ("version: runspec-lock/v1\nextra: 1", ":2:8: no lock: extra"),
@@ -301,6 +301,22 @@ def test_a_file_that_is_no_lock_is_refused_whole(
     with pytest.raises(UserError) as raised:
         read_lock(tmp_path / "spec.yaml")
     assert said in str(raised.value)
+
+
+def test_a_lock_among_the_specs_is_linted_as_what_it_is(tmp_path: Path) -> None:
+    write_model(tmp_path / "policy")
+    path = small_spec(tmp_path, LOCAL)
+    lock(path)
+    checked = check_spec(SpecFiles(lock_path(path)), environ={})
+    assert checked.findings == []
+    with pytest.raises(UserError, match="a file of kind Lock, which is no spec"):
+        checked.require()
+    lock_path(path).write_text("version: runspec-lock/v1\npins: {model: {sauce: policy}}\n")
+    found = check_spec(SpecFiles(lock_path(path)), environ={}).findings
+    assert [(f.code, f.path, f.line) for f in found] == [
+        ("bad-value", "pins.model.source", 2),
+        ("bad-value", "pins.model.sauce", 2),
+    ]
 
 
 def test_a_tokenizer_config_that_is_none_is_said(tmp_path: Path) -> None:

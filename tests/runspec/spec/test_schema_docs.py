@@ -28,7 +28,6 @@ PLAIN_NUMBERS = {
     "optimizer.clip_norm": "a norm, as the gradient's",
     "learner.lora.alpha": "a ratio",
     "samplers.<name>.sampling.temperature": "a ratio",
-    "samplers.<name>.sampling.top_p": "a probability",
     "data.sources.<name>.params": "whatever the generator says",
     "placement.devices": "numbers of devices, not how many",
 }
@@ -40,7 +39,7 @@ def is_number(field: SchemaField) -> bool:
 
 
 def is_share(field: SchemaField) -> bool:
-    return "0 to 1" in type_words(field)
+    return "0 to 1" in type_words(field) or "at most 1, above 0" in type_words(field)
 
 
 def test_every_field_has_a_docstring_that_is_a_sentence() -> None:
