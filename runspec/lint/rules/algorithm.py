@@ -94,9 +94,9 @@ def clip_bounds(context: Context) -> Iterator[Violation]:
 
         min( min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A )
 
-    For A < 0 the second term alone has no bound above: r A falls for ever, and one token of a
-    large ratio wrecks an update. delta bounds it. A delta inside the clip range would cut the
-    gradient of tokens that the clip means to keep. The paper's values: eps 0.2, delta 4.
+    Without delta the minimum is r A where A < 0 and r is large: it has no bound, and one token
+    wrecks an update. A delta inside the clip range would cut the gradient of tokens that the clip
+    means to keep. The paper's values: eps 0.2, delta 4.
     """
     algorithm = context.spec.algorithm
     clip = algorithm.clip

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 from runspec.lint.registry import Context, Violation, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
+from runspec.spec.named_models import named_model
+
+PADDING = 0.01
+"""Share of a vocabulary by which models of a family differ: rows that no token has."""
 
 
 @rule("shape-heads", "model")
@@ -147,26 +151,40 @@ def tokenizer_agrees(context: Context) -> Iterator[Violation]:
 
     `model.tokenizer` replaces the model's tokenizer in every role alike, so roles cannot differ
     from one another. But a token whose id is another than in the model's own files would be read
-    by the model as another word. New tokens may be added. Looked at where both are local
-    directories.
+    by the model as another word. New tokens may be added. Where both are local directories all ids
+    are compared; of models whose shape ships with runspec the sizes of the vocabularies, which are
+    padded by less than 1 % from one model of a family to the next.
     """
-    spec = context.spec
-    other = context.tokenizer
-    if spec.model.tokenizer is None or spec.model.hf is None or other is None:
+    model, config = context.spec.model, context.config
+    if model.tokenizer is None or model.hf is None:
         return
-    own = TokenizerFiles.read(context.folder / spec.model.hf)
-    if own is None:
+    ours, theirs = _own_files(context), context.tokenizer
+    where = ("model", "tokenizer", "hf")
+    if ours is not None and theirs is not None:
+        shared = ours.ids.keys() & theirs.ids.keys()
+        differing = sorted(text for text in shared if ours.ids[text] != theirs.ids[text])
+        if differing:
+            text = differing[0]
+            yield Violation(
+                where,
+                f"{len(differing)} tokens have other ids than in the model's own tokenizer, "
+                f"{text[:40]!r} {theirs.ids[text]} in the place of {ours.ids[text]}",
+                numbers={"differing": len(differing)},
+                requires="differing = 0",
+                suggestion="leave model.tokenizer out",
+            )
         return
-    ours, theirs = own.ids, other.ids
-    differing = sorted(text for text in ours.keys() & theirs.keys() if ours[text] != theirs[text])
-    if differing:
-        text = differing[0]
+    named = named_model(model.tokenizer.hf)
+    if named is None or config is None:
+        return
+    sizes = int(named["vocab_size"]), config.vocab_size
+    if abs(sizes[0] - sizes[1]) > PADDING * max(sizes):
         yield Violation(
-            ("model", "tokenizer", "hf"),
-            f"{len(differing)} tokens have other ids than in the model's own tokenizer, "
-            f"{text[:40]!r} {theirs[text]} in the place of {ours[text]}",
-            numbers={"differing": len(differing)},
-            requires="differing = 0",
+            where,
+            f"{model.tokenizer.hf} has {sizes[0]} tokens, {model.hf} {sizes[1]}: they are no "
+            "family, and ids of one are other words in the other",
+            numbers={"tokenizer.vocab_size": sizes[0], "vocab_size": sizes[1]},
+            requires="|tokenizer.vocab_size - vocab_size| <= 1 %",
             suggestion="leave model.tokenizer out",
         )
 

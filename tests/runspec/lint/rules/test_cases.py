@@ -16,6 +16,7 @@ from runspec.spec.load import SpecFiles
 from tests.runspec.lint.rules.test_examples import EXAMPLES
 from tests.runspec.spec.spec_files import write
 
+COMMIT = "0123456789abcdef" * 2 + "01234567"
 BASE, FLEET = EXAMPLES / "base.yaml", EXAMPLES / "fleet.yaml"
 # spec, overrides, what is found: code, path, severity
 BREACHES = [
@@ -58,6 +59,8 @@ BREACHES = [
     (BASE, ["model.shape={head_dim: 5}"], "shape-heads", "model.shape.head_dim", "error"),
     (BASE, ["model.shape.num_hidden_layers=5000"], "model-config", "model.shape", "error"),
     (FLEET, ["model.max_context=131072"], "model-positions", "model.max_context", "error"),
+    (FLEET, [f"model.tokenizer={{hf: meta-llama/Llama-3.1-8B, revision: {COMMIT}}}"],
+     "tokenizer-agrees", "model.tokenizer.hf", "error"),
     (BASE, ["samplers.pool.sampling.top_k=5"],
      "neutral-sampling", "samplers.pool.sampling.top_k", "error"),
     (BASE, ["samplers.pool.hardware.count=2"],
@@ -86,6 +89,8 @@ SILENT = [
              " packing: {rows: 32}}"]),
     (FLEET, ["learner={hardware: {kind: tpu-v6e, topology: 8x16, memory: 95GB},"
              " mesh: {fsdp: 32}, packing: {rows: 32}}"]),
+    # One family, its vocabulary padded differently.
+    (FLEET, [f"model.tokenizer={{hf: Qwen/Qwen3-4B, revision: {COMMIT}}}"]),
     # Rows that hold several sequences: how many come to share one no spec says.
     (BASE, ["learner.packing={tokens: 160, rows: 6}"]),
     # The spec's own memory makes a kind known.
