@@ -48,6 +48,7 @@ def unknown_hardware(context: Context) -> Iterator[Violation]:
         yield Violation(
             (*where, "hardware", "kind"),
             f"{hardware.kind[:80]!r} is not known: what needs its memory is not checked",
+            requires="a kind of the table, or memory given",
             suggestion=f"did you mean {close}?" if close else "give its memory, like 80GB",
         )
 

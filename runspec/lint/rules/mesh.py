@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import lcm, prod
 
 from runspec.estimate.hardware import device_count
+from runspec.lint.divisors import divisors
 from runspec.lint.registry import Context, Violation, rule
 from runspec.spec.schema import Hardware, Mesh, RunSpec
 
@@ -42,6 +43,7 @@ def topology_form(context: Context) -> Iterator[Violation]:
             yield Violation(
                 (*where, "topology"),
                 f"{hardware.topology!r} is not of the form 4x4x4",
+                requires="topology = AxB or AxBxC, in chips",
                 suggestion="4x4x4",
             )
 
@@ -162,6 +164,7 @@ def hosts_divide(context: Context) -> Iterator[Violation]:
             f"{hosts} does not divide the {product} devices",
             numbers={"hosts": hosts, "devices": product},
             requires="devices mod hosts = 0",
+            suggestion=f"{divisors(product, hosts)[-1]}",
         )
 
 

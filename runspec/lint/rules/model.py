@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from runspec.lint.divisors import divisors
 from runspec.lint.registry import Context, Violation, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.spec.named_models import named_model
@@ -47,6 +48,7 @@ def shape_heads(context: Context) -> Iterator[Violation]:
             f"{kv_heads} does not divide {heads} heads",
             numbers={"num_key_value_heads": kv_heads, "num_attention_heads": heads},
             requires="num_attention_heads mod num_key_value_heads = 0",
+            suggestion=f"{divisors(heads, kv_heads)[-1]}",
         )
 
 
@@ -84,6 +86,8 @@ def lora_targets(context: Context) -> Iterator[Violation]:
         yield Violation(
             ("learner", "lora", "targets"),
             f"names {target} more than once",
+            numbers={target: targets.count(target)},
+            requires=f"{target} = 1",
             suggestion=f"[{', '.join(dict.fromkeys(targets))}]",
         )
 
@@ -239,6 +243,7 @@ def chat_template(context: Context) -> Iterator[Violation]:
         yield Violation(
             _tokenizer_key(context),
             f"{files.folder}: no chat template; problems are put to the model as they are",
+            requires="chat_template.jinja, or chat_template in tokenizer_config.json",
             suggestion="chat_template.jinja of the model's repository",
         )
 

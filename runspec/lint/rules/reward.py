@@ -53,6 +53,7 @@ def target_length(context: Context) -> Iterator[Violation]:
                 yield Violation(
                     ("reward", term.name),
                     f"kind target_length needs {field}",
+                    requires=f"{field} given",
                     suggestion={"form": "exact", "alpha": "3e-4", "targets": "[1000, 2000]"}[field],
                 )
 
@@ -68,6 +69,7 @@ def task_reward(context: Context) -> Iterator[Violation]:
         yield Violation(
             ("reward",),
             "no term grades the task itself",
+            requires="a term of another kind than target_length",
             suggestion="add one such as {name: math, kind: math}",
         )
 
@@ -84,6 +86,7 @@ def length_prompt(context: Context) -> Iterator[Violation]:
         yield Violation(
             ("data", "length_prompt"),
             "must say {target}, the length asked for",
+            requires="{target} in length_prompt",
             suggestion="Think for {target} tokens before giving a response.",
         )
 
@@ -101,6 +104,7 @@ def one_term_a_kind(context: Context) -> Iterator[Violation]:
             yield Violation(
                 ("reward", term.name, "kind"),
                 f"a second term of kind {term.kind}; {first[term.kind]} is the first",
+                requires=f"kind != {term.kind}",
                 suggestion=f"change {first[term.kind]} instead",
             )
         first.setdefault(term.kind, term.name)
@@ -174,6 +178,7 @@ def source_fields(context: Context) -> Iterator[Violation]:
                 yield Violation(
                     ("data", "sources", source.name),
                     f"kind {source.kind} needs {field}",
+                    requires=f"{field} given",
                     suggestion=f"such as {field}: {examples[field]}",
                 )
 

@@ -248,5 +248,8 @@ def attention_kernel(context: Context) -> Iterator[Violation]:
         ("learner", "attention"),
         f"{name} {reason}",
         numbers={"hardware.kind": kind, "context": learner.mesh.context},
+        requires="a TPU"
+        if name == "splash"
+        else "an NVIDIA GPU, compute_dtype = bfloat16, context = 1, head size = 8 n <= 256",
         suggestion="auto",
     )
