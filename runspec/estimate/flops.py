@@ -111,11 +111,11 @@ def step_flops(spec: RunSpec, config: ModelConfig, mean_tokens: float) -> StepFl
         mean_tokens: of a sample, prompt and output.
     """
     algorithm, lora = spec.algorithm, spec.learner.lora
-    lengths = [mean_tokens] * (algorithm.prompts_per_step * algorithm.group_size)
-    plain = forward_flops(config, lengths)
+    samples, one = algorithm.prompts_per_step * algorithm.group_size, [mean_tokens]
+    plain = samples * forward_flops(config, one)
     return StepFlops(
-        useful=useful_flops(config, lengths, lora),
-        recompute=_recomputed(spec, config, lengths),
+        useful=samples * useful_flops(config, one, lora),
+        recompute=samples * _recomputed(spec, config, one),
         old=plain if algorithm.old_logprobs == "recompute" else 0.0,
         reference=plain if algorithm.kl.coef else 0.0,
     )

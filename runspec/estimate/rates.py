@@ -27,16 +27,20 @@ def step_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
 
 
 def sampling_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
-    """Time of all pools together for the rollouts of a step; None where one's speed is unknown."""
+    """Time of all pools together for a step's rollouts; None where a speed is unknown, or nil."""
     mean, prompt = assumed.mean_new_tokens(spec).value, assumed.mean_prompt_tokens(spec).value
     total = 0.0
     for pool in spec.samplers:
         speed = decode_speed(pool, spec, config)
         if speed is None:
             return None
-        lengths = [mean] * (pool.groups_per_submission * spec.algorithm.group_size)
-        total += pool.replicas * speed.tokens_per_s(lengths, prompt)
-    return rollouts_per_step(spec) * mean / total
+        lease = pool.groups_per_submission * spec.algorithm.group_size
+        together = [mean] * min(lease, speed.sequences)
+        seconds = speed.lease_seconds(together, prompt)
+        if seconds <= 0.0:
+            return None
+        total += pool.replicas * sum(together) / seconds
+    return rollouts_per_step(spec) * mean / total if total > 0.0 else None
 
 
 def rollouts_per_step(spec: RunSpec) -> float:

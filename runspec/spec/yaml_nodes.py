@@ -23,6 +23,8 @@ MAX_NODES = 20_000
 """Nodes of a document after its aliases are expanded."""
 MAX_NUMBER = 64
 """Characters of a number."""
+MAX_INTEGER = 2**63 - 1
+"""So that products of several counts are numbers that a float holds."""
 
 ScalarValue = str | int | float | bool | None
 
@@ -115,7 +117,7 @@ def resolve_scalar(text: str) -> ScalarValue:
     """The value of a plain scalar by the core schema (YAML 1.2.2, section 10.3.2).
 
     Raises:
-        ValueError: a number of absurd length.
+        ValueError: a number of absurd length or size.
     """
     if text in _NULL:
         return None
@@ -134,7 +136,10 @@ def resolve_scalar(text: str) -> ScalarValue:
         if pattern.fullmatch(text):
             if len(text) > MAX_NUMBER:
                 raise ValueError(f"a number of {len(text)} characters")
-            return convert(text)
+            value = convert(text)
+            if isinstance(value, int) and abs(value) > MAX_INTEGER:
+                raise ValueError(f"a whole number beyond {MAX_INTEGER}")
+            return value
     return text
 
 

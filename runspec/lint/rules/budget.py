@@ -47,7 +47,7 @@ def over_budget(context: Context) -> Iterator[Violation]:
         return
     cost = spec.steps * step_s / 3600.0 * price
     if cost > spec.budget.max_cost:
-        affordable = int(spec.budget.max_cost / price * 3600.0 / step_s)
+        affordable = spec.budget.max_cost / cost * spec.steps
         yield Violation(
             ("budget", "max_cost"),
             f"{spec.budget.max_cost:g}, but {spec.steps} steps cost {cost:.0f} by the estimate",
@@ -59,5 +59,5 @@ def over_budget(context: Context) -> Iterator[Violation]:
                 "max_cost": spec.budget.max_cost,
             },
             requires="cost <= max_cost",
-            suggestion=f"it pays {affordable} steps",
+            suggestion=f"it pays {affordable:.0f} steps",
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
 
 from runspec.estimate.rates import step_seconds, tokens_to_check
 from runspec.estimate.speed import validator_tokens_per_s
@@ -148,7 +147,7 @@ def validator_capacity(context: Context) -> Iterator[Violation]:
         return
     capacity, arriving = spec.verify.validators * rate, tokens_to_check(spec) / step_s
     if capacity < arriving:
-        needed = ceil(arriving / rate)
+        needed = arriving / rate
         yield Violation(
             ("verify", "validators"),
             f"{spec.verify.validators} check {capacity:.0f} tokens/s, and {arriving:.0f} come",
@@ -159,5 +158,5 @@ def validator_capacity(context: Context) -> Iterator[Violation]:
                 "step_s": round(step_s, 1),
             },
             requires="validators x tokens_per_s >= arriving_tokens_s",
-            suggestion=f"{needed} validators, or a smaller prefill_share",
+            suggestion=f"{needed:.1f} would do, or a smaller prefill_share",
         )
