@@ -13,6 +13,7 @@ from runspec.spec.values import (
     CountOrZero,
     Positive,
     PublicKey,
+    Reached,
     Share,
     Steps,
     VariableName,
@@ -110,11 +111,11 @@ class Estimate(Block):
 
     CHANGE = "hot"
 
-    learner_mfu: Share | None = None
+    learner_mfu: Reached | None = None
     """Share of the peak FLOP/s that the learner's useful FLOPs reach."""
-    sampler_mfu: Share | None = None
+    sampler_mfu: Reached | None = None
     """The same of prefill in samplers and validators."""
-    sampler_bandwidth: Share | None = None
+    sampler_bandwidth: Reached | None = None
     """Share of the memory bandwidth that decoding reaches."""
     mean_prompt_tokens: Annotated[Positive | None, Unit("tokens")] = None
     """Mean length of a prompt; null: a quarter of data.max_prompt_tokens."""
