@@ -40,6 +40,10 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Changes one value.")
 ]
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Where runs lie.")]
+SpecRunsDir = Annotated[
+    Path | None,
+    typer.Option("--runs-dir", help="Where runs lie.", show_default="storage.dir, or runs"),
+]
 Run = Annotated[str, typer.Argument(help="A run's name, or the path of its directory.")]
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Does not ask.")]
@@ -191,7 +195,7 @@ def plan(
     aot: Annotated[
         bool, typer.Option("--aot", help="Compiles the learner's step for its chips.")
     ] = False,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: SpecRunsDir = None,
 ) -> None:
     """Says what would change, what it needs, how long a step takes and what it costs."""
     from runspec.cli.plan import plan_command
@@ -206,7 +210,7 @@ def diff(
     profile: Profile = None,
     placement: Placement = None,
     overrides: Overrides = None,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: SpecRunsDir = None,
 ) -> None:
     """Shows how a spec differs from the run's own. Exits 0 without differences, 1 with some."""
     from runspec.cli.diff import diff_command
@@ -221,7 +225,7 @@ def apply(
     placement: Placement = None,
     overrides: Overrides = None,
     detach: Detach = False,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: SpecRunsDir = None,
 ) -> None:
     """Starts a run, changes it, or goes on with it where it was interrupted."""
     from runspec.cli.apply import apply_command
@@ -330,7 +334,7 @@ def doctor(
     profile: Profile = None,
     placement: Placement = None,
     overrides: Overrides = None,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: SpecRunsDir = None,
 ) -> None:
     """Looks at this machine: packages, devices, disk, and what a spec would lack here."""
     from runspec.cli.doctor import doctor_command

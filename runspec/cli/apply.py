@@ -32,7 +32,7 @@ EXIT_FAILED = 1
 LAPTOP = "laptop"
 
 
-def apply_command(files: SpecFiles, detach: bool, runs_dir: Path) -> int:
+def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
     """Starts, changes or continues the run; returns the exit code."""
     plan = saved_plan(files)
     spec, seen = (plan.spec, plan.seen) if plan else (sound_spec(files), None)
@@ -144,10 +144,10 @@ def _show_missing(error: NotReady, files: SpecFiles) -> None:
         console.print(f"The same loop, small enough for this machine: {command}", soft_wrap=True)
 
 
-def _command_line(files: SpecFiles, runs_dir: Path) -> str:
+def _command_line(files: SpecFiles, runs_dir: Path | None) -> str:
     words = ["runspec", "apply", str(files.path)]
     words += ["--profile", files.profile] if files.profile else []
     words += ["--placement", str(files.placement)] if files.placement else []
     words += [word for override in files.overrides for word in ("--set", override)]
-    words += ["--runs-dir", str(runs_dir)] if runs_dir != Path("runs") else []
+    words += ["--runs-dir", str(runs_dir)] if runs_dir is not None else []
     return shlex.join(words)

@@ -21,7 +21,7 @@ EXIT_SAME, EXIT_DIFFERENT, EXIT_UNREADABLE = 0, 1, 2
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
-def diff_command(files: SpecFiles, runs_dir: Path) -> int:
+def diff_command(files: SpecFiles, runs_dir: Path | None) -> int:
     """Prints the difference as `diff -u` does; returns the exit code."""
     try:
         layered = load_layers(files)

@@ -12,17 +12,17 @@ from rich.text import Text
 from runspec.cli.spec_files import sound_spec
 from runspec.local.checkup import Check, check_machine
 from runspec.local.preflight import Facts, look, missing
-from runspec.local.run_dir import run_directory
+from runspec.local.run_dir import RUNS, run_directory
 from runspec.spec.load import SpecFiles
 
 EXIT_WELL, EXIT_NOT_WELL = 0, 1
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
-def doctor_command(files: SpecFiles | None, runs_dir: Path) -> int:
+def doctor_command(files: SpecFiles | None, runs_dir: Path | None) -> int:
     """Prints the checks; returns 0, or 1 where one failed."""
     facts = look()
-    checks = check_machine(facts, runs_dir)
+    checks = check_machine(facts, runs_dir or RUNS)
     if files is not None:
         checks += check_spec_here(files, facts, runs_dir)
     _show(checks)
@@ -32,7 +32,7 @@ def doctor_command(files: SpecFiles | None, runs_dir: Path) -> int:
     return EXIT_NOT_WELL if failed else EXIT_WELL
 
 
-def check_spec_here(files: SpecFiles, facts: Facts, runs_dir: Path) -> Iterator[Check]:
+def check_spec_here(files: SpecFiles, facts: Facts, runs_dir: Path | None) -> Iterator[Check]:
     """What the preflight of `apply` says of a spec.
 
     Raises:

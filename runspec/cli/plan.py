@@ -35,7 +35,12 @@ _MARKS = {"add": ("+", "green"), "change": ("~", "yellow"), "remove": ("-", "red
 
 
 def plan_command(
-    files: SpecFiles, out: Path | None, as_json: bool, exit_code: bool, aot: bool, runs_dir: Path
+    files: SpecFiles,
+    out: Path | None,
+    as_json: bool,
+    exit_code: bool,
+    aot: bool,
+    runs_dir: Path | None,
 ) -> int:
     """Prints the plan, and saves it where asked; returns the exit code."""
     spec = sound_spec(files)

@@ -24,9 +24,9 @@ def resume_command(run: str, detach: bool, runs_dir: Path) -> int:
     home = run_directory(spec, run_dir.parent)
     if home.resolve() != run_dir.resolve():
         raise UserError(
-            f"by its spec this run lies at {home}",
+            f"by its spec this run is called {spec.name}",
             place=str(run_dir),
-            remedy="move it back there",
+            remedy=f"rename the directory to {home}",
         )
     try:
         if is_finished(spec, run_dir.parent):

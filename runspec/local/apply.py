@@ -73,7 +73,7 @@ class OpenRun:
     """File descriptor."""
 
 
-def is_finished(spec: RunSpec, runs_dir: Path) -> bool:
+def is_finished(spec: RunSpec, runs_dir: Path | None) -> bool:
     """Whether this run has been trained to its last step already.
 
     Raises:
@@ -91,7 +91,7 @@ def is_finished(spec: RunSpec, runs_dir: Path) -> bool:
 @contextmanager
 def open_run(
     spec: RunSpec,
-    runs_dir: Path,
+    runs_dir: Path | None,
     *,
     seen: Seen | None = None,
     leftover_patience_s: float = 10.0,
@@ -103,7 +103,7 @@ def open_run(
 
     Args:
         spec: what the run is to be.
-        runs_dir: where runs lie.
+        runs_dir: where runs lie; None: where the spec says.
         seen: the state that a saved plan was made from; None where nothing was planned.
         leftover_patience_s: see above.
 

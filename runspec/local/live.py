@@ -24,7 +24,7 @@ from runspec.plan.changes import LIVE, Change, difference
 from runspec.plan.rolling import Readers, renewed
 from runspec.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.spec.resolved import MAX_BYTES, dump_resolved, parse_resolved, spec_digest
-from runspec.spec.role_names import validator_names, worker_names
+from runspec.spec.role_names import elsewhere, validator_names, worker_names
 from runspec.spec.schema import RunSpec
 
 CHANGE, PAUSE = "change", "pause"
@@ -191,10 +191,11 @@ def listed(changes: Sequence[Change]) -> str:
 
 
 def readers_names(readers: Sequence[Readers], spec: RunSpec) -> list[str]:
-    """The roles that read rolling fields, by name, in the order of their turns."""
+    """The roles of this machine that read rolling fields, by name, in the order of their turns."""
     names = {
         "coordinator": ["coordinator"],
         "validators": validator_names(spec),
         "samplers": list(worker_names(spec)),
     }
-    return [name for reader in readers for name in names[reader]]
+    away = elsewhere(spec)
+    return [name for reader in readers for name in names[reader] if name not in away]

@@ -16,6 +16,8 @@ from runspec.plan.changes import Change, of_class
 from runspec.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.spec.schema import RunSpec
 
+RUNS = Path("runs")
+"""Where runs lie unless somebody says otherwise."""
 LOCK_FILE = "lock"
 EXIT_LOCKED = 5
 _LOCK_PATIENCE_S = 1.0
@@ -90,9 +92,11 @@ def find_run(run: str, runs_dir: Path) -> Path:
     )
 
 
-def run_directory(spec: RunSpec, runs_dir: Path) -> Path:
-    """Where a run lies: under `storage.dir` where its spec names one, else under `runs_dir`."""
-    return (Path(spec.storage.dir or runs_dir).expanduser() / spec.name).absolute()
+def run_directory(spec: RunSpec, runs_dir: Path | None) -> Path:
+    """Where a run lies: under `runs_dir` where one is given, else under the spec's `storage.dir`,
+    else under `runs`."""
+    folder = runs_dir or Path(spec.storage.dir or RUNS)
+    return (folder.expanduser() / spec.name).absolute()
 
 
 def refuse_another_run(changes: Sequence[Change], run_dir: Path) -> None:

@@ -141,7 +141,7 @@ def test_bad_words_are_bad_usage(finished: Path, capsys: pytest.CaptureFixture[s
     assert "--timeout" in capsys.readouterr().err
 
 
-def test_a_run_that_was_moved_is_not_resumed(finished: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_renamed_is_not_resumed(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "small", tmp_path / "other")
-    with pytest.raises(UserError, match="by its spec this run lies at"):
+    with pytest.raises(UserError, match="by its spec this run is called small"):
         resume_command("other", False, tmp_path)

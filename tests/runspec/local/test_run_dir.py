@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from runspec.common.errors import UserError
-from runspec.local.run_dir import RunLocked, find_run, hold, holder, refuse_another_run
+from runspec.local.run_dir import (
+    RunLocked,
+    find_run,
+    hold,
+    holder,
+    refuse_another_run,
+    run_directory,
+)
 from runspec.plan.changes import difference
 from tests.runspec.local.fake_run import small_spec
 
@@ -57,3 +64,12 @@ def test_a_run_is_found_by_name_or_path_and_others_are_suggested(tmp_path: Path)
     assert find_run(str(tmp_path / "mine"), tmp_path / "elsewhere") == tmp_path / "mine"
     with pytest.raises(UserError, match="one of: mine"):
         find_run("yours", tmp_path)
+
+
+def test_a_run_lies_where_the_command_line_says_else_the_spec_else_under_runs(
+    tmp_path: Path,
+) -> None:
+    plain, stored = small_spec(), small_spec("small", 5, f"storage.dir={tmp_path / 'stored'}")
+    assert run_directory(plain, None) == Path("runs/small").absolute()
+    assert run_directory(stored, None) == tmp_path / "stored" / "small"
+    assert run_directory(stored, tmp_path / "said") == tmp_path / "said" / "small"
