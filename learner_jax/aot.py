@@ -25,7 +25,7 @@ from learner_jax.optimizer import HOST_MEMORY
 from learner_jax.sharding import AXES, make_mesh
 from learner_jax.step import Programs, build_programs
 from runspec.common.errors import UserError
-from runspec.estimate.logits import chunk_tokens
+from runspec.estimate.logits import device_positions, logits_chunk
 from runspec.spec.schema import RunSpec
 
 
@@ -123,9 +123,8 @@ def analyse(
         "reference": _device_bytes(arguments["score"][0]) if spec.algorithm.kl.coef else 0,
     }
     # Of the loops whose length is data's: one microbatch, all of it positions with a target.
-    packing, shards = spec.learner.packing, mesh.size // mesh.shape["tensor"]
-    positions = packing.rows * packing.tokens // shards
-    chunks = -(-positions // chunk_tokens(positions, config.vocab_size))
+    chunk = logits_chunk(spec.learner, config.vocab_size)
+    chunks = -(-device_positions(spec.learner) // chunk)
     assumed = {"vocabulary_head": chunks}
     reports = {c.name: _report(c, assumed) for c in compile_programs(programs, names)}
     # Beside what a program takes, the learner holds the rest of what a step needs; gradients are

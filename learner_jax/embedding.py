@@ -10,14 +10,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from learner_jax.execution import Execution
+from learner_jax.execution import Execution, wide_dtype
 from learner_jax.sharding import constrain
 
 
 def embed(
     table: Float[Array, "V D"], tokens: Int[Array, "B T"], execution: Execution
 ) -> Float[Array, "B T D"]:
-    """`table[tokens]` in `execution.compute_dtype`; the gradient is summed in the table's type.
+    """`table[tokens]` in `execution.compute_dtype`; the gradient is summed in at least float32.
 
     The table is gathered over fsdp first, as a layer's weights are before their products: looked up
     in a table that is cut along D, the activations of all rows would be exchanged instead.
@@ -43,9 +43,10 @@ def _backward(
 ) -> tuple[Array, None]:
     # A token comes often, and a sum of many terms in bfloat16 would lose most of them.
     table, tokens = residuals
-    zeros = constrain(jnp.zeros_like(table), mesh, "vocab", None)
-    summed = zeros.at[tokens].add(dx.astype(table.dtype))
-    return constrain(summed, mesh, "vocab", "embed"), None
+    wide = wide_dtype(table.dtype)
+    zeros = constrain(jnp.zeros_like(table, wide), mesh, "vocab", None)
+    summed = zeros.at[tokens].add(dx.astype(wide))
+    return constrain(summed, mesh, "vocab", "embed").astype(table.dtype), None
 
 
 _look_up.defvjp(_forward, _backward)

@@ -16,7 +16,7 @@ from runspec.spec.resolved import load_resolved
 
 
 def export_adapter(run_dir: Path, out_dir: Path, *, step: int | None = None) -> int:
-    """Writes the float32 adapters; policy version `step` is the base with them merged, rounded.
+    """Writes the adapters in float32; policy version `step` is the base with them merged, rounded.
 
     Args:
         run_dir: of a run with `learner.lora`.

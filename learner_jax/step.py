@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 
 from bridge.config import ModelConfig
 from learner_jax.arrays import Data, LossInputs, TokenBatch
-from learner_jax.execution import Execution, execution
+from learner_jax.execution import Execution, execution, wide_dtype
 from learner_jax.logprobs import token_logprobs
 from learner_jax.lora import abstract_lora, init_lora, merge, with_adapters
 from learner_jax.loss import grpo_loss
@@ -53,7 +53,8 @@ class TrainState:
     """Everything that an update changes."""
 
     params: Any
-    """float32 masters: the weights, or the adapters where `learner.lora` is set."""
+    """The masters: the weights, or the adapters where `learner.lora` is set; in
+    `learner.master_dtype`."""
     moments: Moments
     updates: Data
     """Optimizer updates made, int32 []."""
@@ -67,7 +68,7 @@ class Accumulated:
     """Of one optimizer batch."""
 
     grads: Any
-    """Summed over its microbatches, float32, like the parameters."""
+    """Summed over its microbatches, in float32; of the parameters' shapes."""
     metrics: LossMetrics
     logprobs: Data
     """log pi_theta of the targets, float32 [M, rows, tokens]."""
@@ -116,8 +117,8 @@ class Programs:
     abstract_base: Any | None
     """The same of the frozen weights under adapters; None where the weights are trained."""
     init_state: Callable[[Any], TrainState]
-    """Parameters on the mesh -> a state with an empty optimizer; masters are float32 copies, or
-    adapters drawn from the run's seed."""
+    """Parameters on the mesh -> a state with an empty optimizer; masters are copies, or adapters
+    drawn from the run's seed."""
     freeze: Callable[[Any], Any]
     """Parameters -> a copy in `broadcast.dtype`: version 0's bits, and the base of adapters."""
     publish: Publish
@@ -164,6 +165,7 @@ def policy_logprobs(
     execution: Execution,
     *,
     temperature: float,
+    chunk: int | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probs of the targets and entropies: `model.final_hidden`, then `token_logprobs`."""
     hidden = final_hidden(
@@ -180,6 +182,7 @@ def policy_logprobs(
         batch.targets,
         temperature=temperature,
         mesh=execution.mesh,
+        chunk=chunk,
     )
 
 
@@ -231,9 +234,10 @@ class _Run:
     """Of the masters."""
 
     def init_masters(self, params: Any) -> Any:
-        if self.spec.learner.lora is None:
-            return _copy_as(params, jnp.float32)
-        return init_lora(self.config, self.spec.learner.lora, jax.random.key(self.spec.seed))
+        learner = self.spec.learner
+        if learner.lora is not None:
+            params = init_lora(self.config, learner.lora, jax.random.key(self.spec.seed))
+        return _copy_as(params, jnp.dtype(learner.master_dtype))
 
     def freeze(self, params: Any) -> Any:
         return _copy_as(params, jnp.dtype(self.spec.broadcast.dtype))
@@ -262,7 +266,7 @@ class _Run:
             )
 
         nothing = Accumulated(
-            jax.tree.map(jnp.zeros_like, params),
+            jax.tree.map(lambda leaf: jnp.zeros_like(leaf, wide_dtype(leaf.dtype)), params),
             jax.tree.map(jnp.asarray, LossMetrics.zeros()),
             jnp.zeros(inputs.weights.shape, inputs.weights.dtype),
         )
@@ -286,7 +290,12 @@ class _Run:
 
     def _policy(self, params: Params, batch: TokenBatch) -> tuple[Array, Array]:
         return policy_logprobs(
-            params, self.config, batch, self.execution, temperature=self.temperature
+            params,
+            self.config,
+            batch,
+            self.execution,
+            temperature=self.temperature,
+            chunk=self.spec.learner.logits_chunk,
         )
 
     def _objective(
@@ -334,7 +343,7 @@ def _abstract_like(specs: Any, mesh: Mesh, dtype: np.dtype | type) -> Any:
 def _abstract_state(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> TrainState:
     lora = spec.learner.lora
     trained = abstract_params(config) if lora is None else abstract_lora(config, lora)
-    params = _abstract_like(trained, mesh, jnp.float32)
+    params = _abstract_like(trained, mesh, jnp.dtype(spec.learner.master_dtype))
     moments = abstract_moments(params, offload=spec.optimizer.offload)
     number = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
     return TrainState(params, moments, number, number)

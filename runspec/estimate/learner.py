@@ -1,35 +1,69 @@
-"""What the learner's step needs of a device's memory, from the spec alone."""
+"""What the learner's step needs of a device's memory, from the spec alone.
+
+A step holds its state, the version's bits, the reference's bits and the summed gradient. On top of
+these comes what one microbatch needs, at the worst of three moments of its backward pass. With W
+elements of the layers on a device, E = D V / tensor those of the embedding, or of the head, gathered
+over fsdp, P positions, b bytes of `compute_dtype` and m of `master_dtype`:
+
+    head       kept + logits + 4 E + 3 b P D
+    layers     kept + 4 E + m W + b P (6 F + 6 D + 3 H h) / tensor (D uncut) + 3 b D F / tensor
+    embedding  4 E + m W + 2 x 4 E
+
+and always b (W + 2 E) where masters are of another type than products: XLA takes the cast, and the
+gathering of embedding and head, out of the loop over microbatches. 4 E is the head's gradient,
+float32, summed over fsdp only after the last layer; m W that of the layers; the last term of
+`layers` three gathered matrices. What is kept of P positions by a layer, by `remat`:
+
+    full       b D
+    offload    nothing but three layers' inputs on their way
+    attention  b (D + H h) + 4 H: its input, what attention gave, the log-sum-exp
+    dots       the same and b (D + H h + 2 K h + 2 F): what q, k, v, o, gate and up gave
+    none       16 D + b (4 D + 6 F + 6 H h / 2 + 2 K h), 10 (H + K) h for norms of q and k, and the
+               layer's weights, in `compute_dtype`
+
+with H, K, F divided by tensor. These follow from `learner_jax`'s model, remat and logprobs; the
+6, 6 and 3 of `layers`, the doubled 4 E of `embedding` and CODE are what libtpu 0.0.42 makes of them.
+docs/plan.md compares all with the compiler. With adapters W, E and H grow no gradients.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from bridge.config import ModelConfig
-from runspec.estimate.logits import chunk_tokens
+from runspec.estimate.logits import KEPT_LOGITS, device_positions, logits_chunk
 from runspec.estimate.parameters import WIDTH, lora_parameters, parameters, shard_elements
 from runspec.spec.schema import RunSpec
+
+CODE = 48e6
+"""Bytes of the program itself, on TPUs."""
+_WIDE = WIDTH["float32"]
+_MLP, _STREAM, _HEADS, _MATRICES = 6, 6, 3, 3
 
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """Bytes on one device by part, at the moment of a step that needs most: the backward pass."""
+    """Bytes on one device by part, at the moment of a step that needs most."""
 
     masters: float
     """The trained weights, or adapters, in `learner.master_dtype`."""
     moments: float
     """AdamW's two, float32; 0 on the device with `optimizer.offload`."""
     gradients: float
-    """Summed over the microbatches, in the masters' type."""
+    """Summed over the microbatches, float32."""
     published: float
     """The version's bits, under which pi_old is recomputed; 0 with `old_logprobs: sampler`."""
     reference: float
-    """Version 0's bits: the reference policy, the frozen base of adapters, or both."""
+    """Version 0's bits: the reference policy, the frozen base of adapters, or both in one."""
     activations: float
     """What `learner.remat` keeps of the forward pass of a microbatch."""
     logits: float
-    """Of one chunk of positions, and what is made of them."""
+    """Of one chunk, and their gradient; 0 where `moment` is not `head`."""
     temporaries: float
-    """The rest: a layer at work, gathered weights, the gradient of one microbatch."""
+    """The rest: copies in `compute_dtype`, gathered weights, a layer at work, the gradient of one
+    microbatch, the batch, the program."""
+    moment: str
+    """`head`, `layers` or `embedding`, as the module has them."""
     host: float = 0.0
     """In the host's memory, of one device: offloaded moments and layer inputs."""
 
@@ -40,15 +74,9 @@ class LearnerMemory:
 
     @property
     def total(self) -> float:
-        return (
-            self.state
-            + self.gradients
-            + self.published
-            + self.reference
-            + self.activations
-            + self.logits
-            + self.temporaries
-        )
+        """What `learner_jax aot` calls the needed bytes of `accumulate`."""
+        held = self.state + self.gradients + self.published + self.reference
+        return held + self.activations + self.logits + self.temporaries
 
 
 def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
@@ -58,30 +86,136 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
         spec: of the run.
         config: shape of the model.
     """
-    learner, algorithm, mesh = spec.learner, spec.algorithm, spec.learner.mesh
-    tree = parameters(config)
-    weights = shard_elements(tree, mesh)
-    trained = (
-        weights
-        if learner.lora is None
-        else shard_elements(lora_parameters(config, learner.lora), mesh)
-    )
-    master, published = WIDTH[learner.master_dtype], WIDTH[spec.broadcast.dtype]
-    moments = 8.0 * trained
-    rows = learner.packing.rows / (mesh.data * mesh.fsdp)
-    positions = rows * learner.packing.tokens / mesh.context
-    width = WIDTH[learner.compute_dtype]
-    activations = positions * config.hidden_size * width * config.num_hidden_layers
-    logits = 3 * 4.0 * chunk_tokens(int(positions), config.vocab_size) * config.vocab_size
-    needs_reference = bool(algorithm.kl.coef) or learner.lora is not None
+    learner, algorithm, sizes = spec.learner, spec.algorithm, _sizes(spec, config)
+    published, moments = WIDTH[spec.broadcast.dtype], 2 * _WIDE * sizes.trained
+    offload = spec.optimizer.offload
+    moment, activations, logits, temporaries = _worst_moment(spec, config, sizes)
+    layer_inputs = sizes.activation(config.hidden_size) * config.num_hidden_layers
     return LearnerMemory(
-        masters=float(master * trained),
-        moments=0.0 if spec.optimizer.offload else moments,
-        gradients=float(master * trained),
-        published=float(published * weights) if algorithm.old_logprobs == "recompute" else 0.0,
-        reference=float(published * weights) if needs_reference else 0.0,
+        masters=WIDTH[learner.master_dtype] * sizes.trained,
+        moments=0.0 if offload else moments,
+        gradients=_WIDE * sizes.trained,
+        published=published * sizes.model if algorithm.old_logprobs == "recompute" else 0.0,
+        reference=published * sizes.model if algorithm.kl.coef or learner.lora else 0.0,
         activations=activations,
-        logits=logits / mesh.tensor,
-        temporaries=float(master * trained),
-        host=moments if spec.optimizer.offload else 0.0,
+        logits=logits,
+        temporaries=temporaries + _batch(spec, sizes) + CODE,
+        moment=moment,
+        host=(moments if offload else 0.0) + (layer_inputs if learner.remat == "offload" else 0.0),
     )
+
+
+def logits_bytes(spec: RunSpec, config: ModelConfig) -> float:
+    """Bytes on one device of a chunk's logits and their gradient, or of all that are kept."""
+    learner, vocabulary = spec.learner, config.vocab_size
+    local = _cut(vocabulary, learner.mesh.tensor)
+    positions = device_positions(learner)
+    if positions * vocabulary <= KEPT_LOGITS:
+        return float((_WIDE + WIDTH[learner.compute_dtype]) * positions * local)
+    chunk = logits_chunk(learner, vocabulary)
+    return float((_WIDE + WIDTH[learner.compute_dtype]) * chunk * local)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Elements on one device, and bytes of what a layer makes."""
+
+    model: int
+    trained: int
+    layers: int
+    """W."""
+    table: int
+    """E."""
+    positions: int
+    """P."""
+    width: int
+    """Bytes of `compute_dtype`."""
+    mlp: int
+    """F / tensor."""
+    heads: int
+    """H h / tensor."""
+    kv_heads: int
+    """K h / tensor."""
+
+    def activation(self, features: float) -> float:
+        """Bytes of [P, features] in `compute_dtype`."""
+        return self.width * self.positions * features
+
+
+def _cut(size: int, by: int) -> int:
+    """A dimension that is not divided is whole."""
+    return size // by if size % by == 0 else size
+
+
+def _sizes(spec: RunSpec, config: ModelConfig) -> _Sizes:
+    learner, mesh = spec.learner, spec.learner.mesh
+    tree, h = parameters(config), config.head_dim
+    adapters = None if learner.lora is None else lora_parameters(config, learner.lora)
+    return _Sizes(
+        model=shard_elements(tree, mesh),
+        trained=shard_elements(tree if adapters is None else adapters, mesh),
+        layers=shard_elements(tree["layers"], mesh),
+        table=tree["embed"].shard_size(mesh, whole="fsdp"),
+        positions=device_positions(learner),
+        width=WIDTH[learner.compute_dtype],
+        mlp=_cut(config.intermediate_size, mesh.tensor),
+        heads=_cut(config.num_attention_heads, mesh.tensor) * h,
+        kv_heads=_cut(config.num_key_value_heads, mesh.tensor) * h,
+    )
+
+
+def _worst_moment(
+    spec: RunSpec, config: ModelConfig, sizes: _Sizes
+) -> tuple[str, float, float, float]:
+    """(its name, activations, logits, temporaries)."""
+    learner, stream = spec.learner, config.hidden_size
+    full = learner.lora is None
+    stored = learner.master_dtype if full else spec.broadcast.dtype
+    cast = stored != learner.compute_dtype
+    copies = sizes.width * (sizes.layers + 2 * sizes.table) if cast else 0.0
+    # Where nothing is cast they are gathered when they are used.
+    head = 0.0 if cast else float(sizes.width * sizes.table)
+    table = _WIDE * sizes.table if full else 0.0
+    of_layers = WIDTH[learner.master_dtype] * (sizes.layers if full else sizes.trained)
+    kept = _kept(spec, config, sizes)
+    at_work = sizes.activation(_MLP * sizes.mlp + _STREAM * stream + _HEADS * sizes.heads)
+    gathered = sizes.width * _MATRICES * stream * sizes.mlp
+    if learner.mesh.context > 1:
+        gathered += 4 * sizes.activation(sizes.kv_heads) * learner.mesh.context
+    moments = [
+        ("head", kept, logits_bytes(spec, config), head + table + 3 * sizes.activation(stream)),
+        ("layers", kept, 0.0, table + of_layers + at_work + gathered),
+        ("embedding", 0.0, 0.0, 3 * table + of_layers),
+    ]
+    name, activations, logits, rest = max(moments, key=lambda moment: sum(moment[1:]))
+    return name, activations, logits, copies + rest
+
+
+def _kept(spec: RunSpec, config: ModelConfig, sizes: _Sizes) -> float:
+    """Bytes that the forward pass keeps of all layers."""
+    d, f, queries, keys = config.hidden_size, sizes.mlp, sizes.heads, sizes.kv_heads
+    remat, layers = spec.learner.remat, config.num_hidden_layers
+    if remat == "offload":
+        return 3 * sizes.activation(d)
+    if remat == "full":
+        return layers * sizes.activation(d)
+    normaliser = _WIDE * sizes.positions * queries / config.head_dim
+    if remat == "attention":
+        return layers * (sizes.activation(d + queries) + normaliser)
+    if remat == "dots":
+        return layers * (sizes.activation(2 * (d + f + queries + keys)) + normaliser)
+    norms = 10 * (queries + keys) if config.qk_norm else 0
+    wide = sizes.positions * (4 * _WIDE * d + norms)
+    narrow = sizes.activation(4 * d + 6 * f + 3 * queries + 2 * keys)
+    weights = sizes.width * sizes.layers
+    return layers * (wide + narrow + normaliser) + weights
+
+
+def _batch(spec: RunSpec, sizes: _Sizes) -> float:
+    """Bytes of an update's tokens and loss inputs: nine numbers of 4 bytes a position, eight
+    without a reference, of as many positions as its rollouts have at their longest."""
+    algorithm, packing = spec.algorithm, spec.learner.packing
+    longest = min(packing.tokens, max(pool.max_model_len for pool in spec.samplers))
+    rollouts = -(-algorithm.prompts_per_step // algorithm.updates_per_step) * algorithm.group_size
+    microbatches = -(-rollouts * longest // (packing.tokens * packing.rows))
+    return 4.0 * (9 if algorithm.kl.coef else 8) * sizes.positions * microbatches

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from runspec.spec.schema import Learner
+
 MAX_LOGITS = 2**29
 """Logits of a chunk, over all shards of the vocabulary, are no more: 2 GiB in float32."""
 KEPT_LOGITS = 2**26
@@ -18,3 +20,16 @@ def chunk_tokens(positions: int, vocab: int) -> int:
     """
     wanted = min(max(positions // 8, MIN_CHUNK), MAX_CHUNK, MAX_LOGITS // vocab)
     return 1 << (max(wanted, 1).bit_length() - 1)
+
+
+def device_positions(learner: Learner) -> int:
+    """Positions of a microbatch on one device: rows are cut over data x fsdp, columns over
+    context; every device of a tensor group has the same."""
+    mesh, packing = learner.mesh, learner.packing
+    return packing.rows * packing.tokens // (mesh.data * mesh.fsdp * mesh.context)
+
+
+def logits_chunk(learner: Learner, vocab: int) -> int:
+    """Positions whose logits a device has at a time: `learner.logits_chunk`, or `chunk_tokens`."""
+    positions = device_positions(learner)
+    return min(positions, learner.logits_chunk or chunk_tokens(positions, vocab))

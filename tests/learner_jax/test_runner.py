@@ -137,8 +137,12 @@ def adapters() -> dict[str, Any]:
     return {"learner": {**tiny_spec().learner.model_dump(), "lora": lora}}
 
 
+def bfloat16_masters() -> dict[str, Any]:
+    return {"learner": {**tiny_spec().learner.model_dump(), "master_dtype": "bfloat16"}}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [moments_on_the_host, adapters])
+@pytest.mark.parametrize("changes", [moments_on_the_host, adapters, bfloat16_masters])
 def test_a_crash_changes_no_bit_of_other_kinds_of_state(
     tmp_path: Path, changes: Callable[[], dict[str, Any]]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -260,3 +261,24 @@ def test_pools_of_different_temperatures_are_refused() -> None:
     spec = spec.model_copy(update={"samplers": [pool, other]})
     with pytest.raises(UserError, match="different temperatures"):
         build_programs(spec, CONFIG, make_mesh(spec.learner.mesh))
+
+
+@pytest.mark.parametrize(("asked", "chunk"), [(None, 128), (4, 4), (4096, 128)])
+def test_logits_exist_of_as_many_positions_as_the_spec_says(asked: int | None, chunk: int) -> None:
+    # given two shards of 128 positions, and a vocabulary of 32
+    spec = tiny_spec()
+    learner = spec.learner.model_copy(update={"logits_chunk": asked})
+    spec = spec.model_copy(update={"learner": learner})
+    programs = build_programs(spec, CONFIG, make_mesh(learner.mesh))
+    state, (tokens, inputs) = programs.abstract_state, programs.abstract_batch
+    # when log-probs and gradients are lowered
+    published = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), state.params)
+    texts = [
+        programs.score.lower(published, tokens, 1).as_text(),  # type: ignore[attr-defined]
+        programs.accumulate.lower(state.params, tokens, inputs, 1).as_text(),  # type: ignore[attr-defined]
+    ]
+    # then the largest logits [shards, positions, vocabulary] are of so many positions
+    for text in texts:
+        sizes = {int(n) for n in re.findall(r"tensor<2x(\d+)x32xf32>", text)}
+        sizes -= {CONFIG.hidden_size}  # the gradient of the head
+        assert max(sizes) == chunk
