@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from runspec.local.processes import Machine
+from runspec.lock.cache import Repository, is_repository, snapshot
 
 _SMI_PATIENCE_S = 10.0
 
@@ -65,7 +65,7 @@ def find_model(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | 
 
     Args:
         hf: a directory, or a repository like Qwen/QwQ-32B.
-        revision: commit of the repository; its `main` as last downloaded when None.
+        revision: of the repository, a branch or tag as last downloaded; `main` when None.
         env: HF_HUB_CACHE and HF_HOME say where the cache lies.
     """
     return _find(hf, revision, env, _has_weights)
@@ -88,16 +88,8 @@ def _find(
     local = Path(hf).expanduser()
     if is_one(local):
         return local.resolve()
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", hf):
-        return None
-    repository = model_cache(env) / f"models--{hf.replace('/', '--')}"
-    main = repository / "refs" / "main"
-    if revision is None and main.is_file():
-        revision = main.read_text().strip()
-    if revision is None or not re.fullmatch(r"[0-9a-f]{40}", revision):
-        return None
-    snapshot = repository / "snapshots" / revision
-    return snapshot.resolve() if is_one(snapshot) else None
+    found = snapshot(Repository("model", hf), revision, env) if is_repository(hf) else None
+    return found.resolve() if found is not None and is_one(found) else None
 
 
 def _has_weights(folder: Path) -> bool:
