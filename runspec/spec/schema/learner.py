@@ -89,7 +89,7 @@ class Learner(Block):
     """Its accelerators."""
     hosts: Annotated[Processes, SITE] = 1
     """Processes that join one program through `jax.distributed`, an equal share of devices each."""
-    mesh: Annotated[Mesh, SITE] = Mesh.default()
+    mesh: Annotated[Mesh, SITE] = Mesh()
     """How its devices divide the work."""
     packing: Annotated[Packing, SITE]
     """The fixed shape of a microbatch; the loss does not depend on it."""
