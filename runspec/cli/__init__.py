@@ -7,7 +7,6 @@ go on; 5 the run is held elsewhere; 6 `plan --exit-code`: there are changes; 130
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from runspec.common.errors import UserError
-from runspec.common.process import EXIT_INTERNAL, EXIT_USER_ERROR
 
 if TYPE_CHECKING:
     from runspec.spec.load import SpecFiles
@@ -348,9 +346,15 @@ def main() -> None:
     try:
         app()
     except UserError as error:
+        from runspec.common.process import EXIT_USER_ERROR
+
         print(f"error: {error}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", EXIT_USER_ERROR))
     except Exception:
+        import logging
+
+        from runspec.common.process import EXIT_INTERNAL
+
         logging.exception("a fault of runspec's own; please report it")
         sys.exit(EXIT_INTERNAL)
 
