@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from runspec.cli.delete import delete_command
 from runspec.cli.describe import describe_command
 from runspec.cli.events import events_command
 from runspec.cli.logs import logs_command
@@ -21,8 +22,12 @@ from runspec.cli.rollback import rollback_command
 from runspec.cli.status import read_status, status_command
 from runspec.cli.wait import wait_command
 from runspec.common.errors import UserError
+from runspec.common.files import write_atomic
+from runspec.local.apply import NotReady, open_run
 from runspec.local.state import RunState
+from runspec.spec.resolved import dump_resolved
 from tests.harness import ROOT
+from tests.runspec.local.fake_run import small_spec
 from tests.runspec.local.test_supervise import DEADLINE_S, wait_for
 
 
@@ -145,3 +150,21 @@ def test_a_run_that_was_renamed_is_not_resumed(finished: Path, tmp_path: Path) -
     shutil.copytree(finished / "small", tmp_path / "other")
     with pytest.raises(UserError, match="by its spec this run is called small"):
         resume_command("other", False, tmp_path)
+
+
+def test_full_states_that_lie_elsewhere_stay_and_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given a run that keeps its full states on another disk
+    states = tmp_path / "disk" / "small" / "state"
+    (states / "step_2").mkdir(parents=True)
+    spec = small_spec("small", 5, f"checkpoints.dir={tmp_path / 'disk'}")
+    write_atomic(tmp_path / "runs" / "small" / "spec.json", dump_resolved(spec))
+    # when it is deleted
+    assert delete_command("small", True, tmp_path / "runs") == 0
+    # then they are there, and a new run of its name is refused
+    assert (states / "step_2").is_dir()
+    assert f"stay in {states}" in capsys.readouterr().out
+    with pytest.raises(NotReady, match="full states of an earlier run"):
+        open_run(spec, tmp_path / "runs").__enter__()
+    assert not (tmp_path / "runs" / "small").exists()

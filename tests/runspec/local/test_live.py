@@ -18,7 +18,15 @@ from runspec.common.errors import UserError
 from runspec.local.apply import OpenRun, open_run
 from runspec.local.fleet import Changed, Outcome, PauseRequested
 from runspec.local.identity import make_identity
-from runspec.local.live import CHANGE, PAUSE, LiveRun, NotTaken, ask, change_request
+from runspec.local.live import (
+    CHANGE,
+    PAUSE,
+    LiveRun,
+    NotTaken,
+    ask,
+    change_request,
+    readers_names,
+)
 from runspec.local.processes import RoleSpec
 from runspec.local.run_dir import hold
 from runspec.local.state import RequestRow, RunState
@@ -274,3 +282,11 @@ def test_a_paused_run_says_so_and_goes_on(tmp_path: Path) -> None:
     # and it can be opened again as it is
     with open_run(SPEC, tmp_path) as again, closing(RunState(again.directory)) as state:
         assert state.serial() == 1
+
+
+def test_roles_of_other_machines_are_not_renewed_here() -> None:
+    readers = ("coordinator", "validators", "samplers")
+    here = small_spec("small", 5, "placement.roles=[volunteers]")
+    assert readers_names(readers, here) == ["coordinator", "volunteers-0"]
+    everything = ["coordinator", "validator-0", "volunteers-0"]
+    assert readers_names(readers, small_spec()) == everything

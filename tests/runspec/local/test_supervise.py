@@ -24,6 +24,7 @@ from runspec.local.identity import make_identity
 from runspec.local.run_dir import RunLocked, holder
 from runspec.local.state import RunState
 from runspec.local.supervisor import RoleView
+from runspec.spec.schema import Budget
 from tests.runspec.local.fake_run import ROOT, drive_roles, role, small_spec, usual_roles
 
 pytestmark = pytest.mark.slow  # real processes, killed and waited for
@@ -225,6 +226,17 @@ def test_a_spent_budget_ends_the_run_and_says_so(tmp_path: Path) -> None:
         pytest.raises(RunFailed, match=r"budget of 0\.0003 hours"),
     ):
         drive_roles(run, usual_roles(run), Watch())
+
+
+def test_spent_money_ends_the_run_as_time_does(tmp_path: Path) -> None:
+    # given a run of two devices at 3600 an hour that may cost 4
+    price = "learner.hardware={kind: cpu, price_per_hour: 3600}"
+    budget = Budget(max_cost=4.0)
+    spec = small_spec("spent", 10_000, price).model_copy(update={"budget": budget})
+    with open_run(spec, tmp_path) as run, pytest.raises(RunFailed) as failure:
+        drive_roles(run, usual_roles(run), Watch())
+    assert failure.value.place == "budget.max_cost"
+    assert "--set budget.max_cost=MORE" in failure.value.remedy
 
 
 def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(tmp_path: Path) -> None:
