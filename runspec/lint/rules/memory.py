@@ -14,7 +14,7 @@ from runspec.estimate.learner import learner_memory
 from runspec.estimate.logits import MAX_LOGITS, logits_chunk
 from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
 from runspec.lint.registry import Context, Violation, rule
-from runspec.spec.schema import Hardware
+from runspec.spec.schema import Hardware, RunSpec
 from runspec.spec.schema_keys import close_match
 
 STATE_SHARE = 0.9
@@ -74,9 +74,9 @@ def train_state_fits(context: Context) -> Iterator[Violation]:
             f"masters {_gb(needs.masters)} + moments {_gb(needs.moments)} = {_gb(needs.state)} a "
             f"device, over 90 % of {_gb(memory)}",
             numbers={
-                "masters": needs.masters,
-                "moments": needs.moments,
-                "memory": memory,
+                "masters": round(needs.masters),
+                "moments": round(needs.moments),
+                "memory": round(memory),
             },
             requires="masters + moments <= 0.9 x memory",
             suggestion="more fsdp or tensor, optimizer: {offload: true}, or learner.lora",
@@ -90,7 +90,7 @@ def step_fits(context: Context) -> Iterator[Violation]:
         masters + moments + gradients + published + reference
             + activations + logits + temporaries <= memory
 
-    at the moment of the backward pass, a device. `published` is the version's bits, under which
+    a device, at the worst moment of the backward pass. `published` is the version's bits, under which
     pi_old is recomputed; `reference` is version 0's, or the base under adapters. `runspec plan`
     shows the parts, and `runspec plan --aot` asks the compiler itself.
     """
@@ -101,27 +101,33 @@ def step_fits(context: Context) -> Iterator[Violation]:
     if needs.state > STATE_SHARE * memory or needs.total <= memory:
         return  # `train-state-fits` says so, or all is well
     parts = {
-        "state": needs.state,
-        "gradients": needs.gradients,
-        "weights": needs.published + needs.reference,
-        "activations": needs.activations,
-        "logits": needs.logits,
-        "temporaries": needs.temporaries,
+        "state": round(needs.state),
+        "gradients": round(needs.gradients),
+        "weights": round(needs.published + needs.reference),
+        "activations": round(needs.activations),
+        "logits": round(needs.logits),
+        "temporaries": round(needs.temporaries),
     }
-    largest = max((size, name) for name, size in parts.items() if name != "state")[1]
-    remedies = {
-        "activations": "remat: full or offload, fewer packing.rows, or more context",
-        "logits": "a smaller logits_chunk, or more tensor",
-        "weights": "old_logprobs: sampler, or kl: {coef: 0}",
-    }
+    held = {name: size for name, size in parts.items() if size}
     yield Violation(
         ("learner",),
         f"a step needs {_gb(needs.total)} a device, which has {_gb(memory)}: "
-        + ", ".join(f"{name} {_gb(size)}" for name, size in parts.items()),
-        numbers={**parts, "memory": memory},
-        requires=" + ".join(parts) + " <= memory",
-        suggestion=remedies.get(largest, "more fsdp or tensor, or fewer packing.rows"),
+        + ", ".join(f"{name} {_gb(size)}" for name, size in held.items()),
+        numbers={**held, "memory": round(memory)},
+        requires=" + ".join(held) + " <= memory",
+        suggestion=_relief(spec, max(held, key=held.__getitem__)),
     )
+
+
+def _relief(spec: RunSpec, largest: str) -> str:
+    """What to change, by the part of a step that takes most."""
+    if largest == "activations" and spec.learner.remat not in ("full", "offload"):
+        return "remat: full"
+    if largest in ("activations", "temporaries", "logits"):
+        return "fewer packing.rows, shorter rows, more context, or remat: offload"
+    if largest == "weights":
+        return "old_logprobs: sampler, kl: {coef: 0}, or more fsdp or tensor"
+    return "more fsdp or tensor, optimizer: {offload: true}, or learner.lora"
 
 
 def _learner_device(context: Context) -> float | None:
@@ -209,9 +215,9 @@ def sampler_weights_fit(context: Context) -> Iterator[Violation]:
             f"{pool.parallel.tensor} devices, of which vLLM may use "
             f"{_gb(MEMORY_UTILIZATION * needs.memory)}",
             numbers={
-                "weights": needs.weights,
-                "activations": needs.activations,
-                "memory": needs.memory,
+                "weights": round(needs.weights),
+                "activations": round(needs.activations),
+                "memory": round(needs.memory),
             },
             requires=f"weights + activations < {MEMORY_UTILIZATION:g} x memory",
             suggestion="more parallel.tensor, or hardware with more memory",
@@ -242,8 +248,8 @@ def kv_cache_fits(context: Context) -> Iterator[Violation]:
             f"there is room for {_gb(needs.room)}",
             numbers={
                 "max_model_len": pool.max_model_len,
-                "kv_bytes_per_token": needs.kv_token,
-                "room": needs.room,
+                "kv_bytes_per_token": round(needs.kv_token),
+                "room": round(needs.room),
             },
             requires="max_model_len x kv_bytes_per_token <= room",
             suggestion=f"at most {fits}, or more parallel.tensor",

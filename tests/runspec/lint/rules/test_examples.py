@@ -25,6 +25,8 @@ def test_only_the_rule_finds_its_bad_example(code: str) -> None:
     found = findings(EXAMPLES / code / "bad.yaml")
     assert {finding.code for finding in found} == {code}
     assert all(finding.message and finding.line for finding in found)
+    if RULES[code].check:
+        assert all(finding.suggestion for finding in found)
 
 
 @pytest.mark.parametrize("code", RULES)
