@@ -109,10 +109,11 @@ def group_page(group: str) -> Page:
 def rule_page(rule: Rule) -> Page:
     """A rule: what must hold and why, how to accept it, and a file of each kind."""
     lines = [f"{rule.code}  ({rule.severity}, group {rule.group})"]
-    for paragraph in rule.page.split("\n\n"):
-        lines += [*_paragraph(paragraph), ""]
-    accept = f'# runspec: ignore[{rule.code}] reason="..."'
-    lines += ["  To accept it where it is said, behind the line or above it:", f"    {accept}"]
+    lines += _joined(_paragraph(paragraph) for paragraph in rule.page.split("\n\n"))
+    if rule.check is not None:  # much of what the loader finds is in the way of everything else
+        accept = f'# runspec: ignore[{rule.code}] reason="..."'
+        said = "  To accept it where it is said, behind the line or above it:"
+        lines += ["", said, f"    {accept}"]
     for name in ("bad", "good"):
         example = _EXAMPLES / rule.code / f"{name}.yaml"
         if example.is_file():
@@ -175,6 +176,11 @@ def _default(field: SchemaField) -> str:
     if isinstance(value, list):
         return f"[{', '.join(yaml_scalar(item) for item in value)}]"
     return "{}" if isinstance(value, dict) else yaml_scalar(value)
+
+
+def _joined(pages: Iterable[Page]) -> Page:
+    """Pages with an empty line between them."""
+    return [line for page in pages for line in ("", *page)][1:]
 
 
 def _rule_lines(rules: Iterable[Rule]) -> Page:

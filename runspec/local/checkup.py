@@ -15,9 +15,9 @@ from typing import Literal
 
 from runspec.local.children import birth
 from runspec.local.endpoints import PORTS, port_is_free
-from runspec.local.machine import model_cache
 from runspec.local.preflight import ROLE_MODULES, Facts
 from runspec.local.text import size
+from runspec.lock.cache import model_cache
 
 Verdict = Literal["ok", "warn", "fail"]
 

@@ -71,12 +71,6 @@ def find_model(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | 
     return _find(hf, revision, env, _has_weights)
 
 
-def model_cache(env: Mapping[str, str]) -> Path:
-    """Where downloads from Hugging Face lie: HF_HUB_CACHE, or hub/ in HF_HOME."""
-    home = Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    return Path(env.get("HF_HUB_CACHE") or home / "hub")
-
-
 def find_tokenizer(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | None:
     """The same of a directory with a tokenizer.json, whether it has weights or not."""
     return _find(hf, revision, env, lambda folder: (folder / "tokenizer.json").is_file())

@@ -27,6 +27,12 @@ def is_repository(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def model_cache(env: Mapping[str, str]) -> Path:
+    """Where downloads from Hugging Face lie: HF_HUB_CACHE, or hub/ in HF_HOME."""
+    home = Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    return Path(env.get("HF_HUB_CACHE") or home / "hub")
+
+
 def snapshot(repository: Repository, revision: str | None, env: Mapping[str, str]) -> Path | None:
     """The folder of a repository's files at a commit; its name is the commit.
 
@@ -36,9 +42,7 @@ def snapshot(repository: Repository, revision: str | None, env: Mapping[str, str
             when they were last downloaded.
         env: HF_HUB_CACHE and HF_HOME say where the cache lies.
     """
-    home = Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    cache = Path(env.get("HF_HUB_CACHE") or home / "hub")
-    folder = cache / f"{repository.kind}s--{repository.name.replace('/', '--')}"
+    folder = model_cache(env) / f"{repository.kind}s--{repository.name.replace('/', '--')}"
     commit = revision or "main"
     if not COMMIT.fullmatch(commit):
         reference = folder / "refs" / commit

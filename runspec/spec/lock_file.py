@@ -121,7 +121,8 @@ def parse_lock(root: Node, findings: list[Finding]) -> Lock | None:
         for item in error.errors(include_url=False):
             place = locate(root, item["loc"])[0]
             path = ".".join(str(step) for step in item["loc"])
-            findings.append(finding_at(place, "bad-value", item["msg"], path=path))
+            finding = finding_at(place, "bad-value", item["msg"], path=path, blocking=True)
+            findings.append(finding)
         return None
 
 

@@ -52,7 +52,7 @@ def _header_is_right(own: MapNode, findings: list[Finding]) -> bool:
     if message:
         place = own.entries[key].value.place if key in own.entries else own.place
         code = SCOPE if key == "kind" else "bad-value"
-        findings.append(finding_at(place, code, message, path=key, suggestion=hint))
+        findings.append(finding_at(place, code, message, path=key, suggestion=hint, blocking=True))
     return not message
 
 
@@ -150,14 +150,18 @@ class _Scope:
         message = f"the recipe has no {name!r} there, and a placement adds none"
         match = close_match(name, names)
         hint = f"did you mean {match}?" if match else f"there are: {', '.join(names)}"
-        finding = finding_at(place, SCOPE, message, path=f"{path}.{name}", suggestion=hint)
-        self._findings.append(finding)
+        self._report(place, message, f"{path}.{name}", hint)
         return False
 
     def _refuse(self, place: Place, field: SchemaField, path: str) -> None:
         message = "a placement says where and with what; this is the recipe's to say"
         hint = f"say it in the spec; `runspec explain {path}`"
-        self._findings.append(finding_at(place, SCOPE, message, path=path, suggestion=hint))
+        self._report(place, message, path, hint)
+
+    def _report(self, place: Place, message: str, path: str, suggestion: str) -> None:
+        # What was left out is left out, whoever would accept it.
+        finding = finding_at(place, SCOPE, message, path=path, suggestion=suggestion, blocking=True)
+        self._findings.append(finding)
 
 
 def _value(node: Node | None, key: str) -> Node | None:
