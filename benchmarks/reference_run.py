@@ -26,7 +26,7 @@ from runspec.estimate.hardware import DEVICES
 from runspec.estimate.model import model_config
 from runspec.estimate.run import draws
 from runspec.estimate.speed import Decode, decode_speed
-from runspec.estimate.timeline import Model, Replica, simulate
+from runspec.estimate.timeline import Lengths, Model, Replica, simulate
 from runspec.lint.check import check_spec
 from runspec.spec.load import SpecFiles
 from runspec.spec.schema import RunSpec
@@ -160,7 +160,7 @@ def one_round(spec: RunSpec, inputs: Inputs, fit: Fit, published: Published) -> 
     """A batch from the end of a broadcast on."""
     speed = roofline(spec, inputs)
 
-    def sample_s(lengths: list[float]) -> float:
+    def sample_s(lengths: Lengths) -> float:
         return speed.lease_seconds(lengths, inputs.prompt_tokens) / fit.speed
 
     lengths, filtered = draws(

@@ -27,7 +27,7 @@ from runspec.estimate.speed import (
     mean_tokens,
 )
 from runspec.estimate.steady import Timeline, timeline
-from runspec.estimate.timeline import Model, Replica
+from runspec.estimate.timeline import Lengths, Model, Replica
 from runspec.spec.schema import RunSpec, SamplerPool
 
 
@@ -140,7 +140,7 @@ def run_model(spec: RunSpec, config: ModelConfig | None, size: float) -> Model:
     prompt = assumed.mean_prompt_tokens(spec).value
     share = spec.verify.prefill_share
 
-    def check_s(lengths: list[float]) -> float:
+    def check_s(lengths: Lengths) -> float:
         assert check is not None, "asked for the model of an unknown speed"
         return share * (len(lengths) * prompt + sum(lengths)) / check.value
 
@@ -205,8 +205,7 @@ def _replicas(
         speed = decode_speed(pool, spec, config)
         assert speed is not None, "asked for the model of an unknown speed"
 
-        def sample_s(lengths: list[float], speed: Decode = speed) -> float:
-            return speed.lease_seconds(lengths, prompt)
+        sample_s = _sampling(speed, prompt)
 
         for index in range(pool.replicas):
             yield Replica(
@@ -216,6 +215,14 @@ def _replicas(
                 lease_groups=pool.groups_per_submission,
                 sample_s=sample_s,
             )
+
+
+def _sampling(speed: Decode, prompt: float) -> Callable[[Lengths], float]:
+    @cache  # of runs that differ in something else
+    def sample_s(lengths: Lengths) -> float:
+        return speed.lease_seconds(lengths, prompt)
+
+    return sample_s
 
 
 def _pool(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -> PoolEstimate:

@@ -9,7 +9,7 @@ from runspec.estimate.timeline import Interval, Model, Replica, Simulated, Step,
 
 FASTER = 0.9
 """Times of a role that is a tenth faster, to see what that would change."""
-_STEPS = 12
+_STEPS = 10
 """Steps that are simulated beyond those that the lag needs to settle."""
 
 
@@ -52,7 +52,7 @@ def timeline(model: Model) -> Timeline:
     Raises:
         ValueError: as `simulate`.
     """
-    steps = _STEPS + 4 * (model.async_level + 1)
+    steps = _STEPS + 3 * (model.async_level + 1)
     model = replace(model, steps=steps)
     run = simulate(model)
     settled = _settled(run, model)

@@ -18,9 +18,13 @@ lengths and filtered groups are functions of step and group, whoever samples the
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+Lengths = tuple[float, ...]
+"""Output tokens of each rollout of a lease."""
 
 LEARNER, PUBLISHER, BROADCAST, VALIDATORS = "learner", "publisher", "broadcast", "validators"
 
@@ -35,8 +39,8 @@ class Replica:
     load_s: float
     """Switching its engine to a version that it has."""
     lease_groups: int
-    sample_s: Callable[[list[float]], float]
-    """Seconds to sample a lease, from the output tokens of each of its rollouts."""
+    sample_s: Callable[[Lengths], float]
+    """Seconds to sample a lease."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ class Model:
     replicas: tuple[Replica, ...]
     validators: int
     """0: submissions are believed as they come."""
-    check_s: Callable[[list[float]], float]
-    """Seconds to check a submission, from its rollouts' output tokens."""
+    check_s: Callable[[Lengths], float]
+    """Seconds to check the submission of a lease."""
     lengths: Callable[[int, int], Sequence[float]]
     """Output tokens of each rollout, by step and number of the group within the step."""
     filtered: Callable[[int, int], bool]
@@ -170,6 +174,7 @@ class _Simulation:
             member = members.setdefault(replica.pool, 0)
             members[replica.pool] += 1
             self._workers.append(_Worker(replica, number, member))
+        self._waiting = deque(self._workers)
         self._validators = [0.0] * model.validators
         self._intervals: list[Interval] = []
 
@@ -220,14 +225,15 @@ class _Simulation:
     # Leases and samplers.
 
     def _grant(self) -> None:
-        for worker in self._workers:
-            if worker.lease is None:
-                self._lease(worker)
+        """Leases to those who wait, in the order in which they asked, as far as there is work."""
+        while self._waiting and self._lease(self._waiting[0]):
+            self._waiting.popleft()
 
-    def _lease(self, worker: _Worker) -> None:
+    def _lease(self, worker: _Worker) -> bool:
+        """Gives a worker its next lease; False where there is none to give."""
         wanted = self._wanting()
         if wanted is None:
-            return
+            return False
         step, groups = wanted
         groups = min(groups, worker.replica.lease_groups)
         if step.opened is None:
@@ -240,6 +246,7 @@ class _Simulation:
             self._sample(worker, lease)
         else:
             self._fetch(worker)
+        return True
 
     def _wanting(self) -> tuple[Step, int] | None:
         """The lowest step that may be leased and needs groups, and how many."""
@@ -260,29 +267,30 @@ class _Simulation:
             start += worker.replica.load_s
             worker.loaded = lease.version
             self._spent(Interval(pool, worker.member, "load", lease.version, self._now, start))
-        lengths = [
+        lengths = tuple(
             length for group in lease.numbers for length in self._model.lengths(lease.step, group)
-        ]
+        )
         end = start + worker.replica.sample_s(lengths)
         self._spent(Interval(pool, worker.member, "sample", lease.step, start, end))
         self._at(end, lambda: self._sampled(worker, lease, lengths))
 
-    def _sampled(self, worker: _Worker, lease: _Lease, lengths: list[float]) -> None:
+    def _sampled(self, worker: _Worker, lease: _Lease, lengths: Lengths) -> None:
         worker.lease = None
-        if self._validators:
-            member = min(range(len(self._validators)), key=self._validators.__getitem__)
-            start = max(self._now, self._validators[member])
-            end = start + self._model.check_s(lengths)
-            self._validators[member] = end
-            self._spent(Interval(VALIDATORS, member, "check", lease.step, start, end))
-            self._at(end, lambda: self._checked(lease, lengths))
-            self._lease(worker)
-        else:
+        self._waiting.append(worker)
+        if not self._validators:
             self._checked(lease, lengths)
+            return
+        member = min(range(len(self._validators)), key=self._validators.__getitem__)
+        start = max(self._now, self._validators[member])
+        end = start + self._model.check_s(lengths)
+        self._validators[member] = end
+        self._spent(Interval(VALIDATORS, member, "check", lease.step, start, end))
+        self._at(end, lambda: self._checked(lease, lengths))
+        self._grant()
 
     # Validators' verdicts and the learner.
 
-    def _checked(self, lease: _Lease, lengths: list[float]) -> None:
+    def _checked(self, lease: _Lease, lengths: Lengths) -> None:
         step = self._steps[lease.step]
         if step.first_rollouts is None:
             step.first_rollouts = self._now
