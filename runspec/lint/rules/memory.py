@@ -90,9 +90,9 @@ def step_fits(context: Context) -> Iterator[Violation]:
         masters + moments + gradients + published + reference
             + activations + logits + temporaries <= memory
 
-    a device, at the worst moment of the backward pass. `published` is the version's bits, under which
-    pi_old is recomputed; `reference` is version 0's, or the base under adapters. `runspec plan`
-    shows the parts, and `runspec plan --aot` asks the compiler itself.
+    a device, at the worst moment of the backward pass. `published` is the version's bits, under
+    which pi_old is recomputed; `reference` is version 0's, or the base under adapters. `runspec
+    plan` shows the parts, and `runspec plan --aot` asks the compiler itself.
     """
     spec, config, memory = context.spec, context.config, _learner_device(context)
     if config is None or memory is None:
