@@ -20,7 +20,7 @@ from runspec.local.full_states import folder_bytes, full_states
 from runspec.local.machine import free_bytes
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
-from runspec.local.state import EventRow, RunState
+from runspec.local.state import AppliedRow, EventRow, RunState
 from runspec.local.text import duration, number, per_second, size
 from runspec.spec.resolved import spec_digest
 
@@ -32,11 +32,12 @@ def describe_command(run: str, runs_dir: Path) -> int:
     """Prints the sections; returns the exit code."""
     seen = look_at(find_run(run, runs_dir), events=None)
     with closing(RunState(seen.directory)) as state:
-        serial, sessions = state.serial(), state.sessions()
+        applied, sessions = state.applied(), state.sessions()
     console = Console(markup=False, highlight=False)
     print(headline(seen))
-    _section("Run", _run(seen, serial, sessions))
+    _section("Run", _run(seen, applied[-1].serial if applied else 0, sessions))
     _section("Spec", _spec(seen))
+    _lines("Changes", _changes(applied))
     print("\nConditions")
     console.print(condition_table(conditions(seen)))
     print("\nRoles")
@@ -86,6 +87,14 @@ def _spec(seen: Snapshot) -> Iterator[tuple[str, str]]:
         yield f"pool {pool.name}", f"{pool.replicas} x {pool.hardware.kind}, {pool.trust}"
     if spec.secrets:
         yield "secrets", ", ".join(f"{s.name} (from {s.source.env})" for s in spec.secrets)
+
+
+def _changes(applied: Sequence[AppliedRow]) -> list[str]:
+    lines = []
+    for row in applied:
+        lines.append(f"serial {row.serial}, {clock(row.time)}: {'' if row.what else 'started'}")
+        lines += [f"  {text}" for text in row.what]
+    return lines
 
 
 def _last_exits(seen: Snapshot) -> list[str]:

@@ -11,11 +11,20 @@ from typing import Any
 
 import pytest
 
+from runspec.cli.delete import delete_command
+from runspec.cli.describe import describe_command
+from runspec.cli.events import events_command
+from runspec.cli.logs import logs_command
+from runspec.cli.pause import pause_command
 from runspec.cli.rollback import rollback_command
+from runspec.cli.status import read_status
+from runspec.cli.wait import wait_command
 from runspec.common.errors import UserError
 from runspec.common.files import write_atomic
 from runspec.common.hashing import digest_bytes
 from runspec.local import rollback
+from runspec.local.apply import open_run
+from runspec.local.planning import make_plan
 from runspec.local.rollback import complete_rollback, roll_back
 from runspec.local.run_dir import hold
 from runspec.local.state import RunState
@@ -151,6 +160,27 @@ def test_version_0_is_the_starting_model(tmp_path: Path) -> None:
     assert not any(name.startswith(("rollouts", "weights")) for name in tree(run_dir))
     assert tree(run_dir)["metrics.jsonl"] == b""
     assert not (run_dir / "summary.json").exists()
+
+
+def test_every_command_works_on_a_run_that_was_taken_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = small_run(tmp_path)
+    assert rollback_command("small", 2, True, tmp_path) == 0
+    status = read_status(run_dir)
+    assert (status["state"], status["step"], status["published"]) == ("paused", 2, None)
+    assert wait_command("small", "Paused", "1s", tmp_path) == 0
+    assert pause_command("small", tmp_path) == 0
+    assert events_command("small", False, False, tmp_path) == 0
+    assert logs_command("small", None, False, None, tmp_path) == 0
+    assert describe_command("small", tmp_path) == 0
+    assert "rolled back to version 2" in capsys.readouterr().out
+    plan = make_plan(load_resolved(run_dir), run_dir)
+    assert (plan.state, list(plan.changes), plan.seen.serial) == ("paused", [], 2)
+    # and it may be opened to go on, its keys still to be made
+    with open_run(load_resolved(run_dir), tmp_path) as opened:
+        assert not (opened.directory / "keys").exists()
+    assert delete_command("small", True, tmp_path) == 0
 
 
 class Killed(BaseException):
