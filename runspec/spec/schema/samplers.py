@@ -129,8 +129,9 @@ class Broadcast(Block):
     """Newest versions that origin and relays keep."""
     anchor_every: Annotated[Count, Unit("versions")] = 20
     """Versions between full copies that deltas start from."""
-    chunk_bytes: Annotated[Count, Unit("bytes"), SITE] = 16 * 1024 * 1024
-    """Of an object; each is hashed by itself."""
+    chunk_bytes: Annotated[Count, Unit("bytes"), NEWRUN, SITE] = 16 * 1024 * 1024
+    """Of an object; each is hashed by itself. A version that was published in other pieces would
+    be another version."""
     origin: Annotated[Origin, SITE] = Origin()
     """The publisher's server."""
     relays: Annotated[list[Relay], SITE] = []
