@@ -115,18 +115,21 @@ def analyse(
     mesh = learner_mesh(spec, devices)
     programs = build_programs(spec, config, mesh)
     arguments = abstract_arguments(programs)
+    weights, algorithm = _device_bytes(arguments["score"][0]), spec.algorithm
+    frozen = bool(algorithm.kl.coef) or programs.abstract_base is not None
     resident = {
         "state": _device_bytes(programs.abstract_state),
         "gradients": _device_bytes(arguments["apply"][1].grads),
-        "base": _device_bytes(programs.abstract_base),
-        "published": _device_bytes(arguments["score"][0]),
-        "reference": _device_bytes(arguments["score"][0]) if spec.algorithm.kl.coef else 0,
+        "published": weights if algorithm.old_logprobs == "recompute" else 0,
+        "reference": weights if frozen else 0,
+        "batch": _device_bytes(programs.abstract_batch),
     }
     # Of the loops whose length is data's: one microbatch, all of it positions with a target.
     chunk = logits_chunk(spec.learner, config.vocab_size)
     chunks = -(-device_positions(spec.learner) // chunk)
     assumed = {"vocabulary_head": chunks}
-    reports = {c.name: _report(c, assumed) for c in compile_programs(programs, names)}
+    platform = devices[0].platform
+    reports = {c.name: _report(c, assumed, platform) for c in compile_programs(programs, names)}
     # Beside what a program takes, the learner holds the rest of what a step needs; gradients are
     # there from the end of `accumulate`, which counts them as its own, to that of `apply`.
     held = sum(resident.values()) - resident["gradients"]
@@ -158,7 +161,7 @@ def analyse(
     }
 
 
-def _report(compiled: Compiled, assumed: Mapping[str, int]) -> dict[str, Any]:
+def _report(compiled: Compiled, assumed: Mapping[str, int], platform: str) -> dict[str, Any]:
     seconds = {
         "lower_s": round(compiled.lower_s, 2),
         "compile_s": round(compiled.compile_s, 2),
@@ -168,8 +171,12 @@ def _report(compiled: Compiled, assumed: Mapping[str, int]) -> dict[str, Any]:
     memory, text = compiled.executable.memory_analysis(), compiled.executable.as_text()
     assert memory is not None and text is not None  # every backend of ours has both
     cost = program_cost(text, assumed)
-    fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    own = fresh + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    own = memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    if platform == "tpu":
+        # libtpu counts some temporaries twice, and compiles programs whose sum is above the chip's
+        # memory. Its peak is that of the buffers it assigns; the CPU's peak leaves temporaries out.
+        own = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+    own += memory.generated_code_size_in_bytes
     return seconds | {
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,

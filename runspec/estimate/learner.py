@@ -2,28 +2,29 @@
 
 A step holds its state, the version's bits, the reference's bits and the summed gradient. On top of
 these comes what one microbatch needs, at the worst of three moments of its backward pass. With W
-elements of the layers on a device, E = D V / tensor those of the embedding, or of the head, gathered
-over fsdp, P positions, b bytes of `compute_dtype` and m of `master_dtype`:
+elements of the layers on a device, E = D V / tensor those of the embedding, or of the head,
+gathered over fsdp, P positions, b bytes of `compute_dtype` and m of `master_dtype`:
 
     head       kept + logits + 4 E + 3 b P D
-    layers     kept + 4 E + m W + b P (6 F + 6 D + 3 H h) / tensor (D uncut) + 3 b D F / tensor
+    layers     kept + 4 E + m W + b P (6 F + 6 D + 3 H h) + 3 b D F
     embedding  4 E + m W + 2 x 4 E
 
 and always b (W + 2 E) where masters are of another type than products: XLA takes the cast, and the
 gathering of embedding and head, out of the loop over microbatches. 4 E is the head's gradient,
-float32, summed over fsdp only after the last layer; m W that of the layers; the last term of
-`layers` three gathered matrices. What is kept of P positions by a layer, by `remat`:
+float32, summed over fsdp only after the last layer; m W that of the layers; 3 b D F gathered
+matrices. What is kept of P positions of a layer, in bytes a position, by `remat`:
 
     full       b D
-    offload    nothing but three layers' inputs on their way
+    offload    nothing; three layers' inputs are on their way
     attention  b (D + H h) + 4 H: its input, what attention gave, the log-sum-exp
-    dots       the same and b (D + H h + 2 K h + 2 F): what q, k, v, o, gate and up gave
-    none       16 D + b (4 D + 6 F + 6 H h / 2 + 2 K h), 10 (H + K) h for norms of q and k, and the
-               layer's weights, in `compute_dtype`
+    dots       b (2 D + 2 H h + 2 K h + 2 F) + 4 H: the same, and what q, k, v, o, gate and up gave
+    none       16 D + b (4 D + 6 F + 3 H h + 2 K h) + 4 H, and 10 (H + K) h for norms of q and k;
+               also the layers' weights in `compute_dtype`
 
-with H, K, F divided by tensor. These follow from `learner_jax`'s model, remat and logprobs; the
-6, 6 and 3 of `layers`, the doubled 4 E of `embedding` and CODE are what libtpu 0.0.42 makes of them.
-docs/plan.md compares all with the compiler. With adapters W, E and H grow no gradients.
+H, K and F are those of a device, divided by tensor. All this follows from `learner_jax`'s model,
+remat and logprobs but for the 6, 6 and 3 of `layers`, the doubled 4 E of `embedding` and CODE:
+those are what libtpu 0.0.42 makes of them. docs/plan.md compares the sums with the compiler's.
+With adapters W and E have no gradients.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def _worst_moment(
     of_layers = WIDTH[learner.master_dtype] * (sizes.layers if full else sizes.trained)
     kept = _kept(spec, config, sizes)
     at_work = sizes.activation(_MLP * sizes.mlp + _STREAM * stream + _HEADS * sizes.heads)
-    gathered = sizes.width * _MATRICES * stream * sizes.mlp
+    gathered = float(sizes.width * _MATRICES * stream * sizes.mlp)
     if learner.mesh.context > 1:
         gathered += 4 * sizes.activation(sizes.kv_heads) * learner.mesh.context
     moments = [
