@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from bridge.config import ModelConfig
 from runspec.common.errors import UserError
@@ -20,8 +20,10 @@ from runspec.estimate.model import model_config
 from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.spec.findings import Number, Severity
 from runspec.spec.load import SpecFiles
-from runspec.spec.lock_file import Lock, read_lock
 from runspec.spec.schema import RunSpec
+
+if TYPE_CHECKING:
+    from runspec.spec.lock_file import Lock
 
 Group = Literal[
     "file",
@@ -83,6 +85,8 @@ class Context:
         Raises:
             UserError: the file is no lock.
         """
+        from runspec.spec.lock_file import read_lock  # few specs ask, and its classes take time
+
         return read_lock(self.files.path, self.files.profile)
 
 

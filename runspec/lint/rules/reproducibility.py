@@ -22,11 +22,8 @@ def unpinned_revision(context: Context) -> Iterator[Violation]:
     tokenizer or `hf://` data belongs into `revision`; or `runspec lock` writes all of them into
     `<spec>.lock.yaml`. Local directories have no revision.
     """
-    pins = context.lock.pins if context.lock else {}
     for path, name, revision in _hub_names(context):
-        pin = pins.get(".".join(path))
-        locked = pin is not None and pin.source == name and pin.commit is not None
-        if not locked and not _COMMIT.fullmatch(revision or ""):
+        if not _COMMIT.fullmatch(revision or "") and not _is_locked(context, path, name):
             said = f"{revision!r}, which may move" if revision else "no commit"
             yield Violation(
                 (*path, "revision"),
@@ -35,6 +32,12 @@ def unpinned_revision(context: Context) -> Iterator[Violation]:
                 requires="revision has 40 hexadecimal digits, or a lock names the commit",
                 suggestion="set revision to the commit, or run `runspec lock`",
             )
+
+
+def _is_locked(context: Context, path: tuple[str, ...], name: str) -> bool:
+    """Whether the lock has a commit for this very name."""
+    pin = context.lock.pins.get(".".join(path)) if context.lock else None
+    return pin is not None and pin.source == name and pin.commit is not None
 
 
 def _hub_names(context: Context) -> Iterator[tuple[tuple[str, ...], str, str | None]]:
