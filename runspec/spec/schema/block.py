@@ -18,7 +18,7 @@ class Block(BaseModel):
     """
 
     # Built with RunSpec, once: importing is what a cold `runspec lint` spends most time on. For the
-    # same reason docstrings are read from the source when they are asked for (`fields_doc`).
+    # same reason docstrings are read from the source when they are asked for (`field_docs`).
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True
     )

@@ -129,7 +129,7 @@ class Broadcast(Block):
     """Newest versions that origin and relays keep."""
     anchor_every: Annotated[Count, Unit("versions")] = 20
     """Versions between full copies that deltas start from."""
-    chunk_bytes: Annotated[Count, Unit("bytes"), NEWRUN, SITE] = 16 * 1024 * 1024
+    chunk_bytes: Annotated[Count, Unit("bytes"), NEWRUN] = 16 * 1024 * 1024
     """Of an object; each is hashed by itself. A version that was published in other pieces would
     be another version."""
     origin: Annotated[Origin, SITE] = Origin()

@@ -24,8 +24,8 @@ def test_a_field(path: str, capsys: pytest.CaptureFixture[str]) -> None:
         "\n"
         "  type       `float32` or `bfloat16`\n"
         "  default    bfloat16\n"
-        "  change     newrun: it changes what is learned: only a run of another name can\n"
-        "             have it\n"
+        "  change     newrun: it changes what is learned, or what the run stands on: it\n"
+        "             takes a run of another name\n"
         "  placement  a file of kind Placement may not set it\n"
     )
 

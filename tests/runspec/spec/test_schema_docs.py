@@ -142,3 +142,8 @@ def test_paths_as_people_write_them(written: str, path: str) -> None:
 @pytest.mark.parametrize("written", ["learner.mesh.fsdp.more", "samplers.a.b", "", "x"])
 def test_paths_of_nothing(written: str) -> None:
     assert field_at(written) is None
+
+
+def test_a_site_changes_nothing_that_is_learned() -> None:
+    both = [path for path, f in schema_fields().items() if f.site and f.change == "newrun"]
+    assert both == ["checkpoints.dir"], "states lie where a site has room; a run cannot lose them"
