@@ -45,9 +45,10 @@ class AotReport:
     argument_bytes: int | None
     """What `worst` is given: weights or state, and the batch."""
     temp_bytes: int | None
-    """What it needs while it runs."""
+    """What it needs while it runs beside the two, its code included. On TPUs from the peak of the
+    buffers that libtpu assigns, whose sum of temporaries (`programs`) counts some twice."""
     output_bytes: int | None
-    """What it gives, donated arguments that it writes in place included."""
+    """What it gives, without what it writes into donated arguments."""
     hbm_bytes: int | None
     """The memory that the run needs then: everything that the learner holds through a step, and
     the temporaries, code and fresh outputs of `worst`."""
@@ -130,12 +131,12 @@ def _report(said: Mapping[str, Any]) -> AotReport:
     needed = memory["needed_bytes"]
     refused = any("does_not_fit" in program for program in programs.values())
     worst = None if refused else max(needed, key=lambda name: needed[name])
-    of_worst = {} if worst is None else programs[worst]
+    arguments, temporaries, outputs = _of(None if worst is None else programs[worst])
     return AotReport(
         devices=said["devices"],
-        argument_bytes=of_worst.get("argument_bytes"),
-        temp_bytes=of_worst.get("temporary_bytes"),
-        output_bytes=of_worst.get("output_bytes"),
+        argument_bytes=arguments,
+        temp_bytes=temporaries,
+        output_bytes=outputs,
         hbm_bytes=None if worst is None else needed[worst],
         flops=sum(programs[name].get("flops", 0.0) for name in STEP),
         compile_s=round(sum(p["lower_s"] + p["compile_s"] for p in programs.values()), 2),
@@ -149,3 +150,11 @@ def _report(said: Mapping[str, Any]) -> AotReport:
         },
         resident=memory["resident_bytes"],
     )
+
+
+def _of(program: Mapping[str, Any] | None) -> tuple[int | None, int | None, int | None]:
+    """Bytes of a program's arguments, temporaries and fresh outputs."""
+    if program is None:
+        return None, None, None
+    outputs = program["output_bytes"] - program["aliased_bytes"]
+    return program["argument_bytes"], program["own_bytes"] - outputs, outputs
