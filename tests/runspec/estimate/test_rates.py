@@ -1,0 +1,70 @@
+"""Times of a step where nobody waits, from measured rates, by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import runspec.lint
+from runspec.estimate.model import model_config
+from runspec.estimate.rates import (
+    rollouts_per_step,
+    sampling_seconds,
+    step_seconds,
+    tokens_to_check,
+)
+from runspec.estimate.speed import learner_seconds
+from runspec.lint.check import check_spec
+from runspec.spec.load import SpecFiles
+from runspec.spec.schema import RunSpec
+
+FLEET = Path(runspec.lint.__file__).parent / "examples" / "fleet.yaml"
+
+
+def fleet(*overrides: str) -> RunSpec:
+    spec = check_spec(SpecFiles(FLEET, overrides=overrides), environ={}).spec
+    assert spec is not None
+    return spec
+
+
+def test_pools_share_the_rollouts_of_a_step() -> None:
+    # given two replicas of one pool and one of another, 5,000 tokens/s together
+    other = "{trust: trusted, hardware: {kind: mine}, max_model_len: 34816, max_new_tokens: 32768, "
+    spec = fleet(
+        "samplers.pool={tokens_per_s: 1000, replicas: 2}",
+        f"samplers.other={other}tokens_per_s: 3000}}",
+        "estimate.mean_new_tokens=5000",
+    )
+    # then 256 groups of 16 rollouts of 5,000 tokens take them 4,096 s
+    assert sampling_seconds(spec, model_config(spec)) == pytest.approx(256 * 16 * 5000 / 5000)
+
+
+def test_a_step_lasts_as_long_as_its_slower_side() -> None:
+    slow, fast = fleet("samplers.pool.tokens_per_s=100"), fleet("samplers.pool.tokens_per_s=1e9")
+    config = model_config(slow)
+    assert step_seconds(slow, config) == sampling_seconds(slow, config)
+    assert step_seconds(fast, config) == learner_seconds(fast, config)
+
+
+def test_an_unknown_speed_is_not_guessed() -> None:
+    unknown = fleet("samplers.pool.hardware={kind: mine, count: 4}")
+    assert sampling_seconds(unknown, model_config(unknown)) is None
+    assert step_seconds(unknown, model_config(unknown)) is None
+    known = fleet("samplers.pool.tokens_per_s=100")
+    assert step_seconds(known, None) is None  # nor the learner's
+
+
+@pytest.mark.parametrize(
+    ("filtered", "sampled"), [(0.0, 4096), (0.5, 8192), (0.9, 16384), (1.0, 16384)]
+)
+def test_filtered_groups_are_sampled_again_up_to_max_groups(filtered: float, sampled: int) -> None:
+    spec = fleet(f"estimate.filtered_share={filtered}", "algorithm.fill.max_groups=4.0")
+    assert rollouts_per_step(spec) == pytest.approx(sampled)
+
+
+def test_validators_prefill_prompt_and_output_of_their_share() -> None:
+    spec = fleet(
+        "estimate={mean_new_tokens: 5000, mean_prompt_tokens: 500}", "verify.prefill_share=0.25"
+    )
+    assert tokens_to_check(spec) == pytest.approx(4096 * 5500 / 4)
