@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 NAMES = sorted(p.stem for p in Path(__file__).parent.glob("[a-z]*.py") if p.stem != "runs")
-NAMED_ONLY = ("gpu_attention", "gpu_learner", "learner_peers", "weak_scaling")
+NAMED_ONLY = ("estimate_accuracy", "gpu_attention", "gpu_learner", "learner_peers", "weak_scaling")
 
 
 def main() -> int:
