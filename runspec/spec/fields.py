@@ -14,7 +14,7 @@ CHANGE_CLASSES: dict[ChangeClass, str] = {
     "hot": "taken over while every role goes on",
     "rolling": "the roles that read it are started again one by one; the learner goes on",
     "restart": "the run stops, and goes on from its newest checkpoint with the new value",
-    "newrun": "it changes what is learned, or what the run stands on: it takes a run of another name",
+    "newrun": "it changes what is learned, or what the run stands on: it takes another run",
 }
 """Mildest first; a change is as severe as its severest field."""
 

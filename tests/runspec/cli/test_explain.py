@@ -25,7 +25,7 @@ def test_a_field(path: str, capsys: pytest.CaptureFixture[str]) -> None:
         "  type       `float32` or `bfloat16`\n"
         "  default    bfloat16\n"
         "  change     newrun: it changes what is learned, or what the run stands on: it\n"
-        "             takes a run of another name\n"
+        "             takes another run\n"
         "  placement  a file of kind Placement may not set it\n"
     )
 
