@@ -48,7 +48,8 @@ class Storage(Block):
     CHANGE = "restart"
 
     dir: str | None = None
-    """Folder of run directories; --runs-dir when null. A run that is there moves only by hand."""
+    """Folder of run directories where --runs-dir names none; `runs` when null. A run that is there
+    moves only by hand."""
     shared: bool = False
     """Says that every host sees the same files under `dir`, as on a network file system."""
 
