@@ -196,7 +196,7 @@ def server_url(context: Context) -> Iterator[Violation]:
 def port_clash(context: Context) -> Iterator[Violation]:
     """No two servers may listen at one address.
 
-        base_port + 0 coordinator, + 1 origin, + 2 + i relay i, then the learner's processes
+        base_port + 0 coordinator, + 1 origin, + 2 + i relay i, then the learner
 
     URLs fix the address of origin and relays, `placement.base_port` those of all others, on
     `placement.host`. The second server that wants an address dies as it starts.

@@ -68,6 +68,6 @@ NO_SEED = Rule(
 Problems, target lengths, the warm start and the learner's draws follow from `seed`. A default
 would make runs of different people secretly alike; a random one would make no run repeatable. The
 noise of untrusted pools does not follow from it alone: the coordinator mixes in a nonce of each
-step, which workers must not be able to foresee (DESIGN, "Lease").""",
+step, which workers must not be able to foresee (docs/coordinator.md).""",
 )
 add(NO_SEED)

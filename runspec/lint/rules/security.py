@@ -40,7 +40,7 @@ def unsigned_weights(context: Context) -> Iterator[Violation]:
         identity.root_public_key is given, where an untrusted pool is elsewhere
 
     Everyone pins the root's public key: it signs roles.json, which names the publisher's key, which
-    signs every manifest (DESIGN, "Contracts"). Null lets the local backend make a throw-away root
+    signs every manifest (docs/broadcast.md). Null lets the local backend make a throw-away root
     on this machine, which a stranger has no way to know: whatever a relay sends would have to be
     believed. A pool is taken to be elsewhere where `placement.roles` leaves it out or, without
     `placement.roles`, where its hardware is an accelerator.

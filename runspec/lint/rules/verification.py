@@ -19,7 +19,7 @@ def no_validators(context: Context) -> Iterator[Violation]:
 
         verify.validators >= 1
 
-    Rewards that train are a validator's own (DESIGN, "Verdict file"): the worker's are claims.
+    Rewards that train are a validator's own (docs/verify.md); the worker's are claims.
     Without a validator no group ever gets a verdict, no step fills, and the run stalls at its first
     deadline, with a trusted pool as with an untrusted one.
     """
@@ -110,8 +110,8 @@ def in_flight_updates(context: Context) -> Iterator[Violation]:
 
     A validator prefills a rollout with the version that its lease names. Of one that began under
     another version neither log-probs nor seeded choices nor proofs can be reproduced, and honest
-    work would be rejected. In a trusted pool it would be sound with each token's version recorded
-    (DESIGN, "Pools"); workers do not do that yet, and refuse to start.
+    work would be rejected. In a trusted pool it would be sound with each token's version recorded;
+    workers do not do that yet, and refuse to start.
     """
     for pool in context.spec.samplers:
         if pool.in_flight_updates:
