@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from itertools import groupby
 
 from rich.console import Console
@@ -68,9 +67,21 @@ def _table(*columns: str) -> Table:
 def _learner(learner: LearnerEstimate, console: Console) -> None:
     memory = learner.memory
     assert memory is not None
-    _title(console, "Learner", f"memory of each of {learner.devices or 'its'} devices")
-    parts = {field.name: float(getattr(memory, field.name)) for field in fields(memory)}
-    host = parts.pop("host", 0.0)
+    _title(
+        console,
+        "Learner",
+        f"memory of each of {learner.devices or 'its'} devices when most is needed",
+    )
+    parts = {
+        "masters": memory.masters,
+        "moments": memory.moments,
+        "gradients": memory.gradients,
+        "published": memory.published,
+        "reference": memory.reference,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "temporaries": memory.temporaries,
+    }
     largest = max(parts.values())
     table = _table("part", ">bytes", "")
     for name, bytes_ in sorted(parts.items(), key=lambda item: -item[1]):
@@ -84,8 +95,8 @@ def _learner(learner: LearnerEstimate, console: Console) -> None:
         style = "red" if share > 1 else "green"
         line = f"  together {size(memory.total)} of {size(learner.device_memory)}, "
         console.print(Text.assemble(line, (f"{share:.0%}", style)))
-    if host:
-        console.print(Text(f"  and {size(host)} in the host's memory"))
+    if memory.host:
+        console.print(Text(f"  and {size(memory.host)} in the host's memory"))
     if learner.step_s is not None:
         console.print(Text(f"  trains a step in {_time(learner.step_s)}"))
 
