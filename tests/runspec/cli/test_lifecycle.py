@@ -114,6 +114,28 @@ def test_events_are_printed_oldest_first_for_people_and_programs(
     assert lines[0].endswith(f"{events[0]['role']}: {events[0]['text']}")
 
 
+def test_events_are_followed_as_they_come(
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given someone who follows, an event that comes meanwhile, and Ctrl-C after it
+    pauses = iter([lambda: add_event(finished / "small", "one more"), raise_interrupt])
+    monkeypatch.setattr("time.sleep", lambda seconds: next(pauses)())
+    assert events_command("small", True, True, finished) == 0
+    # then each event was printed once, the late one last
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len({event["id"] for event in events}) == len(events)
+    assert events[-1]["text"] == "one more"
+
+
+def add_event(run_dir: Path, text: str) -> None:
+    with closing(RunState(run_dir)) as state:
+        state.add_event("run", text)
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def test_the_ends_of_logs_are_printed(
     finished: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
