@@ -8,10 +8,20 @@ from math import prod
 
 from runspec.lint.registry import Context, Violation, rule
 from runspec.lint.urls import is_loopback, parse_url, server_urls
-from runspec.spec.role_names import learner_names, relay_names, role_names, worker_names
+from runspec.spec.role_names import (
+    elsewhere,
+    learner_names,
+    placeable,
+    relay_names,
+    role_names,
+    worker_names,
+)
 from runspec.spec.schema import RunSpec
 
-RESERVED = ("root", "publisher", "coordinator", "validator", "learner", "origin", "relay")
+RESERVED = (
+    *("root", "publisher", "coordinator", "learner"),
+    *("validator", "validators", "origin", "relay"),
+)
 
 
 @rule("reserved-names", "placement")
@@ -44,24 +54,28 @@ def reserved_names(context: Context) -> Iterator[Violation]:
 
 @rule("role-clash", "placement")
 def role_clash(context: Context) -> Iterator[Violation]:
-    """Every process must have a name of its own.
+    """Every process must have a name of its own, and so must what `placement.roles` names.
 
         relay-<name>, <pool>-<i>, validator-<i>, learner-<i>, ...
 
-    Names are made of parts: pool `relay-eu` has the worker `relay-eu-0`, and so has the relay
-    `eu-0`. Two processes of one name would share a key, a log and a line in `status`.
+    Names are made of parts: the first worker of a pool `relay-eu` is `relay-eu-0`, and so is the
+    relay `eu-0`. Two processes of one name would share a key, a log and a line in `status`. In
+    `placement.roles` that pool and the relay `eu` are both `relay-eu`.
     """
-    counts = Counter(role_names(context.spec))
-    workers = worker_names(context.spec)
-    for name in (name for name, count in counts.items() if count > 1):
-        pool = workers.get(name)
+    spec = context.spec
+    workers = worker_names(spec)
+    processes = Counter(role_names(spec))
+    groups = Counter([*relay_names(spec), *(pool.name for pool in spec.samplers)])
+    counts = processes | groups  # of each name the larger
+    for name in sorted(name for name, count in counts.items() if count > 1):
+        pool = workers.get(name, name)
         if pool in RESERVED:
             continue  # `reserved-names` says so
         yield Violation(
-            ("samplers", pool) if pool else ("samplers",),
-            f"{counts[name]} processes would be called {name}",
-            numbers={"processes": counts[name]},
-            requires="processes = 1 of each name",
+            ("samplers", pool),
+            f"{counts[name]} roles would be called {name}",
+            numbers={"roles": counts[name]},
+            requires="roles = 1 of each name",
             suggestion="give the pool or the relay another name",
         )
 
@@ -76,7 +90,7 @@ def unknown_role(context: Context) -> Iterator[Violation]:
     nothing, in silence.
     """
     spec = context.spec
-    startable = ["validators", *(pool.name for pool in spec.samplers), *relay_names(spec)]
+    startable = placeable(spec)
     unknown = [name for name in dict.fromkeys(spec.placement.roles or []) if name not in startable]
     if unknown:
         yield Violation(
@@ -104,11 +118,16 @@ def shared_device(context: Context) -> Iterator[Violation]:
 
     JAX takes most of a GPU's memory when it starts, and vLLM plans with what is free at that
     moment: of two on one device the second finds no room, or both run out later. Where the shares
-    are arranged by hand (XLA_PYTHON_CLIENT_MEM_FRACTION), suppress this with that reason.
+    are arranged by hand (XLA_PYTHON_CLIENT_MEM_FRACTION), suppress this with that reason. Roles on
+    other machines have other accelerators under the same numbers.
     """
+    spec = context.spec
+    away = set(elsewhere(spec))
+    if spec.learner.hardware.kind != "cpu":
+        away |= set(learner_names(spec)[1:])
     users: dict[int, list[str]] = defaultdict(list)
-    for name, numbers in context.spec.placement.devices.items():
-        for number in set(numbers):
+    for name, numbers in spec.placement.devices.items():
+        for number in set(numbers) if name not in away else ():
             users[number].append(name)
     for number, names in sorted(users.items()):
         if len(names) > 1:

@@ -76,6 +76,11 @@ BREACHES = [
     # placement
     (BASE, ["placement.devices={pool: [0]}"], "unknown-role", "placement.devices.pool", "error"),
     (BASE, ["placement.roles=[learner]"], "unknown-role", "placement.roles", "error"),
+    (BASE, [f"samplers.relay-eu={{hardware: {{kind: cpu}}, {ROOM}}}",
+            "broadcast.relays=[{name: eu}]"],
+     "role-clash", "samplers.relay-eu", "error"),
+    (BASE, [f"samplers.validators={{hardware: {{kind: cpu}}, {ROOM}}}"],
+     "reserved-names", "samplers.validators", "error"),
     (BASE, ["placement.devices={learner: [1], pool-0: [0, 1]}"],
      "shared-device", "placement.devices.pool-0", "warning"),
     (FLEET, ["learner={hosts: 16}", "storage.shared=true", "placement.devices={learner-3: [0]}"],
@@ -134,6 +139,10 @@ SILENT = [
              "learner={hardware: {kind: h100-80g, topology: null, count: 64}, hosts: 64}",
              "storage.shared=true", "learner.mesh={fsdp: 64, tensor: 1}",
              "learner.packing.rows=64"]),
+    # A pool that is called like another's worker is named where workers are not.
+    (BASE, [f"samplers.pool-0={{hardware: {{kind: cpu}}, {ROOM}}}"]),
+    # One number of two machines.
+    (FLEET, ["placement={roles: [validators], devices: {validator-0: [0], pool-0: [0, 1, 2, 3]}}"]),
     # One port of two hosts.
     (BASE, ["broadcast.relays=[{name: a, url: 'https://a.example.org'}, "
             "{name: b, url: 'https://b.example.org'}]"]),
