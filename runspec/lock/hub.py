@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-import time
 from collections.abc import Mapping
 from urllib.parse import quote
 
@@ -46,8 +46,10 @@ def ask_commit(
     token = env.get("HF_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token and url.startswith("https:") else {}
     try:
-        data = _get(url, headers, deadline_s)
+        data = asyncio.run(_get(url, headers, deadline_s))
         commit = parse_object(data, max_bytes=MAX_BYTES).get("sha")
+    except TimeoutError as error:
+        raise _unknown(repository, url, f"no whole answer within {deadline_s:g} s") from error
     except (httpx.HTTPError, httpx.InvalidURL, MalformedJson) as error:
         raise _unknown(repository, url, str(error) or type(error).__name__) from error
     if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
@@ -55,20 +57,18 @@ def ask_commit(
     return commit
 
 
-def _get(url: str, headers: dict[str, str], deadline_s: float) -> bytes:
-    ends_at = time.monotonic() + deadline_s
+async def _get(url: str, headers: dict[str, str], deadline_s: float) -> bytes:
     data = bytearray()
-    with (
-        httpx.Client(timeout=deadline_s, follow_redirects=True, max_redirects=5) as client,
+    async with (
+        asyncio.timeout(deadline_s),  # httpx's own are for each read, and for each redirect
+        httpx.AsyncClient(timeout=deadline_s, follow_redirects=True, max_redirects=5) as client,
         client.stream("GET", url, params={"expand": "sha"}, headers=headers) as answer,
     ):
         answer.raise_for_status()
-        for piece in answer.iter_bytes():
+        async for piece in answer.aiter_bytes():
             data += piece
             if len(data) > MAX_BYTES:
                 raise MalformedJson(f"more than the {MAX_BYTES} bytes allowed")
-            if time.monotonic() > ends_at:
-                raise httpx.ReadTimeout(f"no whole answer within {deadline_s:g} s")
     return bytes(data)
 
 
