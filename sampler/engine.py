@@ -28,6 +28,7 @@ from sampler.probe import FILE_NAME as PROBE_FILE
 from sampler.probe import LIMITS as PROBE_LIMITS
 from sampler.probe import probe_difference, read_probe
 from sampler.requests import GenerationAborted, LoadReport, Recorded, Sampled, SampleRequest
+from verify.thresholds import precision_of
 
 _RELOAD_REMEDY = "restart the worker; if it happens again, report it with vLLM's version"
 
@@ -119,7 +120,7 @@ class Engine:
         probe = read_probe(weights_dir)
         logprobs = self.prompt_logprobs([sequence.tokens for sequence in probe])
         difference = probe_difference(probe, logprobs)
-        limit = PROBE_LIMITS[self._pool.quantization or self._pool.dtype]
+        limit = PROBE_LIMITS[precision_of(self._pool)]
         if not difference <= limit:  # NaN is no agreement
             raise UserError(
                 f"version {version}: the engine's log-probs differ from the learner's by "
