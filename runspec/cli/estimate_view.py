@@ -55,8 +55,8 @@ def _title(console: Console, name: str, text: str = "") -> None:
 
 def _table(*columns: str) -> Table:
     """Without lines; names starting with > are of columns of numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", pad_edge=False)
-    table.add_column("", width=1)
+    table = Table(box=None, padding=(0, 1), header_style="bright_black", pad_edge=False)
+    table.add_column("", width=0)
     for column in columns:
         table.add_column(
             column.lstrip(">"), justify="right" if column.startswith(">") else "left", no_wrap=True
@@ -166,7 +166,7 @@ def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
     _title(console, "Step", f"{_time(step.step_s)} once the run has settled{total}")
     width = max(20, min(72, console.width - 34))
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(width=1)
+    table.add_column(width=0)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, width=width)
     table.add_column(no_wrap=True, justify="right")
