@@ -144,7 +144,7 @@ def _look(files: SpecFiles, environ: Mapping[str, str] | None, parsed: ParsedFil
     layered = load_layers(files, environ=environ, parsed=parsed)
     findings = list(layered.findings)
     if layered.spec is not None:
-        findings = _with_rules(layered, Context(layered.spec, files), findings)
+        findings += _rule_findings(layered, Context(layered.spec, files))
     comments = [comment for found in layered.comments.values() for comment in found]
     suppressions, faults = read_suppressions(comments)
     applied = apply_suppressions(suppressions, findings)
@@ -162,14 +162,6 @@ def _profile(files: SpecFiles) -> Path | None:
     return profile_path(files.path, files.profile) if files.profile is not None else None
 
 
-def _with_rules(layered: Layered, context: Context, findings: list[Finding]) -> list[Finding]:
-    secrets = list(_secret_values(layered, context))
-    at = {(finding.file, finding.line, finding.column) for finding in secrets}
-    # A secret must not be there at all: whether it is set does not matter.
-    kept = [f for f in findings if f.code != "variable" or (f.file, f.line, f.column) not in at]
-    return [*kept, *_rule_findings(layered, context), *secrets]
-
-
 def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:
     for rule, violation in violations(context):
         place = locate(layered.tree, violation.location)[0]
@@ -183,15 +175,3 @@ def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:
             requires=violation.requires,
             suggestion=violation.suggestion,
         )
-
-
-def _secret_values(layered: Layered, context: Context) -> Iterator[Finding]:
-    for secret in context.spec.secrets:
-        if node := layered.variables.get(secret.source.env):
-            yield finding_at(
-                node.place,
-                "secret-value",
-                f"${{{secret.source.env}}} is a secret: its value would land in the spec",
-                path=f"secrets.{secret.name}",
-                blocking=True,
-            )

@@ -19,8 +19,8 @@ from runspec.spec.schema_keys import close_match
 MALFORMED, REASON = "malformed-suppression", "suppression-reason"
 UNKNOWN, UNUSED = "unknown-rule", "unused-suppression"
 FORM = 'runspec: ignore[CODE] reason="..."'
-_FORM = re.compile(r'#[ \t]*runspec:[ \t]*ignore\[([^\[\]]*)\](?:[ \t]+reason="([^"]*)")?[ \t]*')
-_CODE = re.compile(r"[^\s,]+")
+_FORM = r'#[ \t]*runspec:[ \t]*ignore\[([^\[\]]*)\](?:[ \t]+reason="([^"]*)")?[ \t]*'
+_CODE = r"[^\s,]+"
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def read_suppressions(comments: Iterable[Comment]) -> tuple[list[Suppression], l
     suppressions: list[Suppression] = []
     findings: list[Finding] = []
     for comment in comments:
-        match = _FORM.fullmatch(comment.text)
-        codes = list(_CODE.finditer(match[1])) if match else []
+        match = re.fullmatch(_FORM, comment.text)
+        codes = list(re.finditer(_CODE, match[1])) if match else []
         if match is None or not codes:
             message = f"{comment.text[:80]!r} is no suppression"
             findings.append(
@@ -135,7 +135,7 @@ def _without(suppression: Suppression, idle: Sequence[str]) -> Edit | None:
     """Takes codes out of a comment, or the comment out of its line; None where one is unknown."""
     place, text = suppression.comment.place, suppression.comment.text
     start, end = text.index("[") + 1, text.index("]")
-    if any(code[0] not in RULES for code in _CODE.finditer(text[start:end])):
+    if any(code[0] not in RULES for code in re.finditer(_CODE, text[start:end])):
         return None
     kept = [code for code in suppression.codes if code not in idle]
     if kept:

@@ -20,22 +20,19 @@ from runspec.spec.yaml_nodes import (
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::\?([^}]*))?\}")
 
 
-def interpolate(
-    root: MapNode, environ: Mapping[str, str], findings: list[Finding]
-) -> tuple[MapNode, dict[str, ScalarNode]]:
-    """The tree with its variables filled in, and where each variable was used.
+def interpolate(root: MapNode, environ: Mapping[str, str], findings: list[Finding]) -> MapNode:
+    """The tree with its variables filled in.
 
     Only the values that survived the merge are looked at. A plain scalar takes the type of what it
     became (`steps: ${STEPS}` is a number), a quoted one stays text; a variable never brings
     structure. `${VAR:?message}` refuses an empty variable too, with its own message.
 
-    Variables that `secrets` names are noted and never filled in: a finding that quotes a value
+    Variables that `secrets` names are found and never filled in: a finding that quotes a value
     would show the secret.
     """
-    filler = _Filler(environ, findings, _secret_variables(root))
-    filled = filler.node(root, "")
+    filled = _Filler(environ, findings, _secret_variables(root)).node(root, "")
     assert isinstance(filled, MapNode)
-    return filled, filler.used
+    return filled
 
 
 def _secret_variables(root: MapNode) -> frozenset[str]:
@@ -56,7 +53,6 @@ class _Filler:
     def __init__(
         self, environ: Mapping[str, str], findings: list[Finding], secrets: frozenset[str]
     ) -> None:
-        self.used: dict[str, ScalarNode] = {}
         self._environ = environ
         self._findings = findings
         self._secrets = secrets
@@ -97,9 +93,10 @@ class _Filler:
 
     def _value(self, match: re.Match[str], node: ScalarNode, path: str) -> str:
         name, message = match[1], match[2]
-        self.used[name] = node
         if name in self._secrets:
-            return match[0]
+            text = f"${{{name}}} is a secret: its value would land in the spec"
+            self._report(node, text, path, code="secret-value")
+            return ""
         value = self._environ.get(name)
         if value is None or (message is not None and not value):
             state = "not set" if value is None else "empty"
@@ -111,9 +108,15 @@ class _Filler:
             self._report(node, f"variable {name} holds ${{ itself", path)
         return value
 
-    def _report(self, node: ScalarNode, message: str, path: str, suggestion: str = "") -> None:
+    def _report(
+        self,
+        node: ScalarNode,
+        message: str,
+        path: str,
+        suggestion: str = "",
+        *,
+        code: str = "variable",
+    ) -> None:
         self._findings.append(
-            finding_at(
-                node.place, "variable", message, path=path, suggestion=suggestion, blocking=True
-            )
+            finding_at(node.place, code, message, path=path, suggestion=suggestion, blocking=True)
         )

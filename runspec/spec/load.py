@@ -23,7 +23,7 @@ from runspec.spec.merge import merge_layers
 from runspec.spec.placement_file import is_placement, site_layers
 from runspec.spec.schema import RunSpec
 from runspec.spec.validate import validate
-from runspec.spec.yaml_nodes import MapNode, ScalarNode
+from runspec.spec.yaml_nodes import MapNode
 
 _MISSING = ("missing-key", "no-seed")
 
@@ -49,8 +49,6 @@ class Layered:
     """None when the layers do not make one; the findings say why."""
     tree: MapNode
     """Every value with its place, variables filled in."""
-    variables: Mapping[str, ScalarNode] = field(default_factory=dict)
-    """Where each variable was used."""
     findings: Sequence[Finding] = ()
     """Of the files, the layers and the schema."""
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -84,7 +82,7 @@ def load_layers(
     if layers and is_lock(layers[-1]):
         # `specs/*.yaml` names it too.
         parse_lock(layers[-1], findings)
-        return Layered(None, layers[-1], {}, findings, reader.texts, reader.comments, "Lock")
+        return Layered(None, layers[-1], findings, reader.texts, reader.comments, "Lock")
     if layers and is_placement(layers[-1]):
         return _placement_alone(files, layers, reader, environ, findings)
     if files.profile is not None:
@@ -98,12 +96,12 @@ def load_layers(
     if layer_missing:
         # What the rest lacks without the missing layer would only be noise.
         findings = [f for f in findings if f.code != "unknown-name"]
-        return Layered(None, tree, {}, findings, reader.texts, reader.comments)
+        return Layered(None, tree, findings, reader.texts, reader.comments)
     # What is missing from the whole is missing from the spec's own file.
     tree = replace(tree, place=Place(str(files.path), 1, 1))
-    tree, used = interpolate(tree, os.environ if environ is None else environ, findings)
+    tree = interpolate(tree, os.environ if environ is None else environ, findings)
     spec = validate(tree, findings)
-    return Layered(spec, tree, used, findings, reader.texts, reader.comments)
+    return Layered(spec, tree, findings, reader.texts, reader.comments)
 
 
 def _placement_alone(
@@ -121,8 +119,8 @@ def _placement_alone(
             remedy="name the spec first, and this file with --placement",
         )
     tree = merge_layers(site_layers(layers, None, findings), findings)
-    tree, used = interpolate(tree, os.environ if environ is None else environ, findings)
+    tree = interpolate(tree, os.environ if environ is None else environ, findings)
     validate(tree, findings)
     # What is missing, and what its nulls take away, is the recipe's to say.
     found = [finding for finding in findings if finding.code not in (*_MISSING, "unknown-name")]
-    return Layered(None, tree, used, found, reader.texts, reader.comments, "Placement")
+    return Layered(None, tree, found, reader.texts, reader.comments, "Placement")
