@@ -21,6 +21,7 @@ from runspec.estimate.run import RunEstimate, estimate_run
 from runspec.local.live import readers_names
 from runspec.local.planning import RunPlan, make_plan
 from runspec.local.run_dir import run_directory
+from runspec.local.text import size
 from runspec.plan.aot import AotReport, compile_step
 from runspec.plan.changes import LIVE, Change, of_class, severest
 from runspec.plan.rolling import renewed
@@ -58,7 +59,7 @@ def plan_command(
             show_compiled(compiled)
         show_lacking(plan, console)
     if compiled is not None and compiled.fits is False:
-        raise _does_not_fit(compiled)
+        raise does_not_fit(compiled)
     if out is not None:
         _save(out, plan, quiet=as_json)
     return EXIT_CHANGES if exit_code and plan.changes else 0
@@ -142,18 +143,16 @@ def _values(change: Change) -> str:
 
 
 def show_compiled(report: AotReport) -> None:
-    """What the compiler says of the learner's step."""
-    print(
-        f"\nThe learner's step, compiled for {report.where} in {report.compile_s:.0f} s, a device:"
-    )
-    for name, size in (
+    """What the compiler says of the learner's step, in bytes and FLOPs of one device."""
+    print(f"\nThe learner's step, compiled for {report.where} in {report.compile_s:.0f} s:")
+    for name, count in (
         ("arguments", report.argument_bytes),
         ("temporaries", report.temp_bytes),
         ("outputs", report.output_bytes),
-        (f"needed in {report.worst}, with all that stays", report.hbm_bytes),
+        (f"needed in {report.worst}", report.hbm_bytes),
         ("memory", report.memory),
     ):
-        print(f"  {name}: {_gib(size)} a device")
+        print(f"  {name}: {_size(count)}")
     print(f"  FLOPs of a microbatch and an update: {report.flops:.3g}")
 
 
@@ -167,22 +166,23 @@ def _compile(spec: RunSpec, config: ModelConfig | None) -> AotReport:
     return compile_step(spec, config)
 
 
-def _does_not_fit(report: AotReport) -> UserError:
+def does_not_fit(report: AotReport) -> UserError:
+    """The error, with the numbers and with the compiler's words on the programs it refuses."""
     refused = [
         f"\n  {name}: {program['does_not_fit']}"
         for name, program in report.programs.items()
         if "does_not_fit" in program
     ]
-    needed = f"it needs {_gib(report.hbm_bytes)}" if report.hbm_bytes else "the compiler refuses"
+    needed = f"it needs {_size(report.hbm_bytes)}" if report.hbm_bytes else "the compiler refuses"
     return UserError(
-        f"the step does not fit: {needed}, a device has {_gib(report.memory)}{''.join(refused)}",
+        f"the step does not fit: {needed}, a device has {_size(report.memory)}{''.join(refused)}",
         place="learner",
         remedy="more devices on fsdp, shorter rows, or a remat that keeps less",
     )
 
 
-def _gib(size: int | None) -> str:
-    return "not known" if size is None else f"{size / 2**30:.2f} GiB"
+def _size(count: int | None) -> str:
+    return "not known" if count is None else size(count)
 
 
 def _save(path: Path, plan: RunPlan, *, quiet: bool) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runspec.cli.apply import apply_command
-from runspec.cli.plan import plan_command, plan_json
+from runspec.cli.plan import does_not_fit, plan_command, plan_json
 from runspec.cli.spec_files import Unreadable
 from runspec.common.errors import UserError
 from runspec.estimate.run import estimate_run
@@ -19,6 +20,7 @@ from runspec.local.apply import open_run
 from runspec.local.planning import StalePlan, make_plan
 from runspec.local.run_dir import hold
 from runspec.local.state import RunState
+from runspec.plan.aot import AotReport
 from runspec.plan.saved import BadPlan, read_plan
 from runspec.spec.load import SpecFiles
 from runspec.spec.resolved import spec_digest
@@ -177,6 +179,45 @@ def test_a_plan_that_apply_would_refuse_is_not_saved(runs: Path) -> None:
     with pytest.raises(UserError, match="not saved"):
         plan(runs, "seed=7", out=runs / "p")
     assert not (runs / "p").exists()
+
+
+@pytest.mark.slow  # compiles the step
+def test_aot_is_the_compilers_word_under_its_key(tmp_path: Path, said: Says) -> None:
+    assert plan_command(files(), None, True, False, True, tmp_path) == 0
+    aot = json.loads(said()[0])["aot"]
+    assert aot["devices"] == 2
+    # the batch and the state go in; on a CPU without figures nothing says what fits
+    assert aot["argument_bytes"] > 0 and aot["temp_bytes"] > 0 and aot["flops"] > 0
+    assert aot["hbm_bytes"] >= aot["argument_bytes"]
+    assert (aot["fits"], aot["memory"]) == (None, None)
+
+
+def test_what_does_not_fit_is_said_with_the_numbers() -> None:
+    # given what the compiler says of a step that is too large, and of one that it refuses
+    report = AotReport(
+        devices=64,
+        argument_bytes=60 * 10**9,
+        temp_bytes=50 * 10**9,
+        output_bytes=10**9,
+        hbm_bytes=110 * 10**9,
+        flops=1e15,
+        compile_s=60.0,
+        fits=False,
+        worst="accumulate",
+        memory=95 * 10**9,
+        where="v5p:4x4x4",
+        programs={"accumulate": {}, "apply": {}},
+        resident={},
+    )
+    words = "Ran out of memory in memory space hbm"
+    refused = replace(
+        report, hbm_bytes=None, worst=None, programs={"apply": {"does_not_fit": words}}
+    )
+    # then a person reads both figures, and the compiler's words
+    assert "it needs 110 GB, a device has 95 GB" in str(does_not_fit(report))
+    assert f"the compiler refuses, a device has 95 GB\n  apply: {words}" in str(
+        does_not_fit(refused)
+    )
 
 
 def saved(runs_dir: Path, *overrides: str) -> SpecFiles:
