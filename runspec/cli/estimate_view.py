@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -42,7 +43,7 @@ def show_estimate(estimate: RunEstimate, console: Console) -> None:
     else:
         _title(console, "Step", "its time is not known; to know it, say in the spec")
         for field in estimate.unknown:
-            console.print(Text(f"  {field}"))
+            _say(console, field)
     if estimate.cost is not None:
         _cost(estimate, console)
     _assumptions(estimate.assumed, console)
@@ -51,6 +52,11 @@ def show_estimate(estimate: RunEstimate, console: Console) -> None:
 def _title(console: Console, name: str, text: str = "") -> None:
     console.print()
     console.print(Text.assemble((name, "bold"), "  " if text else "", text), soft_wrap=True)
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    """A sentence, wrapped under itself."""
+    console.print(Padding(Text(text, style=style), (0, 0, 0, 2), expand=False))
 
 
 def _table(*columns: str) -> Table:
@@ -89,16 +95,16 @@ def _learner(learner: LearnerEstimate, console: Console) -> None:
             table.add_row("", name, size(bytes_), Text(_bar(bytes_ / largest), style="green"))
     console.print(table)
     if learner.device_memory is None:
-        console.print(Text(f"  together {size(memory.total)}; the device's memory is not known"))
+        _say(console, f"together {size(memory.total)}; the device's memory is not known")
     else:
         share = memory.total / learner.device_memory
         style = "red" if share > 1 else "green"
-        line = f"  together {size(memory.total)} of {size(learner.device_memory)}, "
-        console.print(Text.assemble(line, (f"{share:.0%}", style)))
+        line = f"together {size(memory.total)} of {size(learner.device_memory)}, {share:.0%}"
+        _say(console, line, style)
     if memory.host:
-        console.print(Text(f"  and {size(memory.host)} in the host's memory"))
+        _say(console, f"and {size(memory.host)} in the host's memory")
     if learner.step_s is not None:
-        console.print(Text(f"  trains a step in {_time(learner.step_s)}"))
+        _say(console, f"trains a step in {_time(learner.step_s)}")
 
 
 def _samplers(estimate: RunEstimate, console: Console) -> None:
@@ -125,10 +131,10 @@ def _samplers(estimate: RunEstimate, console: Console) -> None:
         memory = pool.memory
         if memory is not None and memory.spare is not None and memory.captured > memory.spare:
             note = (
-                f"  {pool.name}: were all outputs of a lease of full length, its proofs would keep "
+                f"{pool.name}: were all outputs of a lease of full length, its proofs would keep "
                 f"{size(memory.captured)} beside vLLM, which leaves {size(memory.spare)}"
             )
-            console.print(Text(note, style="yellow"), soft_wrap=True)
+            _say(console, note, "yellow")
 
 
 def _broadcast(estimate: RunEstimate, console: Console) -> None:
@@ -179,15 +185,12 @@ def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
     ends = f"0{_time(step.step_s):>{width - 1}}"
     table.add_row("", "", Text(ends, style="bright_black"), "")
     console.print(table)
-    console.print(Text(f"  {_rollouts(step)}"), soft_wrap=True)
+    _say(console, _rollouts(step))
     gain = step.gains[step.bottleneck]
-    console.print(
-        Text(f"  limited by {step.bottleneck}: a tenth faster, and a step is {gain:.0%} shorter"),
-        soft_wrap=True,
-    )
+    _say(console, f"limited by {step.bottleneck}: a tenth faster, and a step is {gain:.0%} shorter")
     if step.filled_share < 1.0:
-        short = f"  fill.max_groups is spent first: {step.filled_share:.0%} of the groups train"
-        console.print(Text(short, style="red"))
+        share = f"{step.filled_share:.0%} of the groups train"
+        _say(console, f"fill.max_groups is spent first: {share}", "red")
 
 
 def _rollouts(step: Timeline) -> str:

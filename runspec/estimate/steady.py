@@ -35,7 +35,8 @@ class Timeline:
     gains: dict[str, float]
     """By role: the share of the step's time that goes away if that role is a tenth faster."""
     intervals: tuple[Interval, ...]
-    """What everybody does in the last settled step, counted from its start."""
+    """What everybody does in the last `step_s` until a training step ends, from their beginning.
+    Steps may alternate between shorter and longer ones: it is a stretch of the mean length."""
 
     @property
     def bottleneck(self) -> str:
@@ -71,7 +72,7 @@ def timeline(model: Model) -> Timeline:
         lag=fmean(s.lag for s in settled),
         filled_share=fmean(s.kept for s in settled) / model.groups,
         gains=shorter,
-        intervals=_within(run.intervals, settled[-2].trained, end),
+        intervals=_within(run.intervals, end - step_s, end),
     )
 
 
