@@ -9,6 +9,8 @@ from runspec.estimate.timeline import Interval, Model, Replica, Simulated, Step,
 
 FASTER = 0.9
 """Times of a role that is a tenth faster, to see what that would change."""
+_STRETCHES = 24
+"""Stretches of the settled run that are compared with its mean."""
 _STEPS = 10
 """Steps that are simulated beyond those that the lag needs to settle."""
 
@@ -35,8 +37,8 @@ class Timeline:
     gains: dict[str, float]
     """By role: the share of the step's time that goes away if that role is a tenth faster."""
     intervals: tuple[Interval, ...]
-    """What everybody does in the last `step_s` until a training step ends, from their beginning.
-    Steps may alternate between shorter and longer ones: it is a stretch of the mean length."""
+    """What everybody does for `step_s`, from the end of a training step on where that is typical:
+    where steps take turns in being short and long, it is the stretch most like the mean."""
 
     @property
     def bottleneck(self) -> str:
@@ -72,8 +74,25 @@ def timeline(model: Model) -> Timeline:
         lag=fmean(s.lag for s in settled),
         filled_share=fmean(s.kept for s in settled) / model.groups,
         gains=shorter,
-        intervals=_within(run.intervals, end - step_s, end),
+        intervals=_typical(run, model, [step.trained for step in settled], step_s),
     )
+
+
+def _typical(
+    run: Simulated, model: Model, trained: list[float], step_s: float
+) -> tuple[Interval, ...]:
+    """The stretch of `step_s` in which the roles idle most nearly as they do in the mean."""
+    start, end = trained[0], trained[-1]
+    idle = _idle(run, model, start, end)
+
+    def unlike(until: float) -> float:
+        here = _idle(run, model, until - step_s, until)
+        return sum(abs(here[role] - idle[role]) for role in idle)
+
+    spare = end - start - step_s
+    between = [start + step_s + spare * part / _STRETCHES for part in range(_STRETCHES)]
+    typical = min(trained[1:] + between, key=unlike)
+    return _within(run.intervals, typical - step_s, typical)
 
 
 def _settled(run: Simulated, model: Model) -> tuple[Step, ...]:
@@ -122,14 +141,13 @@ def _idle(run: Simulated, model: Model, start: float, end: float) -> dict[str, f
     for interval in _within(run.intervals, start, end):
         if interval.role in busy:
             busy[interval.role] += interval.end - interval.start
+    if end <= start:
+        return {}
     idle = {
-        role: 1.0 - busy[role] / (count * (end - start))
-        for role, count in members.items()
-        if count and end > start
+        role: 1.0 - busy[role] / (count * (end - start)) for role, count in members.items() if count
     }
     links = [i for i in run.intervals if i.role in ("publisher", "broadcast")]
-    if end > start:
-        idle["broadcast"] = 1.0 - _covered(_within(links, start, end)) / (end - start)
+    idle["broadcast"] = 1.0 - _covered(_within(links, start, end)) / (end - start)
     return idle
 
 
