@@ -18,7 +18,8 @@ def plain_http(context: Context) -> Iterator[Violation]:
 
     Chunks are checked against signed manifests, so nobody on the way can change them unseen. But
     with plain HTTP everybody on the way can read the weights, withhold the newest version from one
-    worker alone, and see who asks. Loopback addresses never leave the machine.
+    worker alone, and see who asks. Loopback addresses never leave the machine: servers that are
+    started here listen there, and what strangers reach is a proxy before them that speaks TLS.
     """
     pools = untrusted_pools(context.spec)
     for where, text in server_urls(context.spec).items():
@@ -29,7 +30,8 @@ def plain_http(context: Context) -> Iterator[Violation]:
                 f"{url.shown} is plain HTTP, and pool {pools[0].name} is untrusted",
                 numbers={"url": url.shown, "untrusted_pools": len(pools)},
                 requires="url begins with https://, or its host is this machine",
-                suggestion="put TLS before the server and write https://",
+                suggestion="https:// for a server elsewhere; one that is started here listens on "
+                "127.0.0.1, behind a proxy with TLS",
             )
 
 
