@@ -14,7 +14,7 @@ _TIMES = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"B": 1, "kB": 10**3, "KiB": 2**10, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
 _SIZES |= {"TB": 10**12, "TiB": 2**40}
 _RATES = {"kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9, "kB/s": 8e3, "MB/s": 8e6, "GB/s": 8e9}
-_NUMBER = r"[0-9]{1,24}(?:\.[0-9]{1,40})?"
+_NUMBER = r"[0-9]{1,32}(?:\.[0-9]{1,40})?"
 _QUANTITY = re.compile(rf"({_NUMBER}) ?([A-Za-z/]{{1,6}})")
 
 
@@ -26,7 +26,7 @@ def _quantity(value: Any, units: dict[str, Any], kind: str, examples: str) -> fl
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2] not in units:
         raise UnitError(f"a {kind} with a unit was expected, like {examples}")
-    amount = float(match[1]) * units[match[2]]
+    amount = float(Decimal(match[1]) * Decimal(repr(units[match[2]])))
     if amount == 0.0:
         raise ValueError(f"a {kind} above zero was expected")
     return amount
@@ -37,7 +37,8 @@ def _shortest(amount: float, units: dict[str, Any], last: str) -> str:
     for unit, size in sorted(units.items(), key=lambda item: -item[1]):
         if amount >= size and amount % size == 0:
             return f"{amount / size:.0f}{unit}"
-    return f"{Decimal(repr(amount / units[last])):f}{last}"  # never as 1e-7
+    # In decimals, which divide by a power of ten exactly; and never as 1e-7.
+    return f"{Decimal(repr(amount)) / Decimal(repr(units[last])):f}{last}"
 
 
 def _pattern(units: dict[str, Any]) -> str:

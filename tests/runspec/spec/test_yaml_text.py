@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runspec.spec.validate import to_python
@@ -46,6 +46,7 @@ def read(text: str) -> Any:
     return to_python(document.root)
 
 
+@settings(max_examples=60)
 @given(st.dictionaries(KEY, VALUE, min_size=1, max_size=4))
 def test_any_data_reads_back_the_same(data: dict[str, Any]) -> None:
     assert read(to_yaml(data)) == data
@@ -83,6 +84,7 @@ def test_a_comment_cannot_end_its_line() -> None:
         (parse_rate, format_rate, ["kbit/s", "Mbit/s", "Gbit/s", "kB/s", "MB/s", "GB/s"]),
     ],
 )
+@settings(max_examples=60)
 @given(st.data())
 def test_amounts_read_back_exactly(parse: Any, form: Any, units: Any, data: Any) -> None:
     unit = data.draw(st.sampled_from(units))
