@@ -40,6 +40,15 @@ def test_it_writes_a_lock_that_holds(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith("model: config.json is not the file of the lock")
 
 
+def test_large_files_are_named_while_they_are_digested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("runspec.cli.lock._WORTH_A_LINE", 30)
+    write_model(tmp_path / "policy", weights=bytes(10**6))
+    assert lock_command(SpecFiles(small_spec(tmp_path, LOCAL)), check=False, full=False) == 0
+    assert "digesting model.safetensors, 0.0 GB\n" in capsys.readouterr().err
+
+
 def test_there_must_be_a_lock_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lock_command(SpecFiles(small_spec(tmp_path)), check=True, full=False) == 1
     assert "spec.lock.yaml is not there" in capsys.readouterr().out
