@@ -5,7 +5,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.safetensors_io import write_safetensors
@@ -143,6 +143,7 @@ def test_the_slowest_is_last() -> None:
 RATES = st.floats(1e5, 1e9)
 
 
+@settings(deadline=None)
 @given(RATES, RATES, st.integers(1, 8), st.floats(1, 10))
 def test_a_faster_link_never_makes_a_broadcast_slower(
     origin: float, download: float, replicas: int, factor: float
@@ -155,6 +156,7 @@ def test_a_faster_link_never_makes_a_broadcast_slower(
     assert all(fast[name] <= slow[name] * (1 + 1e-9) for name in slow)
 
 
+@settings(deadline=None)
 @given(RATES, st.lists(RATES, min_size=1, max_size=6))
 def test_children_get_no_more_than_the_upload_and_leave_none_that_one_could_take(
     upload: float, downloads: list[float]

@@ -3,7 +3,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runspec.estimate.flops import step_flops
@@ -61,6 +61,7 @@ def test_a_measured_rate_is_all_there_is_to_it() -> None:
     assert decode.tokens_per_s([700.0, 300.0], prompt=1e9) == 500.0
 
 
+@settings(deadline=None)
 @given(DECODES, LENGTHS, st.floats(0, 1000))
 def test_a_lease_takes_no_less_than_either_roof(
     decode: Decode, lengths: list[float], prompt: float
@@ -72,6 +73,7 @@ def test_a_lease_takes_no_less_than_either_roof(
     assert seconds >= flops * (1 - 1e-9)
 
 
+@settings(deadline=None)
 @given(DECODES, LENGTHS, st.floats(0, 1000), st.integers(0, 2**32))
 def test_within_a_wave_order_is_of_no_account(
     decode: Decode, lengths: list[float], prompt: float, seed: int
@@ -83,6 +85,7 @@ def test_within_a_wave_order_is_of_no_account(
     assert decode.lease_seconds(shuffled, prompt) == decode.lease_seconds(lengths, prompt)
 
 
+@settings(deadline=None)
 @given(DECODES, LENGTHS, st.floats(0, 1000), st.floats(0, 100))
 def test_a_longer_output_never_takes_less(
     decode: Decode, lengths: list[float], prompt: float, more: float

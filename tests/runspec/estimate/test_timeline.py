@@ -8,7 +8,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runspec.estimate.timeline import (
@@ -107,6 +107,7 @@ def busy(run: Simulated) -> dict[tuple[str, int], list[Interval]]:
     return {who: sorted(mine, key=lambda i: (i.start, i.end)) for who, mine in found.items()}
 
 
+@settings(deadline=None)
 @given(models())
 def test_what_is_leased_is_checked_and_trained_or_filtered(model: Model) -> None:
     run = simulate(model)
@@ -123,11 +124,13 @@ def test_what_is_leased_is_checked_and_trained_or_filtered(model: Model) -> None
         assert step.tokens == pytest.approx(tokens)
 
 
+@settings(deadline=None)
 @given(models())
 def test_no_step_trains_on_more_lag_than_it_may(model: Model) -> None:
     assert all(0 <= step.lag <= model.async_level for step in simulate(model).steps)
 
 
+@settings(deadline=None)
 @given(models())
 def test_causes_come_before_their_effects(model: Model) -> None:
     run = simulate(model)
@@ -147,6 +150,7 @@ def test_causes_come_before_their_effects(model: Model) -> None:
         assert step.opened >= allowed - EXACT
 
 
+@settings(deadline=None)
 @given(models())
 def test_nobody_does_two_things_at_once(model: Model) -> None:
     for mine in busy(simulate(model)).values():
@@ -154,6 +158,7 @@ def test_nobody_does_two_things_at_once(model: Model) -> None:
             assert before.end <= after.start + EXACT
 
 
+@settings(deadline=None)
 @given(models())
 def test_a_version_is_published_fetched_and_loaded_before_it_samples(model: Model) -> None:
     run = simulate(model)
@@ -169,11 +174,13 @@ def test_a_version_is_published_fetched_and_loaded_before_it_samples(model: Mode
                 assert interval.start >= published[interval.step] - EXACT
 
 
+@settings(deadline=None)
 @given(models())
 def test_the_same_run_comes_twice(model: Model) -> None:
     assert simulate(model) == simulate(model)
 
 
+@settings(deadline=None)
 @given(models())
 def test_work_is_done_once(model: Model) -> None:
     run = simulate(model)
@@ -188,6 +195,7 @@ def test_work_is_done_once(model: Model) -> None:
     assert trained == pytest.approx(model.train_s * shares)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), SECONDS, SECONDS, SECONDS, SECONDS, st.floats(0.1, 3), st.floats(0, 3))
 def test_in_step_a_step_is_the_sum_of_its_parts(
     groups: int,
@@ -233,6 +241,7 @@ def plain_models(draw: st.DrawFn) -> Model:
     )
 
 
+@settings(deadline=None)
 @given(plain_models())
 def test_more_samplers_never_slow_a_plain_run(model: Model) -> None:
     fleets = [model.replicas[:1] * count for count in (1, 2, 3, 5)]
@@ -242,6 +251,7 @@ def test_more_samplers_never_slow_a_plain_run(model: Model) -> None:
     assert all(after <= before + EXACT for before, after in pairwise(ends))
 
 
+@settings(deadline=None)
 @given(plain_models(), st.floats(0, 1))
 def test_a_faster_learner_never_slows_a_plain_run(model: Model, factor: float) -> None:
     slow = simulate(model).steps[-1].trained
@@ -250,6 +260,7 @@ def test_a_faster_learner_never_slows_a_plain_run(model: Model, factor: float) -
     assert fast <= slow + EXACT
 
 
+@settings(deadline=None)
 @given(plain_models())
 def test_more_lag_never_slows_a_plain_run(model: Model) -> None:
     ends = [simulate(replace(model, async_level=lag)).steps[-1].trained for lag in range(4)]
