@@ -49,6 +49,9 @@ lint: install  ## ruff, types, import rule, and runspec lint over every shipped 
 	$(BIN)/runspec lint specs/*.yaml
 	for profile in specs/profiles/*.yaml; do \
 	  $(BIN)/runspec lint specs/*.yaml --profile $$(basename $$profile .yaml) || exit 1; done
+	$(BIN)/runspec lint specs/placements/*.yaml
+	for placement in specs/placements/*.yaml; do \
+	  $(BIN)/runspec lint specs/*.yaml --placement $$placement || exit 1; done
 
 test-fast: install  ## the quick tests of all but the learner, which compile nothing
 	$(BIN)/pytest -m "not slow" --ignore=tests/learner_jax
