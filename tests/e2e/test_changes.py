@@ -14,17 +14,24 @@ STEPS = {"steps": 400}
 CHECKS = {"verify.lease_timeout": "25s", "verify.prefill_share": 0.5}
 OTHER_PLACES = {
     "samplers.volunteers.replicas": 2,
+    "verify.validators": 2,
     "broadcast.relays.second.upstream": "[origin]",
     "learner.mesh.fsdp": 1,
     "learner.hardware.count": 1,
     "checkpoints.every": 3,
     "steps": 403,
 }
-"""A restart change of each kind: another fleet, another way there, another mesh, more steps."""
+"""Restart changes of many kinds: another fleet, other ways to it, another mesh, more steps."""
 
 
-def test_a_run_changes_as_it_goes_and_trains_every_step_once(tmp_path):
-    with LiveRun(tmp_path / "runs", "changing", STEPS) as run:
+@pytest.fixture(scope="module")
+def runs_dir(tmp_path_factory):
+    """One folder of runs, so that they share the cached warm start."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def test_a_live_run_takes_a_rolling_change_over(runs_dir):
+    with LiveRun(runs_dir, "rolling", STEPS) as run:
         # given a run under way
         run.wait_for_step(1)
         before = run.status()["roles"]
@@ -38,20 +45,31 @@ def test_a_run_changes_as_it_goes_and_trains_every_step_once(tmp_path):
         renewed = {name for name in after if after[name]["pid"] != before[name]["pid"]}
         assert renewed == {"coordinator", "validator-0", "volunteers-0"}
         assert load_resolved(run.dir).verify.lease_timeout == 25.0
+        # and steps are trained of what they do
         run.wait_for_step(len(run.metrics()) + 1)
-        # when it is interrupted, and applied with other places and a little more to do
+
+
+def test_a_stopped_run_goes_on_in_other_places(runs_dir):
+    with LiveRun(runs_dir, "moving", STEPS) as run:
+        # given a run that was interrupted
+        run.wait_for_step(2)
         run.process.send_signal(signal.SIGINT)
         run.process.wait(60)
         trained = len(run.metrics())
-        run.overrides = {**CHECKS, **OTHER_PLACES}
+        # when it is applied with other places and a little more to do
+        run.overrides = OTHER_PLACES
         plan = json.loads(runspec("plan", *run.words, "--json").stdout)
-        assert (plan["serial"], plan["change_class"]) == (2, "restart")
+        assert (plan["serial"], plan["change_class"]) == (1, "restart")
         run.apply()
-        # then it goes on from its newest checkpoint on the other mesh, with both samplers
-        run.wait_for_step(trained + 3)
-        for name in ("volunteers-0", "volunteers-1"):
+        # then it goes on from its newest checkpoint on the other mesh, with everyone at work
+        run.wait_for_step(trained + 2)
+        for name, says in (
+            ("volunteers-0", "rollouts of version"),
+            ("volunteers-1", "rollouts of version"),
+            ("validator-1", "accepted"),
+        ):
             log = run.dir / "logs" / f"{name}.log"
-            run.wait_until(lambda log=log: "rollouts of version" in log.read_text(), name)
+            run.wait_until(lambda log=log, says=says: says in log.read_text(), name)
         assert "on 1 devices" in (run.dir / "logs" / "learner.log").read_text()
         rows = run.metrics()
     assert [row["step"] for row in rows] == list(range(len(rows)))
