@@ -1,0 +1,60 @@
+"""A sampler that somebody else starts: the run neither waits for it nor misses it at its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from runspec.local.endpoints import load_endpoints
+from runspec.local.identity import make_identity
+from runspec.local.machine import this_machine
+from runspec.local.processes import RoleSpec, role_specs
+from runspec.spec.resolved import load_resolved
+from tests.harness import LiveRun
+
+pytestmark = pytest.mark.slow
+
+
+def role_elsewhere(run_dir: Path, name: str) -> RoleSpec:
+    """The command line of a role that `placement.roles` leaves to other machines."""
+    spec, endpoints = load_resolved(run_dir), load_endpoints(run_dir)
+    assert endpoints is not None
+    everything = spec.placement.model_copy(update={"roles": None})
+    roles = role_specs(
+        spec.model_copy(update={"placement": everything}),
+        run_dir,
+        endpoints=endpoints,
+        identity=make_identity(run_dir, spec),
+        machine=this_machine(),
+    )
+    return next(role for role in roles if role.name == name)
+
+
+def test_a_run_whose_sampler_is_elsewhere_reaches_its_end(tmp_path: Path) -> None:
+    # given a run that starts no sampler
+    overrides = {
+        "steps": 3,
+        "placement.roles": "[validators, relay-local]",
+        "samplers.volunteers.trust": "trusted",
+    }
+    with LiveRun(tmp_path / "runs", "apart", overrides) as run:
+        run.wait_until((run.dir / "keys" / "volunteers-0.key").exists, "the worker's key")
+        run.wait_until(lambda: "coordinator" in run.status()["roles"], "its roles")
+        # when somebody starts one with the same words
+        role = role_elsewhere(run.dir, "volunteers-0")
+        with (tmp_path / "volunteer.log").open("wb") as log:
+            volunteer = subprocess.Popen(
+                role.command, env={**os.environ, **role.env}, stdout=log, stderr=log
+            )
+        try:
+            summary = run.finish()
+            # then it is told that all is done, and the run ends without it
+            assert volunteer.wait(60) == 0, (tmp_path / "volunteer.log").read_text()
+        finally:
+            volunteer.kill()
+            volunteer.wait()
+    assert summary["steps"] == 3
+    assert "volunteers-0" not in run.status()["roles"]
