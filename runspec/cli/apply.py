@@ -52,7 +52,7 @@ def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
         except RunLocked as error:
             return _change_live(spec, run_dir, seen, error)
     except NotReady as error:
-        _show_missing(error, files)
+        _show_missing(error, None if plan else files)
         return EXIT_FAILED
     show_result(run_dir)
     if outcome.kind == "interrupted":
@@ -128,7 +128,7 @@ def show_result(run_dir: Path) -> None:
     print(f"Plots and rollouts: {run_dir / REPORT_FILE}   logs: {run_dir / 'logs'}")
 
 
-def _show_missing(error: NotReady, files: SpecFiles) -> None:
+def _show_missing(error: NotReady, files: SpecFiles | None) -> None:
     console = Console(stderr=True)
     console.print(Text(f"{error.name} cannot start on this machine. Missing:", style="bold"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -138,8 +138,10 @@ def _show_missing(error: NotReady, files: SpecFiles) -> None:
         remedy = f"\n{item.remedy}" if item.remedy else ""
         table.add_row(Text(item.path, style="cyan"), Text(item.thing) + Text(remedy, style="dim"))
     console.print(table)
+    if files is None or files.profile is not None:
+        return
     laptop = files.path.parent / "profiles" / f"{LAPTOP}.yaml"
-    if files.profile is None and laptop.exists():
+    if laptop.exists():
         command = shlex.join(["runspec", "apply", str(files.path), "--profile", LAPTOP])
         console.print(f"The same loop, small enough for this machine: {command}", soft_wrap=True)
 
