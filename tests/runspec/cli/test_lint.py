@@ -170,6 +170,31 @@ def test_colour_on_a_terminal_only(bad: Path, environ: dict[str, str], coloured:
     assert ("\x1b[" in shown) == coloured
 
 
+def test_checking_pulls_in_nothing_heavy() -> None:
+    # given a process that checks the shipped specs as the command does
+    program = (
+        "import json, sys\nfrom runspec.cli import main\n"
+        f"sys.argv = ['runspec', 'lint', {str(TARGET_SHORT)!r}]\n"
+        "try:\n    main()\nexcept SystemExit:\n    print(json.dumps(sorted(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    # then it has imported neither arrays nor engines, nor what only draws, logs or fetches
+    modules = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    heavy = {
+        "jax",
+        "torch",
+        "vllm",
+        "ray",
+        "numpy",
+        "pyarrow",
+        "httpx",
+        "rich",
+        "logging",
+        "ctypes",
+    }
+    assert heavy & modules == set()
+
+
 def test_a_process_has_the_same_exit_codes(bad: Path) -> None:
     for arguments, code in (([bad], 1), ([bad, "--fail-level", "never"], 0), (["gone.yaml"], 2)):
         done = runspec("lint", *arguments)
