@@ -71,7 +71,7 @@ def _key(finding: Finding, baseline: Path) -> Key:
     file = finding.file
     if file != SET_FILE:
         file = Path(os.path.relpath(file, baseline.parent)).as_posix()
-    return finding.code, finding.path, file, finding.source.strip()
+    return finding.code, finding.path, file, finding.line_text.strip()
 
 
 def _read(path: Path) -> Counter[Key]:

@@ -8,6 +8,10 @@ from typing import Literal
 
 Severity = Literal["error", "warning"]
 Number = int | float | str
+MAX_SHOWN = 160
+"""Characters of a line that people are shown."""
+MAX_SOURCE = 2000
+"""Characters of a line that programs are given: thousands of findings may be in one line."""
 SET_FILE = "--set"
 """What findings call the command line's overrides."""
 
@@ -72,6 +76,11 @@ class Finding:
     """Characters that it is about, from `column` on; 0 where that is not known."""
     blocking: bool = False
     """There is no spec before it is mended: it is never suppressed, deselected or known before."""
+
+    @property
+    def line_text(self) -> str:
+        """`source` for programs, empty where it is too long to repeat."""
+        return self.source if len(self.source) <= MAX_SOURCE else ""
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}:{self.column}"
@@ -142,10 +151,16 @@ def number_text(value: Number) -> str:
 
 
 def excerpt(finding: Finding) -> str:
-    """The line that a finding is about, and carets under what it is about."""
+    """The line that a finding is about, and carets under what it is about.
+
+    Of a long line only what is around the place.
+    """
+    at = finding.column - 1
+    cut = max(0, at - MAX_SHOWN // 2) if len(finding.source) > MAX_SHOWN else 0
+    shown = finding.source[cut : cut + MAX_SHOWN]
     # Tabs stay tabs under tabs, so that the caret meets its column on any terminal.
-    before = "".join("\t" if c == "\t" else " " for c in finding.source[: finding.column - 1])
+    before = "".join("\t" if c == "\t" else " " for c in shown[: at - cut])
     number = str(finding.line)
     margin = " " * len(number)
-    carets = "^" * max(1, finding.width)
-    return f" {number} | {finding.source}\n {margin} | {before}{carets}"
+    carets = "^" * max(1, min(finding.width, len(shown) - len(before)))
+    return f" {number} | {shown}\n {margin} | {before}{carets}"

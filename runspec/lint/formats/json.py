@@ -50,7 +50,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "line": finding.line,
         "column": finding.column,
         "end_column": finding.column + finding.width,
-        "source": finding.source,
+        "source": finding.line_text,
         "numbers": finite(finding),
         "requires": finding.requires,
         "suggestion": finding.suggestion,

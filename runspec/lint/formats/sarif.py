@@ -76,7 +76,7 @@ def _invocation(report: Report) -> Json:
 def _result(finding: Finding) -> Json:
     path = f"{finding.path}: " if finding.path else ""
     hint = f" ({finding.suggestion})" if finding.suggestion else ""
-    identity = "\n".join((finding.code, finding.path, finding.source.strip()))
+    identity = "\n".join((finding.code, finding.path, finding.line_text.strip()))
     result: Json = {
         "ruleId": finding.code,
         "ruleIndex": list(RULES).index(finding.code),
@@ -97,8 +97,8 @@ def _location(finding: Finding) -> Json:
         region: Json = {"startLine": finding.line, "startColumn": finding.column}
         if finding.width:
             region["endColumn"] = finding.column + finding.width
-        if finding.source:
-            region["snippet"] = {"text": finding.source}
+        if finding.line_text:
+            region["snippet"] = {"text": finding.line_text}
         artifact = _artifact(finding.file)
         location["physicalLocation"] = {"artifactLocation": artifact, "region": region}
     if finding.path:
