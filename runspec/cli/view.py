@@ -24,6 +24,7 @@ _EVENTS_SHOWN = 4
 _COLOURS = {
     "running": "green",
     "starting": "cyan",
+    "renewing": "cyan",
     "backoff": "yellow",
     "failed": "red",
     "finished": "blue",

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.live import Live
 
 from runspec.cli.view import LiveView, PlainView, step_line
+from runspec.local.fleet import State
 from runspec.local.supervisor import RoleView
 
 ROW = {
@@ -54,3 +55,12 @@ def test_the_live_panel_shows_the_run_and_each_role() -> None:
     for text in ("warm start: update 10", "12/150", "0.457", "8,123", "relay-eu", "backoff", "41"):
         assert text in shown
     assert "killed by SIGKILL" in shown
+
+
+def test_the_panel_can_show_a_role_in_every_state() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    roles = [RoleView(f"role-{state}", state, 0, None) for state in State]
+    with Live(console=console, auto_refresh=False) as live:
+        LiveView("small", 150, live).show([ROW], roles, "")
+    assert isinstance(console.file, io.StringIO)
+    assert all(f"role-{state}" in console.file.getvalue() for state in State)
