@@ -28,6 +28,18 @@ def test_ranks_divide_the_matrices_and_repeat_the_norms() -> None:
     assert 4 * (part - norms) == whole - norms
 
 
+def test_ranks_beyond_the_heads_keep_copies_of_keys_and_values() -> None:
+    eight, _, config = pool_with("parallel.tensor=8")
+    sixteen, _, _ = pool_with("parallel.tensor=16")
+    # Of k and v, whose 8 heads of 128 are 1,024 columns and biases, each rank has one head.
+    one_head = 2 * 2 * config.num_hidden_layers * (config.hidden_size + 1) * config.head_dim
+    norms = 2 * config.hidden_size * (2 * config.num_hidden_layers + 1)
+
+    rest = weight_bytes(eight, config) - norms - one_head
+
+    assert weight_bytes(sixteen, config) == norms + one_head + rest / 2
+
+
 def test_fp8_halves_the_matrices_but_not_embedding_and_head() -> None:
     plain, _, config = pool_with("parallel.tensor=1")
     quantised, _, _ = pool_with("parallel.tensor=1", "quantization=fp8")
