@@ -78,7 +78,10 @@ def slice_spec(chips: int, tokens: int) -> RunSpec:
         "reward.length.targets": [tokens // 4],
     }
     changes = [f"{path}={value}" for path, value in overrides.items()]
-    return check_spec(SpecFiles(ROOT / "specs" / "target_long.yaml", overrides=changes)).require()
+    # Not `require`: on few chips the step does not fit, which lint says and the report shows.
+    spec = check_spec(SpecFiles(ROOT / "specs" / "target_long.yaml", overrides=changes)).spec
+    assert spec is not None
+    return spec
 
 
 def analyse_slice(config: ModelConfig, chips: int, tokens: int) -> dict[str, Any]:
