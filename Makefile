@@ -29,6 +29,8 @@ $(STAMP): requirements/laptop.txt pyproject.toml
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps -r requirements/laptop.txt || \
 	  $(BIN)/pip install --quiet --no-deps -r requirements/laptop.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	@# So that the first `runspec lint` is as quick as the second, whoever may write here later.
+	$(BIN)/python -m compileall -q runspec learner_jax bridge broadcast sampler verify
 	@touch $@
 
 aot: $(AOT_STAMP)  ## the TPU compiler (200 MB), for tests and `python -m learner_jax aot`

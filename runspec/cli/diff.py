@@ -10,6 +10,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from runspec.cli.spec_files import located
 from runspec.common.errors import UserError
 from runspec.local.run_dir import run_directory
 from runspec.spec.findings import format_finding
@@ -35,7 +36,8 @@ def diff_command(files: SpecFiles, runs_dir: Path | None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_UNREADABLE
     there = str(run_dir / FILE_NAME) if known else "/dev/null"
-    lines = list(difflib.unified_diff(before, _lines(layered.spec), there, str(files.path)))
+    after = _lines(located(layered.spec, files.path.parent))
+    lines = list(difflib.unified_diff(before, after, there, str(files.path)))
     console = Console(highlight=False)
     for line in lines:
         # Titles look like added and removed lines: they are told by their place.

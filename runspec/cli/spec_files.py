@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from runspec.common.errors import UserError
 from runspec.lint.check import check_spec
@@ -18,8 +19,29 @@ class Unreadable(UserError):
     exit_code = 2
 
 
+def located(spec: RunSpec, folder: Path) -> RunSpec:
+    """The spec with local models by their whole paths: the run's roles may run elsewhere.
+
+    Args:
+        spec: its `model.hf` and `model.tokenizer.hf` may be directories beside it.
+        folder: of the spec's file, where relative paths start from.
+    """
+    model = spec.model
+    if model.hf is not None:
+        model = model.model_copy(update={"hf": _whole(model.hf, folder)})
+    if model.tokenizer is not None:
+        tokenizer = {"hf": _whole(model.tokenizer.hf, folder)}
+        model = model.model_copy(update={"tokenizer": model.tokenizer.model_copy(update=tokenizer)})
+    return spec.model_copy(update={"model": model})
+
+
+def _whole(name: str, folder: Path) -> str:
+    path = folder / name
+    return str(path.resolve()) if path.is_dir() else name
+
+
 def sound_spec(files: SpecFiles) -> RunSpec:
-    """The spec, if it has no errors and is what its lock says; prints its warnings.
+    """The spec, if it has no errors and is what its lock says, `located`; prints its warnings.
 
     Raises:
         Unreadable: a file cannot be read, or bad usage.
@@ -33,4 +55,4 @@ def sound_spec(files: SpecFiles) -> RunSpec:
     require_lock(spec, files.path, files.profile)
     for warning in checked.findings:
         print(format_finding(warning), file=sys.stderr)
-    return spec
+    return located(spec, files.path.parent)

@@ -1,0 +1,41 @@
+"""A spec as the commands that act on runs want it, and placements in a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runspec.cli.plan import plan_command
+from runspec.cli.spec_files import sound_spec
+from runspec.spec.load import SpecFiles
+from tests.runspec.spec.spec_files import SPECS, small_spec
+
+
+def test_a_model_beside_the_spec_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a spec that names a directory beside it, and a process that runs elsewhere
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    path = small_spec(tmp_path, "model: {hf: models/mine}")
+    monkeypatch.chdir("/")
+    # when it is read for a run
+    model = sound_spec(SpecFiles(path)).model
+    # then the run has the whole path, and a name that is no directory stays a name
+    assert model.hf == str(tmp_path / "models" / "mine")
+    pinned = small_spec(tmp_path, f"model: {{hf: some/model, revision: {'a' * 40}}}")
+    assert sound_spec(SpecFiles(pinned)).model.hf == "some/model"
+
+
+@pytest.mark.parametrize(
+    "site", sorted((SPECS / "placements").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_every_shipped_placement_plans(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = SpecFiles(SPECS / "target_long.yaml", placement=site)
+    assert plan_command(files, None, True, False, False, tmp_path) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["estimate"]["timeline"]["step_s"] > 0
+    assert planned["change_class"] == "new"
