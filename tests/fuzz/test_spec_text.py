@@ -8,23 +8,30 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runspec.cli import main
 from tests.fuzz.spec_texts import spec_texts
+from tests.runspec.lint.generated import valid_spec
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 DONE, FINDINGS, UNREADABLE = 0, 1, 2
 COMMANDS = [
-    *[["lint"]] * 24,
-    ["lint", "--format", "json"],
-    ["lint", "--format", "sarif", "--fail-level", "warning"],
-    ["lint", "--fix"],
-    ["render"],
-    ["render", "--show-origin"],
-    ["plan", "--json"],
-    ["migrate"],
-    ["diff"],
+    *[["lint", "spec.yaml"]] * 24,
+    ["lint", "--format", "json", "spec.yaml"],
+    ["lint", "--format", "sarif", "--fail-level", "warning", "spec.yaml"],
+    ["lint", "--format", "junit", "spec.yaml", "sound.yaml"],
+    ["lint", "--fix", "spec.yaml"],
+    ["lint", "sound.yaml", "--placement", "spec.yaml"],
+    ["render", "spec.yaml"],
+    ["render", "--show-origin", "spec.yaml"],
+    ["plan", "--json", "spec.yaml"],
+    ["lock", "--check", "spec.yaml"],
+    ["migrate", "spec.yaml"],
+    ["diff", "spec.yaml"],
 ]
 
 
@@ -42,13 +49,16 @@ def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, st
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fuzz")
+    made = tmp_path_factory.mktemp("fuzz")
+    (made / "sound.yaml").write_text(yaml.safe_dump(valid_spec(1)))
+    return made
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that a spec names, and no run, is where the tests stand."""
+    """Nothing that a spec names, and no run, is where the tests stand, and no network is asked."""
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @given(text=spec_texts(), command=st.sampled_from(COMMANDS))
@@ -56,7 +66,7 @@ def test_spec_texts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, command: list[str]
 ) -> None:
     (folder / "spec.yaml").write_text(text, encoding="utf-8", errors="surrogatepass")
-    code, printed = exit_code(monkeypatch, *command, "spec.yaml")
+    code, printed = exit_code(monkeypatch, *command)
     assert code in (DONE, FINDINGS, UNREADABLE), printed
     assert "Traceback" not in printed
     assert code == DONE or printed, "a failure says why"
