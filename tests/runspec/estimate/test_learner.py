@@ -1,0 +1,112 @@
+"""Parameters, FLOPs and memory of the learner, by published sizes and by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.config import ModelConfig, parse_config
+from runspec.estimate.flops import forward_flops, step_flops, useful_flops
+from runspec.estimate.learner import CODE, learner_memory, logits_bytes
+from runspec.estimate.parameters import parameter_count, trained_count
+from runspec.lint.check import check_spec
+from runspec.spec.load import SpecFiles
+from runspec.spec.named_models import named_model
+from runspec.spec.schema import Lora, RunSpec
+
+SPECS = Path(__file__).parents[3] / "specs"
+
+
+def config(name: str) -> ModelConfig:
+    return parse_config(named_model(name) or {}, place=name)
+
+
+def target_long(*overrides: str) -> RunSpec:
+    """The shipped spec of 32B on 64 chips, changed."""
+    files = SpecFiles(SPECS / "target_long.yaml", overrides=overrides)
+    spec = check_spec(files).spec
+    assert spec is not None
+    return spec
+
+
+QWQ = config("Qwen/QwQ-32B")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # as the safetensors indices of these repositories add up
+        ("Qwen/QwQ-32B", 32_763_876_352),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("Qwen/Qwen3-4B", 4_022_468_096),
+        ("metagene-ai/METAGENE-1", 6_484_660_224),
+    ],
+)
+def test_parameters_of_published_models_are_exact(name: str, parameters: int) -> None:
+    assert parameter_count(config(name)) == parameters
+
+
+def test_adapters_count_their_two_thin_matrices() -> None:
+    # given rank 8 on q [5120, 40 x 128] and k [5120, 8 x 128] of 64 layers
+    lora = Lora(rank=8, targets=["q", "k"])
+    assert trained_count(QWQ, lora) == 64 * 8 * (5120 + 5120 + 5120 + 1024)
+    assert trained_count(QWQ, None) == parameter_count(QWQ)
+
+
+def test_a_step_computes_what_remat_and_old_policies_ask_for() -> None:
+    # given 256 x 16 samples of 1000 tokens
+    spec, lengths = target_long(), [1000.0] * 4096
+    flops = step_flops(spec, QWQ, 1000.0)
+    # then two policies are scored beside a forward and backward pass, and `full` repeats all
+    plain = forward_flops(QWQ, lengths)
+    assert flops.useful == useful_flops(QWQ, lengths) == 3 * plain
+    assert flops.old == flops.reference == flops.recompute == plain
+    assert flops.total == 6 * plain
+    # and without recomputation nothing is repeated but the logits
+    frugal = ["learner.remat=none", "algorithm.kl.coef=0.0", "algorithm.old_logprobs=sampler"]
+    flops = step_flops(target_long(*frugal), QWQ, 1000.0)
+    assert (flops.old, flops.reference) == (0.0, 0.0)
+    assert flops.recompute == 2.0 * 5120 * 152064 * 1000 * 4096
+
+
+def test_what_a_device_of_target_long_holds() -> None:
+    # given 32B over fsdp 16 x tensor 4, the norms whole on each device
+    memory = learner_memory(target_long(), QWQ)
+    # then the parts are those that the compiler's arguments have
+    assert memory.state == 6_152_318_976
+    assert memory.gradients == 2_050_772_992
+    assert memory.published == memory.reference == 1_025_386_496
+    # and 64 layers keep one row of 34,816 positions of 5120 bfloat16 numbers each
+    assert memory.activations == 64 * 34816 * 5120 * 2
+    assert memory.moment == "layers" and memory.logits == 0.0
+    parts = memory.gradients + 2 * memory.published + memory.activations + memory.temporaries
+    assert memory.total == memory.state + parts
+
+
+@pytest.mark.parametrize(
+    ("change", "part", "bytes_"),
+    [
+        ("optimizer.offload=true", "moments", 0.0),
+        ("learner.master_dtype=bfloat16", "masters", 1_025_386_496),
+        ("algorithm.old_logprobs=sampler", "published", 0.0),
+        ("algorithm.kl.coef=0.0", "reference", 0.0),
+        ("learner.remat=offload", "activations", 3 * 34816 * 5120 * 2),
+    ],
+)
+def test_what_relieves_memory_relieves_its_part(change: str, part: str, bytes_: float) -> None:
+    before, after = (learner_memory(target_long(*c), QWQ) for c in ((), (change,)))
+    assert getattr(after, part) == bytes_ < getattr(before, part)
+    assert after.total < before.total
+
+
+def test_unchunked_logits_are_the_worst_moment() -> None:
+    # given all positions' logits at once: 34,816 x 152,064 / 4, in float32 and their gradient
+    whole: Any = target_long("learner.logits_chunk=34816")
+    expected = 34816 * 152064 / 4 * (4 + 2)
+    assert logits_bytes(whole, QWQ) == expected
+    memory = learner_memory(whole, QWQ)
+    assert (memory.moment, memory.logits) == ("head", expected)
+    assert memory.total > learner_memory(target_long(), QWQ).total
+    assert memory.temporaries > CODE
