@@ -1,0 +1,72 @@
+"""`plan --aot`: the compiler in a process of its own, and what is made of its report."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from runspec.common.errors import UserError
+from runspec.estimate.model import model_config
+from runspec.plan.aot import compile_step
+from runspec.spec.schema import RunSpec
+from tests.learner_jax.conftest import tiny_spec
+
+
+def compiled(spec: RunSpec, *, deadline_s: float = 240.0):  # type: ignore[no-untyped-def]
+    config = model_config(spec)
+    assert config is not None
+    return compile_step(spec, config, deadline_s=deadline_s)
+
+
+@pytest.mark.slow
+def test_a_step_is_compiled_for_the_devices_of_the_spec() -> None:
+    # given a run on two virtual devices of a CPU
+    report = compiled(tiny_spec())
+    # then all programs were compiled for them, and their memory is not known
+    assert (report.devices, report.where, report.fits) == (2, "cpu", None)
+    assert set(report.programs) == {"publish", "score", "accumulate", "apply"}
+    # and the worst of them needs what stays, what it makes and what it needs meanwhile
+    assert report.worst is not None and report.temp_bytes is not None
+    assert report.output_bytes is not None and report.hbm_bytes is not None
+    held = sum(report.resident.values())
+    if report.worst != "apply":
+        held -= report.resident["gradients"]
+    assert report.hbm_bytes == held + report.output_bytes + report.temp_bytes
+    assert report.flops > 0 and report.compile_s > 0
+    assert {"devices", "argument_bytes", "fits", "programs"} <= report.as_dict().keys()
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_fit_says_by_how_much() -> None:
+    # given devices of a few bytes
+    spec = tiny_spec()
+    hardware = spec.learner.hardware.model_copy(update={"memory": 1e3})
+    learner = spec.learner.model_copy(update={"hardware": hardware})
+    report = compiled(spec.model_copy(update={"learner": learner}))
+    assert report.fits is False
+    assert report.hbm_bytes is not None and report.hbm_bytes > 1000 == report.memory
+
+
+def test_a_compiler_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(UserError, match=r"not compiled within 0\.2 s"):
+        compiled(tiny_spec(), deadline_s=0.2)
+
+
+def test_hardware_that_cannot_be_compiled_for_is_told_in_the_compilers_words() -> None:
+    spec = tiny_spec()
+    hardware = spec.learner.hardware.model_copy(update={"kind": "tpu-v5p", "topology": "4"})
+    learner = spec.learner.model_copy(update={"hardware": hardware})
+    with pytest.raises(UserError, match="no TPU topology: 'v5p:4'"):
+        compiled(spec.model_copy(update={"learner": learner}))
+
+
+def test_without_a_learner_the_remedy_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # given an environment without JAX
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    with pytest.raises(UserError, match=r"runspec\[learner\]"):
+        compiled(tiny_spec())
