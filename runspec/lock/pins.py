@@ -32,8 +32,8 @@ class Looking:
     """How to look."""
 
     folder: Path
-    """Of the spec's file; a local path that is not there from where the process runs is looked for
-    from here."""
+    """Of the spec's file, where relative names of models start from; data is looked for from where
+    the process runs first."""
     env: Mapping[str, str]
     """Says where the Hugging Face cache lies."""
     known: Lock | None = None
@@ -109,7 +109,7 @@ class _Looker:
             commit = self._dataset(path, uri, source.revision)
         elif "://" in uri:
             self.seen.open[path] = f"{uri} is neither a local path nor {HUB_DATA}...: it may change"
-        elif (local := self._local(uri)).exists():
+        elif _is_there(local := self._rows(uri)):
             files = pin_data(local, self._how.progress)
         else:
             self.seen.absent[path] = f"no file {uri}"
@@ -138,18 +138,19 @@ class _Looker:
         self, path: str, name: str, revision: str | None, marker: str
     ) -> tuple[Path | None, str | None]:
         """The folder of a name and its commit; a local directory has none."""
-        local = self._local(name, marker)
-        if (local / marker).is_file():
+        beside = self._how.folder / name  # as `runspec.cli.spec_files.located` takes it
+        local = beside if _is_there(beside) else _expanded(name)
+        if _is_there(local / marker):
             return local, None
         if not is_repository(name):
             self.seen.absent[path] = f"no {marker} in {name}"
             return None, None
         return self._cached(path, Repository("model", name), revision)
 
-    def _local(self, name: str, marker: str = "") -> Path:
-        """A local path: from where the process runs, as roles take it, else from the spec."""
-        path = Path(name).expanduser()
-        return path if (path / marker).exists() else self._how.folder / path
+    def _rows(self, uri: str) -> Path:
+        """Local data: from where the process runs, as plug-ins take it, else beside the spec."""
+        path = _expanded(uri)
+        return path if _is_there(path) else self._how.folder / path
 
     def _dataset(self, path: str, uri: str, revision: str | None) -> str | None:
         name, _, branch = "/".join(uri.removeprefix(HUB_DATA).split("/")[:2]).partition("@")
@@ -168,6 +169,20 @@ class _Looker:
             return None, revision
         self.seen.unknown[path] = (repository, revision)
         return None, None
+
+
+def _expanded(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # no such user
+        return Path(name)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # names that are too long, folders that are not ours
+        return False
 
 
 def _package(kind: str) -> str | None:

@@ -127,7 +127,7 @@ class LayerReader:
         extends = entries.pop("extends", None)
         layers: list[MapNode] = []
         if extends is not None:
-            stack = (*stack, path.resolve())
+            stack = (*stack, _real(path))
             for item in self._extended(extends.value):
                 layers += self._extend(path, item, stack)
         return [*layers, MapNode(entries, root.place)]
@@ -146,7 +146,7 @@ class LayerReader:
 
     def _extend(self, path: Path, item: ScalarNode, stack: tuple[Path, ...]) -> list[MapNode]:
         file = Path(os.path.normpath(path.parent / str(item.value)))
-        if file.resolve() in stack:
+        if _real(file) in stack:
             chain = " -> ".join(p.name for p in (*stack, file))
             self._report(item.place, f"a cycle: {chain}")
             return []
@@ -170,6 +170,11 @@ def profile_path(path: Path, name: str) -> Path:
     return path.parent / "profiles" / f"{name}.yaml"
 
 
+def _real(path: Path) -> Path:
+    """The file behind links; `Path.resolve` raises where they lead round in a circle."""
+    return Path(os.path.realpath(path))
+
+
 def _text(path: Path) -> str:
     """A file's text.
 
@@ -177,9 +182,11 @@ def _text(path: Path) -> str:
         UserError: no file, too large, or not UTF-8.
     """
     remedy = "name a YAML file that can be read"
-    if not path.is_file():
-        raise UserError(f"no file {str(path)!r}", place=str(path), remedy=remedy)
     try:
+        if not path.is_file():  # a pipe would keep us waiting
+            there = path.exists()
+            what = f"{str(path)!r} is no regular file" if there else f"no file {str(path)!r}"
+            raise UserError(what, place=str(path), remedy=remedy)
         return read_bounded(path, MAX_CHARACTERS).decode("utf-8-sig")
     except OSError as error:
         raise UserError(

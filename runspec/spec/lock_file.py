@@ -88,10 +88,10 @@ def read_lock(spec: Path, profile: str | None = None) -> Lock | None:
         UserError: a file that is no lock: it is refused whole.
     """
     path = lock_path(spec, profile)
-    if not path.is_file():
-        return None
     remedy = "make it again with `runspec lock`"
     try:
+        if not path.is_file():
+            return None
         text = read_bounded(path, MAX_CHARACTERS).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the lock: {error}", place=str(path), remedy=remedy) from error

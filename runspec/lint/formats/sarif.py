@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import quote
@@ -118,4 +119,5 @@ def _artifact(file: str) -> Json:
     path = from_here(file)
     if path.is_absolute():
         return {"uri": path.as_uri()}
-    return {"uri": quote(path.as_posix()), "uriBaseId": "%SRCROOT%"}
+    # As bytes, for a name need not be UTF-8.
+    return {"uri": quote(os.fsencode(path.as_posix())), "uriBaseId": "%SRCROOT%"}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from runspec.cli.spec_files import located
 from runspec.common.errors import UserError
 from runspec.common.hashing import digest_bytes
 from runspec.lint.check import check_spec
@@ -123,6 +124,37 @@ def test_weights_without_a_header_are_refused(
         if content:
             with pytest.raises(UserError, match="its header is cut short"):
                 lock(small_spec(tmp_path, LOCAL))
+
+
+def test_the_model_beside_the_spec_is_pinned_as_the_run_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given models of one name beside the spec and where the process runs
+    write_model(tmp_path / "specs/policy")
+    write_model(tmp_path / "policy")
+    (tmp_path / "policy/config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    path = small_spec(tmp_path / "specs", LOCAL)
+    # when it is locked
+    made = lock(path)
+    # then the run's own is in the lock, from wherever it is checked
+    assert located(resolved(path), path.parent).model.hf == str(tmp_path / "specs/policy")
+    assert made.model is not None
+    own = digest_bytes((tmp_path / "specs/policy/config.json").read_bytes())
+    assert made.model.files["config.json"].blake3 == own
+    monkeypatch.chdir(tmp_path / "specs")
+    assert stale(path) == []
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/model", "a" * 300])
+def test_a_name_that_can_be_no_path_is_missing(tmp_path: Path, name: str) -> None:
+    path = small_spec(tmp_path)
+    overrides = f"model.hf={name}", f"data.sources=[{{name: rows, kind: parquet, uri: {name}}}]"
+    seen = look(resolved(path, *overrides), Looking(tmp_path, {}))
+    assert seen.absent == {
+        "model": f"no config.json in {name}",
+        "data.sources.rows": f"no file {name}",
+    }
 
 
 def test_a_repository_is_pinned_by_the_commit_in_the_cache(tmp_path: Path) -> None:

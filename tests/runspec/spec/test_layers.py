@@ -157,6 +157,8 @@ def test_a_secret_never_becomes_a_value(tmp_path: Path) -> None:
     ("extends", "expected"),
     [
         ("[gone.yaml]", "1:11: error extends: extends: no file"),
+        ("[circle.yaml]", "1:11: error extends: extends: no file"),
+        (f"[{'a' * 300}]", "1:11: error extends: extends: cannot read"),
         ("base.yaml", "1:10: error extends: extends: a list of files was expected"),
         ("[[base.yaml]]", "1:11: error extends: extends: a file name was expected"),
         ("[base.yaml, spec.yaml]", "1:22: error extends: extends: a cycle: spec.yaml -> spec.yaml"),
@@ -166,6 +168,7 @@ def test_bad_extends_are_named_at_the_file_name(
     tmp_path: Path, extends: str, expected: str
 ) -> None:
     path = small_spec(tmp_path)
+    (tmp_path / "circle.yaml").symlink_to("circle.yaml")
     path.write_text(f"extends: {extends}\n")
     loaded = load(path)
     assert loaded.spec is None
@@ -199,8 +202,10 @@ def test_an_override_that_is_no_path_and_value_is_bad_usage(
 def test_nothing_to_look_at_is_bad_usage(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no file"):
         load(tmp_path / "gone.yaml")
-    with pytest.raises(UserError, match="no file"):
+    with pytest.raises(UserError, match="no regular file"):
         load(tmp_path)
+    with pytest.raises(UserError, match="cannot read"):
+        load(tmp_path / ("a" * 300))
     (tmp_path / "latin.yaml").write_bytes(b"name: \xff")
     with pytest.raises(UserError, match="not UTF-8"):
         load(tmp_path / "latin.yaml")

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from runspec.lint.formats import sarif
 from runspec.lint.registry import RULES
 from runspec.lint.report import Report
+from runspec.spec.findings import Place, finding_at
 from tests.runspec.lint.formats.reports import full_report
 
 Json = dict[str, Any]
@@ -186,3 +188,13 @@ def test_a_spec_that_cannot_be_read_is_no_result(log: Json, tmp_path: Path) -> N
     clean = json.loads(sarif.render(Report([], [])))["runs"][0]
     assert clean["invocations"] == [{"executionSuccessful": True}]
     assert clean["results"] == []
+
+
+def test_a_name_that_is_not_utf8_is_a_uri_too() -> None:
+    # given a file whose name is any bytes, as the file system allows
+    finding = finding_at(Place(os.fsdecode(b"a\xff.yaml"), 1, 1), "yaml", "an empty file")
+    log = json.loads(sarif.render(Report([], [finding])))
+    # then its URI has them, escaped
+    [result] = log["runs"][0]["results"]
+    location = result["locations"][0]["physicalLocation"]["artifactLocation"]
+    assert location["uri"] == "a%FF.yaml"
