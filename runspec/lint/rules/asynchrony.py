@@ -90,9 +90,9 @@ def broadcast_time(context: Context) -> Iterator[Violation]:
         numbers={
             "version_bytes": size,
             "rate_bytes_s": round(slowest.rate),
-            "broadcast_s": round(slowest.seconds, 1),
+            "broadcast_s": float(f"{slowest.seconds:.4g}"),
             "async_level": level,
-            "step_s": round(step_s, 1),
+            "step_s": float(f"{step_s:.4g}"),
         },
         requires="broadcast_s <= async_level x step_s",
         suggestion="a faster link, more relays, or a higher async_level",

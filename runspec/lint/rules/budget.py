@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import floor
 
 from runspec.estimate.price import hourly_price
 from runspec.estimate.rates import step_seconds
@@ -53,11 +54,11 @@ def over_budget(context: Context) -> Iterator[Violation]:
             f"{spec.budget.max_cost:g}, but {spec.steps} steps cost {cost:.0f} by the estimate",
             numbers={
                 "steps": spec.steps,
-                "step_s": round(step_s, 1),
+                "step_s": float(f"{step_s:.4g}"),
                 "price_per_hour": price,
                 "cost": round(cost, 2),
                 "max_cost": spec.budget.max_cost,
             },
             requires="cost <= max_cost",
-            suggestion=f"it pays {affordable:.0f} steps",
+            suggestion=f"it pays {floor(affordable)} steps",
         )

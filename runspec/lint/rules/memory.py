@@ -1,7 +1,8 @@
 """What fits into the memory of devices, and which numbers survive rounding.
 
 The figures are those of `runspec plan`, closed forms of `runspec.estimate`. Rules that need the
-model's shape or a device's memory say nothing where it is not known; `unknown-hardware` says so.
+model's shape or a device's memory say nothing where it is not known; `unknown-model` and
+`unknown-hardware` say so.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def unknown_hardware(context: Context) -> Iterator[Violation]:
     for where, hardware in asked:
         if hardware is None or hardware.kind in DEVICES or hardware.memory is not None:
             continue
-        close = close_match(hardware.kind, DEVICES)
+        longer = [kind for kind in DEVICES if hardware.kind and kind.startswith(hardware.kind)]
+        close = " or ".join(longer) or close_match(hardware.kind, DEVICES)
         yield Violation(
             (*where, "hardware", "kind"),
             f"{hardware.kind[:80]!r} is not known: what needs its memory is not checked",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from runspec.lint.divisors import divisors
+from runspec.lint.hub import is_on_hub
 from runspec.lint.registry import Context, Violation, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
-from runspec.spec.named_models import named_model
+from runspec.spec.named_models import model_names, named_model
 
 PADDING = 0.01
 """Share of a vocabulary by which models of a family differ: rows that no token has."""
@@ -69,6 +70,27 @@ def model_config(context: Context) -> Iterator[Violation]:
         ("model", key),
         f"{error.place}: {error.thing}" if error.place else error.thing,
         suggestion=error.remedy,
+    )
+
+
+@rule("unknown-model", "model", "warning")
+def unknown_model(context: Context) -> Iterator[Violation]:
+    """The shape of a model on the Hub ought to be known where its spec is linted.
+
+    Heads, widths, vocabulary and lengths come from the config.json of a local directory, or from
+    the shapes that ship with runspec; nothing is asked of a network. Of another model nothing can
+    be said to divide or to fit, and no time can be told: the rules that need its shape say nothing,
+    and that is no sign that all is well. Directories that are elsewhere are not looked at.
+    """
+    hf = context.spec.model.hf
+    if hf is None or context.config is not None or not is_on_hub(hf, context.folder):
+        return
+    yield Violation(
+        ("model", "hf"),
+        f"the shape of {hf[:80]} is not known here: what needs it is not checked",
+        requires="config.json in a local directory, or a model whose shape ships with runspec",
+        suggestion=f"a directory beside the spec with its config.json; known without one: "
+        f"{', '.join(model_names())}",
     )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from runspec.lint.hub import is_on_hub
 from runspec.lint.registry import Context, Rule, Violation, add, rule
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_REPOSITORY = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 
 
 @rule("unpinned-revision", "reproducibility")
@@ -43,20 +43,13 @@ def _is_locked(context: Context, path: tuple[str, ...], name: str) -> bool:
 def _hub_names(context: Context) -> Iterator[tuple[tuple[str, ...], str, str | None]]:
     """Location, name and revision of what comes from a hub."""
     model, tokenizer = context.spec.model, context.spec.model.tokenizer
-    if model.hf is not None and _on_hub(context, model.hf):
+    if model.hf is not None and is_on_hub(model.hf, context.folder):
         yield ("model",), model.hf, model.revision
-    if tokenizer is not None and _on_hub(context, tokenizer.hf):
+    if tokenizer is not None and is_on_hub(tokenizer.hf, context.folder):
         yield ("model", "tokenizer"), tokenizer.hf, tokenizer.revision
     for source in context.spec.data.sources:
         if source.uri is not None and source.uri.startswith("hf://"):
             yield ("data", "sources", source.name), source.uri, source.revision
-
-
-def _on_hub(context: Context, name: str) -> bool:
-    """Whether a name is a repository's: of its form, and no directory beside the spec."""
-    if not _REPOSITORY.fullmatch(name) or name.startswith("."):
-        return False
-    return not (context.folder / name).is_dir()
 
 
 NO_SEED = Rule(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 
 from runspec.estimate.rates import step_seconds, tokens_to_check
 from runspec.estimate.speed import validator_tokens_per_s
@@ -147,7 +148,7 @@ def validator_capacity(context: Context) -> Iterator[Violation]:
         return
     capacity, arriving = spec.verify.validators * rate, tokens_to_check(spec) / step_s
     if capacity < arriving:
-        needed = arriving / rate
+        needed = ceil(arriving / rate)
         yield Violation(
             ("verify", "validators"),
             f"{spec.verify.validators} check {capacity:.0f} tokens/s, and {arriving:.0f} come",
@@ -155,8 +156,8 @@ def validator_capacity(context: Context) -> Iterator[Violation]:
                 "validators": spec.verify.validators,
                 "tokens_per_s": round(rate, 1),
                 "arriving_tokens_s": round(arriving, 1),
-                "step_s": round(step_s, 1),
+                "step_s": float(f"{step_s:.4g}"),
             },
             requires="validators x tokens_per_s >= arriving_tokens_s",
-            suggestion=f"{needed:.1f} would do, or a smaller prefill_share",
+            suggestion=f"{needed} would do, or a smaller prefill_share",
         )

@@ -213,6 +213,7 @@ RULES = {
     "shape-heads": Mutation(
         put(model__shape__num_attention_heads=4, model__shape__num_key_value_heads=3), kinds=LAPTOP
     ),
+    "unknown-model": Mutation(put(model__hf="some/model"), kinds=FLEET),
     "model-config": Mutation(_local_model("unknown-family"), kinds=LAPTOP),
     "tokenizer-vocabulary": Mutation(
         _local_model("small", model__tokenizer={"hf": str(MODELS / "more-tokens")}), kinds=LAPTOP

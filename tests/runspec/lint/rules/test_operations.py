@@ -205,6 +205,19 @@ def test_the_slowest_declared_link_decides() -> None:
     ) == []  # fmt: skip
 
 
+def test_what_is_suggested_is_enough() -> None:
+    # given samplers for which 1.2 validators would do
+    fleet = ["samplers.pool.tokens_per_s=10000", "verify={validators: 1, tokens_per_s: 9000}"]
+    [slow] = find(FLEET, *fleet)
+    assert slow.suggestion.startswith("2 would do")
+    assert find(FLEET, *fleet, "verify.validators=2") == []
+    # and money for 172.9 of 300 steps
+    fleet = ["samplers.pool.tokens_per_s=100000", "learner.hardware.price_per_hour=4.2"]
+    [dear] = find(FLEET, *fleet, "budget.max_cost=10000")
+    assert dear.suggestion == "it pays 172 steps"
+    assert find(FLEET, *fleet, "budget.max_cost=10000", "steps=172") == []
+
+
 def test_filtered_groups_are_checked_too() -> None:
     # given samplers that wait for the learner, and validators that just suffice
     just = ["samplers.pool.tokens_per_s=100000", "verify={validators: 4, tokens_per_s: 9000}"]
@@ -281,7 +294,7 @@ def test_a_directory_beside_the_spec_is_no_repository(tmp_path: Path) -> None:
     spec = write(
         tmp_path / "spec.yaml", f"extends: [{FLEET}]\nmodel: {{hf: tuned, revision: null}}"
     )
-    assert [f.code for f in find(spec)] == ["unpinned-revision"]
+    assert [f.code for f in find(spec)] == ["unknown-model", "unpinned-revision"]
     (tmp_path / "tuned").mkdir()
     assert find(spec) == []
 
