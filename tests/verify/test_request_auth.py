@@ -94,6 +94,7 @@ def test_a_signature_is_for_one_run():
         (TIME, str(int(NOW) + 1)),
         (SIGNATURE, "0" * 128),
     ],
+    ids=["key", "body", "nonce", "time", "signature"],
 )
 def test_no_header_can_be_exchanged(header: str, value: str):
     headers = {**signed(SigningKey.generate()), header: value}
