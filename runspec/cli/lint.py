@@ -122,7 +122,7 @@ def _report(checked: CheckedFiles, chosen: Selection, options: LintOptions) -> R
     if options.baseline is not None:
         from runspec.lint.baseline import split
 
-        parts = split(findings, options.baseline)
+        parts = split(findings, options.baseline, codes=chosen.codes, files=checked.texts)
         findings, known = parts.new, parts.known
         if parts.gone:
             gone = f"{_counted(parts.gone, 'entry', 'entries')} of {options.baseline} found no more"

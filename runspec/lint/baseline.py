@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,19 @@ class Split:
     new: list[Finding]
     known: int
     gone: int
-    """Entries of the baseline that are found no more."""
+    """Entries of the baseline that were looked for, and are found no more."""
 
 
-def split(findings: Iterable[Finding], path: Path) -> Split:
+def split(
+    findings: Iterable[Finding], path: Path, *, codes: Container[str], files: Iterable[str]
+) -> Split:
     """Takes away the findings that a baseline knows, as many of each as it has.
+
+    Args:
+        findings: of the files, and of the codes.
+        path: of the baseline.
+        codes: that were looked for.
+        files: that were looked at.
 
     Raises:
         UserError: the file cannot be read, or is no baseline.
@@ -51,7 +59,9 @@ def split(findings: Iterable[Finding], path: Path) -> Split:
             known += 1
         else:
             new.append(finding)
-    return Split(new, known, left.total())
+    looked_at = {_from(path, file) for file in files}
+    gone = (n for (code, _, file, _), n in left.items() if code in codes and file in looked_at)
+    return Split(new, known, sum(gone))
 
 
 def write_baseline(findings: Sequence[Finding], path: Path) -> int:
@@ -68,15 +78,22 @@ def write_baseline(findings: Sequence[Finding], path: Path) -> int:
 
 
 def _key(finding: Finding, baseline: Path) -> Key:
-    file = finding.file
-    if file != SET_FILE:
-        file = Path(os.path.relpath(file, baseline.parent)).as_posix()
+    file = _from(baseline, finding.file)
     return finding.code, finding.path, file, finding.line_text.strip()
+
+
+def _from(baseline: Path, file: str) -> str:
+    """A file's name in a baseline: the way to it from the baseline's folder."""
+    if file == SET_FILE:
+        return file
+    return Path(os.path.relpath(file, baseline.parent)).as_posix()
 
 
 def _read(path: Path) -> Counter[Key]:
     remedy = "write it with `runspec lint --baseline FILE --write-baseline`"
     try:
+        if path.is_fifo():  # it would keep us waiting
+            raise OSError("is no regular file")
         content = parse_object(read_bounded(path, MAX_BYTES), max_bytes=MAX_BYTES)
     except OSError as error:
         message = f"cannot read the baseline: {error.strerror or error}"
