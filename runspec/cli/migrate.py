@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, write_atomic
+from runspec.lint.fix import Mended, write_mended
 from runspec.lint.migrate import MIGRATIONS, Migration, migrate_text
-from runspec.spec.yaml_nodes import MAX_CHARACTERS
+from runspec.spec.layers import read_text
 
 EXIT_UNREADABLE = 2
-_MARK = b"\xef\xbb\xbf"
-"""A byte order mark, which some editors write and want to find again."""
 
 
 def migrate_command(
@@ -25,31 +23,22 @@ def migrate_command(
     Nothing is written when one of the files cannot be migrated.
     """
     try:
-        texts = {path: _text(path) for path in files}
-        migrated = {path: migrate_text(texts[path], str(path), migrations) for path in files}
+        texts = {str(path): read_text(path) for path in files}
+        migrated = {file: migrate_text(text, file, migrations) for file, text in texts.items()}
+        changed = {file: result.text for file, result in migrated.items() if result.said}
+        if write:
+            write_mended(Mended(changed), texts)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_UNREADABLE
-    for path, result in migrated.items():
+    for file, result in migrated.items():
         for sentence in result.said or ["nothing to do"]:
-            print(f"{path}: {sentence}", file=sys.stderr)
-        if not result.said:
-            continue
-        if write:
-            mark = _MARK if path.read_bytes().startswith(_MARK) else b""
-            write_atomic(path, mark + result.text.encode())
-        else:
-            print(_difference(path, texts[path], result.text), end="")
+            print(f"{file}: {sentence}", file=sys.stderr)
+        if result.said and not write:
+            print(_difference(file, texts[file], result.text), end="")
     return 0
 
 
-def _difference(path: Path, before: str, after: str) -> str:
+def _difference(file: str, before: str, after: str) -> str:
     old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
-    return "".join(difflib.unified_diff(old, new, fromfile=str(path), tofile=str(path)))
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_bounded(path, MAX_CHARACTERS).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", place=str(path)) from error
+    return "".join(difflib.unified_diff(old, new, fromfile=file, tofile=file))

@@ -41,7 +41,7 @@ class ParsedFiles:
             UserError: no file, too large, or not UTF-8.
         """
         if path not in self._known:
-            text = _text(path)
+            text = read_text(path)
             self._known[path] = text, parse_yaml(text, str(path))
         return self._known[path]
 
@@ -175,8 +175,8 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _text(path: Path) -> str:
-    """A file's text.
+def read_text(path: Path) -> str:
+    """A file's text, without its byte order mark.
 
     Raises:
         UserError: no file, too large, or not UTF-8.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,23 @@ def test_one_file_that_cannot_be_migrated_keeps_all_from_being_written(
     assert old.read_text() == OLD
     assert f"{odd}:1:10: version 'runspec/v9' is not known" in capsys.readouterr().err
     assert migrate_command([tmp_path / "gone.yaml"], True, HISTORY) == 2
+
+
+def test_a_link_stays_one_and_a_pipe_keeps_nobody_waiting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given a link to a file of the oldest version
+    (tmp_path / "old.yaml").write_text(OLD)
+    (tmp_path / "old.yaml").chmod(0o640)
+    link = tmp_path / "link.yaml"
+    link.symlink_to("old.yaml")
+    # when it is migrated
+    assert migrate_command([link], True, HISTORY) == 0
+    # then the file behind it is, and has its permissions still
+    assert link.is_symlink()
+    assert "runspec/v1" in (tmp_path / "old.yaml").read_text()
+    assert (tmp_path / "old.yaml").stat().st_mode & 0o777 == 0o640
+    # and what is no file is bad usage
+    os.mkfifo(tmp_path / "pipe")
+    assert migrate_command([tmp_path / "pipe"], False, HISTORY) == 2
+    assert "no regular file" in capsys.readouterr().err
