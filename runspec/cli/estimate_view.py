@@ -21,6 +21,8 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {LEARNER: "green", BROADCAST: "blue", VALIDATORS: "magenta"}
 _POOL_COLOUR = "cyan"
 _BAR = 20
+_KNOWN_BY = {"model.hf": "model.hf, as a directory with a config.json"}
+"""What is there and does not say enough; every other field is not there."""
 
 
 def show_estimate(estimate: RunEstimate, console: Console) -> None:
@@ -43,7 +45,7 @@ def show_estimate(estimate: RunEstimate, console: Console) -> None:
     else:
         _title(console, "Step", "its time is not known; to know it, say in the spec")
         for field in estimate.unknown:
-            _say(console, field)
+            _say(console, _KNOWN_BY.get(field, field))
     if estimate.cost is not None:
         _cost(estimate, console)
     _assumptions(estimate.assumed, console)

@@ -192,6 +192,8 @@ def draws(
 
     @cache
     def filtered(step: int, group: int) -> bool:
+        if filtered_share == 0.0:  # as a rule; drawing takes longer than the rest of the model
+            return False
         return Random(f"{seed}/{step}/{group}/filter").random() < filtered_share
 
     return lengths, filtered
@@ -242,7 +244,7 @@ def _pool(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -> PoolE
 
 def _unknown(spec: RunSpec, config: ModelConfig | None) -> Iterator[str]:
     if config is None:
-        yield "model.shape"
+        yield "model.hf"
         return
     if learner_seconds(spec, config) is None:
         yield "learner.hardware.peak_flops"

@@ -87,7 +87,7 @@ def test_a_model_without_a_known_shape_still_shows_what_it_rests_on() -> None:
 
     show_estimate(estimate_run(spec, None), Console(file=out, width=80))
 
-    assert "model.shape" in out.getvalue()
+    assert "model.hf, as a directory with a config.json" in out.getvalue()
     assert "mean new tokens" in out.getvalue()
 
 

@@ -69,7 +69,7 @@ def test_without_a_shape_the_estimate_asks_for_one() -> None:
 
     estimate = estimate_run(spec, None)
 
-    assert estimate.unknown == ("model.shape",)
+    assert estimate.unknown == ("model.hf",)
     assert estimate.parameters is None and estimate.timeline is None
     json.dumps(estimate.to_json(), allow_nan=False)
 
