@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from runspec.common.errors import UserError
 from runspec.local.children import end_leftovers
 from runspec.local.run_dir import EXIT_LOCKED, RunLocked, find_run, hold
 from runspec.local.state import RunState
@@ -26,13 +27,8 @@ def delete_command(run: str, yes: bool, runs_dir: Path) -> int:
             kept = _kept(run_dir)
             if not yes:
                 typer.confirm(f"Remove {run_dir} with everything in it?", abort=True)
-            with closing(RunState(run_dir)) as state:
-                end_leftovers(state.roles(), LEFTOVER_PATIENCE_S)
-            # Renamed first: a removal cut short leaves nothing that looks like a run.
-            doomed = run_dir.with_name(f".tmp-deleted-{run_dir.name}")
-            shutil.rmtree(doomed, ignore_errors=True)
-            run_dir.rename(doomed)
-            shutil.rmtree(doomed)
+            _end_leftovers(run_dir)
+            _remove(run_dir)
     except RunLocked as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_LOCKED
@@ -42,8 +38,36 @@ def delete_command(run: str, yes: bool, runs_dir: Path) -> int:
     return 0
 
 
+def _end_leftovers(run_dir: Path) -> None:
+    try:
+        with closing(RunState(run_dir)) as state:
+            end_leftovers(state.roles(), LEFTOVER_PATIENCE_S)
+    except UserError as error:  # damaged: that must not keep it from being removed
+        print(f"warning: roles that may still be alive are not known: {error}", file=sys.stderr)
+
+
+def _remove(run_dir: Path) -> None:
+    # Renamed first: a removal cut short leaves nothing that looks like a run.
+    doomed = run_dir.with_name(f".tmp-deleted-{run_dir.name}")
+    try:
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        run_dir.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise UserError(
+            f"cannot be removed: {error}",
+            place=str(run_dir),
+            remedy=f"mend the permissions, then remove {doomed if doomed.exists() else run_dir}",
+        ) from error
+
+
 def _kept(run_dir: Path) -> Path | None:
     """What of the run lies elsewhere, by its spec: that is not ours to remove."""
-    spec = load_resolved(run_dir)
+    try:
+        spec = load_resolved(run_dir)
+    except UserError as error:
+        print(f"warning: full states outside the run are not known: {error}", file=sys.stderr)
+        return None
     folder = state_folder(run_dir, spec)
     return folder if spec.checkpoints.dir is not None and folder.exists() else None

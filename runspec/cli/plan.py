@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -61,7 +62,11 @@ def plan_command(
     if compiled is not None and compiled.fits is False:
         raise does_not_fit(compiled)
     if out is not None:
-        _save(out, plan, quiet=as_json)
+        _save(out, plan)
+        if not as_json:
+            where = [] if runs_dir is None else ["--runs-dir", str(runs_dir)]
+            command = shlex.join(["runspec", "apply", str(out), *where])
+            print(f"\nSaved. To apply exactly this: {command}")
     return EXIT_CHANGES if exit_code and plan.changes else 0
 
 
@@ -185,7 +190,7 @@ def _size(count: int | None) -> str:
     return "not known" if count is None else size(count)
 
 
-def _save(path: Path, plan: RunPlan, *, quiet: bool) -> None:
+def _save(path: Path, plan: RunPlan) -> None:
     if not plan.new and of_class(plan.changes, "newrun"):
         raise UserError(
             "apply would refuse these changes: the plan is not saved",
@@ -193,5 +198,3 @@ def _save(path: Path, plan: RunPlan, *, quiet: bool) -> None:
             remedy="plan a run of another name with --set name=NAME",
         )
     save_plan(path, SavedPlan(plan.spec, plan.seen, round(time.time(), 3)))
-    if not quiet:
-        print(f"\nSaved. To apply exactly this: runspec apply {path}")

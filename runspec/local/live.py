@@ -86,8 +86,8 @@ def ask(
             waited = time.monotonic() - started
             lost = held_by is None or (request.state == "asked" and waited > TAKE_PATIENCE_S)
             if request.state == "refused" or lost:
-                state.answer(number, "refused", request.answer or "nobody took it")
-                reason = request.answer or f"its supervisor ({held_by or 'gone'}) did not take it"
+                reason = _why_not(request, held_by)
+                state.answer(number, "refused", reason)
                 raise NotTaken(reason, place=str(run_dir), remedy="look at its status, then again")
             if request.answer and request.answer != said:
                 say(said := request.answer)
@@ -98,6 +98,14 @@ def ask(
                     remedy=f"it goes on by itself; watch it with `runspec status {run_dir}`",
                 )
             time.sleep(_POLL_S)
+
+
+def _why_not(request: RequestRow, held_by: str | None) -> str:
+    if request.state == "refused":
+        return request.answer
+    if request.state == "taken":  # what it wrote before it ended stays written
+        return f"its supervisor is gone; it had taken this on, and last said: {request.answer}"
+    return f"its supervisor ({held_by or 'gone'}) did not take it"
 
 
 def change_request(spec: RunSpec, serial: int) -> dict[str, Any]:

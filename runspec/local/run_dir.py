@@ -36,9 +36,17 @@ def hold(run_dir: Path) -> Iterator[int]:
 
     Raises:
         RunLocked: someone else holds it.
+        UserError: this user may not write the lock.
     """
     path = run_dir / LOCK_FILE
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(
+            f"the run cannot be locked: {error.strerror}",
+            place=str(path),
+            remedy="mend the permissions, or work as the user who made the run",
+        ) from error
     try:
         if not _lock(descriptor):
             raise RunLocked(

@@ -190,3 +190,15 @@ def test_full_states_that_lie_elsewhere_stay_and_are_named(
     with pytest.raises(NotReady, match="full states of an earlier run"):
         open_run(spec, tmp_path / "runs").__enter__()
     assert not (tmp_path / "runs" / "small").exists()
+
+
+def test_a_damaged_run_can_be_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # given a run whose spec and state nobody can read
+    for name in ("spec.json", "state.db"):
+        write_atomic(tmp_path / "small" / name, b"neither JSON nor a database")
+    # when it is deleted, then it is gone, and what could not be looked at is said
+    assert delete_command("small", True, tmp_path) == 0
+    assert list(tmp_path.iterdir()) == []
+    said = capsys.readouterr().err
+    assert "full states outside the run are not known" in said
+    assert "roles that may still be alive are not known" in said

@@ -233,6 +233,11 @@ def test_a_saved_plan_names_the_state_it_was_made_on(runs: Path) -> None:
     assert (found.seen.serial, found.seen.spec_digest) == (1, spec_digest(small_spec()))
 
 
+def test_a_saved_plan_says_the_command_that_finds_its_run(runs: Path, said: Says) -> None:
+    path = saved(runs, "budget.max_hours=2.0").path
+    assert f"runspec apply {path} --runs-dir {runs}\n" in said()[0]
+
+
 def test_a_stale_plan_exits_4_with_what_changed(runs: Path) -> None:
     # given a plan, after which the run was changed
     path = saved(runs, "budget.max_hours=2.0")

@@ -34,7 +34,7 @@ from runspec.spec.load import SpecFiles
 from runspec.spec.resolved import load_resolved, spec_digest
 from runspec.spec.schema import RunSpec
 from tests.runspec.local.fake_run import TARGET_SHORT, drive_roles, role, small_spec, usual_roles
-from tests.runspec.local.test_supervise import Watch
+from tests.runspec.local.test_supervise import DEADLINE_S, Watch, wait_for
 
 SPEC = small_spec(steps=10_000)
 
@@ -142,6 +142,20 @@ def test_nobody_there_is_said_at_once(run: OpenRun) -> None:
     with pytest.raises(NotTaken, match="gone") as refused:
         ask(run.directory, PAUSE, {})
     assert refused.value.exit_code == 5
+
+
+def test_a_supervisor_that_died_at_it_is_told_from_one_that_refused(
+    run: OpenRun, state: RunState
+) -> None:
+    # given a supervisor that has taken a change, and renews roles
+    with ThreadPoolExecutor(1) as pool:
+        with hold(run.directory):
+            asked = pool.submit(ask, run.directory, PAUSE, {})
+            wait_for(lambda: bool(state.asked()), "the request")
+            state.answer(state.asked()[0].id, "taken", "waits for coordinator to run again")
+        # when it is gone, then whoever asked reads that, and what it was at
+        with pytest.raises(NotTaken, match=r"supervisor is gone.*waits for coordinator"):
+            asked.result(DEADLINE_S)
 
 
 def test_what_a_dead_supervisor_was_asked_is_not_done_by_the_next(

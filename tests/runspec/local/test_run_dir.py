@@ -57,6 +57,12 @@ def test_a_held_run_names_its_holder_and_is_free_afterwards(tmp_path: Path) -> N
         pass
 
 
+def test_a_lock_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(UserError, match="cannot be locked: Is a directory"), hold(tmp_path):
+        pytest.fail("held a folder")
+
+
 def test_a_run_is_found_by_name_or_path_and_others_are_suggested(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "spec.json").write_text("{}")
