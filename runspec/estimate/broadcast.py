@@ -85,11 +85,13 @@ def arrivals(spec: RunSpec, size: float) -> list[Arrival]:
     for relay in spec.broadcast.relays:
         field = f"broadcast.relays.{relay.name}.upload"
         uploads[f"relay-{relay.name}"] = (relay.upload, field)
-    children = list(_children(spec))
+    children: dict[str, list[_Child]] = {}
+    for child in _children(spec):
+        children.setdefault(child.parent, []).append(child)
     pending = [ORIGIN]
     while pending:
         parent = pending.pop()
-        mine = [child for child in children if child.parent == parent]
+        mine = children.get(parent, [])
         for child, node in _served(reached[parent], uploads.get(parent), mine, chunk):
             if child.name not in reached:
                 reached[child.name] = node
@@ -111,6 +113,8 @@ def _children(spec: RunSpec) -> Iterator[_Child]:
     """Who fetches from whom."""
     relays = [relay.name for relay in spec.broadcast.relays]
     for relay in spec.broadcast.relays:
+        if not relay.upstream:
+            continue  # no path to the origin, which may have been accepted
         field = f"broadcast.relays.{relay.name}.download"
         yield _Child(f"relay-{relay.name}", _node(relay.upstream[0]), _rate(relay.download), field)
     for pool in spec.samplers:

@@ -192,7 +192,7 @@ def draws(
 
     @cache
     def filtered(step: int, group: int) -> bool:
-        if filtered_share == 0.0:  # as a rule; drawing takes longer than the rest of the model
+        if filtered_share == 0.0:  # as a rule: a draw for each group costs time
             return False
         return Random(f"{seed}/{step}/{group}/filter").random() < filtered_share
 

@@ -137,24 +137,29 @@ def _idle(run: Simulated, model: Model, start: float, end: float) -> dict[str, f
     members = {"learner": 1, "validators": model.validators}
     for replica in model.replicas:
         members[replica.pool] = members.get(replica.pool, 0) + 1
-    busy = dict.fromkeys(members, 0.0)
-    for interval in _within(run.intervals, start, end):
-        if interval.role in busy:
-            busy[interval.role] += interval.end - interval.start
     if end <= start:
         return {}
+    busy = dict.fromkeys(members, 0.0)
+    travelling: list[tuple[float, float]] = []
+    for interval in run.intervals:
+        first, last = max(interval.start, start), min(interval.end, end)
+        if first >= last:
+            continue
+        if interval.role in busy:
+            busy[interval.role] += last - first
+        elif interval.role in ("publisher", "broadcast"):
+            travelling.append((first, last))
     idle = {
         role: 1.0 - busy[role] / (count * (end - start)) for role, count in members.items() if count
     }
-    links = [i for i in run.intervals if i.role in ("publisher", "broadcast")]
-    idle["broadcast"] = 1.0 - _covered(_within(links, start, end)) / (end - start)
+    idle["broadcast"] = 1.0 - _covered(travelling) / (end - start)
     return idle
 
 
-def _covered(intervals: tuple[Interval, ...]) -> float:
+def _covered(stretches: list[tuple[float, float]]) -> float:
     """Length of the union."""
     total = last = 0.0
-    for start, end in sorted((i.start, i.end) for i in intervals):
+    for start, end in sorted(stretches):
         total += max(0.0, end - max(start, last))
         last = max(last, end)
     return total

@@ -21,6 +21,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 Lengths = tuple[float, ...]
@@ -267,9 +268,8 @@ class _Simulation:
             start += worker.replica.load_s
             worker.loaded = lease.version
             self._spent(Interval(pool, worker.member, "load", lease.version, self._now, start))
-        lengths = tuple(
-            length for group in lease.numbers for length in self._model.lengths(lease.step, group)
-        )
+        groups = (self._model.lengths(lease.step, group) for group in lease.numbers)
+        lengths = tuple(chain.from_iterable(groups))
         end = start + worker.replica.sample_s(lengths)
         self._spent(Interval(pool, worker.member, "sample", lease.step, start, end))
         self._at(end, lambda: self._sampled(worker, lease, lengths))
