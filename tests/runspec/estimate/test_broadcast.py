@@ -130,6 +130,7 @@ def test_workers_take_relays_in_turn_or_the_one_that_their_pool_prefers() -> Non
 
 def test_relays_without_a_way_to_the_origin_are_left_out() -> None:
     spec = links(relay("a", "b", download=1e6), relay("b", "a"), relay("c", "gone", download=1e6))
+    spec.broadcast.relays.append(Relay(name="d", upstream=[]))
 
     assert broadcast_times(spec, SIZE) == {}
 
