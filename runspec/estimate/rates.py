@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bridge.config import ModelConfig
 from runspec.estimate import assumed
+from runspec.estimate.sampler import lease_groups
 from runspec.estimate.speed import decode_speed, learner_seconds, mean_tokens
 from runspec.spec.schema import RunSpec
 
@@ -34,7 +35,7 @@ def sampling_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
         speed = decode_speed(pool, spec, config)
         if speed is None:
             return None
-        lease = pool.groups_per_submission * spec.algorithm.group_size
+        lease = lease_groups(pool, spec) * spec.algorithm.group_size
         together = [mean] * min(lease, speed.sequences)
         seconds = speed.lease_seconds(together, prompt)
         if seconds <= 0.0:

@@ -19,7 +19,7 @@ from runspec.estimate.inputs import check_tokens_per_s, inputs
 from runspec.estimate.learner import LearnerMemory, learner_memory
 from runspec.estimate.parameters import parameter_count
 from runspec.estimate.price import Cost, cost
-from runspec.estimate.sampler import SamplerMemory, sampler_memory
+from runspec.estimate.sampler import SamplerMemory, lease_groups, sampler_memory
 from runspec.estimate.speed import (
     Decode,
     decode_speed,
@@ -214,7 +214,7 @@ def _replicas(
                 pool=pool.name,
                 fetch_s=fetch.get(f"{pool.name}-{index}", 0.0),
                 load_s=size / assumed.LOAD_BYTES_S,
-                lease_groups=pool.groups_per_submission,
+                lease_groups=lease_groups(pool, spec),
                 sample_s=sample_s,
             )
 
@@ -229,7 +229,7 @@ def _sampling(speed: Decode, prompt: float) -> Callable[[Lengths], float]:
 
 def _pool(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -> PoolEstimate:
     speed = decode_speed(pool, spec, config)
-    rollouts = pool.groups_per_submission * spec.algorithm.group_size
+    rollouts = lease_groups(pool, spec) * spec.algorithm.group_size
     lengths = [assumed.mean_new_tokens(spec).value] * rollouts
     prompt = assumed.mean_prompt_tokens(spec).value
     return PoolEstimate(

@@ -87,9 +87,14 @@ def sampler_memory(pool: SamplerPool, spec: RunSpec, config: ModelConfig) -> Sam
         room = cpu_kv_bytes(pool, config)
     elif memory is not None:
         room = MEMORY_UTILIZATION * memory - weights - activations
-    rollouts = pool.groups_per_submission * spec.algorithm.group_size
+    rollouts = lease_groups(pool, spec) * spec.algorithm.group_size
     captured = float(rollouts * pool.max_new_tokens * config.hidden_size * WIDTH["bfloat16"])
     return SamplerMemory(memory, weights, activations, kv_token, room, captured, pool.max_model_len)
+
+
+def lease_groups(pool: SamplerPool, spec: RunSpec) -> int:
+    """Groups of one lease: never more than a step wants."""
+    return min(pool.groups_per_submission, spec.algorithm.prompts_per_step)
 
 
 def kv_token_bytes(pool: SamplerPool, config: ModelConfig) -> float:

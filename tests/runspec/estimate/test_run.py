@@ -64,6 +64,14 @@ def test_keys_are_stable_and_everything_is_json() -> None:
     assert set(data["assumed"][0]) == {"name", "value", "unit", "source"}
 
 
+def test_no_lease_is_larger_than_a_step() -> None:
+    # given a pool that would take more groups than there are, as the coordinator never leases
+    whole, config = shipped("samplers.volunteers.groups_per_submission=256")
+    more, _ = shipped("samplers.volunteers.groups_per_submission=1000000000")
+    # then it is estimated as one that takes them all, and in no more memory
+    assert estimate_run(more, config).to_json() == estimate_run(whole, config).to_json()
+
+
 def test_without_a_shape_the_estimate_asks_for_one() -> None:
     spec, _ = shipped()
 
