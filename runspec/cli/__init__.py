@@ -308,7 +308,7 @@ def resume(run: Run, detach: Detach = False, runs_dir: RunsDir = RUNS) -> None:
 @app.command(rich_help_panel=RUN)
 def rollback(
     run: Run,
-    to: Annotated[int, typer.Option("--to", help="The policy version to go back to.")],
+    to: Annotated[int, typer.Option("--to", min=0, help="The policy version to go back to.")],
     yes: Yes = False,
     runs_dir: RunsDir = RUNS,
 ) -> None:

@@ -16,6 +16,7 @@ from runspec.cli.background import start_in_background
 from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.cli.spec_files import sound_spec
 from runspec.cli.view import watching
+from runspec.common.errors import UserError
 from runspec.local.apply import NotReady, is_finished, open_run, require_ready, supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
 from runspec.local.live import CHANGE, ask, change_request
@@ -73,8 +74,10 @@ def saved_plan(files: SpecFiles) -> SavedPlan | None:
     """
     try:
         plan = read_plan(files.path)
-    except OSError:
-        return None  # whoever reads specs says it better
+    except BadPlan:
+        raise
+    except (OSError, UserError):
+        return None  # no file, or larger than any plan: whoever reads specs says it better
     if plan is not None and (files.profile or files.placement or files.overrides):
         raise BadPlan(
             "a plan is applied as it is: --profile, --placement and --set are for specs",

@@ -193,6 +193,13 @@ def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
     if step.filled_share < 1.0:
         share = f"{step.filled_share:.0%} of the groups train"
         _say(console, f"fill.max_groups is spent first: {share}", "red")
+    if step.full_s > estimate.fill_deadline_s:
+        deadline = _time(estimate.fill_deadline_s)
+        note = (
+            f"algorithm.fill.deadline is {deadline}: a step closes then with what it has, and with "
+            "less than min_share of its groups the run stops; raise it, or add replicas"
+        )
+        _say(console, note, "red")
 
 
 def _rollouts(step: Timeline) -> str:

@@ -39,17 +39,17 @@ def hourly_prices(spec: RunSpec) -> dict[str, float]:
     return {role: price for role, price in prices.items() if price is not None}
 
 
-def cost(spec: RunSpec, step_s: float | None) -> Cost | None:
+def cost(spec: RunSpec, run_s: float | None) -> Cost | None:
     """Cost of an hour and of the whole run; None where nothing has a price.
 
     Args:
-        spec: hardware, prices, replicas, steps.
-        step_s: time of a step, where it is known.
+        spec: hardware, prices, replicas.
+        run_s: time of all steps, where it is known.
     """
     per_hour = hourly_price(spec)
     if per_hour is None:
         return None
-    run = None if step_s is None else per_hour * spec.steps * step_s / 3600
+    run = None if run_s is None else per_hour * run_s / 3600
     return Cost(per_hour, hourly_prices(spec), run)
 
 

@@ -69,6 +69,9 @@ class RunEstimate:
     """Of one."""
     timeline: Timeline | None
     steps: int
+    fill_deadline_s: float
+    """`algorithm.fill.deadline`, which the timeline leaves out: where `full_s` is longer, no batch
+    gets full."""
     run_s: float | None
     """All steps, from the publication of version 0."""
     cost: Cost | None
@@ -102,6 +105,7 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
     unknown = tuple(_unknown(spec, config))
     check = check_tokens_per_s(spec, config)
     settled = None if unknown or size is None else timeline(run_model(spec, config, size))
+    run_s = settled.start_s + (spec.steps - 1) * settled.step_s if settled else None
     pools = tuple(_pool(pool, spec, config) for pool in spec.samplers)
     return RunEstimate(
         parameters=parameter_count(config) if config is not None else None,
@@ -119,8 +123,9 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
         validator_tokens_per_s=check.value if check else None,
         timeline=settled,
         steps=spec.steps,
-        run_s=settled.start_s + (spec.steps - 1) * settled.step_s if settled else None,
-        cost=cost(spec, settled.step_s if settled else None),
+        fill_deadline_s=spec.algorithm.fill.deadline,
+        run_s=run_s,
+        cost=cost(spec, run_s),
         assumed=inputs(spec, config),
         unknown=unknown,
     )

@@ -14,6 +14,9 @@ _STRETCHES = 24
 _STEPS = 10
 """Steps that are simulated beyond those that the lag needs to settle."""
 
+_MAX_LAG = 64
+"""A higher `async_level` counts as this: runs have less, and every level is simulated."""
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -55,8 +58,8 @@ def timeline(model: Model) -> Timeline:
     Raises:
         ValueError: as `simulate`.
     """
-    steps = _STEPS + 3 * (model.async_level + 1)
-    model = replace(model, steps=steps)
+    level = min(model.async_level, _MAX_LAG)
+    model = replace(model, steps=_STEPS + 3 * (level + 1), async_level=level)
     run = simulate(model)
     settled = _settled(run, model)
     start, end = settled[0].trained, settled[-1].trained

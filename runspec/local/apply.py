@@ -118,7 +118,14 @@ def open_run(
         # Asked before the first file is made: a run that cannot start leaves nothing behind.
         require_ready(spec, run_dir)
         _plan(spec, run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"the run's directory cannot be made: {error.strerror}",
+            place=str(run_dir),
+            remedy="mend the permissions, or say another --runs-dir",
+        ) from error
     with hold(run_dir) as lock:
         complete_rollback(run_dir)
         with closing(RunState(run_dir)) as state:

@@ -53,6 +53,12 @@ def test_it_says_what_the_issue_asks_for() -> None:
         assert any(role in line and "idle" in line for line in text.splitlines()), role
 
 
+def test_a_batch_that_is_full_after_the_deadline_is_said() -> None:
+    slow = "samplers.volunteers.replicas=1"
+    assert "algorithm.fill.deadline is 1 h 30 min" in shown(slow, width=120)
+    assert "fill.deadline" not in shown(slow, "algorithm.fill.deadline=2d", width=120)
+
+
 def test_lanes_are_as_high_as_the_share_that_works() -> None:
     lanes = {
         line.split()[0]: line

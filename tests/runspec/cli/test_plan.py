@@ -280,6 +280,14 @@ def test_an_edited_plan_and_options_beside_a_plan_exit_2(runs: Path) -> None:
     assert error.value.exit_code == 2
 
 
+def test_what_is_larger_than_any_plan_is_unreadable(tmp_path: Path) -> None:
+    huge = tmp_path / "huge"
+    huge.write_bytes(b"{" * 3_000_000)
+    with pytest.raises(Unreadable) as refused:
+        apply_command(SpecFiles(huge), False, tmp_path)
+    assert refused.value.exit_code == 2
+
+
 def test_a_plan_of_a_finished_run_says_that_it_is_finished(tmp_path: Path, said: Says) -> None:
     # given a run that is finished
     with open_run(small_spec(), tmp_path) as run:

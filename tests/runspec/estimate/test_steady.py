@@ -43,6 +43,12 @@ def test_a_broadcast_longer_than_the_lag_covers_is_the_bottleneck() -> None:
     assert timeline(far).bottleneck == "broadcast"
 
 
+def test_a_level_beyond_all_use_takes_no_longer() -> None:
+    endless = timeline(model(replica(token_s=1.0), async_level=10**9, train_s=10.0))
+
+    assert endless == timeline(model(replica(token_s=1.0), async_level=64, train_s=10.0))
+
+
 def test_in_step_everybody_waits_for_everybody() -> None:
     run = timeline(model(replica(token_s=30.0), async_level=0, train_s=10.0))
 

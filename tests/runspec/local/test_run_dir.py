@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from runspec.common.errors import UserError
+from runspec.local.apply import open_run
 from runspec.local.run_dir import (
     RunLocked,
     find_run,
@@ -61,6 +62,13 @@ def test_a_lock_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
     with pytest.raises(UserError, match="cannot be locked: Is a directory"), hold(tmp_path):
         pytest.fail("held a folder")
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    opened = open_run(small_spec(), tmp_path / "runs")
+    with pytest.raises(UserError, match="directory cannot be made: Not a directory"), opened:
+        pytest.fail("opened in a file")
 
 
 def test_a_run_is_found_by_name_or_path_and_others_are_suggested(tmp_path: Path) -> None:
