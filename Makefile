@@ -8,6 +8,8 @@ CPU_TORCH := torch==2.13.0+cpu
 # Spec and profile of the quickstart; `make quickstart SPEC=specs/target_long.yaml` works too.
 SPEC ?= specs/target_short.yaml
 PROFILE ?= laptop
+# Quick tests share the cores; the slow ones start runs of many processes, one after the other.
+WORKERS := -n auto --maxprocesses=4
 
 .PHONY: help install aot quickstart lint test test-fast test-learner fuzz bench clean
 
@@ -56,13 +58,14 @@ lint: install  ## ruff, types, import rule, and runspec lint over every shipped 
 	  $(BIN)/runspec lint specs/*.yaml --placement $$placement || exit 1; done
 
 test-fast: install  ## the quick tests of all but the learner, which compile nothing
-	$(BIN)/pytest -m "not slow" --ignore=tests/learner_jax
+	$(BIN)/pytest $(WORKERS) -m "not slow" --ignore=tests/learner_jax
 
 test-learner: install  ## the quick tests of the learner, some minutes of compiling
-	$(BIN)/pytest -m "not slow" tests/learner_jax
+	$(BIN)/pytest $(WORKERS) -m "not slow" tests/learner_jax
 
 test: lint $(AOT_STAMP)  ## everything that must hold
-	$(BIN)/pytest
+	$(BIN)/pytest $(WORKERS) -m "not slow"
+	$(BIN)/pytest -m slow
 
 fuzz: install  ## a million drawn cases of each campaign, hours
 	$(BIN)/python -m tests.fuzz
