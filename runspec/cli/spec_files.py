@@ -37,7 +37,10 @@ def located(spec: RunSpec, folder: Path) -> RunSpec:
 
 def _whole(name: str, folder: Path) -> str:
     path = folder / name
-    return str(path.resolve()) if path.is_dir() else name
+    try:
+        return str(path.resolve()) if path.is_dir() else name
+    except OSError:  # a name that can be no path
+        return name
 
 
 def sound_spec(files: SpecFiles) -> RunSpec:

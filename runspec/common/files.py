@@ -14,6 +14,14 @@ from runspec.common.errors import UserError
 _TEMPORARY = ".tmp-"
 
 
+def expand_user(path: Path) -> Path:
+    """`~` as the folder that it stands for; as it is where there is no such user."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
+
+
 def temporary_name(path: Path) -> Path:
     """A name beside `path` for what becomes it; `remove_leftovers` knows it."""
     return path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}-{path.name}")

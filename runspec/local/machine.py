@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from runspec.common.files import expand_user
 from runspec.local.processes import Machine
 from runspec.lock.cache import Repository, is_repository, snapshot
 
@@ -79,7 +80,7 @@ def find_tokenizer(hf: str, revision: str | None, env: Mapping[str, str]) -> Pat
 def _find(
     hf: str, revision: str | None, env: Mapping[str, str], is_one: Callable[[Path], bool]
 ) -> Path | None:
-    local = Path(hf).expanduser()
+    local = expand_user(Path(hf))
     if is_one(local):
         return local.resolve()
     found = snapshot(Repository("model", hf), revision, env) if is_repository(hf) else None

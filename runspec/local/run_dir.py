@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from runspec.common.errors import UserError
+from runspec.common.files import expand_user
 from runspec.plan.changes import Change, of_class
 from runspec.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.spec.schema import RunSpec
@@ -104,7 +105,7 @@ def run_directory(spec: RunSpec, runs_dir: Path | None) -> Path:
     """Where a run lies: under `runs_dir` where one is given, else under the spec's `storage.dir`,
     else under `runs`."""
     folder = runs_dir or Path(spec.storage.dir or RUNS)
-    return (folder.expanduser() / spec.name).absolute()
+    return (expand_user(folder) / spec.name).absolute()
 
 
 def refuse_another_run(changes: Sequence[Change], run_dir: Path) -> None:

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 from runspec.common.canonical import canonical_json
+from runspec.common.files import expand_user
 from runspec.common.hashing import digest_bytes
 from runspec.lock.cache import COMMIT, Repository, is_repository, snapshot
 from runspec.lock.files import (
@@ -139,7 +140,7 @@ class _Looker:
     ) -> tuple[Path | None, str | None]:
         """The folder of a name and its commit; a local directory has none."""
         beside = self._how.folder / name  # as `runspec.cli.spec_files.located` takes it
-        local = beside if _is_there(beside) else _expanded(name)
+        local = beside if _is_there(beside) else expand_user(Path(name))
         if _is_there(local / marker):
             return local, None
         if not is_repository(name):
@@ -149,7 +150,7 @@ class _Looker:
 
     def _rows(self, uri: str) -> Path:
         """Local data: from where the process runs, as plug-ins take it, else beside the spec."""
-        path = _expanded(uri)
+        path = expand_user(Path(uri))
         return path if _is_there(path) else self._how.folder / path
 
     def _dataset(self, path: str, uri: str, revision: str | None) -> str | None:
@@ -169,13 +170,6 @@ class _Looker:
             return None, revision
         self.seen.unknown[path] = (repository, revision)
         return None, None
-
-
-def _expanded(name: str) -> Path:
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:  # no such user
-        return Path(name)
 
 
 def _is_there(path: Path) -> bool:

@@ -1,11 +1,18 @@
 """Files appear whole or not at all; digests and seeds are unambiguous."""
 
 import stat
+from pathlib import Path
 
 import pytest
 
 from runspec.common.errors import UserError
-from runspec.common.files import new_directory, read_bounded, remove_leftovers, write_atomic
+from runspec.common.files import (
+    expand_user,
+    new_directory,
+    read_bounded,
+    remove_leftovers,
+    write_atomic,
+)
 from runspec.common.hashing import digest_bytes, digest_file, hash_parts, is_digest
 from runspec.common.keys import SigningKey, signature_is_valid
 
@@ -99,3 +106,9 @@ def test_an_unreadable_key_says_how_to_make_one(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(UserError, match="keygen"):
         SigningKey.load(path)
+
+
+def test_a_home_that_is_nobodys_stays_as_it_is(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert expand_user(Path("~/runs")) == Path("/home/me/runs")
+    assert expand_user(Path("~nobody-of-this-name/runs")) == Path("~nobody-of-this-name/runs")
