@@ -42,6 +42,8 @@ def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
         refuse_stale(seen, run_dir)
         if is_finished(spec, runs_dir):
             print(f"{spec.name} is finished: all {spec.steps} steps are trained.")
+            for change in difference(load_resolved(run_dir), spec):
+                print(f"not applied, for nothing is left to do: {change}")
             show_result(run_dir)
             return 0
         try:

@@ -295,6 +295,9 @@ def test_a_plan_of_a_finished_run_says_that_it_is_finished(tmp_path: Path, said:
     # when a plan without changes is applied
     assert apply_command(saved(tmp_path), False, tmp_path) == 0
     assert "small is finished: all 5 steps are trained." in said()[0]
+    # and when changes are, then it says that they are not taken
+    assert apply_command(saved(tmp_path, "budget.max_hours=2.0"), False, tmp_path) == 0
+    assert "nothing is left to do: budget.max_hours: 1.0 there, 2.0 now" in said()[0]
 
 
 def test_an_unchanged_spec_keeps_the_serial_and_a_changed_one_raises_it(runs: Path) -> None:
