@@ -147,7 +147,7 @@ def _print(report: Report, output: str) -> None:
 
 def _has_colour() -> bool:
     """See https://no-color.org."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return sys.stdout is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _say_unreadable(unreadable: Sequence[Unreadable]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from runspec.common.errors import UserError
 from runspec.lint.check import check_spec
 from runspec.lock.check import require_lock
+from runspec.plan.saved import read_plan
 from runspec.spec.findings import format_finding
 from runspec.spec.load import SpecFiles
 from runspec.spec.schema import RunSpec
@@ -50,6 +51,7 @@ def sound_spec(files: SpecFiles) -> RunSpec:
         Unreadable: a file cannot be read, or bad usage.
         UserError: listing every error with its place, or what the lock pins otherwise.
     """
+    _refuse_plan(files.path)
     try:
         checked = check_spec(files)
     except UserError as error:
@@ -59,3 +61,15 @@ def sound_spec(files: SpecFiles) -> RunSpec:
     for warning in checked.findings:
         print(format_finding(warning), file=sys.stderr)
     return located(spec, files.path.parent)
+
+
+def _refuse_plan(path: Path) -> None:
+    """A saved plan is YAML too, and would be a spec with much that is wrong."""
+    try:
+        plan = read_plan(path)
+    except (OSError, UserError):
+        return  # whatever it is, the loader says what is wrong with it
+    if plan is not None:
+        raise Unreadable(
+            "a saved plan, not a spec", place=str(path), remedy=f"`runspec apply {path}`"
+        )

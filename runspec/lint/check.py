@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.common.errors import UserError
-from runspec.lint.registry import Context, violations
+from runspec.lint.registry import RULES, Context, violations
 from runspec.lint.suppress import (
     Applied,
     Suppressed,
@@ -21,7 +22,7 @@ from runspec.spec.findings import Finding, finding_at, format_finding
 from runspec.spec.layers import ParsedFiles, profile_path
 from runspec.spec.load import Layered, SpecFiles, load_layers
 from runspec.spec.schema import RunSpec
-from runspec.spec.validate import locate
+from runspec.spec.validate import locate, to_python
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ def _look(files: SpecFiles, environ: Mapping[str, str] | None, parsed: ParsedFil
     findings = list(layered.findings)
     if layered.spec is not None:
         findings += _rule_findings(layered, Context(layered.spec, files))
+    findings = [_with_suggestion(finding) for finding in findings]
     comments = [comment for found in layered.comments.values() for comment in found]
     suppressions, faults = read_suppressions(comments)
     applied = apply_suppressions(suppressions, findings)
@@ -158,12 +160,29 @@ def _look(files: SpecFiles, environ: Mapping[str, str] | None, parsed: ParsedFil
     return _Looked(layered, applied, judged)
 
 
+def _with_suggestion(finding: Finding) -> Finding:
+    """The finding, with its rule's suggestion where it has none of its own."""
+    general = RULES[finding.code].suggestion
+    if finding.suggestion or not general:
+        return finding
+    field = re.sub(r"(\.\d+)+$", "", finding.path)  # of a plain list's item, the list
+    return replace(finding, suggestion=general.format(path=field))
+
+
 def _profile(files: SpecFiles) -> Path | None:
     return profile_path(files.path, files.profile) if files.profile is not None else None
 
 
 def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:
-    for rule, violation in violations(context):
+    found = list(violations(context))
+    secrets = [
+        str(to_python(locate(layered.tree, violation.location)[2]))
+        for _, violation in found
+        if violation.secret
+    ]
+    for rule, violation in found:
+        if any(secret in violation.message for secret in secrets):
+            continue  # once the secret is gone it is looked at again
         place = locate(layered.tree, violation.location)[0]
         yield finding_at(
             replace(place, source="") if violation.secret else place,

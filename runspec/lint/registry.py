@@ -120,6 +120,8 @@ class Rule:
     """What must hold, why, the formula, its source."""
     check: Check | None = None
     """None where the loader itself finds it."""
+    suggestion: str = ""
+    """For findings that have none of their own; `{path}` is the finding's."""
 
     @property
     def summary(self) -> str:

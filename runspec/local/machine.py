@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from runspec.common.files import expand_user
@@ -81,8 +82,9 @@ def _find(
     hf: str, revision: str | None, env: Mapping[str, str], is_one: Callable[[Path], bool]
 ) -> Path | None:
     local = expand_user(Path(hf))
-    if is_one(local):
-        return local.resolve()
+    with suppress(OSError):  # a name that is no path, too long for one say
+        if is_one(local):
+            return local.resolve()
     found = snapshot(Repository("model", hf), revision, env) if is_repository(hf) else None
     return found.resolve() if found is not None and is_one(found) else None
 

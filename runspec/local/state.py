@@ -7,6 +7,7 @@ write one row: what they ask of the supervisor, which it answers in the same row
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,7 +111,7 @@ class RequestRow:
 
 
 class RunState:
-    """The supervisor's tables of one run directory.
+    """The supervisor's tables of one run directory; of another user's run they can be read.
 
     Raises:
         UserError: from every method, when the database cannot be read or written.
@@ -119,6 +120,9 @@ class RunState:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / STATE_FILE
         with self._errors():
+            if self._path.exists() and not os.access(run_dir, os.W_OK):
+                self._db = sqlite3.connect(_read_only(self._path), timeout=BUSY_S, uri=True)
+                return
             self._db = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
@@ -258,8 +262,21 @@ class RunState:
         try:
             yield
         except sqlite3.Error as error:
+            damaged = not isinstance(error, sqlite3.OperationalError)
             raise UserError(
                 f"cannot use the run's state: {error}",
                 place=str(self._path),
-                remedy="free disk space or mend the permissions, then apply again",
+                remedy="bring the file back from a copy, or `runspec delete` the run"
+                if damaged
+                else "free disk space or mend the permissions, then apply again",
             ) from error
+
+
+def _read_only(path: Path) -> str:
+    """The URI of a database that this process may not write.
+
+    Beside a live supervisor the write-ahead log and its index are there to be read; without one
+    SQLite would have to make them, and nothing changes.
+    """
+    alive = path.with_name(f"{path.name}-wal").exists()
+    return f"{path.absolute().as_uri()}?mode=ro" + ("" if alive else "&immutable=1")

@@ -25,6 +25,7 @@ from runspec.spec.yaml_nodes import (
 )
 
 MAX_FILES = 32
+_SUFFIXES = (".yaml", ".yml")
 _OVERRIDE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
@@ -149,6 +150,10 @@ class LayerReader:
         if _real(file) in stack:
             chain = " -> ".join(p.name for p in (*stack, file))
             self._report(item.place, f"a cycle: {chain}")
+            return []
+        if _real(file).suffix not in _SUFFIXES:
+            # What is wrong with a file is shown with its lines: it must be meant as a layer.
+            self._report(item.place, f"{str(item.value)[:80]!r} is no .yaml file")
             return []
         if self._read >= MAX_FILES:
             self._report(item.place, f"more than {MAX_FILES} files in all")

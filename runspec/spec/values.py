@@ -116,6 +116,8 @@ PublicKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Reached = Annotated[float, Field(ge=1e-6, le=1.0), Unit("of the peak")]
 Positive = Annotated[float, Field(gt=0.0)]
+Speed = Annotated[float, Field(ge=1e6, le=1e24)]
+"""Of hardware, FLOP/s or bytes/s."""
 NonNegative = Annotated[float, Field(ge=0.0)]
 Nats = Annotated[NonNegative, Unit("nats")]
 Count = Annotated[int, Field(gt=0)]

@@ -5,9 +5,28 @@ from __future__ import annotations
 from runspec.lint.registry import Rule, add
 from runspec.spec.findings import Severity
 
+SUGGESTIONS = {
+    "yaml": "mend the text at the caret",
+    "extends": "name .yaml files that are there, relative to this one",
+    "duplicate-key": "keep one of the two",
+    "duplicate-name": "keep one of the two, or give this one another name",
+    "unknown-name": "take the line out",
+    "missing-key": "`runspec explain {path}` says what belongs there",
+    "wrong-type": "`runspec explain {path}` says what belongs there",
+    "bad-value": "`runspec explain {path}` says what is allowed",
+    "unit": "write the unit behind the number",
+    "variable": "set the variable, or write $ in another way",
+    "secret-value": "name the variable under secrets alone",
+    "placement-scope": "say it in the recipe",
+    "malformed-suppression": '# runspec: ignore[CODE] reason="..."',
+    "suppression-reason": 'write reason="..." behind it',
+    "unknown-rule": "`runspec explain --list` names the rules",
+    "unused-suppression": "take it out",
+}
+
 
 def _page(code: str, page: str, severity: Severity = "error") -> None:
-    add(Rule(code, "file", severity, page))
+    add(Rule(code, "file", severity, page, suggestion=SUGGESTIONS.get(code, "")))
 
 
 _page(

@@ -56,8 +56,8 @@ def warmup_length(context: Context) -> Iterator[Violation]:
 
         warmup_updates < steps x updates_per_step
 
-    Update n = 0, 1, ... has the rate lr x min(1, (n + 1) / warmup_updates). A run that ends inside
-    the warm-up never trains at the rate that the spec names.
+    Update n = 0, 1, ... has the rate lr x min(1, (n + 1) / warmup_updates). A run that ends with
+    the warm-up, or inside it, trains one update at the rate that the spec names, or none.
     """
     spec = context.spec
     updates = spec.steps * spec.algorithm.updates_per_step

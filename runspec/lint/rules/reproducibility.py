@@ -62,5 +62,6 @@ Problems, target lengths, the warm start and the learner's draws follow from `se
 would make runs of different people secretly alike; a random one would make no run repeatable. The
 noise of untrusted pools does not follow from it alone: the coordinator mixes in a nonce of each
 step, which workers must not be able to foresee (docs/coordinator.md).""",
+    suggestion="seed: 42, or any number you like",
 )
 add(NO_SEED)

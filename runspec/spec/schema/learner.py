@@ -8,7 +8,16 @@ from pydantic import Field
 
 from runspec.spec.fields import HOT, NEWRUN, SITE, Unit
 from runspec.spec.schema.block import Block, FloatType
-from runspec.spec.values import Count, Devices, NonNegative, Positive, Processes, Size, Tokens
+from runspec.spec.values import (
+    Count,
+    Devices,
+    NonNegative,
+    Positive,
+    Processes,
+    Size,
+    Speed,
+    Tokens,
+)
 
 
 class Hardware(Block):
@@ -25,9 +34,9 @@ class Hardware(Block):
     pool: of one replica."""
     memory: Annotated[Size | None, HOT] = None
     """Memory of one device; null: as its kind has it."""
-    peak_flops: Annotated[Positive | None, Unit("bfloat16 FLOP/s"), HOT] = None
+    peak_flops: Annotated[Speed | None, Unit("bfloat16 FLOP/s"), HOT] = None
     """Dense peak of one device; null: as its kind has it."""
-    memory_bandwidth: Annotated[Positive | None, Unit("bytes/s"), HOT] = None
+    memory_bandwidth: Annotated[Speed | None, Unit("bytes/s"), HOT] = None
     """Of one device's memory; null: as its kind has it."""
     price_per_hour: Annotated[NonNegative | None, Unit("currency an hour, a device"), HOT] = None
     """What one device costs an hour; null: nothing is paid for it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.plan import plan_command
-from runspec.cli.spec_files import sound_spec
+from runspec.cli.spec_files import Unreadable, sound_spec
 from runspec.spec.load import SpecFiles
 from tests.runspec.spec.spec_files import SPECS, small_spec
 
@@ -39,3 +39,16 @@ def test_every_shipped_placement_plans(
     planned = json.loads(capsys.readouterr().out)
     assert planned["estimate"]["timeline"]["step_s"] > 0
     assert planned["change_class"] == "new"
+
+
+def test_a_saved_plan_is_no_spec(tmp_path: Path) -> None:
+    # given a plan that was saved
+    plan = tmp_path / "x.plan"
+    assert (
+        plan_command(SpecFiles(SPECS / "target_short.yaml"), plan, True, False, False, tmp_path)
+        == 0
+    )
+    # then it is named as what it is, with what takes it
+    with pytest.raises(Unreadable, match="a saved plan") as error:
+        sound_spec(SpecFiles(plan))
+    assert error.value.remedy == f"`runspec apply {plan}`"

@@ -36,25 +36,32 @@ def test_every_finding_is_reported_in_one_pass_at_its_exact_place(tmp_path: Path
     assert sorted(found) == sorted(
         [
             "spec.yaml:2:7: error bad-value: seed: "
-            "input should be greater than or equal to 0, got -1",
+            "input should be greater than or equal to 0, got -1 "
+            "(`runspec explain seed` says what is allowed)",
             "spec.yaml:4:3: error unknown-key: algorithm.grop_size: "
             "unknown key (did you mean group_size?)",
             "spec.yaml:5:15: error wrong-type: algorithm.group_size: "
             "a whole number was expected, got '8' (leave the quotes out)",
-            "spec.yaml:6:7: error wrong-type: algorithm.kl: a map was expected, got 4",
+            "spec.yaml:6:7: error wrong-type: algorithm.kl: a map was expected, got 4 "
+            "(`runspec explain algorithm.kl` says what belongs there)",
             "spec.yaml:7:26: error bad-value: algorithm.advantage.normalize: "
             "'std', 'task' or 'none' was expected, got 'tsk' (did you mean task?)",
             "spec.yaml:8:1: error unknown-key: group_size: "
             "unknown key (did you mean algorithm.group_size?)",
             "spec.yaml:10:22: error wrong-type: data.max_prompt_tokens: "
-            "a whole number was expected, got inf",
+            "a whole number was expected, got inf "
+            "(`runspec explain data.max_prompt_tokens` says what belongs there)",
             "spec.yaml:11:39: error wrong-type: data.sources.words.params.a: "
-            "a single value was expected, got a list of 1",
+            "a single value was expected, got a list of 1 "
+            "(`runspec explain data.sources.words.params.a` says what belongs there)",
             "spec.yaml:12:17: error missing-key: optimizer.lr: "
-            "a required key is missing, deleted by this null",
-            "spec.yaml:12:30: error missing-key: optimizer.betas.1: a value is missing",
+            "a required key is missing, deleted by this null "
+            "(`runspec explain optimizer.lr` says what belongs there)",
+            "spec.yaml:12:30: error missing-key: optimizer.betas.1: a value is missing "
+            "(`runspec explain optimizer.betas` says what belongs there)",
             "spec.yaml:13:25: error unit: verify.lease_timeout: a duration with a unit was "
-            "expected, like 500ms, 60s, 90m, 1.5h or 2d, got 60",
+            "expected, like 500ms, 60s, 90m, 1.5h or 2d, got 60 "
+            "(write the unit behind the number)",
             "spec.yaml:14:12: error unknown-name: samplers: "
             "no 'pol' to delete (did you mean pool?)",
             "--set:1:21: error bad-value: samplers.pool.dtype: "
@@ -94,9 +101,10 @@ def test_a_misspelt_key_is_found_even_where_null_or_a_later_layer_hides_it(tmp_p
 
 def test_names_twice_in_one_list_are_found(tmp_path: Path) -> None:
     loaded = load(small_spec(tmp_path, "reward:\n- {name: a, kind: x}\n- {name: a, kind: y}"))
-    assert "spec.yaml:4:3: error duplicate-name: reward: the name 'a' twice, first in line 3" in (
-        lines(loaded, tmp_path)
-    )
+    assert (
+        "spec.yaml:4:3: error duplicate-name: reward: the name 'a' twice, first in line 3 "
+        "(keep one of the two, or give this one another name)"
+    ) in lines(loaded, tmp_path)
 
 
 def test_a_finding_shows_its_line_and_a_caret(tmp_path: Path) -> None:

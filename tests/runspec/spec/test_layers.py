@@ -158,7 +158,9 @@ def test_a_secret_never_becomes_a_value(tmp_path: Path) -> None:
     [
         ("[gone.yaml]", "1:11: error extends: extends: no file"),
         ("[circle.yaml]", "1:11: error extends: extends: no file"),
-        (f"[{'a' * 300}]", "1:11: error extends: extends: cannot read"),
+        (f"[{'a' * 300}.yaml]", "1:11: error extends: extends: cannot read"),
+        ("[/etc/passwd]", "1:11: error extends: extends: '/etc/passwd' is no .yaml file"),
+        ("[secret.yaml]", "1:11: error extends: extends: 'secret.yaml' is no .yaml file"),
         ("base.yaml", "1:10: error extends: extends: a list of files was expected"),
         ("[[base.yaml]]", "1:11: error extends: extends: a file name was expected"),
         ("[base.yaml, spec.yaml]", "1:22: error extends: extends: a cycle: spec.yaml -> spec.yaml"),
@@ -169,6 +171,8 @@ def test_bad_extends_are_named_at_the_file_name(
 ) -> None:
     path = small_spec(tmp_path)
     (tmp_path / "circle.yaml").symlink_to("circle.yaml")
+    write(tmp_path / "credentials", "password: hunter2 : x")
+    (tmp_path / "secret.yaml").symlink_to("credentials")
     path.write_text(f"extends: {extends}\n")
     loaded = load(path)
     assert loaded.spec is None

@@ -302,3 +302,14 @@ def test_a_directory_beside_the_spec_is_no_repository(tmp_path: Path) -> None:
 def test_a_spec_without_a_seed_has_a_code_of_its_own(tmp_path: Path) -> None:
     [found] = find(write(tmp_path / "spec.yaml", f"extends: [{BASE}]\nseed: null\n"))
     assert (found.code, found.path) == ("no-seed", "seed")
+
+
+def test_a_secret_in_the_place_of_a_name_is_quoted_by_no_rule() -> None:
+    # given a token where other rules would name what they found
+    token = "hf_" + "aB3" * 12
+    found = check_spec(
+        SpecFiles(FLEET, overrides=[f"model.hf={token}", "model.revision="])
+    ).findings
+    # then the secret is found, and nothing that is printed holds it
+    assert "inline-secret" in {finding.code for finding in found}
+    assert not [finding for finding in found if token in format_finding(finding)]
