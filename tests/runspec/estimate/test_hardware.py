@@ -18,8 +18,8 @@ def test_figures_of_the_spec_win_and_the_table_fills_the_rest() -> None:
 
 
 def test_of_a_kind_that_nobody_knows_only_what_the_spec_says_is_known() -> None:
-    hardware = Hardware.model_validate({"kind": "abacus", "peak_flops": 3.0})
-    assert device_of(hardware) == Device("abacus", None, 3.0, None)
+    hardware = Hardware.model_validate({"kind": "abacus", "peak_flops": 3e6})
+    assert device_of(hardware) == Device("abacus", None, 3e6, None)
 
 
 @pytest.mark.parametrize(

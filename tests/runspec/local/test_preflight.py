@@ -59,18 +59,18 @@ def test_a_laptop_lacks_all_of_the_full_run(full_spec: RunSpec, tmp_path: Path) 
         "model.hf",
     ]
     assert "tpu-v5p 4x4x4 (64 TPU chips)" in found["learner.hardware"]
-    assert "h100-80g x 4" in found["samplers.volunteers.hardware"]
+    assert "h100-80g x 16" in found["samplers.volunteers.hardware"]
     assert "Qwen/QwQ-32B" in found["model.hf"]
     assert "HF_TOKEN is not set" in found["secrets.HF_TOKEN"]
     assert {"identity.root_public_key", "broadcast.relays.eu.url"} <= set(found)
 
 
 def test_hardware_that_is_there_is_not_missed(full_spec: RunSpec, tmp_path: Path) -> None:
-    facts = replace(LAPTOP, tpus=64, gpus=["NVIDIA H100 80GB HBM3"] * 4)
+    facts = replace(LAPTOP, tpus=64, gpus=["NVIDIA H100 80GB HBM3"] * 16)
     left = paths(full_spec, facts, tmp_path)
     assert not any("hardware" in path for path in left)
     assert "identity.root_public_key" not in left, "a throw-away root does on one machine"
-    three = replace(facts, gpus=["NVIDIA H100 80GB HBM3"] * 3 + ["NVIDIA A100-SXM4-80GB"])
+    three = replace(facts, gpus=["NVIDIA H100 80GB HBM3"] * 15 + ["NVIDIA A100-SXM4-80GB"])
     assert "samplers.volunteers.hardware" in paths(full_spec, three, tmp_path)
 
 
