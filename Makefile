@@ -8,8 +8,9 @@ CPU_TORCH := torch==2.13.0+cpu
 # Spec and profile of the quickstart; `make quickstart SPEC=specs/target_long.yaml` works too.
 SPEC ?= specs/target_short.yaml
 PROFILE ?= laptop
-# Quick tests share the cores; the slow ones start runs of many processes, one after the other.
-WORKERS := -n auto --maxprocesses=4
+# Files of tests share the cores, but for those that start whole runs: they have the machine alone.
+WORKERS := -n auto --maxprocesses=4 --dist loadfile
+RUNS := tests/e2e tests/attacks/test_dishonest_workers.py
 
 .PHONY: help install aot quickstart lint test test-fast test-learner fuzz bench clean
 
@@ -64,8 +65,8 @@ test-learner: install  ## the quick tests of the learner, some minutes of compil
 	$(BIN)/pytest $(WORKERS) -m "not slow" tests/learner_jax
 
 test: lint $(AOT_STAMP)  ## everything that must hold
-	$(BIN)/pytest $(WORKERS) -m "not slow"
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest $(WORKERS) $(addprefix --ignore=,$(RUNS))
+	$(BIN)/pytest $(RUNS)
 
 fuzz: install  ## a million drawn cases of each campaign, hours
 	$(BIN)/python -m tests.fuzz

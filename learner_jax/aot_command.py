@@ -99,7 +99,9 @@ def _load(options: AotOptions) -> RunSpec:
         topology = parse_topology(options.topology)
         hardware = {"kind": topology.kind, "topology": topology.shape}
         overrides += [f"learner.hardware.{key}={value}" for key, value in hardware.items()]
-    return check_spec(SpecFiles(options.run, options.profile, overrides=overrides)).require()
+    checked = check_spec(SpecFiles(options.run, options.profile, overrides=overrides))
+    # Rules are for runs: what they say does not fit, the compiler is asked about.
+    return checked.spec or checked.require()
 
 
 def _model_config(options: AotOptions, spec: RunSpec) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -39,11 +40,14 @@ def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, st
     """What the command exits with, and all that it printed."""
     out = io.StringIO()
     monkeypatch.setattr(sys, "argv", ["runspec", *arguments])
+    collected = gc.get_threshold()  # `main` is for a process of its own, and sets another
     with redirect_stdout(out), redirect_stderr(out):
         try:
             main()
         except SystemExit as end:
             return int(end.code or 0), out.getvalue()
+        finally:
+            gc.set_threshold(*collected)
     return 0, out.getvalue()
 
 

@@ -9,6 +9,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,14 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Many tests build the same programs anew: each is compiled once a session."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def products_as_before() -> Iterator[None]:
+    """What `full_float32` sets is for a process that computes one run."""
+    before = jax.config.values["jax_default_matmul_precision"]
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
 
 
 @pytest.fixture

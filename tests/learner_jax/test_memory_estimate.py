@@ -95,19 +95,10 @@ def test_what_a_step_holds_is_exact(
 
 @pytest.mark.skipif(compiler_library() is None, reason="libtpu is not installed")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("topology", "mesh", "changes"),
-    [
-        ("v5e:2x2", {"fsdp": 2, "tensor": 2}, {"remat": "dots"}),
-        ("v6e:2x2", {"fsdp": 2, "context": 2}, {"remat": "attention", "lora": {"rank": 16}}),
-    ],
-)
-def test_what_a_step_needs_is_within_15_percent_of_the_compiler(
-    topology: str, mesh: dict[str, int], changes: dict[str, Any]
-) -> None:
-    # given the gradient of a microbatch, compiled for a slice
-    spec = spec_of(mesh, **changes)
-    report = analyse(spec, config(), devices(topology), memory=None, names=["accumulate"])
+def test_what_a_step_needs_is_within_15_percent_of_the_compiler() -> None:
+    # given the gradient of a microbatch, compiled for a slice (more: benchmarks.estimate_accuracy)
+    spec = spec_of({"fsdp": 2, "tensor": 2}, remat="dots")
+    report = analyse(spec, config(), devices("v5e:2x2"), memory=None, names=["accumulate"])
     # then the closed form comes near to what it needs of a device
     assert learner_memory(spec, config()).total == pytest.approx(
         report["memory"]["needed_bytes"]["accumulate"], rel=0.15
