@@ -9,7 +9,6 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -263,11 +262,9 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
-def products_as_before() -> Iterator[None]:
-    """What `full_float32` sets is for a process that computes one run."""
-    before = jax.config.values["jax_default_matmul_precision"]
-    yield
-    jax.config.update("jax_default_matmul_precision", before)
+def products_of_any_precision() -> None:
+    """What `full_float32` sets is for a process that computes one run, not for the next test."""
+    jax.config.update("jax_default_matmul_precision", None)
 
 
 @pytest.fixture
