@@ -164,6 +164,11 @@ def test_a_flipped_bit_anywhere_in_a_state_is_found_and_named(tmp_path: Path) ->
     load(tmp_path, 10, target)
 
 
+# Orbax closes its event loop once one write has failed, whatever others still report to it.
+@pytest.mark.filterwarnings(
+    r"ignore:(?s)Exception ignored in. None.*Event loop is closed"
+    ":pytest.PytestUnraisableExceptionWarning"
+)
 def test_a_full_disk_is_an_error_by_name_and_leaves_no_state(tmp_path: Path) -> None:
     # given a disk that takes no file of more than a few bytes
     state = tree(mesh_of(2))
