@@ -47,7 +47,8 @@ def export_checkpoint(
         orbax_dir: what `orbax.checkpoint.v1.save` wrote of the parameter tree.
         out_dir: gets model*.safetensors (+ index where sharded), config.json with the new dtype,
             the tokenizer's files, `probe.json` where one lies beside `orbax_dir`, and
-            `tensors.json` {"model_digest", "tensors": {name: {dtype, shape, blake3}}}.
+            `tensors.json` {"model_digest", "tensors": {name: {dtype, shape, blake3}}, "files":
+            the names of the safetensors files}.
         model_dir: Hugging Face directory with the config and the tokenizer.
         dtype: `float32` or `bfloat16`; wider values are rounded to nearest even.
         max_shard_bytes: weights beyond it are split into several files with an index.
@@ -63,7 +64,13 @@ def export_checkpoint(
             records = _write_weights(folder, orbax_dir, stores, config, target, max_shard_bytes)
             write_atomic(
                 folder / TENSORS_NAME,
-                canonical_json({"model_digest": model_digest(records), "tensors": records}),
+                canonical_json(
+                    {
+                        "model_digest": model_digest(records),
+                        "tensors": records,
+                        "files": sorted(path.name for path in folder.glob("*.safetensors")),
+                    }
+                ),
             )
             _write_config(folder, model_dir, dtype)
             copied = [model_dir / name for name in (*TOKENIZER_NAMES, GENERATION_NAME)]

@@ -23,7 +23,7 @@ MAX_CHUNK_BYTES = 64 * 1024 * 1024
 MAX_OBJECTS = 10_000
 MAX_OBJECT_BYTES = 2**44
 _OBJECT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-_FIELDS = {"run", "version", "base", "model_digest", "tensors", "objects"}
+_FIELDS = {"run", "version", "base", "model_digest", "tensors", "files", "objects", "delta"}
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,27 @@ class WeightsManifest:
     run: str
     version: int
     base: int | None
-    """The version that this one's deltas start from; None where it stands alone."""
+    """The version whose `files` the delta turns into this one's; None where there is no delta."""
     model_digest: str | None
     """One digest of all weights (`bridge.tensors.model_digest`); None where none was given."""
     tensors: dict[str, dict[str, Any]]
     """For each tensor {dtype, shape, blake3}, as the bridge's `tensors.json` says."""
+    files: tuple[str, ...]
+    """Names of the files that hold the tensors: objects, or made from those of `base`."""
     objects: dict[str, ObjectInfo]
-    """The files by name."""
+    """The files of the version's directory by name; without `files` where it is no anchor."""
+    delta: dict[str, ObjectInfo]
+    """What `bridge.delta` makes of the base's files this version's with; empty without a base."""
+
+    @property
+    def is_anchor(self) -> bool:
+        """Whether the objects are the whole version, so that nothing older is needed."""
+        return self.objects.keys() >= set(self.files)
 
     def chunks(self) -> dict[str, Chunk]:
-        """Every distinct chunk by its digest, in the order of the objects."""
-        return {c.blake3: c for info in self.objects.values() for c in info.chunks}
+        """Every distinct chunk by its digest: the delta's, then the objects' in their order."""
+        infos = [*self.delta.values(), *self.objects.values()]
+        return {c.blake3: c for info in infos for c in info.chunks}
 
 
 def is_object_name(name: object) -> bool:
@@ -94,17 +104,21 @@ def open_manifest(data: bytes, *, run: str, publishers: Collection[str] | None) 
         raise BadSignature("weights: run or version is malformed")
     if base is not None and not (is_version(base) and base < version):
         raise BadSignature("weights: base must be an older version")
-    objects = payload["objects"]
-    if not isinstance(objects, dict) or not 0 < len(objects) <= MAX_OBJECTS:
-        raise BadSignature(f"weights: objects must be 1 to {MAX_OBJECTS} named files")
-    return WeightsManifest(
+    manifest = WeightsManifest(
         run=run,
         version=version,
         base=base,
         model_digest=_model_digest(payload["model_digest"]),
         tensors=_tensors(payload["tensors"]),
-        objects={name: _object(name, value) for name, value in objects.items()},
+        files=_files(payload["files"]),
+        objects=_objects("objects", payload["objects"]),
+        delta=_objects("delta", payload["delta"]),
     )
+    if (base is None) != (not manifest.delta):
+        raise BadSignature("weights: a base needs a delta, and a delta a base")
+    if not manifest.objects or not (manifest.is_anchor or manifest.delta):
+        raise BadSignature("weights: neither whole nor a delta")
+    return manifest
 
 
 def read_manifest(directory: Path) -> WeightsManifest:
@@ -133,6 +147,20 @@ def _tensors(value: object) -> dict[str, dict[str, Any]]:
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise BadSignature(f"weights: tensor {name[:200]!r}: shape is malformed")
     return value
+
+
+def _files(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > MAX_OBJECTS:
+        raise BadSignature(f"weights: files must be at most {MAX_OBJECTS} names")
+    if not all(is_object_name(name) for name in value) or len(set(value)) != len(value):
+        raise BadSignature("weights: files must be safe names, none twice")
+    return tuple(value)
+
+
+def _objects(field: str, value: object) -> dict[str, ObjectInfo]:
+    if not isinstance(value, dict) or len(value) > MAX_OBJECTS:
+        raise BadSignature(f"weights: {field} must be at most {MAX_OBJECTS} named files")
+    return {name: _object(name, info) for name, info in value.items()}
 
 
 def _object(name: str, value: object) -> ObjectInfo:

@@ -83,7 +83,7 @@ def publish(
     if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
         raise UserError(f"chunk_bytes {chunk_bytes} is not in 1 to {MAX_CHUNK_BYTES}")
     _check_publisher(roles, run, key)
-    model_digest, tensors = _tensors(directory / TENSORS_NAME)
+    model_digest, tensors, files = _tensors(directory / TENSORS_NAME)
     with _locked(store, run):
         if base is not None and not (
             base < version and (store / layout.manifest_name(run, base)).exists()
@@ -103,7 +103,7 @@ def publish(
             path.name: _store_object(store, run, path, chunk_bytes) for path in _files(directory)
         }
         data = sign_manifest(
-            WeightsManifest(run, version, base, model_digest, tensors, objects), key
+            WeightsManifest(run, version, base, model_digest, tensors, files, objects, {}), key
         )
         digest = digest_bytes(data)
         if not manifest.exists():
@@ -216,12 +216,12 @@ def _check_publisher(roles: bytes, run: str, key: SigningKey) -> None:
         )
 
 
-def _tensors(path: Path) -> tuple[str | None, dict[str, dict[str, Any]]]:
+def _tensors(path: Path) -> tuple[str | None, dict[str, dict[str, Any]], tuple[str, ...]]:
     if not path.exists():
-        return None, {}
+        return None, {}, ()
     try:
         parsed = parse_object(read_bounded(path, MAX_BYTES), max_bytes=MAX_BYTES)
-        return parsed["model_digest"], parsed["tensors"]
+        return parsed["model_digest"], parsed["tensors"], tuple(parsed["files"])
     except (MalformedJson, KeyError) as error:
         raise UserError(
             f"malformed: {error}", place=str(path), remedy="export the version again"

@@ -6,11 +6,12 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET_SHORT = ROOT / "specs" / "target_short.yaml"
@@ -103,12 +104,16 @@ class LiveRun:
 
     def wait_until(self, condition: Callable[[], Any], what: str, deadline_s: float = 240) -> None:
         """Waits for a condition while the run is alive."""
-        deadline = time.monotonic() + deadline_s
-        while not condition():
-            assert self.process is not None
-            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output()}"
-            assert time.monotonic() < deadline, f"{deadline_s} s without {what}:\n{self.output()}"
-            time.sleep(0.1)
+        assert self.process is not None
+        ended = self.process.poll
+        eventually(
+            condition,
+            what,
+            deadline_s=deadline_s,
+            hopeless=lambda: "" if ended() is None else "the run ended",
+            context=self.output,
+            poll_s=0.1,
+        )
 
     def wait_for_step(self, step: int) -> None:
         """Waits until `step` steps have been trained."""

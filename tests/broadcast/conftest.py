@@ -27,14 +27,6 @@ CHUNK_BYTES = 1000
 LOG = logging.getLogger("test")
 
 
-def eventually(condition: Callable[[], bool], what: str, deadline_s: float = 10.0) -> None:
-    """Waits for a condition; fails naming it."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(0.005)
-
-
 class Served:
     """An origin or relay in a thread of its own, stopped like a cancelled process."""
 

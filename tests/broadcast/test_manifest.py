@@ -33,6 +33,8 @@ def payload() -> dict[str, Any]:
         "base": None,
         "model_digest": DIGEST,
         "tensors": {"w": {"dtype": "bfloat16", "shape": [2, 3], "blake3": DIGEST}},
+        "files": ["model.safetensors"],
+        "delta": {},
         "objects": {
             "model.safetensors": {
                 "size": 30,
@@ -49,9 +51,8 @@ def opened(value: dict[str, Any]) -> WeightsManifest:
 
 def test_what_is_signed_is_what_is_opened() -> None:
     chunk = Chunk(DIGEST, 7)
-    manifest = WeightsManifest(
-        "demo", 1, 0, DIGEST, {}, {"x": ObjectInfo(14, DIGEST, (chunk, chunk))}
-    )
+    made = ObjectInfo(14, DIGEST, (chunk, chunk))
+    manifest = WeightsManifest("demo", 1, 0, DIGEST, {}, ("w",), {"x": made}, {"w.delta": made})
     data = sign_manifest(manifest, KEY)
     assert open_manifest(data, run="demo", publishers={KEY.public_hex}) == manifest
     assert manifest.chunks() == {DIGEST: chunk}
@@ -66,7 +67,12 @@ def test_what_is_signed_is_what_is_opened() -> None:
         (["base"], 3, "base must be an older"),
         (["run"], "other", "of run 'other'"),
         (["model_digest"], "x", "model_digest"),
-        (["objects"], {}, "objects"),
+        (["objects"], {}, "neither whole nor a delta"),
+        (["base"], 2, "a base needs a delta"),
+        (["delta"], {"x": {"size": 0, "blake3": DIGEST, "chunks": []}}, "and a delta a base"),
+        (["files"], ["model.safetensors", "other.safetensors"], "neither whole"),
+        (["files"], ["../x"], "safe names"),
+        (["files"], ["model.safetensors"] * 2, "none twice"),
         (["extra"], 1, "fields"),
         (["tensors", "w", "shape"], [-1], "shape"),
         (["tensors", "w", "blake3"], DIGEST.upper(), "blake3"),

@@ -15,8 +15,9 @@ import pytest
 
 from broadcast.manifest import read_manifest
 from runspec.common.hashing import digest_bytes
+from tests.waiting import eventually
 
-from .conftest import Run, contents, eventually, weights
+from .conftest import Run, contents, weights
 
 COMMAND = [sys.executable, "-m", "broadcast"]
 
@@ -43,7 +44,7 @@ class Processes:
         """Where a started server listens."""
         log = self._log(self._started.index(process))
         form = re.compile(r"listening on (http://\S+)")
-        eventually(lambda: form.search(log.read_text()) is not None, "the server listens", 30)
+        eventually(lambda: form.search(log.read_text()) is not None, "the server listens")
         found = form.search(log.read_text())
         assert found
         return found[1]
@@ -118,7 +119,7 @@ def test_a_killed_client_keeps_what_it_has(run: Run, processes: Processes) -> No
         pieces = [data[i * 1000 : (i + 1) * 1000] for i in range(len(chunks))]
         return sum(digest_bytes(p) == c.blake3 for p, c in zip(pieces, chunks, strict=True))
 
-    eventually(lambda: on_disk() >= 9, "nine of 22 chunks of weights are on disk", 30)
+    eventually(lambda: on_disk() >= 9, "nine of 22 chunks of weights are on disk")
     client.kill()
     client.wait()
     had = on_disk()
@@ -153,8 +154,8 @@ def test_a_relay_killed_in_the_middle_is_replaced_and_resumes(
     first = processes.start(*start_relay)
     second = run.static()
     client = run.client(processes.url(first), second.url)
-    eventually(lambda: (run.folder / "relay/demo/chunks").is_dir(), "chunks arrive", 30)
-    eventually(lambda: len(run.chunks("relay")) >= 9, "nine chunks are at the relay", 30)
+    eventually(lambda: (run.folder / "relay/demo/chunks").is_dir(), "chunks arrive")
+    eventually(lambda: len(run.chunks("relay")) >= 9, "nine chunks are at the relay")
 
     first.kill()
     first.wait()

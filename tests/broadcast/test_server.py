@@ -12,8 +12,9 @@ from broadcast.store import prune, refresh_latest
 from runspec.common.errors import UserError
 from runspec.common.files import write_atomic
 from runspec.common.latest import sign_latest
+from tests.waiting import eventually
 
-from .conftest import Run, eventually, weights
+from .conftest import Run, weights
 
 
 def chunk_url(run: Run, url: str) -> str:

@@ -18,8 +18,9 @@ from broadcast.manifest import read_manifest
 from broadcast.relay import run_relay
 from broadcast.store import prune, publish
 from runspec.common.errors import UserError
+from tests.waiting import eventually
 
-from .conftest import LOG, Run, contents, eventually, weights
+from .conftest import LOG, Run, contents, weights
 
 
 def test_a_version_arrives_through_a_relay(run: Run) -> None:
@@ -39,7 +40,7 @@ def test_a_version_arrives_through_a_relay(run: Run) -> None:
 
 def test_tensor_digests_travel_in_the_manifest(run: Run, tmp_path: Path) -> None:
     record = {"dtype": "float32", "shape": [2], "blake3": "0" * 64}
-    said = {"model_digest": "1" * 64, "tensors": {"w": record}}
+    said = {"model_digest": "1" * 64, "tensors": {"w": record}, "files": ["model.safetensors"]}
     run.publish(0, weights() | {"tensors.json": json.dumps(said).encode()})
 
     path = run.client(run.origin().url).fetch(0, manifest_digest=None, deadline_s=10)

@@ -8,8 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from runspec.common.process import EXIT_USER_ERROR
 from runspec.spec.resolved import dump_resolved
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
 from tests.learner_jax.test_runner import assert_same_weights, lines, train_to_the_end, weights
+from tests.waiting import eventually, one_ended
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 120.0
@@ -97,12 +97,17 @@ def finish(run: Run) -> Run:
     return run
 
 
-def eventually(condition: Callable[[], bool], processes: list[subprocess.Popen[bytes]]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert all(process.poll() is None for process in processes), "a process ended"
-        assert time.monotonic() < end, "the deadline passed"
-        time.sleep(0.001)
+def caught(
+    moment: Callable[[], bool], what: str, processes: Sequence[subprocess.Popen[bytes]]
+) -> None:
+    """Waits for a moment that is soon over, while all processes are alive."""
+    eventually(
+        moment,
+        what,
+        deadline_s=DEADLINE_S,
+        hopeless=lambda: one_ended(processes),
+        poll_s=0.001,
+    )
 
 
 def trained(run: Run, steps: int) -> Callable[[], bool]:
@@ -141,7 +146,7 @@ def test_killed_anywhere_a_run_ends_with_the_same_bits(
     ):
         # when the learner is killed, again and again
         with learner(run) as processes:
-            eventually(moment, processes)
+            caught(moment, "the moment", processes)
             processes[0].kill()
             processes[0].wait()
     finish(run)
@@ -176,7 +181,7 @@ def test_one_of_two_is_killed_the_other_ends_and_both_go_on(
     # were started again, the other, a step past the full state
     for victim, steps in ((1, 1), (0, 3)):
         with learner(run) as processes:
-            eventually(trained(run, steps), processes)
+            caught(trained(run, steps), "the steps", processes)
             processes[victim].kill()
             # then the one that is left ends by the heartbeat's deadline
             assert processes[1 - victim].wait(HEARTBEAT_S + 20) != 0
@@ -196,7 +201,7 @@ def test_a_stop_signal_to_any_process_ends_all_with_their_state_saved(
     # given two processes that wait for the batch of step 1
     run = ready(tmp_path / "run", compiled, hosts=2, batches=1)
     with learner(run) as processes:
-        eventually(trained(run, 1), processes)
+        caught(trained(run, 1), "the first step", processes)
         # when the second is told to end
         processes[1].terminate()
         # then both do, in order
@@ -225,7 +230,7 @@ def test_a_save_that_one_process_cannot_begin_leaves_no_other_waiting(
     run = ready(tmp_path / "run", compiled, hosts=2, batches=1)
     states = state_folder(run.path, run.spec)
     with learner(run) as processes:
-        eventually(trained(run, 1), processes)
+        caught(trained(run, 1), "the first step", processes)
         # when they are told to end, and the first cannot make the folder of the full state
         states.mkdir(parents=True, exist_ok=True)
         (states / ".tmp-step_1").touch()

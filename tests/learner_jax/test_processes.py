@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from learner_jax.layout import state_folder, versions_in, weights_folder
 from learner_jax.metrics import JsonLines
 from runspec.common.process import EXIT_USER_ERROR
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
+from tests.waiting import eventually, one_ended
 
 DEADLINE_S = 120.0
 
@@ -32,14 +31,6 @@ def start(run: Run, command: str) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=log,
         )
-
-
-def eventually(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert process.poll() is None, "the process ended"
-        assert time.monotonic() < end, "the deadline passed"
-        time.sleep(0.02)
 
 
 def test_help_is_quick_and_a_missing_run_is_an_error_for_people(tmp_path: Path) -> None:
@@ -70,7 +61,12 @@ def test_killed_learner_and_publisher_finish_the_run_with_the_same_weights(tmp_p
         victim = start(broken, "train")
         processes.append(victim)
         store = broken.path / "store" / "origin"
-        eventually(lambda: newest_version(store, run="tiny") == 3, victim)
+        eventually(
+            lambda: newest_version(store, run="tiny") == 3,
+            "version 3",
+            deadline_s=DEADLINE_S,
+            hopeless=lambda: one_ended([victim]),
+        )
         for process in (victim, publishers[broken.path]):
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -86,7 +82,9 @@ def test_killed_learner_and_publisher_finish_the_run_with_the_same_weights(tmp_p
             origin = run.path / "store" / "origin"
             eventually(
                 lambda origin=origin: newest_version(origin, run="tiny") == 4,
-                publishers[run.path],
+                "version 4",
+                deadline_s=DEADLINE_S,
+                hopeless=lambda run=run: one_ended([publishers[run.path]]),
             )
             assert versions_in(weights_folder(run.path))[-1] == 4
             assert JsonLines(run.path / "metrics.jsonl").last_step == 3

@@ -7,7 +7,7 @@ import http.server
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from broadcast.keygen import make_keys
 from broadcast.store import publish
 from runspec.common.keys import SigningKey
 from sampler.versions import Versions
+from tests.waiting import eventually
 
 DEADLINE_S = 20.0
 
@@ -58,13 +59,6 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server = Server(tmp_path / "store")
     yield server
     server.stop()
-
-
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
-        time.sleep(0.01)
 
 
 def test_old_versions_go_but_never_while_another_is_fetched(tmp_path: Path, server: Server) -> None:

@@ -26,6 +26,7 @@ from runspec.spec.schema import RunSpec
 from sampler.tasks.task_set import target_lengths
 from sampler.tasks.traces import build_warm_start_data
 from tests.sampler.engine.models import END_TOKEN, Reference, save_version
+from tests.waiting import eventually
 from verify.formats.submission import Rollout, decode_rollouts, open_submission
 from verify.toploc import verify_proofs
 
@@ -101,12 +102,10 @@ class Run:
         return sorted(self.dir.glob("rollouts/step_*/*.parquet"))
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + DEADLINE_S
-        while not condition():
-            if time.monotonic() > end:
-                logs = [path.read_text()[-3000:] for path in self.dir.glob("*.log")]
-                pytest.fail(f"not within {DEADLINE_S:.0f} s: {what}\n" + "\n---\n".join(logs))
-            time.sleep(0.05)
+        eventually(condition, what, deadline_s=DEADLINE_S, context=self._logs)
+
+    def _logs(self) -> str:
+        return "\n---\n".join(path.read_text()[-3000:] for path in self.dir.glob("*.log"))
 
     def wait_for_submissions(self, count: int) -> None:
         self.wait_for(lambda: len(self.submissions()) >= count, f"{count} submissions")

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -28,18 +27,7 @@ from runspec.local.state import RunState
 from runspec.spec.resolved import dump_resolved
 from tests.harness import ROOT
 from tests.runspec.local.fake_run import small_spec
-from tests.runspec.local.test_supervise import DEADLINE_S, wait_for
-
-
-@pytest.fixture
-def alive(tmp_path: Path) -> Iterator[Path]:
-    """The folder of a run `small` that is being trained by fake roles."""
-    command = [sys.executable, "-m", "tests.runspec.local.fake_run", str(tmp_path), "100000"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    wait_for((tmp_path / "small" / "metrics.jsonl").exists, "a first step")
-    yield tmp_path
-    process.terminate()
-    process.wait(DEADLINE_S)
+from tests.waiting import DEADLINE_S
 
 
 def test_a_run_is_waited_for_described_and_paused(

@@ -6,24 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.harness import ROOT, runspec
-from tests.runspec.local.test_supervise import DEADLINE_S, wait_for
-
-
-@pytest.fixture
-def alive(tmp_path: Path) -> Iterator[Path]:
-    """The folder of a run `small` that is being trained."""
-    command = [sys.executable, "-m", "tests.runspec.local.fake_run", str(tmp_path), "100000"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    wait_for((tmp_path / "small" / "metrics.jsonl").exists, "a first step")
-    yield tmp_path
-    process.terminate()
-    process.wait(DEADLINE_S)
+from tests.waiting import eventually
 
 
 def test_a_run_is_watched_read_and_deleted(alive: Path) -> None:
@@ -63,7 +49,7 @@ def test_a_run_is_watched_read_and_deleted(alive: Path) -> None:
     # once its supervisor is killed, status says that it was interrupted
     holder = int(status["held_by"].split()[1])
     os.kill(holder, 9)
-    wait_for(
+    eventually(
         lambda: json.loads(runspec("status", "small", "--json", *runs).stdout)["held_by"] is None,
         "the end of the supervisor",
     )

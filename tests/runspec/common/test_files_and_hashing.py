@@ -108,7 +108,7 @@ def test_an_unreadable_key_says_how_to_make_one(tmp_path, content):
         SigningKey.load(path)
 
 
-def test_a_home_that_is_nobodys_stays_as_it_is(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    assert expand_user(Path("~/runs")) == Path("/home/me/runs")
+def test_a_home_that_is_nobodys_stays_as_it_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expand_user(Path("~/runs")) == tmp_path / "runs"
     assert expand_user(Path("~nobody-of-this-name/runs")) == Path("~nobody-of-this-name/runs")

@@ -55,7 +55,7 @@ def stubborn(run_dir: Path, log: logging.Logger) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log.info("ignoring SIGTERM")
     while True:
-        time.sleep(60)
+        signal.pause()
 
 
 def dying(run_dir: Path, log: logging.Logger) -> None:

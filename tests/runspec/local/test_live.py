@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -34,7 +33,8 @@ from runspec.spec.load import SpecFiles
 from runspec.spec.resolved import load_resolved, spec_digest
 from runspec.spec.schema import RunSpec
 from tests.runspec.local.fake_run import TARGET_SHORT, drive_roles, role, small_spec, usual_roles
-from tests.runspec.local.test_supervise import DEADLINE_S, Watch, wait_for
+from tests.runspec.local.test_supervise import DEADLINE_S, Watch
+from tests.waiting import eventually
 
 SPEC = small_spec(steps=10_000)
 
@@ -151,7 +151,7 @@ def test_a_supervisor_that_died_at_it_is_told_from_one_that_refused(
     with ThreadPoolExecutor(1) as pool:
         with hold(run.directory):
             asked = pool.submit(ask, run.directory, PAUSE, {})
-            wait_for(lambda: bool(state.asked()), "the request")
+            eventually(lambda: bool(state.asked()), "the request")
             state.answer(state.asked()[0].id, "taken", "waits for coordinator to run again")
         # when it is gone, then whoever asked reads that, and what it was at
         with pytest.raises(NotTaken, match=r"supervisor is gone.*waits for coordinator"):
@@ -172,18 +172,11 @@ def test_a_wait_that_is_too_long_says_for_whom(run: OpenRun, state: RunState) ->
     # given a supervisor that is at it
     with hold(run.directory), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, run.directory, PAUSE, {}, patience_s=0.3)
-        wait_until(lambda: state.asked() or asked.done(), "the request")
+        eventually(lambda: state.asked() or asked.done(), "the request")
         state.answer(state.asked()[0].id, "taken", "waits for learner to end")
         # then whoever asked hears whom it waits for
         with pytest.raises(UserError, match="the supervisor waits for learner to end"):
             asked.result()
-
-
-def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = 30.0) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{deadline_s} s without {what}"
-        time.sleep(0.02)
 
 
 class Asking(Watch):

@@ -26,6 +26,7 @@ from runspec.local.state import RunState
 from runspec.local.supervisor import RoleView
 from runspec.spec.schema import Budget
 from tests.runspec.local.fake_run import ROOT, drive_roles, role, small_spec, usual_roles
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow  # real processes, killed and waited for
 
@@ -59,13 +60,6 @@ def steps_trained(run_dir: Path) -> list[int]:
 def roles_on_record(run_dir: Path) -> dict[str, Any]:
     with closing(RunState(run_dir)) as state:
         return {role.name: role for role in state.roles()}
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{DEADLINE_S:.0f} s without {what}"
-        time.sleep(0.02)
 
 
 def test_a_run_ends_with_its_learner_and_leaves_a_summary(tmp_path: Path) -> None:
@@ -245,8 +239,8 @@ def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(tmp_path:
     supervisor = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     run_dir = tmp_path / "small"
     log = run_dir / "logs" / "stubborn.log"
-    wait_for(lambda: log.exists() and "ignoring" in log.read_text(), "the stubborn role")
-    wait_for((run_dir / "metrics.jsonl").exists, "a first step")
+    eventually(lambda: log.exists() and "ignoring" in log.read_text(), "the stubborn role")
+    eventually((run_dir / "metrics.jsonl").exists, "a first step")
     roles = roles_on_record(run_dir)
     held_by = f"held by process {supervisor.pid} on"
     with pytest.raises(RunLocked, match=held_by), open_run(small_spec(steps=40), tmp_path):
@@ -255,7 +249,7 @@ def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(tmp_path:
     supervisor.kill()
     supervisor.wait()
     polite = [role.pid for role in roles.values() if role.name != "stubborn"]
-    wait_for(lambda: not any(birth(pid) for pid in polite), "the end of the roles")
+    eventually(lambda: not any(birth(pid) for pid in polite), "the end of the roles")
     assert birth(roles["stubborn"].pid) == roles["stubborn"].born
     # then its lock is no obstacle, the leftover is ended, and the run reaches its end
     with open_run(small_spec(steps=40), tmp_path, leftover_patience_s=0.5) as run:

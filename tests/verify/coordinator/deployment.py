@@ -7,8 +7,7 @@ import functools
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,6 +21,7 @@ from runspec.common.latest import sign_latest
 from runspec.common.roles import sign_roles
 from runspec.spec.resolved import dump_resolved
 from runspec.spec.schema import RunSpec
+from tests.waiting import eventually
 from verify.client import CoordinatorClient
 from verify.coordinator.run import serve
 from verify.formats.batch import BatchManifest, open_batch
@@ -116,7 +116,7 @@ class Site:
 
     def batch(self, step: int) -> BatchManifest:
         path = self.run_dir / "rollouts" / f"step_{step}" / "batch.json"
-        until(path.exists, f"batch of step {step}")
+        eventually(path.exists, f"batch of step {step}")
         return open_batch(
             path.read_bytes(),
             coordinators=frozenset({self.coordinator.public_hex}),
@@ -190,13 +190,6 @@ class Site:
 class _QuietHandler(SimpleHTTPRequestHandler):
     def log_message(self, *arguments: object) -> None:
         """Tests need no access log."""
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for: {what}"
-        time.sleep(0.005)
 
 
 def rollouts(lease: Lease, digest: str, *, note: int = 0) -> bytes:

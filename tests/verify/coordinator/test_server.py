@@ -22,9 +22,9 @@ from tests.verify.coordinator.deployment import (
     Site,
     submission,
     tiny_spec,
-    until,
     verdict,
 )
+from tests.waiting import eventually
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
 from verify.formats.layout import submission_files
 from verify.formats.lease import Lease, lease_digest, open_lease
@@ -211,7 +211,7 @@ def test_an_expired_lease_is_refused_and_a_new_one_granted(tmp_path: Path):
         key, worker = site.worker()
         data, lease = granted(site, worker)
         status = lambda: httpx.get(f"{site.url}/v1/status", trust_env=False).json()  # noqa: E731
-        until(lambda: status()["workers"][0]["withheld_leases"] == 1, "the lease expires")
+        eventually(lambda: status()["workers"][0]["withheld_leases"] == 1, "the lease expires")
 
         with pytest.raises(SubmissionRefused, match="the lease has expired"):
             worker.submit(*submission(data, lease, key))
@@ -421,7 +421,7 @@ def test_a_stalled_step_ends_the_server_with_the_reason(tmp_path: Path):
         key, worker = site.worker()
         granted(site, worker)
 
-        until(server.done, "the server ends")
+        eventually(server.done, "the server ends")
 
         error = server.exception()
         assert isinstance(error, RunStopped)
@@ -432,7 +432,7 @@ def test_a_stalled_step_ends_the_server_with_the_reason(tmp_path: Path):
 def test_a_version_that_the_ledger_knows_nothing_of_stops_the_run(site: Site):
     site.publish(5)
     with site.serving() as server:
-        until(server.done, "the server ends")
+        eventually(server.done, "the server ends")
 
         assert "version 5 is published, but by the ledger only 0 steps are closed" in str(
             server.exception()
