@@ -10,9 +10,7 @@ The tree is that of `learner_jax.lora`: beside a matrix `q` of the layers the le
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,7 @@ import numpy as np
 from bridge.config import ModelConfig
 from bridge.safetensors_io import write_safetensors
 from bridge.tensors import dtype_named
-from bridge.weight_map import Entry, weight_map
+from bridge.weight_map import Entry, Row, axis_sizes, entry, rows, tensor_axes
 from bridge.weight_map import Path as LeafPath
 from runspec.common.errors import UserError
 from runspec.common.files import new_directory
@@ -37,33 +35,22 @@ def adapter_map(config: ModelConfig, *, rank: int, targets: Sequence[str]) -> li
         rank: r.
         targets: leaves of a layer that have an adapter, such as "q" and "down".
     """
+    sizes = {**axis_sizes(config), "r": rank}
     return [
-        adapter
-        for entry in weight_map(config)
-        if entry.path[-1] in targets
-        for adapter in _adapters(entry, rank)
+        entry(adapter, sizes)
+        for row in rows(config)
+        if row.leaf.rpartition(".")[-1] in targets
+        for adapter in _adapters(row)
     ]
 
 
-def _adapters(entry: Entry, rank: int) -> tuple[Entry, Entry]:
+def _adapters(matrix: Row) -> tuple[Row, Row]:
     """A and B of one matrix: transposed, as the matrix is."""
-    into, out = entry.shape[: entry.inputs], entry.shape[entry.inputs :]
-    *above, leaf = entry.path
-    module = entry.hf_name.removesuffix(".weight")
-
-    def part(letter: str, shape: tuple[int, ...], hf_shape: tuple[int, int], inputs: int) -> Entry:
-        return replace(
-            entry,
-            path=(*above, f"{leaf}_{letter.lower()}"),
-            hf_name=f"base_model.model.{module}.lora_{letter}.weight",
-            shape=shape,
-            hf_shape=hf_shape,
-            inputs=inputs,
-        )
-
+    out, into = tensor_axes(matrix)
+    name = f"base_model.model.{matrix.hf_name.removesuffix('.weight')}"
     return (
-        part("A", (*into, rank), (rank, math.prod(into)), entry.inputs),
-        part("B", (rank, *out), (math.prod(out), rank), 1),
+        Row(f"{matrix.leaf}_a", f"{name}.lora_A.weight", f"L {into} r", f"r ({into})"),
+        Row(f"{matrix.leaf}_b", f"{name}.lora_B.weight", f"L r {out}", f"({out}) r"),
     )
 
 
@@ -90,8 +77,8 @@ def write_adapter(
         UserError: `out_dir` exists, or cannot be written.
     """
     entries = adapter_map(config, rank=rank, targets=targets)
-    shapes = {name: entry.hf_shape for entry in entries for name in entry.tensor_names()}
-    modules = {entry.hf_name.rsplit(".", 3)[1] for entry in entries}
+    shapes = {name: leaf.hf_shape for leaf in entries for name in leaf.tensor_names()}
+    modules = {leaf.hf_name.rsplit(".", 3)[1] for leaf in entries}
     said = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -119,6 +106,6 @@ def write_adapter(
 
 
 def _tensors(entries: list[Entry], leaves: Mapping[LeafPath, np.ndarray]) -> Iterator[np.ndarray]:
-    for entry in entries:
-        for layer in leaves[entry.path]:
-            yield entry.to_hf(layer)
+    for leaf in entries:
+        for layer in leaves[leaf.path]:
+            yield leaf.to_hf(layer)

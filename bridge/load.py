@@ -10,11 +10,10 @@ import numpy as np
 
 from bridge.config import ModelConfig
 from bridge.safetensors_io import TensorInfo, listed, read_headers, read_slice
-from bridge.weight_map import Entry, hf_shapes, weight_map
+from bridge.weight_map import Entry, hf_shapes, tied_tensors, weight_map
 from bridge.weight_map import Path as LeafPath
 from runspec.common.errors import UserError
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Constants that old checkpoints hold; they follow from the config."""
 _COMPARED_BYTES = 1 << 24
@@ -87,12 +86,10 @@ def _read_part(entry: Entry, info: TensorInfo, index: tuple[slice, ...]) -> np.n
     A slice of [in..., out...] is one of the tensor's [out..., in...]: its dimensions are split as
     the leaf's are, and moved.
     """
-    order = entry.tensor_axes()
-    split = TensorInfo(
-        info.name, info.file, info.dtype, tuple(entry.shape[axis] for axis in order), info.offset
-    )
-    part = read_slice(split, tuple(index[axis] for axis in order))
-    return part.transpose(np.argsort(order))
+    shape = tuple(entry.shape[axis] for axis in entry.axes)
+    split = TensorInfo(info.name, info.file, info.dtype, shape, info.offset)
+    part = read_slice(split, tuple(index[axis] for axis in entry.axes))
+    return part.transpose(entry.inverse_axes())
 
 
 def iter_leaves(hf_dir: Path, config: ModelConfig) -> Iterator[tuple[LeafPath, np.ndarray]]:
@@ -121,9 +118,10 @@ def checked_headers(hf_dir: Path, config: ModelConfig) -> dict[str, TensorInfo]:
     if missing := expected.keys() - tensors.keys():
         raise UserError(f"tensors missing: {listed(missing)}", place=str(hf_dir), remedy=_REMEDY)
     unknown = {name for name in tensors.keys() - expected.keys() if not _IGNORED.fullmatch(name)}
-    if config.tie_word_embeddings and _HEAD in unknown:
-        _check_tied(tensors[_HEAD], tensors[_EMBEDDING])
-        unknown.remove(_HEAD)
+    for name, original in tied_tensors(config).items():
+        if name in unknown:
+            _check_tied(tensors[name], tensors[original])
+            unknown.remove(name)
     if unknown:
         raise UserError(f"tensors unexpected: {listed(unknown)}", place=str(hf_dir), remedy=_REMEDY)
     for name, shape in expected.items():

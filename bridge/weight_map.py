@@ -1,14 +1,17 @@
 """The weight map: which leaf of the JAX tree is which Hugging Face tensor. Read both ways.
 
-Hugging Face stores the matrix of a linear layer as [out, in], one tensor a layer; the tree stores
-it as [in, out] with heads split, all L layers stacked on axis 0. Sizes: V vocabulary, D hidden,
-F intermediate, H query heads, K key-value heads, h head size.
+A row gives the axes of a leaf and of its tensor by name: V vocabulary, D hidden, F intermediate,
+H query heads, K key-value heads, h head size, L layers. Axes in brackets are flattened into one,
+the last running fastest; a leaf with the axis L holds all layers, one tensor each. So a row also
+says what is transposed, reshaped and stacked. No family here fixes a tensor's dtype: it is that of
+the checkpoint, or of the version that is exported.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,22 +24,67 @@ Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
+class Row:
+    """One line of a family's table."""
+
+    leaf: str
+    """Keys of the nested dict, joined by dots."""
+    hf_name: str
+    """Hugging Face name; `{i}` where there is one tensor a layer."""
+    tree: str
+    """Axes of the leaf, L first where it is stacked."""
+    tensor: str
+    """Axes of the tensor, of one layer where stacked."""
+    when: str | None = None
+    """The flag of `ModelConfig` without which a model has no such leaf."""
+    tied: str | None = None
+    """The leaf that stands for this one in a model with `tie_word_embeddings`."""
+
+
+_DECODER = (
+    Row("embed", "model.embed_tokens.weight", "V D", "V D"),
+    Row("layers.attn_norm", "model.layers.{i}.input_layernorm.weight", "L D", "D"),
+    Row("layers.q", "model.layers.{i}.self_attn.q_proj.weight", "L D H h", "(H h) D"),
+    Row("layers.q_bias", "model.layers.{i}.self_attn.q_proj.bias", "L H h", "(H h)", "qkv_bias"),
+    Row("layers.q_norm", "model.layers.{i}.self_attn.q_norm.weight", "L h", "h", "qk_norm"),
+    Row("layers.k", "model.layers.{i}.self_attn.k_proj.weight", "L D K h", "(K h) D"),
+    Row("layers.k_bias", "model.layers.{i}.self_attn.k_proj.bias", "L K h", "(K h)", "qkv_bias"),
+    Row("layers.k_norm", "model.layers.{i}.self_attn.k_norm.weight", "L h", "h", "qk_norm"),
+    Row("layers.v", "model.layers.{i}.self_attn.v_proj.weight", "L D K h", "(K h) D"),
+    Row("layers.v_bias", "model.layers.{i}.self_attn.v_proj.bias", "L K h", "(K h)", "qkv_bias"),
+    Row("layers.o", "model.layers.{i}.self_attn.o_proj.weight", "L H h D", "D (H h)"),
+    Row("layers.o_bias", "model.layers.{i}.self_attn.o_proj.bias", "L D", "D", "output_bias"),
+    Row("layers.mlp_norm", "model.layers.{i}.post_attention_layernorm.weight", "L D", "D"),
+    Row("layers.gate", "model.layers.{i}.mlp.gate_proj.weight", "L D F", "F D"),
+    Row("layers.up", "model.layers.{i}.mlp.up_proj.weight", "L D F", "F D"),
+    Row("layers.down", "model.layers.{i}.mlp.down_proj.weight", "L F D", "D F"),
+    Row("final_norm", "model.norm.weight", "D", "D"),
+    Row("head", "lm_head.weight", "D V", "V D", tied="embed"),
+)
+TABLES: Mapping[str, tuple[Row, ...]] = {
+    "qwen2": _DECODER,
+    "qwen3": _DECODER,
+    "llama": _DECODER,
+    "mistral": _DECODER,
+}
+"""By `model_type`. These families name alike what they share; `when` says what each lacks."""
+
+
+@dataclass(frozen=True)
 class Entry:
-    """One leaf of the tree and the tensors that it is made of."""
+    """A row with the sizes of one model: a leaf of its tree and the tensors that it is made of."""
 
     path: Path
     """Keys of the nested dict, such as ("layers", "q")."""
     hf_name: str
-    """Hugging Face name; `{layer}` where there is one tensor a layer."""
+    """Hugging Face name; `{i}` where there is one tensor a layer."""
     shape: tuple[int, ...]
     """Shape in the tree, of one layer where stacked."""
     hf_shape: tuple[int, ...]
-    transpose: bool = False
-    """Whether the tensor is the [out, in] transpose of the leaf flattened to [in, out]."""
-    layers: int | None = None
+    axes: tuple[int, ...]
+    """The dimensions of `shape` in the order in which the tensor's bytes run over them."""
+    layers: int | None
     """L where the leaf is stacked on axis 0, else None."""
-    inputs: int = 1
-    """How many dimensions of the leaf are the `in` of a transposed tensor."""
 
     @property
     def leaf_shape(self) -> tuple[int, ...]:
@@ -46,79 +94,81 @@ class Entry:
         """The Hugging Face names, in the order of axis 0 where stacked."""
         if self.layers is None:
             return [self.hf_name]
-        return [self.hf_name.format(layer=layer) for layer in range(self.layers)]
+        return [self.hf_name.format(i=layer) for layer in range(self.layers)]
 
-    def tensor_axes(self) -> tuple[int, ...]:
-        """The dimensions of `shape` in the order in which the tensor's bytes run over them."""
-        axes = tuple(range(len(self.shape)))
-        return axes[self.inputs :] + axes[: self.inputs] if self.transpose else axes
+    def inverse_axes(self) -> tuple[int, ...]:
+        """The order that undoes `axes`."""
+        return tuple(sorted(range(len(self.axes)), key=self.axes.__getitem__))
 
     def to_hf(self, part: np.ndarray) -> np.ndarray:
         """One layer of the leaf as its tensor: a view where numpy can make one, else a copy."""
-        if self.transpose:
-            return part.reshape(self.hf_shape[::-1]).T
-        return part.reshape(self.hf_shape)
+        return part.transpose(self.axes).reshape(self.hf_shape)
 
     def to_tree(self, tensor: np.ndarray) -> np.ndarray:
         """A tensor as one layer of the leaf: the inverse of `to_hf`."""
-        return (tensor.T if self.transpose else tensor).reshape(self.shape)
+        split = [self.shape[axis] for axis in self.axes]
+        return tensor.reshape(split).transpose(self.inverse_axes())
+
+
+def rows(config: ModelConfig) -> list[Row]:
+    """The rows of a model's family that the model has."""
+    return [
+        row
+        for row in TABLES[config.model_type]
+        if (row.when is None or getattr(config, row.when))
+        and not (row.tied and config.tie_word_embeddings)
+    ]
 
 
 def weight_map(config: ModelConfig) -> list[Entry]:
-    """The map of a model: every leaf once, in the order of the tree's definition.
-
-    What a model does not have (biases, q/k norms) has no entry; nor has a tied head, of which the
-    embedding is the only copy.
-    """
-    d, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
-    q_heads, kv_heads, h = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    n_layers = config.num_hidden_layers
-
-    def layer(leaf: str, name: str, shape: tuple[int, ...]) -> Entry:
-        hf_shape = (math.prod(shape),)
-        return Entry(("layers", leaf), _LAYER + name, shape, hf_shape, layers=n_layers)
-
-    def linear(leaf: str, name: str, shape: tuple[int, ...], inputs: int = 1) -> Entry:
-        hf_shape = (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
-        return Entry(("layers", leaf), _LAYER + name, shape, hf_shape, True, n_layers, inputs)
-
-    entries = [
-        Entry(("embed",), "model.embed_tokens.weight", (v, d), (v, d)),
-        layer("attn_norm", "input_layernorm.weight", (d,)),
-        linear("q", "self_attn.q_proj.weight", (d, q_heads, h)),
-        layer("q_bias", "self_attn.q_proj.bias", (q_heads, h)),
-        layer("q_norm", "self_attn.q_norm.weight", (h,)),
-        linear("k", "self_attn.k_proj.weight", (d, kv_heads, h)),
-        layer("k_bias", "self_attn.k_proj.bias", (kv_heads, h)),
-        layer("k_norm", "self_attn.k_norm.weight", (h,)),
-        linear("v", "self_attn.v_proj.weight", (d, kv_heads, h)),
-        layer("v_bias", "self_attn.v_proj.bias", (kv_heads, h)),
-        linear("o", "self_attn.o_proj.weight", (q_heads, h, d), inputs=2),
-        layer("o_bias", "self_attn.o_proj.bias", (d,)),
-        layer("mlp_norm", "post_attention_layernorm.weight", (d,)),
-        linear("gate", "mlp.gate_proj.weight", (d, f)),
-        linear("up", "mlp.up_proj.weight", (d, f)),
-        linear("down", "mlp.down_proj.weight", (f, d)),
-        Entry(("final_norm",), "model.norm.weight", (d,), (d,)),
-        Entry(("head",), "lm_head.weight", (d, v), (v, d), transpose=True),
-    ]
-    absent: set[str] = set()
-    if not config.qkv_bias:
-        absent |= {"q_bias", "k_bias", "v_bias"}
-    if not config.output_bias:
-        absent.add("o_bias")
-    if not config.qk_norm:
-        absent |= {"q_norm", "k_norm"}
-    if config.tie_word_embeddings:
-        absent.add("head")
-    return [entry for entry in entries if entry.path[-1] not in absent]
+    """The map of a model: every leaf once, in the order of its family's table."""
+    sizes = axis_sizes(config)
+    return [entry(row, sizes) for row in rows(config)]
 
 
-_LAYER = "model.layers.{layer}."
+def entry(row: Row, sizes: Mapping[str, int]) -> Entry:
+    """A row with the sizes of its axes."""
+    tree, groups = row.tree.split(), tensor_axes(row)
+    stacked = tree[0] == "L"
+    part = tree[1:] if stacked else tree
+    return Entry(
+        path=tuple(row.leaf.split(".")),
+        hf_name=row.hf_name,
+        shape=tuple(sizes[axis] for axis in part),
+        hf_shape=tuple(math.prod(sizes[axis] for axis in group.split()) for group in groups),
+        axes=tuple(part.index(axis) for group in groups for axis in group.split()),
+        layers=sizes["L"] if stacked else None,
+    )
+
+
+def tensor_axes(row: Row) -> list[str]:
+    """The axes of each dimension of a row's tensor: "(H h) D" is ["H h", "D"]."""
+    return [group.strip("()") for group in re.findall(r"\([^)]*\)|\S+", row.tensor)]
+
+
+def axis_sizes(config: ModelConfig) -> dict[str, int]:
+    """The size of every axis that the tables name."""
+    return {
+        "V": config.vocab_size,
+        "D": config.hidden_size,
+        "F": config.intermediate_size,
+        "H": config.num_attention_heads,
+        "K": config.num_key_value_heads,
+        "h": config.head_dim,
+        "L": config.num_hidden_layers,
+    }
 
 
 def hf_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every Hugging Face tensor of a model, in the map's order."""
-    for entry in weight_map(config):
-        for name in entry.tensor_names():
-            yield name, entry.hf_shape
+    for leaf in weight_map(config):
+        for name in leaf.tensor_names():
+            yield name, leaf.hf_shape
+
+
+def tied_tensors(config: ModelConfig) -> dict[str, str]:
+    """Names of the tensors that a tied model does without, and of those that stand for them."""
+    if not config.tie_word_embeddings:
+        return {}
+    names = {row.leaf: row.hf_name for row in TABLES[config.model_type]}
+    return {row.hf_name: names[row.tied] for row in TABLES[config.model_type] if row.tied}
