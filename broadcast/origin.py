@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from broadcast import layout
-from broadcast.server import Announcement, Metrics, serve
+from broadcast.server import DEFAULT_OPTIONS, Announcement, Metrics, ServerOptions, serve
 from broadcast.store import latest_version
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
@@ -82,9 +82,10 @@ async def run_origin(
     port: int,
     log: logging.Logger,
     started: Callable[[int], None] = lambda port: None,
+    options: ServerOptions = DEFAULT_OPTIONS,
 ) -> None:
     """Serves a store, of one run or many, until SIGTERM. The store may still be empty."""
     store.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(store)
     source = StoreSource(store, metrics, log)
-    await serve(source, metrics, host=host, port=port, log=log, started=started)
+    await serve(source, metrics, host=host, port=port, log=log, started=started, options=options)

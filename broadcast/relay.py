@@ -20,7 +20,7 @@ from aiohttp import web
 from broadcast import layout
 from broadcast.fetcher import PARALLEL_CHUNKS, Fetcher, chunk_timeout_s, for_each
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
-from broadcast.server import Announcement, Metrics, serve
+from broadcast.server import DEFAULT_OPTIONS, Announcement, Metrics, ServerOptions, serve
 from broadcast.store import prune
 from broadcast.transport import new_session
 from runspec.common.errors import UserError
@@ -240,6 +240,7 @@ async def run_relay(
     port: int,
     log: logging.Logger,
     started: Callable[[int], None] = lambda port: None,
+    options: ServerOptions = DEFAULT_OPTIONS,
 ) -> None:
     """Mirrors and serves a run until SIGTERM.
 
@@ -252,6 +253,7 @@ async def run_relay(
         host, port: to listen on.
         log: of this process.
         started: called with the port once connections are accepted.
+        options: who may read what, how fast, and over what.
 
     Raises:
         UserError: `run` names none, or nothing would be kept.
@@ -275,6 +277,14 @@ async def run_relay(
         )
         await mirror.recall()
         try:
-            await serve(mirror, metrics, host=host, port=port, log=log, started=started)
+            await serve(
+                mirror,
+                metrics,
+                host=host,
+                port=port,
+                log=log,
+                started=started,
+                options=options,
+            )
         finally:
             await mirror.close()

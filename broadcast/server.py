@@ -17,6 +17,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -32,6 +33,24 @@ MAX_WAIT_S = 60.0
 SERVED_NAME = "served.json"
 _SHUTDOWN_S = 0.5
 _COUNT_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What a person may set of an origin or a relay."""
+
+    tokens_file: Path | None = None
+    """A line `NAME TOKEN` for each client that may read; None: everyone may."""
+    tls_cert: Path | None = None
+    """Certificate chain (PEM); with `tls_key` the server speaks TLS, without both plain HTTP."""
+    tls_key: Path | None = None
+    rate_limit: int | None = None
+    """Bytes per second for each client (token name, else address); None: no limit."""
+    max_connections: int = 4096
+    """Connections open at once."""
+
+
+DEFAULT_OPTIONS = ServerOptions()
 
 
 class Source(Protocol):
@@ -176,6 +195,7 @@ async def serve(
     port: int,
     log: logging.Logger,
     started: Callable[[int], None] = lambda port: None,
+    options: ServerOptions = DEFAULT_OPTIONS,
 ) -> None:
     """Serves until SIGTERM or SIGINT (or cancellation), then says good-bye within a second.
 
@@ -186,6 +206,7 @@ async def serve(
         port: 0 picks a free one.
         log: gets the address.
         started: called with the port once connections are accepted.
+        options: who may read what, how fast, and over what.
 
     Raises:
         UserError: the address is taken or not this machine's.
