@@ -13,12 +13,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiohttp
-
 from broadcast.download import PARTIAL, download
 from broadcast.fetcher import Fetcher
 from broadcast.manifest import FILE_NAME, MAX_BYTES
-from broadcast.transport import new_session
 from runspec.common.files import read_bounded
 from runspec.common.hashing import digest_bytes
 from runspec.common.latest import Latest
@@ -37,14 +34,7 @@ class AsyncWeightsClient:
         self._cache = cache_dir
         self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         """One download of a version at a time: its parts lie in one directory."""
-        self._session: aiohttp.ClientSession = new_session()
-        self._fetcher = Fetcher(
-            urls,
-            run=run,
-            root_public_key=root_public_key,
-            folder=cache_dir,
-            session=self._session,
-        )
+        self._fetcher = Fetcher(urls, run=run, root_public_key=root_public_key, folder=cache_dir)
 
     async def latest(self, after: int | None, wait_s: float) -> Latest | None:
         return await self._fetcher.latest(after, wait_s)
@@ -83,7 +73,7 @@ class AsyncWeightsClient:
                 shutil.rmtree(path)
 
     async def close(self) -> None:
-        await self._session.close()
+        await self._fetcher.close()
 
 
 class WeightsClient:

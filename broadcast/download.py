@@ -120,8 +120,7 @@ def _missing(manifest: WeightsManifest, partial: Path) -> list[_Piece]:
 async def _fetch_all(fetcher: Fetcher, pieces: list[_Piece], deadline: float) -> None:
     async def fetch(piece: _Piece) -> None:
         what = f"{piece.path.name} at byte {piece.offset}"
-        body = await fetcher.chunk(piece.chunk, what, deadline)
-        await asyncio.to_thread(_write_at, piece.path, body, piece.offset)
+        await fetcher.chunk(piece.chunk, what, deadline, into=piece.path, offset=piece.offset)
 
     await for_each(pieces, fetch, parallel=PARALLEL_CHUNKS)
 
@@ -150,9 +149,3 @@ def _check_whole(path: Path, info: ObjectInfo) -> None:
         place=str(path),
         remedy="fetch again; if it stays so, the publisher must publish a new version",
     )
-
-
-def _write_at(path: Path, data: bytes, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(data)

@@ -13,11 +13,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import aiohttp
-
 from broadcast import layout
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
-from broadcast.transport import Fault, Lie, NotThere, base_url, get
+from broadcast.transport import Access, Fault, Lie, NotThere, base_url, get, new_session
 from broadcast.upstreams import Upstream, Upstreams
 from runspec.common import latest as latest_format
 from runspec.common import roles as roles_format
@@ -39,6 +37,8 @@ _STATIC_POLL_S = 0.5
 _SLOWEST_BYTES_PER_S = 256 * 1024
 _THREAD_FROM_BYTES = 256 * 1024
 _LOG = logging.getLogger(__name__)
+NO_TOKEN = Access()
+"""Open servers; https ones by the system's trust."""
 
 
 def chunk_timeout_s(size: int) -> float:
@@ -54,7 +54,9 @@ class Fetcher:
         run: the run's id.
         root_public_key: pinned.
         folder: keeps roles.json and the newest latest.json, so that a restart forgets neither.
-        session: of `transport.new_session`; the caller closes it.
+        access: token and certificates for these servers.
+
+    Made and used inside one event loop; `close` ends it.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Fetcher:
         run: str,
         root_public_key: str,
         folder: Path,
-        session: aiohttp.ClientSession,
+        access: Access = NO_TOKEN,
     ) -> None:
         self.upstreams = Upstreams([base_url(url) for url in urls])
         self.latest_bytes: bytes | None = None
@@ -78,8 +80,12 @@ class Fetcher:
         self._root = root_public_key
         self._roles_path = folder / "roles.json"
         self._latest_path = folder / "latest.json"
-        self._session = session
         self._recall()
+        self._session = new_session(access)
+
+    async def close(self) -> None:
+        """Closes the connections; nothing may be under way."""
+        await self._session.close()
 
     async def latest(self, after: int | None, wait_s: float) -> Latest | None:
         """The newest latest.json that names a version newer than `after`; None if none comes.
@@ -145,16 +151,23 @@ class Fetcher:
 
         return await self._insist(f"manifest of version {version}", attempt, deadline, patient)
 
-    async def chunk(self, chunk: Chunk, what: str, deadline: float) -> bytes:
-        """A chunk's bytes, of the right digest.
+    async def chunk(
+        self, chunk: Chunk, what: str, deadline: float, *, into: Path, offset: int = 0
+    ) -> None:
+        """Brings a chunk into a file: then the bytes at [offset, offset + size) are right.
+
+        Where it fails or is cancelled they are anything.
 
         Args:
             chunk: which.
             what: the name that it goes by in messages.
             deadline: of the monotonic clock.
+            into: a file that exists.
+            offset: where in it, in bytes.
 
         Raises:
             UserError: not to be had in time; names every server and its fault.
+            OSError: the file cannot be written.
         """
 
         async def attempt(upstream: Upstream) -> bytes:
@@ -166,7 +179,8 @@ class Fetcher:
             return data
 
         what = f"{what}, chunk {chunk.blake3[:16]}"
-        return await self._insist(what, attempt, deadline, patient=True)
+        data = await self._insist(what, attempt, deadline, patient=True)
+        await asyncio.to_thread(_write_at, into, data, offset)
 
     async def _insist(
         self,
@@ -339,3 +353,9 @@ async def digest_of(data: bytes | memoryview) -> str:
 
 def _within(deadline: float, limit_s: float) -> float:
     return max(0.1, min(limit_s, deadline - time.monotonic()))
+
+
+def _write_at(path: Path, data: bytes, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)

@@ -22,9 +22,8 @@ from broadcast.fetcher import PARALLEL_CHUNKS, Fetcher, chunk_timeout_s, for_eac
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
 from broadcast.server import DEFAULT_OPTIONS, Announcement, Metrics, ServerOptions, serve
 from broadcast.store import prune
-from broadcast.transport import new_session
 from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, remove_leftovers, write_atomic
+from runspec.common.files import read_bounded, remove_leftovers, temporary_name, write_atomic
 from runspec.common.hashing import digest_file
 from runspec.common.signed import BadSignature
 
@@ -188,8 +187,14 @@ class Mirror:
             self._log.warning("%s: damaged on disk, fetching it again", path)
             path.unlink()
         deadline = time.monotonic() + chunk_timeout_s(chunk.size)
-        body = await self._fetcher.chunk(chunk, "chunk", deadline)
-        await asyncio.to_thread(write_atomic, path, body)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_name(path)
+        temporary.touch()
+        try:
+            await self._fetcher.chunk(chunk, "chunk", deadline, into=temporary)
+            temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
         self._checked.add(chunk.blake3)
 
     def _start_filling(self, version: int) -> None:
@@ -264,27 +269,19 @@ async def run_relay(
         raise UserError(f"--keep-versions {keep_versions}: at least 1 is needed")
     (store / run).mkdir(parents=True, exist_ok=True)
     metrics = Metrics(store)
-    async with new_session() as session:
-        fetcher = Fetcher(
-            upstreams,
-            run=run,
-            root_public_key=root_public_key,
-            folder=store / run,
-            session=session,
-        )
-        mirror = Mirror(
-            fetcher, metrics, run=run, store=store, keep_versions=keep_versions, log=log
-        )
+    fetcher = Fetcher(upstreams, run=run, root_public_key=root_public_key, folder=store / run)
+    mirror = Mirror(fetcher, metrics, run=run, store=store, keep_versions=keep_versions, log=log)
+    try:
         await mirror.recall()
-        try:
-            await serve(
-                mirror,
-                metrics,
-                host=host,
-                port=port,
-                log=log,
-                started=started,
-                options=options,
-            )
-        finally:
-            await mirror.close()
+        await serve(
+            mirror,
+            metrics,
+            host=host,
+            port=port,
+            log=log,
+            started=started,
+            options=options,
+        )
+    finally:
+        await mirror.close()
+        await fetcher.close()

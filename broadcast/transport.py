@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
 
 _CONNECT_S = 5.0
 _READ_BUFFER = 1024 * 1024
+_TOKEN = re.compile(r"[!-~]{1,1024}")
 
 
 class Fault(Exception):
@@ -25,12 +31,64 @@ class Lie(Fault):
     """An answer that failed its check: the wrong bytes, signature, run or version."""
 
 
-def new_session() -> aiohttp.ClientSession:
+@dataclass(frozen=True)
+class Access:
+    """How servers are spoken to: what we show them, and by whom they must be vouched for.
+
+    Raises:
+        UserError: the token cannot stand in a header (it is not shown).
+    """
+
+    token: str | None = field(default=None, repr=False)
+    """Bearer token for every server that is named; None: none is needed."""
+    ca_file: Path | None = None
+    """Certificates (PEM) that https servers must chain to; None: those that the system trusts."""
+
+    def __post_init__(self) -> None:
+        if self.token is not None and _TOKEN.fullmatch(self.token) is None:
+            raise UserError("a token is 1 to 1024 printable ASCII characters without spaces")
+
+    @classmethod
+    def read(cls, token_file: Path | None, ca_file: Path | None) -> Access:
+        """With the token in a file, surrounding white space aside.
+
+        Raises:
+            UserError: the file cannot be read or holds no token.
+        """
+        if token_file is None:
+            return cls(None, ca_file)
+        try:
+            return cls(read_bounded(token_file, 4096).decode("ascii").strip(), ca_file)
+        except (OSError, UnicodeDecodeError, UserError) as error:
+            raise UserError(
+                f"holds no token: {error}", place=str(token_file), remedy="one token, nothing else"
+            ) from error
+
+    def headers(self) -> dict[str, str]:
+        """What goes with every request."""
+        authorization = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        return {"Accept-Encoding": "identity"} | authorization
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """Certificate and host name are checked.
+
+        Raises:
+            UserError: `ca_file` cannot be read or holds no certificate.
+        """
+        try:
+            return ssl.create_default_context(cafile=self.ca_file)
+        except (OSError, ssl.SSLError) as error:
+            raise UserError(
+                f"no certificates: {error}", place=str(self.ca_file), remedy="PEM is expected"
+            ) from error
+
+
+def new_session(access: Access) -> aiohttp.ClientSession:
     """A session that follows no proxy of the environment, keeps no cookie, inflates nothing."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=64),
+        connector=aiohttp.TCPConnector(limit=64, ssl=access.ssl_context()),
         cookie_jar=aiohttp.DummyCookieJar(),
-        headers={"Accept-Encoding": "identity"},
+        headers=access.headers(),
         auto_decompress=False,
         read_bufsize=_READ_BUFFER,
     )

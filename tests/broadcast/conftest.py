@@ -166,7 +166,9 @@ class Run:
         return client
 
     def chunks(self, folder: str = "store") -> list[Path]:
-        return sorted(path for path in (self.folder / folder / self.name / "chunks").iterdir())
+        """Finished ones; what is still coming has another name."""
+        found = (self.folder / folder / self.name / "chunks").iterdir()
+        return sorted(path for path in found if not path.name.startswith("."))
 
 
 @pytest.fixture
