@@ -1,0 +1,10 @@
+"""Deltas between versions of weights: the elements whose bits changed, and their new bits.
+
+A delta is a directory with one `<weights file>.delta` for each safetensors file. It overwrites, so
+that applying it again, after a crash or by mistake, is harmless. docs/deltas.md has the format.
+"""
+
+from bridge.delta.apply import apply_deltas, delta_tensors
+from bridge.delta.write import DeltaSummary, TensorChange, write_delta
+
+__all__ = ["DeltaSummary", "TensorChange", "apply_deltas", "delta_tensors", "write_delta"]

@@ -1,0 +1,126 @@
+"""A delta file: magic, header, one block a tensor.
+
+    8 bytes  magic
+    u32      length of the header, little-endian
+    header   canonical JSON {base, target, layout, tensors: {name: {blake3, bytes}}}
+    blocks   of the tensors in the order of the weights file, `bytes` long each, nothing after them
+
+`base` and `target` are model digests, `layout` that of the weights file's header, `blake3` the
+digest of the tensor as the target has it. A block is empty where nothing changed, else the coded
+segments of the tensor, one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runspec.common.canonical import MalformedJson, canonical_json, parse_object
+from runspec.common.errors import UserError
+from runspec.common.hashing import is_digest
+
+MAGIC = b"RSDELTA\x01"
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+SUFFIX = ".delta"
+_LENGTH = 4
+_MAX_BLOCK_BYTES = 2**48
+
+
+@dataclass(frozen=True)
+class DeltaTensor:
+    """What a delta's header says of a tensor."""
+
+    blake3: str
+    """Of the tensor as the target has it."""
+    nbytes: int
+    """Of its block; 0 where nothing changed."""
+
+
+@dataclass(frozen=True)
+class DeltaHeader:
+    """What a delta file says before its blocks."""
+
+    base: str
+    """Model digest of the version that the delta is applied to."""
+    target: str
+    """Model digest of what comes of it."""
+    layout: str
+    """Digest of the weights file's own header, which base and target share."""
+    tensors: dict[str, DeltaTensor]
+
+    def encode(self) -> bytes:
+        """The file's bytes before the first block."""
+        text = canonical_json(
+            {
+                "base": self.base,
+                "target": self.target,
+                "layout": self.layout,
+                "tensors": {
+                    name: {"blake3": tensor.blake3, "bytes": tensor.nbytes}
+                    for name, tensor in self.tensors.items()
+                },
+            }
+        )
+        return MAGIC + len(text).to_bytes(_LENGTH, "little") + text
+
+
+@dataclass(frozen=True)
+class DeltaFile:
+    """A delta file whose header has been read and agrees with the file's size."""
+
+    path: Path
+    header: DeltaHeader
+    start: int
+    """Offset of the first block."""
+
+
+def read_delta_file(path: Path) -> DeltaFile:
+    """Reads the header of a delta file, and checks its lengths against the file's.
+
+    Raises:
+        UserError: unreadable, or not a delta file from its first byte to its last.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            fixed = file.read(len(MAGIC) + _LENGTH)
+            length = int.from_bytes(fixed[len(MAGIC) :], "little")
+            if not fixed.startswith(MAGIC) or length > min(MAX_HEADER_BYTES, size - len(fixed)):
+                raise MalformedJson("it does not begin as one")
+            header = _header(file.read(length))
+    except (OSError, MalformedJson) as error:
+        raise UserError(f"not a delta file: {error}", place=str(path)) from error
+    start = len(fixed) + length
+    if start + sum(tensor.nbytes for tensor in header.tensors.values()) != size:
+        raise UserError("a delta file that is cut off or too long", place=str(path))
+    return DeltaFile(path, header, start)
+
+
+def _header(text: bytes) -> DeltaHeader:
+    fields = parse_object(text, max_bytes=MAX_HEADER_BYTES)
+    if canonical_json(fields) != text:
+        raise MalformedJson("its header is not in canonical form")
+    if set(fields) != {"base", "target", "layout", "tensors"}:
+        raise MalformedJson(f"its header has the fields {sorted(fields)}"[:200])
+    tensors = fields["tensors"]
+    if not all(is_digest(fields[name]) for name in ("base", "target", "layout")):
+        raise MalformedJson("base, target and layout must be digests")
+    if not isinstance(tensors, dict):
+        raise MalformedJson("tensors must be named records")
+    return DeltaHeader(
+        fields["base"],
+        fields["target"],
+        fields["layout"],
+        {name: _tensor(name, record) for name, record in tensors.items()},
+    )
+
+
+def _tensor(name: str, record: Any) -> DeltaTensor:
+    if not isinstance(record, dict) or set(record) != {"blake3", "bytes"}:
+        raise MalformedJson(f"tensor {name[:200]!r} must have blake3 and bytes")
+    digest, nbytes = record["blake3"], record["bytes"]
+    if not is_digest(digest) or type(nbytes) is not int or not 0 <= nbytes < _MAX_BLOCK_BYTES:
+        raise MalformedJson(f"tensor {name[:200]!r}: blake3 or bytes is malformed")
+    return DeltaTensor(digest, nbytes)

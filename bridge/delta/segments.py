@@ -1,0 +1,168 @@
+"""How one segment of a tensor is coded: unchanged, sparse, or full.
+
+A segment is at most `SEGMENT_ELEMENTS` elements, so that what coding and decoding hold in memory
+does not grow with a tensor. Coded, it is one byte of kind and
+
+- unchanged: nothing more;
+- sparse: u32 `changed`, u32 `symbols`, a stream of gaps [symbols], a stream for each byte plane of
+  the new values [changed], the highest first;
+- full: a stream for each byte plane of all elements, the highest first.
+
+A gap is the number of unchanged elements before a changed one: its byte, after a byte 255 for each
+255 elements skipped. A stream is its u32 stored length and its bytes: as they are where the length
+is the stream's own, else one zstd frame. All integers are little-endian.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import zstandard
+
+SEGMENT_ELEMENTS = 2**21
+UNCHANGED, SPARSE, FULL = range(3)
+_SKIP = 255
+"""The gap byte for 255 unchanged elements and no changed one."""
+_LEVEL = 1
+"""Of zstd. The streams have no repetitions to find: higher levels give the same and are slower."""
+_U32 = 4
+
+
+class MalformedSegment(ValueError):
+    """Bytes that are not the coded form of a segment."""
+
+
+def encode(new: np.ndarray, changed: np.ndarray) -> bytes:
+    """Codes a segment in the shorter of the forms.
+
+    Args:
+        new: [n] of the new bits, uint16 or uint32, n at most `SEGMENT_ELEMENTS`.
+        changed: [changed] ascending indices of what differs from the base.
+    """
+    if not len(changed):
+        return bytes([UNCHANGED])
+    gaps = _gap_bytes(changed)
+    sparse = b"".join(
+        [
+            bytes([SPARSE]),
+            _u32(len(changed)),
+            _u32(len(gaps)),
+            *(_stream(plane) for plane in (gaps, *_planes(new[changed]))),
+        ]
+    )
+    # A full segment costs the compression of all elements, and wins only where most have changed.
+    if len(changed) < len(new) // 8:
+        return sparse
+    full = b"".join([bytes([FULL]), *(_stream(plane) for plane in _planes(new))])
+    return min(sparse, full, key=len)
+
+
+def overwrite(target: np.ndarray, coded: memoryview) -> int:
+    """Applies one coded segment to the start of `coded`'s elements, in place.
+
+    Args:
+        target: [n] uint16 or uint32, writable: the segment.
+        coded: begins with the coded segment.
+
+    Returns:
+        How many bytes of `coded` were the segment.
+
+    Raises:
+        MalformedSegment: nothing was written.
+    """
+    reader = _Reader(coded)
+    kind = reader.take(1)[0]
+    if kind == SPARSE:
+        changed, symbols = reader.u32(), reader.u32()
+        if (
+            not 0 < changed <= len(target)
+            or not changed <= symbols <= changed + len(target) // _SKIP
+        ):
+            raise MalformedSegment(
+                f"{changed} changes in {symbols} gaps, of {len(target)} elements"
+            )
+        where = _indices(reader.stream(symbols), changed, len(target))
+        target[where] = _values(reader, changed, target.dtype)
+    elif kind == FULL:
+        target[:] = _values(reader, len(target), target.dtype)
+    elif kind != UNCHANGED:
+        raise MalformedSegment(f"kind {kind}")
+    return reader.at
+
+
+def _u32(number: int) -> bytes:
+    return number.to_bytes(_U32, "little")
+
+
+def _stream(data: np.ndarray) -> bytes:
+    raw = data.tobytes()
+    packed = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False).compress(raw)
+    stored = packed if len(packed) < len(raw) else raw
+    return _u32(len(stored)) + stored
+
+
+def _gap_bytes(changed: np.ndarray) -> np.ndarray:
+    gaps = np.diff(changed, prepend=-1) - 1
+    skips = gaps // _SKIP
+    out = np.full(len(gaps) + int(skips.sum()), _SKIP, np.uint8)
+    out[np.cumsum(skips + 1) - 1] = gaps - skips * _SKIP
+    return out
+
+
+def _indices(gaps: np.ndarray, changed: int, elements: int) -> np.ndarray:
+    """[changed] intp, strictly ascending and below `elements`: sums of steps of one and more."""
+    skips = gaps == _SKIP
+    steps = gaps.astype(np.int64) + ~skips
+    ends = np.cumsum(steps)
+    where = ends[~skips] - 1
+    if len(where) != changed or skips[-1] or where[-1] >= elements:
+        raise MalformedSegment(f"gaps of {len(where)} elements, not of {changed} in {elements}")
+    return where
+
+
+def _planes(values: np.ndarray) -> list[np.ndarray]:
+    by_byte = values.view(np.uint8).reshape(-1, values.itemsize)
+    return [by_byte[:, byte] for byte in reversed(range(values.itemsize))]
+
+
+def _values(reader: _Reader, count: int, dtype: np.dtype) -> np.ndarray:
+    values = np.empty((count, dtype.itemsize), np.uint8)
+    for byte in reversed(range(dtype.itemsize)):
+        values[:, byte] = reader.stream(count)
+    return values.reshape(-1).view(dtype)
+
+
+class _Reader:
+    def __init__(self, data: memoryview) -> None:
+        self._data, self.at = data, 0
+
+    def take(self, size: int) -> memoryview:
+        if size > len(self._data) - self.at:
+            raise MalformedSegment("cut off")
+        self.at += size
+        return self._data[self.at - size : self.at]
+
+    def u32(self) -> int:
+        return int.from_bytes(self.take(_U32), "little")
+
+    def stream(self, size: int) -> np.ndarray:
+        """[size] bytes; allocates no more than that, whatever a frame says of itself."""
+        stored = self.u32()
+        if stored > size:
+            raise MalformedSegment(f"{stored} bytes stored for a stream of {size}")
+        data = self.take(stored)
+        return np.frombuffer(data if stored == size else _unpack(data, size), np.uint8)
+
+
+def _unpack(data: memoryview, size: int) -> bytes:
+    try:
+        frame = zstandard.get_frame_parameters(data)
+        if frame.content_size != size or frame.dict_id:
+            raise MalformedSegment(f"a frame of {frame.content_size} bytes where {size} belong")
+        unpacked = zstandard.ZstdDecompressor().decompress(
+            data, max_output_size=size, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise MalformedSegment(f"not a whole zstd frame: {error}") from error
+    if len(unpacked) != size:
+        raise MalformedSegment(f"{len(unpacked)} bytes where {size} belong")
+    return unpacked
