@@ -35,6 +35,10 @@ def chunk_name(run: str, digest: str) -> str:
     return f"{run}/chunks/{digest}"
 
 
+def pins_name(run: str) -> str:
+    return f"{run}/pins"
+
+
 def stored_versions(store: Path, run: str) -> list[int]:
     """Versions whose manifest lies in a store, in ascending order."""
     found = (path.parent.name for path in store.glob(f"{run}/versions/*/manifest.json"))

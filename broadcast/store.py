@@ -12,7 +12,8 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,15 @@ from runspec.common import latest as latest_format
 from runspec.common import roles as roles_format
 from runspec.common.canonical import MalformedJson, parse_object
 from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, remove_leftovers, write_atomic
+from runspec.common.files import read_bounded, remove_leftovers, temporary_name, write_atomic
 from runspec.common.hashing import digest_bytes, is_digest
 from runspec.common.keys import SigningKey
 from runspec.common.signed import BadSignature, open_document
 
 CHUNK_BYTES = 16 * 1024 * 1024
 TENSORS_NAME = "tensors.json"
+DELTA_NAME = "delta"
+"""Sub-folder of a version's directory that holds its delta."""
 LOCK_DEADLINE_S = 30.0
 
 
@@ -55,65 +58,65 @@ def publish(
     roles: bytes,
     chunk_bytes: int = CHUNK_BYTES,
     base: int | None = None,
+    whole: bool = True,
+    lock_deadline_s: float = LOCK_DEADLINE_S,
 ) -> str:
     """Publishes the files of `directory` as a version and moves latest.json forward.
 
-    Every file but `tensors.json` (which goes into the manifest) becomes an object. Publishing the
-    same version again with the same contents is harmless and continues where a crash left off.
+    Every file but `tensors.json` (which goes into the manifest) becomes an object; with a base,
+    every file of `directory/delta/` becomes part of its delta. Publishing the same version again
+    with the same contents is harmless, continues where a crash left off, and mends stored chunks
+    that are damaged.
 
     Args:
         store: the store's directory, shared by all runs.
-        directory: the version's files, without sub-directories.
+        directory: the version's files; of sub-directories only `delta` is looked at.
         run: the run's id.
         version: a version number is published once.
         key: a publisher's key, which `roles` names.
         roles: the signed roles.json to publish beside it.
         chunk_bytes: size of the pieces that files are cut into.
-        base: the version that the deltas in `directory` start from.
+        base: the published version from which `directory/delta/` makes this one.
+        whole: False leaves out the files that hold the tensors: the delta must do.
+        lock_deadline_s: how long to wait for another process that publishes or prunes.
 
     Returns:
         The manifest digest.
 
     Raises:
-        UserError: the version was published with other contents or is older than the newest and
-            pruned, an unusable file name, disk full.
+        UserError: the version was published with other contents or by another key, or is older
+            than the newest and pruned; the base or its delta is missing; an unusable file name;
+            another publisher is at work; disk full (then nothing new stays in the store).
     """
     if not layout.is_run(run) or not layout.is_version(version):
         raise UserError(f"run {run!r} or version {version} is malformed", place=str(directory))
     if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
         raise UserError(f"chunk_bytes {chunk_bytes} is not in 1 to {MAX_CHUNK_BYTES}")
-    _check_publisher(roles, run, key)
+    publishers = _publishers(roles, run, key)
     model_digest, tensors, files = _tensors(directory / TENSORS_NAME)
-    with _locked(store, run):
-        if base is not None and not (
-            base < version and (store / layout.manifest_name(run, base)).exists()
-        ):
-            raise UserError(f"base {base} is not an older published version", place=str(store))
-        manifest = store / layout.manifest_name(run, version)
+    if base is not None or not whole:
+        _check_delta(directory, version, files, base)
+    with _locked(store, run, lock_deadline_s):
+        if base is not None:
+            _check_base(store, run, base, version, files, publishers)
         newest = newest_version(store, run=run)
-        if newest is not None and version <= newest and not manifest.exists():
-            raise UserError(
-                f"version {version} is gone, and its number may have been published: "
-                f"the newest is {newest}",
-                place=str(manifest),
-                remedy=f"a version number is published once: publish as {newest + 1} or later",
-            )
+        _check_number(store, run, version, newest)
         remove_leftovers(store / run / "chunks")
-        objects = {
-            path.name: _store_object(store, run, path, chunk_bytes) for path in _files(directory)
-        }
-        data = sign_manifest(
-            WeightsManifest(run, version, base, model_digest, tensors, files, objects, {}), key
-        )
-        digest = digest_bytes(data)
-        if not manifest.exists():
-            write_atomic(manifest, data)
-        elif (published := digest_bytes(read_bounded(manifest, MAX_BYTES))) != digest:
-            raise UserError(
-                f"version {version} is published already, with other contents "
-                f"({published[:16]}, not {digest[:16]})",
-                place=str(manifest),
-                remedy="a version number is published once: publish under a newer one",
+        with _new_chunks(store, run, chunk_bytes) as chunks:
+            objects = {
+                path.name: chunks.add(path)
+                for path in _files(directory)
+                if whole or path.name not in files
+            }
+            delta = (
+                {path.name: chunks.add(path) for path in _files(directory / DELTA_NAME)}
+                if base is not None
+                else {}
+            )
+            digest = _write_manifest(
+                store,
+                WeightsManifest(run, version, base, model_digest, tensors, files, objects, delta),
+                key,
             )
         write_atomic(store / layout.roles_name(run), roles)
         if newest is None or newest < version:
@@ -200,20 +203,111 @@ def _stored_manifest(store: Path, run: str, version: int) -> WeightsManifest:
         ) from error
 
 
-def _check_publisher(roles: bytes, run: str, key: SigningKey) -> None:
-    """Early and clear, what every client would say later. (The root key is theirs to check.)"""
+def _publishers(roles: bytes, run: str, key: SigningKey) -> list[str]:
+    """The publishers' keys; early and clear, what every client would say later.
+
+    (The root key is theirs to check.)
+    """
     try:
         payload = open_document(
             roles, kind=roles_format.KIND, keys=None, max_bytes=roles_format.MAX_BYTES
         ).payload
-        named = payload["run"] == run and key.public_hex in payload["roles"]["publisher"]
+        publishers: list[str] = payload["roles"]["publisher"] if payload["run"] == run else []
     except (BadSignature, KeyError, TypeError) as error:
         raise UserError(f"cannot read roles.json: {error}", remedy="sign a new one") from error
-    if not named:
+    if key.public_hex not in publishers:
         raise UserError(
             f"roles.json does not name {key.public_hex[:16]} a publisher of run {run!r}",
             remedy="publish with a publisher's key, or sign a roles.json that names this one",
         )
+    return publishers
+
+
+def _check_delta(directory: Path, version: int, files: Collection[str], base: int | None) -> None:
+    if base is None:
+        raise UserError(
+            f"version {version} cannot be published without its files: it has no base",
+            place=str(directory),
+            remedy="name a base, or publish it whole",
+        )
+    if not files:
+        raise UserError(
+            f"no delta can be published: {TENSORS_NAME} names no files that hold the tensors",
+            place=str(directory),
+            remedy="export the version with `python -m bridge export`, or publish without a base",
+        )
+    if not (directory / DELTA_NAME).is_dir():
+        delta = directory / DELTA_NAME
+        raise UserError(
+            f"there is no delta from version {base}",
+            place=str(delta),
+            remedy=f"make it with `python -m bridge diff BASE {directory} --out {delta}`",
+        )
+
+
+def _check_base(
+    store: Path,
+    run: str,
+    base: int,
+    version: int,
+    files: Collection[str],
+    publishers: Collection[str],
+) -> None:
+    """A base must be older, stored, of the same files, and believed by those who will need it."""
+    path = store / layout.manifest_name(run, base)
+    said = None
+    if base >= version or not path.exists():
+        said = f"base {base} is not an older published version"
+    else:
+        try:
+            manifest = open_manifest(read_bounded(path, MAX_BYTES), run=run, publishers=publishers)
+        except BadSignature as error:
+            said = f"base {base} will not be believed: {error}"
+        else:
+            if set(manifest.files) != set(files):
+                said = f"base {base} has other weights files than version {version}"
+    if said is not None:
+        raise UserError(
+            said,
+            place=str(path),
+            remedy="name a base that is in the store, or publish an anchor (without --base)",
+        )
+
+
+def _check_number(store: Path, run: str, version: int, newest: int | None) -> None:
+    manifest = store / layout.manifest_name(run, version)
+    if newest is not None and version <= newest and not manifest.exists():
+        raise UserError(
+            f"version {version} is gone, and its number may have been published: "
+            f"the newest is {newest}",
+            place=str(manifest),
+            remedy=f"a version number is published once: publish as {newest + 1} or later",
+        )
+
+
+def _write_manifest(store: Path, manifest: WeightsManifest, key: SigningKey) -> str:
+    """Writes it unless it is there; returns its digest.
+
+    Raises:
+        UserError: another manifest of that version is there, or no client would accept this one.
+    """
+    path = store / layout.manifest_name(manifest.run, manifest.version)
+    data = sign_manifest(manifest, key)
+    try:
+        open_manifest(data, run=manifest.run, publishers={key.public_hex})
+    except BadSignature as error:
+        raise UserError(f"no client would accept version {manifest.version}: {error}") from error
+    digest = digest_bytes(data)
+    if not path.exists():
+        write_atomic(path, data)
+    elif (there := digest_bytes(read_bounded(path, MAX_BYTES))) != digest:
+        raise UserError(
+            f"version {manifest.version} is published already, with other contents or by another "
+            f"key ({there[:16]}, not {digest[:16]})",
+            place=str(path),
+            remedy="a version number is published once: publish under a newer one",
+        )
+    return digest
 
 
 def _tensors(path: Path) -> tuple[str | None, dict[str, dict[str, Any]], tuple[str, ...]]:
@@ -231,7 +325,8 @@ def _tensors(path: Path) -> tuple[str | None, dict[str, dict[str, Any]], tuple[s
 def _files(directory: Path) -> list[Path]:
     if not directory.is_dir():
         raise UserError("not a directory", place=str(directory), remedy="export a version first")
-    paths = sorted(path for path in directory.iterdir() if path.name != TENSORS_NAME)
+    apart = {TENSORS_NAME, DELTA_NAME}
+    paths = sorted(path for path in directory.iterdir() if path.name not in apart)
     for path in paths:
         if not path.is_file() or not is_object_name(path.name):
             raise UserError(
@@ -244,29 +339,81 @@ def _files(directory: Path) -> list[Path]:
     return paths
 
 
-def _store_object(store: Path, run: str, path: Path, chunk_bytes: int) -> ObjectInfo:
-    """Copies a file into the store chunk by chunk; one chunk is in memory."""
-    whole = blake3()
-    chunks = []
-    with path.open("rb") as file:
-        while data := file.read(chunk_bytes):
-            whole.update(data)
-            chunk = Chunk(digest_bytes(data), len(data))
-            target = store / layout.chunk_name(run, chunk.blake3)
-            if not target.exists():
-                write_atomic(target, data)
-            chunks.append(chunk)
-    return ObjectInfo(sum(c.size for c in chunks), whole.hexdigest(), tuple(chunks))
+class _Chunks:
+    """The chunks folder of a run while a version is published."""
+
+    def __init__(self, store: Path, run: str, chunk_bytes: int) -> None:
+        self._store, self._run, self._chunk_bytes = store, run, chunk_bytes
+        self.new: list[Path] = []
+
+    def add(self, path: Path) -> ObjectInfo:
+        """Cuts a file into the store in one pass: hashed whole and by chunk, written once."""
+        whole = blake3()
+        chunks = []
+        with path.open("rb") as file, ThreadPoolExecutor(1) as beside:
+            while data := file.read(self._chunk_bytes):
+                stored = beside.submit(self._put, data)
+                whole.update(data)
+                chunks.append(stored.result())
+        return ObjectInfo(sum(c.size for c in chunks), whole.hexdigest(), tuple(chunks))
+
+    def _put(self, data: bytes) -> Chunk:
+        chunk = Chunk(digest_bytes(data), len(data))
+        target = self._store / layout.chunk_name(self._run, chunk.blake3)
+        if not _holds(target, data):
+            self.new.append(target)
+            _write_unsynced(target, data)
+        return chunk
 
 
 @contextmanager
-def _locked(store: Path, run: str) -> Iterator[None]:
+def _new_chunks(store: Path, run: str, chunk_bytes: int) -> Iterator[_Chunks]:
+    """Takes back the chunks that are new where the version cannot be published after all."""
+    chunks = _Chunks(store, run, chunk_bytes)
+    try:
+        yield chunks
+    except BaseException:
+        for path in chunks.new:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether a file holds just these bytes: one that a power cut left may be short or zeroed."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size == len(data) and file.read() == data
+    except FileNotFoundError:
+        return False
+
+
+def _write_unsynced(path: Path, data: bytes) -> None:
+    """Writes a chunk under a temporary name and renames it, without waiting for the disk.
+
+    What a power cut makes of it is found before it is served: its name is its digest.
+    """
+    temporary = temporary_name(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
+        temporary.rename(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"cannot store a chunk: {error.strerror or error}",
+            place=str(path),
+            remedy="free disk space or mend the permissions, then publish again",
+        ) from error
+
+
+@contextmanager
+def _locked(store: Path, run: str, deadline_s: float = LOCK_DEADLINE_S) -> Iterator[None]:
     """Only one process changes a run's part of a store at a time; a killed one lets go."""
     folder = store / run
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        deadline = time.monotonic() + LOCK_DEADLINE_S
+        deadline = time.monotonic() + deadline_s
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -274,7 +421,7 @@ def _locked(store: Path, run: str) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise UserError(
-                        f"another publisher has held this store for {LOCK_DEADLINE_S:.0f} s",
+                        f"another publisher has held this store for {deadline_s:g} s",
                         place=str(folder),
                         remedy="let one process publish a run",
                     ) from None

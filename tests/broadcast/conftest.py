@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import http.server
+import json
 import logging
 import threading
 import time
@@ -111,9 +112,34 @@ class Run:
     def roles(self) -> bytes:
         return (self.keys / "roles.json").read_bytes()
 
-    def publish(self, version: int, files: dict[str, bytes], base: int | None = None) -> str:
+    def publish(
+        self,
+        version: int,
+        files: dict[str, bytes],
+        base: int | None = None,
+        *,
+        delta: dict[str, bytes] | None = None,
+        whole: bool = True,
+    ) -> str:
+        """Publishes a version.
+
+        Args:
+            version: its number.
+            files: of its directory; where there is a delta, tensors.json is added and says that
+                those called *.safetensors hold the tensors.
+            base: what the delta is from.
+            delta: the files of the directory's `delta` folder: any bytes, for store and relay.
+            whole: False leaves the files of the tensors out.
+        """
         directory = self.folder / "versions" / f"{version}-{time.monotonic_ns()}"
         directory.mkdir(parents=True)
+        if delta is not None:
+            named = [name for name in files if name.endswith(".safetensors")]
+            said = {"model_digest": None, "tensors": {}, "files": named}
+            files = {"tensors.json": json.dumps(said).encode(), **files}
+            (directory / "delta").mkdir()
+            for name, data in delta.items():
+                (directory / "delta" / name).write_bytes(data)
         for name, data in files.items():
             (directory / name).write_bytes(data)
         return publish(
@@ -125,6 +151,7 @@ class Run:
             roles=self.roles,
             chunk_bytes=CHUNK_BYTES,
             base=base,
+            whole=whole,
         )
 
     def origin(self, port: int = 0) -> Served:
