@@ -31,8 +31,12 @@ def manifest_name(run: str, version: int) -> str:
     return f"{run}/versions/{version}/manifest.json"
 
 
+def chunks_name(run: str) -> str:
+    return f"{run}/chunks"
+
+
 def chunk_name(run: str, digest: str) -> str:
-    return f"{run}/chunks/{digest}"
+    return f"{chunks_name(run)}/{digest}"
 
 
 def pins_name(run: str) -> str:

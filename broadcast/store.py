@@ -3,7 +3,8 @@
     STORE/<run>/roles.json  latest.json  versions/<N>/manifest.json  chunks/<blake3>
 
 Chunks are named by their contents, so versions share those that they have in common. Every file
-appears by rename; the manifest after its chunks, latest.json after the manifest.
+appears by rename; the manifest after its chunks, latest.json after the manifest. Those two are
+synced; chunks are not, and proven before they are served (`chunk_files`).
 """
 
 from __future__ import annotations
@@ -13,30 +14,28 @@ import os
 import shutil
 import time
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from broadcast import layout
+from broadcast.chunk_files import new_chunks
 from broadcast.manifest import (
     FILE_NAME,
     MAX_BYTES,
     MAX_CHUNK_BYTES,
-    Chunk,
-    ObjectInfo,
     WeightsManifest,
     is_object_name,
     open_manifest,
     sign_manifest,
 )
+from broadcast.pins import Pins
+from broadcast.retention import kept
 from runspec.common import latest as latest_format
 from runspec.common import roles as roles_format
 from runspec.common.canonical import MalformedJson, parse_object
 from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, remove_leftovers, temporary_name, write_atomic
+from runspec.common.files import read_bounded, remove_leftovers, write_atomic
 from runspec.common.hashing import digest_bytes, is_digest
 from runspec.common.keys import SigningKey
 from runspec.common.signed import BadSignature, open_document
@@ -101,8 +100,8 @@ def publish(
             _check_base(store, run, base, version, files, publishers)
         newest = newest_version(store, run=run)
         _check_number(store, run, version, newest)
-        remove_leftovers(store / run / "chunks")
-        with _new_chunks(store, run, chunk_bytes) as chunks:
+        remove_leftovers(store / layout.chunks_name(run))
+        with new_chunks(store / layout.chunks_name(run), chunk_bytes) as chunks:
             objects = {
                 path.name: chunks.add(path)
                 for path in _files(directory)
@@ -140,34 +139,42 @@ def refresh_latest(store: Path, *, run: str, key: SigningKey) -> None:
 
 
 def prune(store: Path, *, run: str, keep_versions: int) -> None:
-    """Removes all but the newest `keep_versions` versions, and every chunk that none of them needs.
+    """Removes the versions that `retention.kept` does not name, and chunks that none needs.
 
-    A version that a kept one is based on is kept too. A file that is being read stays readable.
+    A version that somebody reads is kept for a while (`pins`). A file that is being read stays
+    readable.
 
     Raises:
         UserError: a stored manifest is damaged; nothing was removed.
     """
     with _locked(store, run):
+        newest = newest_version(store, run=run)
+        if newest is None:
+            return
         # Listed before the manifests are read: a chunk that comes later belongs to a later one.
-        stored = [path for path in (store / run / "chunks").glob("*") if is_digest(path.name)]
+        stored = [
+            path for path in (store / layout.chunks_name(run)).glob("*") if is_digest(path.name)
+        ]
         manifests = {
             version: _stored_manifest(store, run, version)
             for version in layout.stored_versions(store, run)
         }
-        kept: set[int] = set()
-        wanted: list[int | None] = [*sorted(manifests)[-keep_versions:]]
-        while wanted:
-            version = wanted.pop()
-            if version is not None and version in manifests and version not in kept:
-                kept.add(version)
-                wanted.append(manifests[version].base)
+        pins = Pins(store, run)
+        remaining = kept(
+            {version: manifest.base for version, manifest in manifests.items()},
+            {version for version, manifest in manifests.items() if manifest.is_anchor},
+            newest,
+            keep_versions,
+            pins.newest_first(),
+        )
         # Manifests go first: a chunk is never removed while a manifest still names it.
-        for version in manifests.keys() - kept:
+        for version in manifests.keys() - remaining:
             shutil.rmtree((store / layout.manifest_name(run, version)).parent)
-        needed = {digest for version in kept for digest in manifests[version].chunks()}
+        needed = {digest for version in remaining for digest in manifests[version].chunks()}
         for path in stored:
             if path.name not in needed:
                 path.unlink(missing_ok=True)
+        pins.keep_only(remaining)
 
 
 def newest_version(store: Path, *, run: str) -> int | None:
@@ -337,73 +344,6 @@ def _files(directory: Path) -> list[Path]:
     if not paths:
         raise UserError("nothing to publish", place=str(directory), remedy="export a version")
     return paths
-
-
-class _Chunks:
-    """The chunks folder of a run while a version is published."""
-
-    def __init__(self, store: Path, run: str, chunk_bytes: int) -> None:
-        self._store, self._run, self._chunk_bytes = store, run, chunk_bytes
-        self.new: list[Path] = []
-
-    def add(self, path: Path) -> ObjectInfo:
-        """Cuts a file into the store in one pass: hashed whole and by chunk, written once."""
-        whole = blake3()
-        chunks = []
-        with path.open("rb") as file, ThreadPoolExecutor(1) as beside:
-            while data := file.read(self._chunk_bytes):
-                stored = beside.submit(self._put, data)
-                whole.update(data)
-                chunks.append(stored.result())
-        return ObjectInfo(sum(c.size for c in chunks), whole.hexdigest(), tuple(chunks))
-
-    def _put(self, data: bytes) -> Chunk:
-        chunk = Chunk(digest_bytes(data), len(data))
-        target = self._store / layout.chunk_name(self._run, chunk.blake3)
-        if not _holds(target, data):
-            self.new.append(target)
-            _write_unsynced(target, data)
-        return chunk
-
-
-@contextmanager
-def _new_chunks(store: Path, run: str, chunk_bytes: int) -> Iterator[_Chunks]:
-    """Takes back the chunks that are new where the version cannot be published after all."""
-    chunks = _Chunks(store, run, chunk_bytes)
-    try:
-        yield chunks
-    except BaseException:
-        for path in chunks.new:
-            path.unlink(missing_ok=True)
-        raise
-
-
-def _holds(path: Path, data: bytes) -> bool:
-    """Whether a file holds just these bytes: one that a power cut left may be short or zeroed."""
-    try:
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_size == len(data) and file.read() == data
-    except FileNotFoundError:
-        return False
-
-
-def _write_unsynced(path: Path, data: bytes) -> None:
-    """Writes a chunk under a temporary name and renames it, without waiting for the disk.
-
-    What a power cut makes of it is found before it is served: its name is its digest.
-    """
-    temporary = temporary_name(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        temporary.rename(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(
-            f"cannot store a chunk: {error.strerror or error}",
-            place=str(path),
-            remedy="free disk space or mend the permissions, then publish again",
-        ) from error
 
 
 @contextmanager

@@ -1,0 +1,163 @@
+"""Chunks as files: written once under the name of their contents, proven before they are served.
+
+No file is synced. After a power cut some may be short or zeroed under their final names; so an
+origin or relay hashes each file before it first serves it, and publishing a version again replaces
+what is damaged. A damage that comes later is found by whoever fetches the chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from blake3 import blake3
+
+from broadcast.manifest import Chunk, ObjectInfo
+from runspec.common.errors import UserError
+from runspec.common.files import temporary_name
+from runspec.common.hashing import digest_bytes
+
+_READ_BYTES = 1024 * 1024
+_MAX_PROVEN = 2**18
+
+
+class ChunkWriter:
+    """Cuts files into the chunks folder of a run.
+
+    Args:
+        folder: of the chunks; it is made when needed.
+        chunk_bytes: size of the pieces.
+    """
+
+    def __init__(self, folder: Path, chunk_bytes: int) -> None:
+        self._folder, self._chunk_bytes = folder, chunk_bytes
+        self.new: list[Path] = []
+        """Chunks that were not there, or not as they should be."""
+
+    def add(self, path: Path) -> ObjectInfo:
+        """One pass over a file: hashed whole here, and beside it each chunk hashed and written.
+
+        Raises:
+            UserError: a chunk cannot be written.
+        """
+        whole = blake3()
+        chunks = []
+        with path.open("rb") as file, ThreadPoolExecutor(1) as beside:
+            while data := file.read(self._chunk_bytes):
+                stored = beside.submit(self._put, data)
+                whole.update(data)
+                chunks.append(stored.result())
+        return ObjectInfo(sum(c.size for c in chunks), whole.hexdigest(), tuple(chunks))
+
+    def _put(self, data: bytes) -> Chunk:
+        chunk = Chunk(digest_bytes(data), len(data))
+        target = self._folder / chunk.blake3
+        if not _holds(target, data):
+            self.new.append(target)
+            _write(target, data)
+        return chunk
+
+
+@contextmanager
+def new_chunks(folder: Path, chunk_bytes: int) -> Iterator[ChunkWriter]:
+    """A writer whose new chunks go again where the block fails: a full disk is not left full."""
+    writer = ChunkWriter(folder, chunk_bytes)
+    try:
+        yield writer
+    except BaseException:
+        for path in writer.new:
+            path.unlink(missing_ok=True)
+        raise
+
+
+class ProvenChunks:
+    """The chunk files that this process has seen to be what their names say.
+
+    A file is known by inode, size and time of its last change: another one is hashed anew.
+    """
+
+    def __init__(self) -> None:
+        self._proven: dict[str, tuple[int, int, int]] = {}
+        self._hashing: dict[Path, asyncio.Task[bool]] = {}
+
+    def __contains__(self, path: Path) -> bool:
+        """Whether the file is there and proven."""
+        seen = _identity(path)
+        return seen is not None and self._proven.get(path.name) == seen
+
+    def add(self, path: Path) -> None:
+        """The caller has checked every byte on its way into this file."""
+        seen = _identity(path)
+        if seen is not None:
+            self._note(path.name, seen)
+
+    async def prove(self, path: Path) -> bool:
+        """Whether the file is there and right; hashed once, however many ask."""
+        if path in self:
+            return True
+        if path not in self._hashing:
+            task = asyncio.create_task(self._hash(path))
+            self._hashing[path] = task
+            task.add_done_callback(lambda done: self._hashing.pop(path))
+        return await asyncio.shield(self._hashing[path])
+
+    async def _hash(self, path: Path) -> bool:
+        seen = _identity(path)
+        if seen is None or await asyncio.to_thread(_digest, path) != path.name:
+            return False
+        self._note(path.name, seen)
+        return True
+
+    def _note(self, digest: str, seen: tuple[int, int, int]) -> None:
+        if len(self._proven) >= _MAX_PROVEN:  # what is still served is hashed once more
+            self._proven.clear()
+        self._proven[digest] = seen
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _digest(path: Path) -> str | None:
+    """BLAKE3 of a file, None where it cannot be read. (Of a mapped file a bad disk would kill.)"""
+    hasher = blake3()
+    buffer = bytearray(_READ_BYTES)
+    view = memoryview(buffer)
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                hasher.update(view[:count])
+    except OSError:
+        return None
+    return hasher.hexdigest()
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size == len(data) and file.read() == data
+    except FileNotFoundError:
+        return False
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = temporary_name(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
+        temporary.rename(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"cannot store a chunk: {error.strerror or error}",
+            place=str(path),
+            remedy="free disk space or mend the permissions, then publish again",
+        ) from error
