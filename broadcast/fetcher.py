@@ -32,6 +32,8 @@ POLL_S = 20.0
 """Length of one long poll."""
 GRACE_S = 5.0
 """What a server may take to answer on top of the time that it was asked to hold a poll."""
+_LAST_GRACE_S = 1.0
+"""The same for the last poll before a deadline."""
 _SMALL_TIMEOUT_S = 15.0
 _STATIC_POLL_S = 0.5
 _SLOWEST_BYTES_PER_S = 256 * 1024
@@ -144,6 +146,7 @@ class Fetcher:
             manifest = await self._checked(
                 upstream,
                 lambda roles: open_manifest(data, run=self._run, publishers=roles.publisher),
+                deadline,
             )
             if manifest.version != version:
                 raise Lie(f"is of version {manifest.version}")
@@ -230,7 +233,7 @@ class Fetcher:
             asked = time.monotonic()
             hold_s = min(POLL_S, max(0.0, deadline - asked))
             try:
-                latest = await self._latest_of(upstream, floor, hold_s)
+                latest = await self._latest_of(upstream, floor, hold_s, deadline + _LAST_GRACE_S)
                 upstream.succeeded()
                 answered.add(upstream)
                 if latest.version > floor:
@@ -245,14 +248,17 @@ class Fetcher:
                 return None
             await asyncio.sleep(max(0.0, pause_s))
 
-    async def _latest_of(self, upstream: Upstream, floor: int, hold_s: float) -> Latest:
+    async def _latest_of(
+        self, upstream: Upstream, floor: int, hold_s: float, deadline: float
+    ) -> Latest:
         query = f"after={floor}&wait={hold_s:.3f}"
         url = f"{upstream.url}/{layout.latest_name(self._run)}?{query}"
-        data = await get(
-            self._session, url, max_bytes=latest_format.MAX_BYTES, timeout_s=hold_s + GRACE_S
-        )
+        timeout_s = _within(deadline, hold_s + GRACE_S)
+        data = await get(self._session, url, max_bytes=latest_format.MAX_BYTES, timeout_s=timeout_s)
         latest = await self._checked(
-            upstream, lambda roles: open_latest(data, run=self._run, publishers=roles.publisher)
+            upstream,
+            lambda roles: open_latest(data, run=self._run, publishers=roles.publisher),
+            deadline,
         )
         if latest.version < self.seen_version:
             # A relay that lags is no liar, but it must not take us back.
@@ -267,15 +273,15 @@ class Fetcher:
             self.seen_version, self.seen_digest = latest.version, latest.manifest_digest
         return latest
 
-    async def _checked(self, upstream: Upstream, check: Callable[[Roles], T]) -> T:
+    async def _checked(self, upstream: Upstream, check: Callable[[Roles], T], deadline: float) -> T:
         """Runs a check with the roles; where it fails, once more with the newest roles."""
         roles = self.roles
         if roles is None or time.time() > roles.expires + CLOCK_SKEW_S:
-            roles = await self._newest_roles(upstream)
+            roles = await self._newest_roles(upstream, deadline)
         try:
             return check(roles)
         except BadSignature as error:
-            newest = await self._newest_roles(upstream)
+            newest = await self._newest_roles(upstream, deadline)
             if newest == roles:
                 raise Lie(str(error)) from error
             roles = newest
@@ -284,12 +290,11 @@ class Fetcher:
         except BadSignature as error:
             raise Lie(str(error)) from error
 
-    async def _newest_roles(self, upstream: Upstream) -> Roles:
+    async def _newest_roles(self, upstream: Upstream, deadline: float) -> Roles:
         """roles.json of a server, unless the one held was issued later (keys get revoked)."""
         url = f"{upstream.url}/{layout.roles_name(self._run)}"
-        data = await get(
-            self._session, url, max_bytes=roles_format.MAX_BYTES, timeout_s=_SMALL_TIMEOUT_S
-        )
+        timeout_s = _within(deadline, _SMALL_TIMEOUT_S)
+        data = await get(self._session, url, max_bytes=roles_format.MAX_BYTES, timeout_s=timeout_s)
         try:
             roles = open_roles(data, root_public_key=self._root, run=self._run)
         except BadSignature as error:
