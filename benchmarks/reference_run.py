@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from runspec.estimate.assumed import Assumed
-from runspec.estimate.broadcast import broadcast_times, version_bytes
+from runspec.estimate.broadcast import broadcast_times
 from runspec.estimate.flops import forward_flops, step_flops
 from runspec.estimate.hardware import DEVICES
 from runspec.estimate.model import model_config
 from runspec.estimate.run import draws
 from runspec.estimate.speed import Decode, decode_speed
 from runspec.estimate.timeline import Lengths, Model, Replica, simulate
+from runspec.estimate.version_size import version_bytes
 from runspec.lint.check import check_spec
 from runspec.spec.load import SpecFiles
 from runspec.spec.schema import RunSpec

@@ -145,6 +145,14 @@ def _broadcast(estimate: RunEstimate, console: Console) -> None:
         return
     slowest = estimate.arrivals[-1]
     _title(console, "Broadcast", f"{_time(slowest.seconds)} until all have a version")
+    whole, follower = estimate.version_bytes, estimate.follower_bytes
+    joiner = estimate.joiner_bytes
+    if whole and follower and joiner and follower < whole:
+        note = (
+            f"as a delta of {size(follower)}, {whole / follower:.0f} times smaller; who joins "
+            f"fetches up to {size(joiner)}, in {_time(joiner / slowest.rate)} at the slowest"
+        )
+        _say(console, note)
     table = _table("path", ">rate", ">time", "limited by")
     for folding in (table.columns[1], table.columns[-1]):
         folding.no_wrap, folding.overflow = False, "fold"

@@ -23,6 +23,17 @@ LOAD_BYTES_S = 2e9
 """Rate at which a sampler reads a version from its disk, checks it and loads it, bytes/s."""
 PUBLISH_BYTES_S = 1e9
 """Rate at which the publisher turns a checkpoint into signed files, bytes/s."""
+DIFF_BYTES_S = 1e9
+"""Rate at which it compares two versions and encodes what differs, bytes/s of one of them."""
+REBUILD_BYTES_S = 1e9
+"""Rate at which a sampler copies the version that it holds, applies a delta and checks all of it,
+bytes/s."""
+CHANGED_SHARE = 0.01
+"""Share of the bf16 weights whose bits a step changes at the learning rates of such runs: about
+1 % (PULSE, arXiv 2602.03839)."""
+LORA_GAIN = 10.0
+"""Best learning rate of adapters over that of all weights."""
+_SIGNIFICAND_BITS = {"float32": 24, "bfloat16": 8}
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,28 @@ def filtered_share(spec: RunSpec) -> Assumed:
         return Assumed("filtered share", 0.0, "share", "algorithm.filters: none is on")
     said = spec.estimate.filtered_share
     return _first("filtered share", said, 0.0, "share", "estimate.filtered_share")
+
+
+def changed_share(spec: RunSpec, hidden_size: int) -> Assumed:
+    """Share of the published elements whose bits one version changes.
+
+    AdamW moves a weight by about lr (with adapters, lr / 10). A usual weight is about D^-1/2, where
+    numbers of p significant bits lie some D^-1/2 2^-p apart, so the share is about lr D^1/2 2^p,
+    and from 1 on all of them. No less than `CHANGED_SHARE` is assumed, which was measured.
+
+    Args:
+        spec: of the run.
+        hidden_size: D.
+    """
+    said = spec.estimate.changed_share
+    if said is not None:
+        return Assumed("changed share", said, "share", "estimate.changed_share")
+    bits = _SIGNIFICAND_BITS[spec.broadcast.dtype]
+    lr = spec.optimizer.lr / (LORA_GAIN if spec.learner.lora else 1.0)
+    moved = min(1.0, lr * hidden_size**0.5 * 2**bits)
+    if moved > CHANGED_SHARE:
+        return Assumed("changed share", moved, "share", "optimizer.lr and broadcast.dtype")
+    return Assumed("changed share", CHANGED_SHARE, "share", "PULSE, arXiv 2602.03839")
 
 
 def mean_prompt_tokens(spec: RunSpec) -> Assumed:

@@ -1,4 +1,4 @@
-"""How many bytes a policy version has, and when everybody has it, over the links that are declared.
+"""When everybody has a policy version, over the links that are declared.
 
 A node forwards a chunk once it has it whole and checked (cut-through), so along a path
 
@@ -13,26 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf, prod
+from math import inf
 
-from bridge.config import ModelConfig
-from bridge.shards import file_header, plan_shards
-from bridge.weight_map import hf_shapes
 from runspec.spec.schema import RunSpec
 
 ORIGIN = "origin"
-_TYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
-
-
-def version_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of a version's safetensors files, headers included, exactly as the bridge writes them.
-
-    Left out: config.json, the tokenizer's files and manifest.json, some megabytes.
-    """
-    code, width = _TYPES[dtype]
-    shards = plan_shards(dict(hf_shapes(config)), width)
-    headers = sum(len(file_header(shard, code, width)) for shard in shards)
-    return headers + width * sum(prod(shape) for _, shape in hf_shapes(config))
 
 
 @dataclass(frozen=True)
@@ -77,7 +62,7 @@ def arrivals(spec: RunSpec, size: float) -> list[Arrival]:
 
     Args:
         spec: links, relays and pools.
-        size: bytes of a version.
+        size: bytes that travel for a version.
     """
     chunk = min(float(spec.broadcast.chunk_bytes), size)
     reached = {ORIGIN: _Reached((ORIGIN,), inf, 0.0, "")}

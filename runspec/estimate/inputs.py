@@ -47,6 +47,7 @@ def inputs(spec: RunSpec, config: ModelConfig | None) -> tuple[Assumed, ...]:
         *filter(None, [check_tokens_per_s(spec, config)]),
         Assumed("publishing", assumed.PUBLISH_BYTES_S, "bytes/s", _OURS),
         Assumed("loading", assumed.LOAD_BYTES_S, "bytes/s", _OURS),
+        *_deltas(spec, config),
         *_links(spec),
     )
 
@@ -82,6 +83,13 @@ def _hardware(hardware: Hardware, path: str, *fields: str) -> Iterator[Assumed]:
             source = f"{path}.{field}" if said else f"table of {hardware.kind}"
             name, unit = _FIELDS[field]
             yield Assumed(f"{hardware.kind} {name}", value, unit, source)
+
+
+def _deltas(spec: RunSpec, config: ModelConfig | None) -> Iterator[Assumed]:
+    if spec.broadcast.format == "delta" and config is not None:
+        yield assumed.changed_share(spec, config.hidden_size)
+        yield Assumed("finding what changed", assumed.DIFF_BYTES_S, "bytes/s", _OURS)
+        yield Assumed("rebuilding from a delta", assumed.REBUILD_BYTES_S, "bytes/s", _OURS)
 
 
 def _links(spec: RunSpec) -> Iterator[Assumed]:

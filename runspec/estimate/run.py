@@ -12,7 +12,7 @@ from typing import Any
 from bridge.config import ModelConfig
 from runspec.estimate import assumed
 from runspec.estimate.assumed import Assumed
-from runspec.estimate.broadcast import Arrival, arrivals, version_bytes
+from runspec.estimate.broadcast import Arrival, arrivals, broadcast_times
 from runspec.estimate.flops import StepFlops, step_flops
 from runspec.estimate.hardware import device_count, device_of
 from runspec.estimate.inputs import check_tokens_per_s, inputs
@@ -28,6 +28,7 @@ from runspec.estimate.speed import (
 )
 from runspec.estimate.steady import Timeline, timeline
 from runspec.estimate.timeline import Lengths, Model, Replica
+from runspec.estimate.version_size import VersionSize, version_size
 from runspec.spec.schema import RunSpec, SamplerPool
 
 
@@ -62,8 +63,13 @@ class RunEstimate:
     learner: LearnerEstimate
     samplers: tuple[PoolEstimate, ...]
     version_bytes: int | None
+    """Of a whole version."""
+    follower_bytes: float | None
+    """Of it, what travels to those who hold the version before."""
+    joiner_bytes: float | None
+    """What travels at most to those who hold none."""
     arrivals: tuple[Arrival, ...]
-    """Over declared links, the slowest last."""
+    """With those who hold the version before; over declared links, the slowest last."""
     validators: int
     validator_tokens_per_s: float | None
     """Of one."""
@@ -100,8 +106,8 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
         spec: of the run.
         config: the model's shape; None where nothing here knows it.
     """
-    size = version_bytes(config, spec.broadcast.dtype) if config is not None else None
-    slowest_last = tuple(arrivals(spec, size)) if size is not None else ()
+    size = version_size(spec, config) if config is not None else None
+    slowest_last = tuple(arrivals(spec, size.follower)) if size is not None else ()
     unknown = tuple(_unknown(spec, config))
     check = check_tokens_per_s(spec, config)
     settled = None if unknown or size is None else timeline(run_model(spec, config, size))
@@ -117,7 +123,9 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
             step_s=learner_seconds(spec, config),
         ),
         samplers=pools,
-        version_bytes=size,
+        version_bytes=size.whole if size else None,
+        follower_bytes=size.follower if size else None,
+        joiner_bytes=size.joiner if size else None,
         arrivals=slowest_last,
         validators=spec.verify.validators,
         validator_tokens_per_s=check.value if check else None,
@@ -131,19 +139,19 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
     )
 
 
-def run_model(spec: RunSpec, config: ModelConfig | None, size: float) -> Model:
+def run_model(spec: RunSpec, config: ModelConfig | None, size: VersionSize) -> Model:
     """The spec as the simulation sees it.
 
     Args:
         spec: all of whose speeds are known.
         config: the model's shape.
-        size: bytes of a version.
+        size: of a version.
     """
     train_s = learner_seconds(spec, config)
     check = check_tokens_per_s(spec, config)
     assert train_s is not None, "asked for the model of an unknown speed"
     prompt = assumed.mean_prompt_tokens(spec).value
-    share = spec.verify.prefill_share
+    share, deltas = spec.verify.prefill_share, spec.broadcast.format == "delta"
 
     def check_s(lengths: Lengths) -> float:
         assert check is not None, "asked for the model of an unknown speed"
@@ -162,7 +170,8 @@ def run_model(spec: RunSpec, config: ModelConfig | None, size: float) -> Model:
         groups=spec.algorithm.prompts_per_step,
         async_level=spec.algorithm.async_level,
         train_s=train_s,
-        publish_s=size / assumed.PUBLISH_BYTES_S,
+        publish_s=size.whole / assumed.PUBLISH_BYTES_S
+        + (size.whole / assumed.DIFF_BYTES_S if deltas else 0.0),
         replicas=tuple(_replicas(spec, config, size, prompt)),
         validators=spec.verify.validators,
         check_s=check_s,
@@ -205,9 +214,10 @@ def draws(
 
 
 def _replicas(
-    spec: RunSpec, config: ModelConfig | None, size: float, prompt: float
+    spec: RunSpec, config: ModelConfig | None, size: VersionSize, prompt: float
 ) -> Iterator[Replica]:
-    fetch = {arrival.name: arrival.seconds for arrival in arrivals(spec, size)}
+    fetch = broadcast_times(spec, size.follower)
+    rebuild_s = size.whole / assumed.REBUILD_BYTES_S if size.follower < size.whole else 0.0
     for pool in spec.samplers:
         speed = decode_speed(pool, spec, config)
         assert speed is not None, "asked for the model of an unknown speed"
@@ -217,8 +227,8 @@ def _replicas(
         for index in range(pool.replicas):
             yield Replica(
                 pool=pool.name,
-                fetch_s=fetch.get(f"{pool.name}-{index}", 0.0),
-                load_s=size / assumed.LOAD_BYTES_S,
+                fetch_s=fetch.get(f"{pool.name}-{index}", 0.0) + rebuild_s,
+                load_s=size.whole / assumed.LOAD_BYTES_S,
                 lease_groups=lease_groups(pool, spec),
                 sample_s=sample_s,
             )

@@ -202,6 +202,7 @@ def readers_names(readers: Sequence[Readers], spec: RunSpec) -> list[str]:
     """The roles of this machine that read rolling fields, by name, in the order of their turns."""
     names = {
         "coordinator": ["coordinator"],
+        "publisher": ["publisher"],
         "validators": validator_names(spec),
         "samplers": list(worker_names(spec)),
     }

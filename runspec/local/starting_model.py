@@ -32,7 +32,8 @@ def link_model(initial: Path, model: Path, tokenizer: Path | None) -> None:
         initial.symlink_to(model)
         return
     require_fitting(tokenizer, model)
-    files = {path.name: path for path in model.iterdir() if path.name not in TOKENIZER_NAMES}
+    present = (path for path in model.iterdir() if path.is_file())  # of a version, no delta/
+    files = {path.name: path for path in present if path.name not in TOKENIZER_NAMES}
     named = (tokenizer / name for name in TOKENIZER_NAMES)
     files |= {path.name: path for path in named if path.is_file()}
     with new_directory(initial) as folder:

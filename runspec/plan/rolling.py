@@ -7,11 +7,14 @@ from typing import Literal
 
 from runspec.plan.changes import Change, of_class
 
-Readers = Literal["coordinator", "validators", "samplers"]
+Readers = Literal["coordinator", "publisher", "validators", "samplers"]
 
-ORDER: tuple[Readers, ...] = ("coordinator", "validators", "samplers")
+ORDER: tuple[Readers, ...] = ("coordinator", "publisher", "validators", "samplers")
 """The coordinator first: it serves the spec that the others read."""
 READERS: dict[str, tuple[Readers, ...]] = {
+    # Whoever serves and fetches versions goes by their manifests.
+    "broadcast.format": ("publisher",),
+    "broadcast.anchor_every": ("publisher",),
     "verify.engine": ("coordinator", "validators"),
     "verify.prefill_share": ("coordinator", "validators"),
     "verify.thresholds": ("coordinator", "validators"),

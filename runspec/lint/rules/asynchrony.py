@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runspec.estimate.broadcast import arrivals, version_bytes
+from runspec.estimate.broadcast import arrivals
 from runspec.estimate.rates import step_seconds
+from runspec.estimate.version_size import version_size
 from runspec.lint.registry import Context, Violation, rule
 from runspec.lint.rules.relays import graph_is_sound
 
@@ -67,9 +68,10 @@ def broadcast_time(context: Context) -> Iterator[Violation]:
     The step that trains a rollout is at most `async_level` after the version that sampled it. Where
     a version travels longer than that many steps last, the worker at the end of the slowest
     declared path always samples too late: its rollouts expire, or the learner waits. A version of
-    P parameters has 2 P bytes (4 P in float32), sent over the links that `download` and `upload`
-    declare, cut-through and shared (`runspec.estimate.broadcast`); step_s is the longer of
-    training and sampling, neither waiting (`runspec.estimate.rates`). INTELLECT-2
+    P parameters has 2 P bytes (4 P in float32), its delta as many as changed elements take
+    (`runspec.estimate.version_size`), sent over the links that `download` and `upload` declare,
+    cut-through and shared (`runspec.estimate.broadcast`); step_s is the longer of training and
+    sampling, neither waiting (`runspec.estimate.rates`). INTELLECT-2
     (arXiv 2505.07291): 14 minutes for 62 GB, steps of 22, async level 2. Silent where no link is
     declared, a speed is not known, or async_level is 0 and every step waits by intent.
     """
@@ -77,23 +79,25 @@ def broadcast_time(context: Context) -> Iterator[Violation]:
     level = spec.algorithm.async_level
     if config is None or level == 0 or not graph_is_sound(spec):
         return
-    size = version_bytes(config, spec.broadcast.dtype)
-    reached = arrivals(spec, size)
+    size = version_size(spec, config)
+    reached = arrivals(spec, size.follower)
     step_s = step_seconds(spec, config) if reached else None
     if step_s is None or reached[-1].seconds <= level * step_s:
         return
     slowest = reached[-1]
+    helps = size.delta < size.follower and arrivals(spec, size.delta)[-1].seconds <= level * step_s
     yield Violation(
         tuple(slowest.limit.split(".")),
         f"{slowest.name} has a version {slowest.seconds:.0f} s after it is published, by way of "
         f"{', '.join(slowest.path[:-1])}; {level} steps last {level * step_s:.0f} s",
         numbers={
-            "version_bytes": size,
+            "version_bytes": round(size.follower),
             "rate_bytes_s": round(slowest.rate),
             "broadcast_s": float(f"{slowest.seconds:.4g}"),
             "async_level": level,
             "step_s": float(f"{step_s:.4g}"),
         },
         requires="broadcast_s <= async_level x step_s",
-        suggestion="a faster link, more relays, or a higher async_level",
+        suggestion=("broadcast.format: delta, " if helps else "")
+        + "a faster link, more relays, or a higher async_level",
     )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from runspec.estimate.assumed import LORA_GAIN
 from runspec.lint.registry import Context, Violation, rule
 
 LEAST_MOVE, LARGEST_MOVE = 5e-5, 0.5
 """lr x hidden size between which fine-tuning is known to work."""
-LORA_GAIN = 10.0
-"""Best learning rate of adapters over that of all weights."""
 NARROWEST, WIDEST = 64, 16384
 """Hidden sizes between which a model lies whose shape is not known."""
 

@@ -124,3 +124,6 @@ class Estimate(Block):
     """Mean length of an output; null: of the targets, or half of max_new_tokens."""
     filtered_share: Share | None = None
     """Share of the groups that the filters drop."""
+    changed_share: Share | None = None
+    """Share of the published elements whose bits a version changes; null: 0.01 in bfloat16, more
+    where the learning rate is high, and 1 in float32."""

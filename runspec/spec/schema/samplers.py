@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from runspec.spec.fields import HOT, NEWRUN, RESTART, SITE, Unit
+from runspec.spec.fields import HOT, NEWRUN, RESTART, ROLLING, SITE, Unit
 from runspec.spec.schema.block import Block, FloatType
 from runspec.spec.schema.learner import Hardware
 from runspec.spec.values import (
@@ -123,12 +123,14 @@ class Broadcast(Block):
 
     dtype: Annotated[FloatType, NEWRUN] = "bfloat16"
     """Type of the published weights: a policy version is these bits."""
-    format: Literal["full"] = "full"
-    """What is published of a version: all of it."""
+    format: Annotated[Literal["full", "delta"], ROLLING, SITE] = "full"
+    """What is published of a version: `full`, all of it; `delta`, the elements that changed since
+    the one before, and all of it where that is not smaller or an anchor is due."""
     keep_versions: Annotated[Count, Unit("versions")] = 5
     """Newest versions that origin and relays keep."""
-    anchor_every: Annotated[Count, Unit("versions")] = 20
-    """Versions between full copies that deltas start from."""
+    anchor_every: Annotated[Count, Unit("versions"), ROLLING, SITE] = 20
+    """Of format `delta`: versions from one full copy (anchor) to the next; the latest, and all
+    deltas after it, are kept for those who join."""
     chunk_bytes: Annotated[Count, Unit("bytes"), NEWRUN] = 16 * 1024 * 1024
     """Of an object; each is hashed by itself. A version that was published in other pieces would
     be another version."""

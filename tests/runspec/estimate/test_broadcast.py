@@ -1,25 +1,17 @@
 from __future__ import annotations
 
-from pathlib import Path
-
-import ml_dtypes
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.safetensors_io import write_safetensors
-from bridge.shards import plan_shards
-from bridge.weight_map import hf_shapes
-from runspec.estimate.broadcast import arrivals, broadcast_times, version_bytes
+from runspec.estimate.broadcast import arrivals, broadcast_times
 from runspec.spec.schema import Broadcast, Origin, Relay, RunSpec
 from tests.runspec.estimate.shipped import shipped
 
 SIZE = 64e6
 """Bytes of a version here."""
 CHUNK = 1e6
-BASE, QWQ = shipped()
-LAPTOP = shipped(profile="laptop")[1]
+BASE, _ = shipped()
 
 
 def links(
@@ -55,26 +47,6 @@ def relay(
 
 def bits(rate: float | None) -> float | None:
     return None if rate is None else 8 * rate
-
-
-@pytest.mark.parametrize(
-    ("dtype", "numpy"), [("float32", np.float32), ("bfloat16", ml_dtypes.bfloat16)]
-)
-def test_a_version_weighs_what_the_bridge_writes(tmp_path: Path, dtype: str, numpy: type) -> None:
-    shapes = dict(hf_shapes(LAPTOP))
-
-    zeros = (np.zeros(shape, numpy) for shape in shapes.values())
-    write_safetensors(tmp_path / "model.safetensors", shapes, np.dtype(numpy), zeros)
-
-    assert (tmp_path / "model.safetensors").stat().st_size == version_bytes(LAPTOP, dtype)
-
-
-def test_a_large_version_is_several_files() -> None:
-    shards = plan_shards(dict(hf_shapes(QWQ)), 2)
-
-    # 32,763,876,352 parameters of two bytes, and a header in each file.
-    assert len(shards) == 14
-    assert 0 < version_bytes(QWQ, "bfloat16") - 2 * 32_763_876_352 < 14 * 10_000
 
 
 def test_nothing_declared_is_nothing_known() -> None:

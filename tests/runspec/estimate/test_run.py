@@ -35,6 +35,8 @@ def test_keys_are_stable_and_everything_is_json() -> None:
         "learner",
         "samplers",
         "version_bytes",
+        "follower_bytes",
+        "joiner_bytes",
         "arrivals",
         "validators",
         "validator_tokens_per_s",

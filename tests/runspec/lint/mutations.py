@@ -338,6 +338,26 @@ RULES = {
         kinds=FLEET,
         also=frozenset({"validator-capacity"}),
     ),
+    "delta-gain": Mutation(put(broadcast__format="delta", estimate={"changed_share": 0.9})),
+    "anchor-distance": Mutation(
+        put(
+            broadcast__format="delta",
+            broadcast__anchor_every=1000,
+            estimate={"changed_share": 0.01},
+        )
+    ),
+    "whole-versions": Mutation(
+        both(
+            put(
+                algorithm__async_level=0,
+                algorithm__prompts_per_step=64,
+                algorithm__group_size=8,
+                estimate={"mean_new_tokens": 1000.0},
+            ),
+            all_pools(download="100kbit/s", tokens_per_s=0.03),
+        ),
+        kinds=FLEET,
+    ),
     "no-validators": Mutation(put(verify__validators=0)),
     "untrusted-unseeded": Mutation(put(pool__trust="untrusted", pool__sampling__seeded=False)),
     "untrusted-unproven": Mutation(put(pool__trust="untrusted", verify__prefill_share=0.0)),

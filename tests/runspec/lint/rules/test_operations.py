@@ -186,23 +186,59 @@ def test_a_long_chain_and_a_large_cycle_of_relays_take_no_time() -> None:
 
 def test_the_slowest_declared_link_decides() -> None:
     # given a version of 65.5 GB, steps of 775 s and two relays, the second behind 200 Mbit/s
-    [found] = find(
-        FLEET,
+    slow = (
         "samplers.pool={tokens_per_s: 100000, replicas: 2}",
         "broadcast.relays={eu: {download: 10Gbit/s}, us: {download: 200Mbit/s}}",
     )
+    [found] = find(FLEET, *slow)
     assert (found.code, found.path) == ("broadcast-time", "broadcast.relays.us.download")
     assert found.numbers["broadcast_s"] == pytest.approx(65.5e9 * 8 / 200e6, rel=0.01)
     assert found.numbers["step_s"] == pytest.approx(774.5, rel=0.01)
-    # when versions may lag by twice as many steps
-    # then they are in time
-    assert find(
-        FLEET,
-        "samplers.pool={tokens_per_s: 100000, replicas: 2}",
-        "broadcast.relays={eu: {download: 10Gbit/s}, us: {download: 200Mbit/s}}",
-        "algorithm.async_level=4",
-        "broadcast.keep_versions=6",
-    ) == []  # fmt: skip
+    # when versions may lag by twice as many steps, then they are in time, if only just
+    later = ("algorithm.async_level=4", "broadcast.keep_versions=6")
+    assert [f.code for f in find(FLEET, *slow, *later)] == ["whole-versions"]
+    # and with deltas, which the rule suggests, at once
+    assert found.suggestion.startswith("broadcast.format: delta")
+    assert find(FLEET, *slow, "broadcast.format=delta") == []
+
+
+def test_deltas_are_not_suggested_to_a_link_that_carries_none() -> None:
+    # given a link over which even 1 % of a version takes 22 hours
+    [found] = find(FLEET, "samplers.pool={tokens_per_s: 100000, download: 100kbit/s}")
+    assert (found.code, found.path) == ("broadcast-time", "samplers.pool.download")
+    assert "delta" not in found.suggestion
+    # nor where a run sends them already
+    delta = ["samplers.pool={tokens_per_s: 100000, download: 100kbit/s}", "broadcast.format=delta"]
+    [found] = find(FLEET, *delta)
+    assert found.numbers["version_bytes"] == pytest.approx(986e6, rel=0.01)
+    assert "delta" not in found.suggestion
+
+
+def test_a_delta_that_every_update_fills_gains_nothing() -> None:
+    # given a bf16 run at rates from the reference's to what moves every weight by half a step of it
+    shares = []
+    for lr in ("3e-7", "3e-6", "1e-5", "5e-5"):
+        found = find(FLEET, "broadcast.format=delta", f"optimizer.lr={lr}")
+        shares.append([f.numbers["changed_share"] for f in found if f.code == "delta-gain"])
+    # then only the largest is spoken of: 5e-5 x 5120^.5 x 2^8
+    assert shares == [[], [], [], [pytest.approx(0.916, rel=0.01)]]
+    # and not where somebody measured that few change all the same
+    measured = ["broadcast.format=delta", "optimizer.lr=5e-5", "estimate.changed_share=0.02"]
+    assert [f.code for f in find(FLEET, *measured)] == []
+
+
+def test_an_anchor_is_due_before_the_deltas_outweigh_it() -> None:
+    # given deltas of 1 %, 66 of which are a version
+    [found] = find(FLEET, "broadcast={format: delta, anchor_every: 200}")
+    assert (found.code, found.path) == ("anchor-distance", "broadcast.anchor_every")
+    joiner = found.numbers["version_bytes"] + 199 * found.numbers["delta_bytes"]
+    assert found.numbers["joiner_bytes"] == pytest.approx(joiner)
+    # when what is suggested is done, then it is right, and one more would not be
+    assert found.suggestion == "anchor_every: 67 or less"
+    assert find(FLEET, "broadcast={format: delta, anchor_every: 67}") == []
+    assert len(find(FLEET, "broadcast={format: delta, anchor_every: 68}")) == 1
+    # nor is it spoken of where no deltas are sent
+    assert find(FLEET, "broadcast.anchor_every=200") == []
 
 
 def test_what_is_suggested_is_enough() -> None:
