@@ -179,6 +179,7 @@ class Fetcher:
             data = await get(self._session, url, max_bytes=chunk.size, timeout_s=timeout_s)
             if len(data) != chunk.size or await digest_of(data) != chunk.blake3:
                 raise Lie(f"{len(data)} bytes that are not the chunk's {chunk.size}")
+            upstream.received += len(data)
             return data
 
         what = f"{what}, chunk {chunk.blake3[:16]}"

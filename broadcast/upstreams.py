@@ -1,73 +1,238 @@
-"""Which server to ask next: the ones that answer and tell the truth first, with healing."""
+"""Which server to ask next: the one from which the fewest seconds are expected, with healing.
+
+All of it is plain data and a clock passed in: times are seconds of one monotonic clock, sizes bytes.
+
+A server's rate is what it delivers to us over all requests under way. Each request is charged its
+share of the seconds in which the server was busy for us (a second in which four were under way costs
+each a quarter), and the rate is bytes by seconds charged, newest first.
+
+What was learnt fades while a server is not asked: each `HEAL_S` doubles what is expected of it. So
+a server that was slow or broken is tried again in the end, rarely where the others are good.
+"""
 
 from __future__ import annotations
 
 import logging
-import time
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from broadcast.transport import Fault, Lie, NotThere
+from broadcast.transport import Busy, Fault, Lie, NotThere, TooSlow
 
 RETRY_S = (0.1, 2.0)
 """First and longest pause after consecutive failures of a server; each doubles the last."""
 DISTRUST_S = 60.0
 """For how long a server that sent something wrong is asked only where no other is left."""
+HEAL_S = 5.0
+BUSY_S = (1.0, 30.0)
+"""Pause after a 429 that names none, and the longest that is obeyed."""
+AHEAD_S = 0.5
+"""So much data may be under way from one server, in seconds at its rate, ..."""
+AHEAD = (2, 8)
+"""... but not fewer and not more requests than these: a thin link brings the first chunks first,
+and has the next request waiting when one is done."""
+PATIENCE_S = 2.0
+"""For how long a request may be slow before anything is concluded from it."""
+_MEMORY_S = 3.0
+_SLOWEST = 64 * 1024
+_LEAST_SUCCESS = 1 / 64
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A request under way, as the server's books have it."""
+
+    size: int
+    charged_s: float
 
 
 @dataclass(eq=False)
 class Upstream:
-    """One server and what is known of it; times are of the monotonic clock, in seconds."""
+    """One server and what is known of it."""
 
     url: str
-    in_flight: int = 0
     failures: int = 0
+    """In a row."""
     retry_at: float = 0.0
     distrusted_until: float = 0.0
     last_fault: str = "not asked yet"
+    in_flight: int = 0
+    in_flight_bytes: int = 0
+    success: float = 1.0
+    """Share of the requests that brought what was asked for, the last one counting a half."""
+    _bytes: float = 0.0
+    _seconds: float = 0.0
+    _charged_s: float = 0.0
+    _at: float = 0.0
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second, all requests together; None before the first one ended."""
+        return self._bytes / self._seconds if self._seconds else None
+
+    def started(self, now: float, size: int) -> Ticket:
+        """Books a request for `size` bytes."""
+        self._charge(now)
+        self.in_flight += 1
+        self.in_flight_bytes += size
+        return Ticket(size, self._charged_s)
+
+    def ended(self, now: float, ticket: Ticket, received: int) -> None:
+        """Its end, whatever came of it; `received` are the bytes that came."""
+        self._charge(now)
+        self.in_flight -= 1
+        self.in_flight_bytes -= ticket.size
+        share_s = self._charged_s - ticket.charged_s
+        fade = math.exp(-share_s / _MEMORY_S)
+        self._bytes = self._bytes * fade + received
+        self._seconds = self._seconds * fade + share_s
 
     def succeeded(self) -> None:
         self.failures = 0
-        self.retry_at = 0.0
+        self.success = (1 + self.success) / 2
 
-    def failed(self, fault: Fault, what: str, log: logging.Logger) -> None:
-        """Notes a fault; a lie is logged with the server's name at once, the rest when new."""
-        now = time.monotonic()
+    def failed(self, now: float, fault: Fault, what: str, log: logging.Logger) -> None:
+        """Draws the consequences of a fault; one that is the server's own makes it pause."""
+        self.noted(now, fault, what, log)
+        if isinstance(fault, NotThere):
+            return
+        if isinstance(fault, Busy):
+            usual, longest = BUSY_S
+            pause_s = usual if fault.retry_after_s is None else fault.retry_after_s
+            self.retry_at = max(self.retry_at, now + min(pause_s, longest))
+            return
+        self.success = max(self.success / 2, _LEAST_SUCCESS)
+        if not isinstance(fault, TooSlow):
+            self.retry_at = max(self.retry_at, now + _pause_s(self.failures))
+            self.failures += 1
+
+    def noted(self, now: float, fault: Fault, what: str, log: logging.Logger) -> None:
+        """Remembers a fault for messages; a lie is logged at once, the rest when new."""
         text = f"{what}: {fault}"
         if isinstance(fault, Lie):
             self.distrusted_until = now + DISTRUST_S
             log.warning("%s sent something wrong: %s; avoiding it", self.url, text)
-        elif text != self.last_fault and not isinstance(fault, NotThere):
+        elif text != self.last_fault and not isinstance(fault, NotThere | Busy):
             log.warning("%s: %s", self.url, text)
         self.last_fault = text
-        first, longest = RETRY_S
+
+    def expected_s(self, now: float, size: int) -> float:
+        """Seconds until `size` more bytes are here, behind what is under way."""
+        rate = self.rate
+        if rate is None:  # to be tried, by one request at first
+            return math.inf if self.in_flight else 0.0
+        idle_s = 0.0 if self.in_flight else now - self._at
+        hope = 2 ** min(idle_s / HEAL_S, 100.0)
+        return (self.in_flight_bytes + size) / (max(rate, _SLOWEST) * self.success * hope)
+
+    def has_room(self, size: int) -> bool:
+        """Whether another chunk should be asked for before one of those under way is here."""
+        fewest, most = AHEAD
+        ahead = (self.rate or 0.0) * AHEAD_S
+        return self.in_flight < fewest or (
+            self.in_flight < most and self.in_flight_bytes + size <= ahead
+        )
+
+    def _charge(self, now: float) -> None:
+        if self.in_flight:
+            self._charged_s += (now - self._at) / self.in_flight
+        self._at = now
+
+
+@dataclass
+class Wanted:
+    """Something asked for until it is had, and its own experience with the servers."""
+
+    size: int = 0
+    """Bytes; 0 for what is so small that it need not wait for room."""
+    shunned: set[Upstream] = field(default_factory=set)
+    """Lied about it or were too slow with it: asked only where no other is left."""
+    missing: dict[Upstream, int] = field(default_factory=dict)
+    """How often each said that it has no such thing."""
+    _not_before: dict[Upstream, float] = field(default_factory=dict)
+
+    def failed(self, now: float, upstream: Upstream, fault: Fault) -> None:
+        if isinstance(fault, Lie | TooSlow):
+            self.shunned.add(upstream)
         if isinstance(fault, NotThere):
-            self.retry_at = now + first
-        else:
-            self.retry_at = now + min(longest, first * 2 ** min(self.failures, 10))
-            self.failures += 1
+            times = self.missing.get(upstream, 0)
+            self._not_before[upstream] = now + _pause_s(times)
+            self.missing[upstream] = times + 1
+
+    def ready_at(self, upstream: Upstream) -> float:
+        return max(upstream.retry_at, self._not_before.get(upstream, 0.0))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The server to ask now; or, where `upstream` is None, what to wait for."""
+
+    upstream: Upstream | None
+    pause_s: float = 0.0
+    """Until a server may be asked again; 0 where all that lacks is room."""
 
 
 class Upstreams:
-    """The servers that one client or relay knows, in order of preference."""
+    """The servers that one client or relay knows.
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    Args:
+        urls: their base URLs.
+        most: requests for chunks under way at a time, over all servers.
+    """
+
+    def __init__(self, urls: Sequence[str], most: int) -> None:
         self.all = [Upstream(url) for url in dict.fromkeys(urls)]
+        self._most = most
 
-    def choose(self, avoid: Collection[Upstream] = ()) -> tuple[Upstream, float]:
-        """The server to ask now, and the seconds to wait before asking it.
+    def choose(self, now: float, wanted: Wanted) -> Choice:
+        """Of the servers that need no pause, the one that is expected to be done first.
 
-        Of those not pausing after a failure: not one of `avoid` before one of them, not a
-        distrusted one before a trusted one, then the one with the fewest requests in flight.
+        One shunned for this or distrusted is asked only where no other is ready. Where the best
+        has no room it is waited for: the others are expected to take longer.
         """
-        now = time.monotonic()
-        ready = [u for u in self.all if u.retry_at <= now]
+        ready = [u for u in self.all if wanted.ready_at(u) <= now]
         if not ready:
-            soonest = min(self.all, key=lambda u: u.retry_at)
-            return soonest, soonest.retry_at - now
-        best = min(ready, key=lambda u: (u in avoid, u.distrusted_until > now, u.in_flight))
-        return best, 0.0
+            return Choice(None, min(wanted.ready_at(u) for u in self.all) - now)
+        best = min(
+            ready,
+            key=lambda u: (
+                u in wanted.shunned,
+                u.distrusted_until > now,
+                u.expected_s(now, wanted.size),
+                u.in_flight,
+            ),
+        )
+        full = sum(u.in_flight for u in self.all) >= self._most or not best.has_room(wanted.size)
+        return Choice(None if wanted.size and full else best)
+
+    def is_hopeless(
+        self, now: float, wanted: Wanted, upstream: Upstream, received: int, elapsed_s: float
+    ) -> bool:
+        """Whether all of it should be had elsewhere long before the rest has come from here."""
+        if elapsed_s < PATIENCE_S:
+            return False
+        here_s = (wanted.size - received) * elapsed_s / max(received, 1)
+        others = [
+            u.expected_s(now, wanted.size)
+            for u in self.all
+            if u is not upstream and _is_a_way_out(now, wanted, u)
+        ]
+        return here_s > PATIENCE_S + 3 * min(others, default=math.inf)
 
     def faults(self) -> str:
         """What was last wrong with each, for a message."""
         return "; ".join(f"{u.url}: {u.last_fault}" for u in self.all)
+
+
+def _is_a_way_out(now: float, wanted: Wanted, upstream: Upstream) -> bool:
+    return (
+        upstream.rate is not None
+        and wanted.ready_at(upstream) <= now
+        and upstream.distrusted_until <= now
+        and upstream not in wanted.shunned
+    )
+
+
+def _pause_s(before: int) -> float:
+    first, longest = RETRY_S
+    return min(longest, first * 2 ** min(before, 10))
