@@ -58,6 +58,8 @@ class Upstream:
     last_fault: str = "not asked yet"
     in_flight: int = 0
     in_flight_bytes: int = 0
+    received: int = 0
+    """Bytes that came from it, over all requests that ended."""
     success: float = 1.0
     """Share of the requests that brought what was asked for, the last one counting a half."""
     _bytes: float = 0.0
@@ -82,6 +84,7 @@ class Upstream:
         self._charge(now)
         self.in_flight -= 1
         self.in_flight_bytes -= ticket.size
+        self.received += received
         share_s = self._charged_s - ticket.charged_s
         fade = math.exp(-share_s / _MEMORY_S)
         self._bytes = self._bytes * fade + received
