@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from broadcast.download import PARTIAL, download
+from broadcast.assemble import ApplyDeltas, Assembly, BadBase, Patience, Recipe, delta_applier
+from broadcast.cache import Cache
+from broadcast.chain import Link, Unknown, cheapest
+from broadcast.download import download
 from broadcast.fetcher import Fetcher
-from broadcast.manifest import FILE_NAME, MAX_BYTES
-from runspec.common.files import read_bounded
-from runspec.common.hashing import digest_bytes
+from broadcast.manifest import WeightsManifest
+from broadcast.progress import EVERY_S
+from broadcast.transport import Access
+from runspec.common.errors import UserError
 from runspec.common.latest import Latest
 
 T = TypeVar("T")
+Manifests = Mapping[int, WeightsManifest]
 _LOG = logging.getLogger(__name__)
 
 
@@ -28,52 +31,155 @@ class AsyncWeightsClient:
     """The client for use inside an event loop; `WeightsClient` explains the methods."""
 
     def __init__(
-        self, urls: Sequence[str], *, run: str, root_public_key: str, cache_dir: Path
+        self,
+        urls: Sequence[str],
+        *,
+        run: str,
+        root_public_key: str,
+        cache_dir: Path,
+        access: Access | None = None,
+        report_every_s: float = EVERY_S,
     ) -> None:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        self._cache = cache_dir
-        self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """One download of a version at a time: its parts lie in one directory."""
-        self._fetcher = Fetcher(urls, run=run, root_public_key=root_public_key, folder=cache_dir)
+        self._cache = Cache(cache_dir, run=run)
+        self._fetcher = Fetcher(
+            urls,
+            run=run,
+            root_public_key=root_public_key,
+            folder=cache_dir,
+            access=access or Access(),
+        )
+        self._distrusted: set[int] = set()
+        """Held versions that deltas did not turn into what they should."""
+        self._report_every_s = report_every_s
 
     async def latest(self, after: int | None, wait_s: float) -> Latest | None:
         return await self._fetcher.latest(after, wait_s)
 
     async def fetch(self, version: int, *, manifest_digest: str | None, deadline_s: float) -> Path:
-        async with self._turns[version]:
-            return await self._fetch(version, manifest_digest, deadline_s)
-
-    async def _fetch(self, version: int, manifest_digest: str | None, deadline_s: float) -> Path:
+        deadline = time.monotonic() + deadline_s
         if manifest_digest is None and version == self._fetcher.seen_version:
             manifest_digest = self._fetcher.seen_digest
-        final = self._cache / f"v{version}"
-        if final.exists():
-            held = digest_bytes(read_bounded(final / FILE_NAME, MAX_BYTES))
-            if manifest_digest in (None, held):
-                return final
-            _LOG.warning("%s holds another manifest (%s): fetching anew", final, held[:16])
-            shutil.rmtree(final)
-        started = time.monotonic()
-        deadline = started + deadline_s
-        manifest, data = await self._fetcher.manifest(version, manifest_digest, deadline)
-        received = await download(self._fetcher, manifest, data, final, deadline)
-        _LOG.info(
-            "version %d fetched: %d of %d bytes over the network, %.2f s",
-            version,
-            received,
-            sum(info.size for info in manifest.objects.values()),
-            time.monotonic() - started,
-        )
-        return final
+        held = self._cache.digest(version)
+        if held is not None and manifest_digest in (None, held):
+            return self._cache.whole(version)
+        async with self._cache.making(version, deadline):
+            held = self._cache.digest(version)  # perhaps someone else has just fetched it
+            if held is not None and manifest_digest in (None, held):
+                return self._cache.whole(version)
+            if held is not None:
+                _LOG.warning("version %d is here as %s: fetching anew", version, held[:16])
+                self._cache.remove(version)
+            with self._cache.reading() as versions:
+                return await self._obtain(version, manifest_digest, versions, deadline)
 
     def prune(self, keep: set[int]) -> None:
-        for path in [*self._cache.glob("v*"), *self._cache.glob(f"{PARTIAL}v*")]:
-            number = path.name.removeprefix(PARTIAL)[1:]
-            if number.isdecimal() and int(number) not in keep:
-                shutil.rmtree(path)
+        self._cache.prune(keep)
 
     async def close(self) -> None:
         await self._fetcher.close()
+
+    async def _obtain(
+        self, version: int, digest: str | None, held: Manifests, deadline: float
+    ) -> Path:
+        """Fetches a version, once more from an anchor where a held base turns out damaged."""
+        started = time.monotonic()
+        manifest, data = await self._fetcher.manifest(version, digest, deadline)
+        usable = held.keys() - self._distrusted
+        patience = Patience(deadline)
+        while True:
+            recipe = await self._recipe(manifest, data, held, usable, deadline)
+            assembly = Assembly(recipe, self._cache, patience)
+            try:
+                received = await download(
+                    self._fetcher,
+                    assembly,
+                    held,
+                    _applier(recipe),
+                    patience=patience,
+                    deadline=deadline,
+                    report_every_s=self._report_every_s,
+                )
+                break
+            except BadBase as error:
+                if assembly.resumed:
+                    _LOG.warning("what a killed fetch left: %s; making it anew", error)
+                elif recipe.base is not None:
+                    _LOG.warning("%s; not building on that any more, fetching an anchor", error)
+                    self._distrusted.add(recipe.start.version)
+                    usable = set()
+                else:
+                    raise
+        path = self._cache.whole(version)
+        _LOG.info(
+            "version %d fetched%s: %d bytes over the network for %d, %.2f s",
+            version,
+            _way(recipe),
+            received,
+            sum(file.stat().st_size for file in path.iterdir()),
+            time.monotonic() - started,
+        )
+        return path
+
+    async def _recipe(
+        self,
+        manifest: WeightsManifest,
+        data: bytes,
+        held: Manifests,
+        usable: set[int],
+        deadline: float,
+    ) -> Recipe:
+        """The way that moves the fewest bytes, looking up as many older manifests as that takes."""
+        target = manifest.version
+        here = {info.blake3 for other in held.values() for info in other.objects.values()}
+        manifests = {target: manifest}
+        links: dict[int, Link | None] = {target: _link(manifest, here)}
+        while isinstance(chain := cheapest(target, links, usable), Unknown):
+            older = await self._older(chain.version, deadline)
+            links[chain.version] = _link(older, here) if older is not None else None
+            if older is not None:
+                manifests[chain.version] = older
+        return Recipe(
+            manifest=manifest,
+            data=data,
+            start=held[chain.start] if chain.held else manifests[chain.start],
+            base=self._cache.whole(chain.start) if chain.held else None,
+            deltas=tuple(manifests[version] for version in chain.deltas),
+        )
+
+    async def _older(self, version: int, deadline: float) -> WeightsManifest | None:
+        """An older version's manifest; None where no server has it any more."""
+        try:
+            manifest, _ = await self._fetcher.manifest(version, None, deadline, patient=False)
+        except UserError as error:
+            if time.monotonic() > deadline:
+                raise
+            _LOG.info("%s", error)
+            return None
+        return manifest
+
+
+def _link(manifest: WeightsManifest, here: set[str]) -> Link:
+    """What the planner needs to know; a file of which there is a copy here costs nothing."""
+    files = [manifest.objects[name] for name in manifest.files if manifest.is_anchor]
+    return Link(
+        base=manifest.base,
+        delta=sum(info.size for info in manifest.delta.values()),
+        whole=sum(info.size for info in files if info.blake3 not in here)
+        if manifest.is_anchor
+        else None,
+    )
+
+
+def _applier(recipe: Recipe) -> ApplyDeltas | None:
+    return delta_applier() if recipe.deltas else None
+
+
+def _way(recipe: Recipe) -> str:
+    if not recipe.deltas:
+        return ""
+    start = "held" if recipe.base is not None else "fetched"
+    numbers = ", ".join(str(delta.version) for delta in recipe.deltas)
+    return f" from {start} version {recipe.start.version} and deltas {numbers}"
 
 
 class WeightsClient:
@@ -84,10 +190,19 @@ class WeightsClient:
         run: the run's id.
         root_public_key: pinned; all trust starts there.
         cache_dir: versions appear here as `v<N>`; partial downloads are kept here and resumed.
+        access: token and certificates for the servers.
+        report_every_s: seconds between two lines in the log on how far a fetch is.
     """
 
     def __init__(
-        self, urls: Sequence[str], *, run: str, root_public_key: str, cache_dir: Path
+        self,
+        urls: Sequence[str],
+        *,
+        run: str,
+        root_public_key: str,
+        cache_dir: Path,
+        access: Access | None = None,
+        report_every_s: float = EVERY_S,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -97,7 +212,12 @@ class WeightsClient:
 
         async def make() -> AsyncWeightsClient:
             return AsyncWeightsClient(
-                urls, run=run, root_public_key=root_public_key, cache_dir=cache_dir
+                urls,
+                run=run,
+                root_public_key=root_public_key,
+                cache_dir=cache_dir,
+                access=access,
+                report_every_s=report_every_s,
             )
 
         try:
@@ -119,11 +239,14 @@ class WeightsClient:
     def fetch(self, version: int, *, manifest_digest: str | None, deadline_s: float) -> Path:
         """Fetches a version: `cache_dir/v<N>`, whole and checked; at once where it is there.
 
+        Of all ways the one that moves the fewest bytes: the files of an anchor, or deltas on the
+        files of a version that is here or of an older anchor.
+
         Args:
             version: which.
             manifest_digest: the only manifest accepted (of a lease or latest.json); None accepts
                 any that a publisher of the run signed.
-            deadline_s: seconds to give up after.
+            deadline_s: seconds to give up after. Deltas that have all come are still applied.
 
         Returns:
             The directory: the published files and `manifest.json`.
@@ -136,7 +259,7 @@ class WeightsClient:
         )
 
     def prune(self, keep: set[int]) -> None:
-        """Removes fetched versions other than `keep`, partial ones too."""
+        """Removes versions other than `keep`, partial ones too, but none that a fetch works on."""
         self._client.prune(keep)
 
     def cancel(self) -> None:

@@ -1,0 +1,145 @@
+"""The versions that a client has, and who makes, reads or removes one just now.
+
+    CACHE/v<N>/           a whole, checked version: its files and manifest.json
+    CACHE/.partial-v<N>/  what becomes it by one rename
+    CACHE/.deltas-v<N>/   deltas to be applied there
+    CACHE/.lock-v<N>      locked (flock) by who makes or removes it, shared by who copies from it
+
+The locks hold among threads, clients and processes; a killed one lets go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
+from runspec.common.hashing import digest_bytes
+from runspec.common.signed import BadSignature
+
+PARTIAL = ".partial-"
+DELTAS = ".deltas-"
+_LOCK = ".lock-"
+_REMOVED = ".removed-"
+_LOOK_EVERY_S = 0.02
+
+
+class Cache:
+    """A folder of versions of one run."""
+
+    def __init__(self, folder: Path, *, run: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._run = run
+
+    def whole(self, version: int) -> Path:
+        return self.folder / f"v{version}"
+
+    def partial(self, version: int) -> Path:
+        return self.folder / f"{PARTIAL}v{version}"
+
+    def deltas(self, version: int) -> Path:
+        return self.folder / f"{DELTAS}v{version}"
+
+    def digest(self, version: int) -> str | None:
+        """The manifest digest of a version that is here; its bytes were checked as they came."""
+        try:
+            return digest_bytes(read_bounded(self.whole(version) / FILE_NAME, MAX_BYTES))
+        except FileNotFoundError:
+            return None
+
+    @asynccontextmanager
+    async def making(self, version: int, deadline: float) -> AsyncIterator[None]:
+        """Nobody else makes, removes or reads this version meanwhile.
+
+        Raises:
+            UserError: someone else still did at the deadline.
+        """
+        while (descriptor := self._lock(version, fcntl.LOCK_EX)) is None:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"version {version} is still being fetched or copied by someone else",
+                    place=str(self._lock_path(version)),
+                    remedy="wait for that one, end it, or fetch into another directory",
+                )
+            await asyncio.sleep(_LOOK_EVERY_S)
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def reading(self) -> Iterator[dict[int, WeightsManifest]]:
+        """The whole versions that are here; none of them is removed meanwhile."""
+        locks: dict[int, int] = {}
+        try:
+            for version in self._numbers("v"):
+                if (descriptor := self._lock(version, fcntl.LOCK_SH)) is not None:
+                    locks[version] = descriptor
+            yield {v: manifest for v in locks if (manifest := self._manifest(v)) is not None}
+        finally:
+            for descriptor in locks.values():
+                os.close(descriptor)
+
+    def remove(self, version: int) -> None:
+        """Removes a version, the caller having it for itself; none is ever half removed."""
+        for path in (self.whole(version), self.partial(version), self.deltas(version)):
+            if path.exists():
+                path.rename(self.folder / f"{_REMOVED}{uuid.uuid4().hex}")
+        self._sweep()
+
+    def prune(self, keep: set[int]) -> None:
+        """Removes what there is of other versions, but nothing that a fetch makes or reads."""
+        self._sweep()
+        forms = ("v", f"{PARTIAL}v", f"{DELTAS}v", f"{_LOCK}v")
+        found = {number for form in forms for number in self._numbers(form)}
+        for version in found - keep:
+            descriptor = self._lock(version, fcntl.LOCK_EX)
+            if descriptor is None:
+                continue
+            try:
+                self.remove(version)
+                self._lock_path(version).unlink()
+            finally:
+                os.close(descriptor)
+
+    def _sweep(self) -> None:
+        for path in self.folder.glob(f"{_REMOVED}*"):  # also of a process that was killed
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _numbers(self, form: str) -> list[int]:
+        texts = (path.name.removeprefix(form) for path in self.folder.glob(f"{form}*"))
+        return sorted(int(text) for text in texts if text.isascii() and text.isdecimal())
+
+    def _manifest(self, version: int) -> WeightsManifest | None:
+        try:
+            data = read_bounded(self.whole(version) / FILE_NAME, MAX_BYTES)
+            manifest = open_manifest(data, run=self._run, publishers=None)
+        except (BadSignature, UserError, OSError):
+            return None  # another run's, or a folder that we did not make: nothing to build on
+        return manifest if manifest.version == version else None
+
+    def _lock_path(self, version: int) -> Path:
+        return self.folder / f"{_LOCK}v{version}"
+
+    def _lock(self, version: int, mode: int) -> int | None:
+        """The descriptor that holds the lock until it is closed; None where another has it."""
+        path = self._lock_path(version)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+            if path.stat().st_ino == os.fstat(descriptor).st_ino:  # else it was just unlinked
+                return descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(descriptor)
+        return None
