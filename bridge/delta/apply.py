@@ -4,135 +4,201 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
-from blake3 import blake3
 
 from bridge.delta.container import SUFFIX, DeltaFile, read_delta_file
-from bridge.delta.layout import FileLayout, read_layout, tensor_shapes
-from bridge.delta.segments import SEGMENT_ELEMENTS, MalformedSegment, overwrite
+from bridge.delta.layout import (
+    TENSORS_NAME,
+    FileLayout,
+    Records,
+    bits_dtype,
+    read_layout,
+    read_records,
+    tensor_segments,
+    tensor_shapes,
+)
+from bridge.delta.segments import MalformedSegment, overwrite
 from bridge.safetensors_io import TensorInfo, listed
-from bridge.tensors import model_digest
+from bridge.tensors import model_digest, tensor_digest
 from runspec.common.errors import UserError
 
+_MAX_THREADS = 8
+"""More of them wait for memory."""
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux: maps all pages at once, not one a fault
+Block = tuple[Path, memoryview]
+"""One tensor's bytes in a delta file, and that file."""
+Check = Callable[[TensorInfo, np.ndarray], None]
+"""Looks at a tensor's bits after the last delta."""
 
-def delta_tensors(directory: Path, delta: Path) -> dict[str, dict[str, Any]]:
-    """The records {dtype, shape, blake3} of the version that a delta makes of a directory.
+
+def delta_tensors(directory: Path, delta: Path) -> Records:
+    """The records {dtype, shape, blake3} of the version that a delta makes of a directory's.
+
+    Args:
+        directory: holds the base, or any version of the same layout.
+        delta: what `write_delta` wrote.
 
     Raises:
         UserError: malformed weights or delta, or one of another layout.
     """
     layout = read_layout(directory)
-    digests = {
-        name: tensor.blake3
-        for file in layout
-        for name, tensor in _open(file, delta).header.tensors.items()
+    deltas = [_open(file, delta) for file in layout]
+    digests = {name: t.blake3 for file in deltas for name, t in file.header.tensors.items()}
+    return {
+        name: {**shape, "blake3": digests[name]} for name, shape in tensor_shapes(layout).items()
     }
-    return {name: {**shape, "blake3": digests[name]} for name, shape in tensor_shapes(layout)}
 
 
 def apply_deltas(
     directory: Path, deltas: Sequence[Path], tensors: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Turns the weights in a directory into a later version's, in place.
+    """Turns the weights in a directory into a later version's, in place on the mapped files.
 
-    What is there may be the base, the target, or a mixture that a crash left: the deltas overwrite.
-    At the end every tensor's digest is compared, those included that no delta touches.
+    What lies there may be the base, the target, or a mixture that a crash left: deltas overwrite.
+    At the end the digest of every tensor is compared, of those too that no delta touches. In
+    memory are one segment (`bridge.delta.segments`) a thread and the headers.
 
     Args:
-        directory: Hugging Face directory that holds the first delta's base.
+        directory: holds the weights that the first delta was made against.
         deltas: delta directories, each made against what the one before it makes.
         tensors: records {dtype, shape, blake3} of the version that the last delta makes.
 
     Raises:
-        UserError: names file and tensor. A delta of another layout, base or target is refused
-            before a byte is written; a malformed one, or a base that was damaged, leaves weights
-            that are of no use and must be removed.
+        UserError: names the file, and the tensor where it is one. A delta of another layout, base
+            or target is refused before a byte is written. After a malformed block or a digest that
+            differs the weights are of no version, and the directory must be removed.
     """
     layout = read_layout(directory)
-    shapes = {name: {"dtype": r["dtype"], "shape": list(r["shape"])} for name, r in tensors.items()}
-    if dict(tensor_shapes(layout)) != shapes:
-        raise UserError("holds other tensors than the version has", place=str(directory))
+    target = {name: dict(record) for name, record in tensors.items()}
+    shapes = {n: {k: v for k, v in r.items() if k != "blake3"} for n, r in target.items()}
+    if tensor_shapes(layout) != shapes:
+        raise UserError("holds other tensors than the version to be made", place=str(directory))
     chains = [[_open(file, delta) for delta in deltas] for file in layout]
-    _check_chain(chains, model_digest({n: dict(r) for n, r in tensors.items()}))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    _check_versions(directory, layout, chains, model_digest(target))
+
+    def check(info: TensorInfo, bits: np.ndarray) -> None:
+        if tensor_digest(bits) != target[info.name]["blake3"]:
+            raise UserError(
+                f"tensor {info.name}: its bits are not those of the version to be made",
+                place=str(info.file),
+                remedy="the weights that the delta was applied to were others, or damaged: "
+                "remove them and fetch the version whole",
+            )
+
+    with ThreadPoolExecutor(_threads()) as pool:
         for file, chain in zip(layout, chains, strict=True):
-            _apply_file(file, chain, tensors, pool)
+            overwrite_file(file, chain, check, pool)
+
+
+def overwrite_file(
+    file: FileLayout, chain: Sequence[DeltaFile], check: Check, pool: ThreadPoolExecutor
+) -> None:
+    """Applies a chain of delta files to one weights file, a tensor a task of the pool.
+
+    Raises:
+        UserError: a malformed block, by delta file and tensor, or what `check` raises.
+    """
+    try:
+        with file.path.open("r+b") as weights:
+            deltas = [(delta.path, _blocks(delta, file.tensors)) for delta in chain]
+
+            def work(info: TensorInfo) -> None:
+                blocks = [(path, blocks[info.name]) for path, blocks in deltas]
+                bits = _mapped(weights, info)
+                _overwrite_tensor(info, bits, blocks)
+                check(info, bits)
+
+            for _ in pool.map(work, sorted(file.tensors, key=lambda t: t.nbytes, reverse=True)):
+                pass
+    except OSError as error:
+        raise UserError(f"cannot apply a delta: {error.strerror}", place=str(file.path)) from error
+
+
+def _threads() -> int:
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def _open(file: FileLayout, delta: Path) -> DeltaFile:
+    """The delta of a weights file, made for its layout."""
     opened = read_delta_file(delta / (file.path.name + SUFFIX))
-    if opened.header.layout != file.digest:
+    names, expected = set(opened.header.tensors), {info.name for info in file.tensors}
+    if opened.header.layout != file.digest or names != expected:
+        odd = f" (tensors {listed(names ^ expected)[:500]})" if names != expected else ""
         raise UserError(
-            f"made for weights of another layout than {file.path}", place=str(opened.path)
+            f"a delta for weights of another layout than those in {file.path}{odd}",
+            place=str(opened.path),
         )
-    names = {info.name for info in file.tensors}
-    if set(opened.header.tensors) != names:
-        odd = listed(names ^ set(opened.header.tensors))
-        raise UserError(f"tensors {odd[:500]} are not those of {file.path}", place=str(opened.path))
     return opened
 
 
-def _check_chain(chains: list[list[DeltaFile]], target: str) -> None:
-    for chain in chains:
-        for delta, after in zip(chain, chain[1:], strict=False):
-            if delta.header.target != after.header.base:
-                raise UserError(f"does not continue {delta.path}", place=str(after.path))
-        if chain and chain[-1].header.target != target:
-            raise UserError("makes another version", place=str(chain[-1].path))
-
-
-def _apply_file(
-    file: FileLayout,
-    chain: list[DeltaFile],
-    tensors: Mapping[str, Mapping[str, Any]],
-    pool: ThreadPoolExecutor,
+def _check_versions(
+    directory: Path, layout: list[FileLayout], chains: list[list[DeltaFile]], target: str
 ) -> None:
-    with file.path.open("r+b") as weights:
-        mapped = mmap.mmap(weights.fileno(), 0)
-        blocks = [_blocks(delta, file.tensors) for delta in chain]
-        list(
-            pool.map(
-                lambda info: _apply_tensor(
-                    info, mapped, [b[info.name] for b in blocks], tensors[info.name]["blake3"]
-                ),
-                file.tensors,
+    """Refuses deltas that do not lead from what the directory says it holds to the target."""
+    for chain in chains:
+        for delta, after in pairwise(chain):
+            if delta.header.target != after.header.base:
+                raise UserError(f"not made against what {delta.path} makes", place=str(after.path))
+        if chain and chain[-1].header.target != target:
+            raise UserError(
+                "makes another version than the one asked for", place=str(chain[-1].path)
             )
-        )
+    if not (directory / TENSORS_NAME).exists():
+        return
+    # Base or target: the version's other files may have come before its weights.
+    held = model_digest(read_records(directory, layout))
+    for chain in chains:
+        known = {target, *(delta.header.base for delta in chain)}
+        if held not in known:
+            raise UserError(
+                f"made against another version than the one in {directory}",
+                place=str(chain[0].path if chain else directory),
+            )
+
+
+def _mapped(weights: IO[bytes], info: TensorInfo) -> np.ndarray:
+    """[elements] the bits of a tensor in its file: what is written there is written to the file."""
+    if not info.nbytes:
+        return np.empty(0, bits_dtype(info))
+    before = info.offset % mmap.ALLOCATIONGRANULARITY
+    pages = mmap.mmap(
+        weights.fileno(),
+        before + info.nbytes,
+        flags=mmap.MAP_SHARED | _POPULATE,
+        offset=info.offset - before,
+    )
+    return np.frombuffer(pages, bits_dtype(info), offset=before)
 
 
 def _blocks(delta: DeltaFile, tensors: Sequence[TensorInfo]) -> dict[str, memoryview]:
-    data = memoryview(mmap.mmap(os.open(delta.path, os.O_RDONLY), 0, prot=mmap.PROT_READ))
+    with delta.path.open("rb") as file:
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     at = delta.start
     blocks = {}
     for info in tensors:
-        size = delta.header.tensors[info.name].nbytes
-        blocks[info.name] = data[at : at + size]
-        at += size
+        blocks[info.name] = data[at : at + delta.header.tensors[info.name].nbytes]
+        at += len(blocks[info.name])
     return blocks
 
 
-def _apply_tensor(
-    info: TensorInfo, mapped: mmap.mmap, blocks: list[memoryview], digest: str
-) -> None:
-    dtype = np.dtype(f"<u{info.dtype.itemsize}")
-    target = np.frombuffer(mapped, dtype, info.nbytes // dtype.itemsize, info.offset)
-    hasher = blake3()
-    blocks = [block for block in blocks if len(block)]
-    try:
-        for at in range(0, len(target), SEGMENT_ELEMENTS):
-            segment = target[at : at + SEGMENT_ELEMENTS]
-            blocks = [block[overwrite(segment, block) :] for block in blocks]
-            hasher.update(segment.view(np.uint8).data)
-        if any(len(block) for block in blocks):
-            raise MalformedSegment("bytes after the last segment")
-    except MalformedSegment as error:
-        raise UserError(
-            f"tensor {info.name}: malformed delta: {error}", place=str(info.file)
-        ) from error
-    if hasher.hexdigest() != digest:
-        raise UserError(f"tensor {info.name}: digest differs", place=str(info.file))
+def _overwrite_tensor(info: TensorInfo, bits: np.ndarray, blocks: Sequence[Block]) -> None:
+    for path, block in blocks:
+        rest, at = block, 0
+        try:
+            for cut in tensor_segments(info):
+                size = (cut.stop - cut.start) // info.dtype.itemsize
+                rest = rest[overwrite(bits[at : at + size], rest) :]
+                at += size
+            if rest:
+                raise MalformedSegment(f"{len(rest)} bytes after the last segment")
+        except MalformedSegment as error:
+            raise UserError(
+                f"tensor {info.name}: malformed delta: {error} (element {at} and after)",
+                place=str(path),
+            ) from error

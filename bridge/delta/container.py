@@ -6,8 +6,8 @@
     blocks   of the tensors in the order of the weights file, `bytes` long each, nothing after them
 
 `base` and `target` are model digests, `layout` that of the weights file's header, `blake3` the
-digest of the tensor as the target has it. A block is empty where nothing changed, else the coded
-segments of the tensor, one after the other.
+digest of the tensor as the target has it. A block is the coded segments of the tensor
+(`bridge.delta.segments`), one after the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DeltaTensor:
     blake3: str
     """Of the tensor as the target has it."""
     nbytes: int
-    """Of its block; 0 where nothing changed."""
+    """Of its block."""
 
 
 @dataclass(frozen=True)

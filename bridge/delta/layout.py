@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.safetensors_io import TensorInfo, read_headers
-from bridge.tensors import dtype_name
+import numpy as np
+
+from bridge.delta.segments import SEGMENT_ELEMENTS
+from bridge.safetensors_io import TensorInfo, read_headers, read_tensor
+from bridge.tensors import dtype_name, tensor_digest
+from runspec.common.canonical import MalformedJson, parse_object
 from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
+from runspec.common.files import read_bounded
+from runspec.common.hashing import digest_bytes, is_digest
+
+TENSORS_NAME = "tensors.json"
+_MAX_TENSORS_BYTES = 64 * 1024 * 1024
+Records = dict[str, dict[str, Any]]
+"""For each tensor {dtype, shape, blake3}, as a manifest says them."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +52,48 @@ def _file_layout(path: Path, tensors: list[TensorInfo]) -> FileLayout:
         header = length + file.read(int.from_bytes(length, "little"))
         size = file.seek(0, 2)
     ends = [len(header), *(info.offset + info.nbytes for info in tensors)]
-    if [info.offset for info in tensors] + [size] != ends:
+    if [*(info.offset for info in tensors), size] != ends:
         raise UserError("its tensors do not lie one after the other", place=str(path))
     return FileLayout(path, digest_bytes(header), tuple(tensors))
 
 
-def tensor_shapes(layout: list[FileLayout]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, {dtype, shape}) of every tensor, as a manifest says them."""
-    for file in layout:
-        for info in file.tensors:
-            yield info.name, {"dtype": dtype_name(info.dtype), "shape": list(info.shape)}
+def bits_dtype(info: TensorInfo) -> np.dtype:
+    """The unsigned type whose elements are the bits of a tensor's."""
+    return np.dtype(f"<u{info.dtype.itemsize}")
+
+
+def tensor_segments(info: TensorInfo) -> list[slice]:
+    """Where in its file the segments of a tensor lie, in bytes."""
+    step, end = SEGMENT_ELEMENTS * info.dtype.itemsize, info.offset + info.nbytes
+    return [slice(at, min(at + step, end)) for at in range(info.offset, end, step)]
+
+
+def tensor_shapes(layout: list[FileLayout]) -> Records:
+    """{dtype, shape} of every tensor."""
+    return {
+        info.name: {"dtype": dtype_name(info.dtype), "shape": list(info.shape)}
+        for file in layout
+        for info in file.tensors
+    }
+
+
+def read_records(directory: Path, layout: list[FileLayout]) -> Records:
+    """Each tensor's record, as `tensors.json` says, or computed where there is none.
+
+    Raises:
+        UserError: `tensors.json` is malformed or speaks of other tensors.
+    """
+    path = directory / TENSORS_NAME
+    shapes = tensor_shapes(layout)
+    if not path.exists():
+        infos = [info for file in layout for info in file.tensors]
+        return {i.name: {**shapes[i.name], "blake3": tensor_digest(read_tensor(i))} for i in infos}
+    try:
+        data = read_bounded(path, _MAX_TENSORS_BYTES)
+        records = parse_object(data, max_bytes=_MAX_TENSORS_BYTES)["tensors"]
+        said = {name: {k: v for k, v in r.items() if k != "blake3"} for name, r in records.items()}
+        if said != shapes or not all(is_digest(r["blake3"]) for r in records.values()):
+            raise MalformedJson("not of the weights beside it")
+    except (OSError, MalformedJson, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"not the tensors' records: {error}", place=str(path)) from error
+    return records

@@ -109,13 +109,17 @@ def _gap_bytes(changed: np.ndarray) -> np.ndarray:
 
 
 def _indices(gaps: np.ndarray, changed: int, elements: int) -> np.ndarray:
-    """[changed] intp, strictly ascending and below `elements`: sums of steps of one and more."""
-    skips = gaps == _SKIP
-    steps = gaps.astype(np.int64) + ~skips
-    ends = np.cumsum(steps)
-    where = ends[~skips] - 1
-    if len(where) != changed or skips[-1] or where[-1] >= elements:
-        raise MalformedSegment(f"gaps of {len(where)} elements, not of {changed} in {elements}")
+    """[changed] intp: what the gaps before an element and the elements before it add up to.
+
+    So they ascend strictly, whatever the bytes are.
+    """
+    ends = gaps != _SKIP
+    where = np.cumsum(gaps, dtype=np.intp)[ends]
+    if len(where) != changed or not ends[-1]:
+        raise MalformedSegment(f"gaps of {len(where)} elements instead of {changed}")
+    where += np.arange(changed)
+    if where[-1] >= elements:
+        raise MalformedSegment(f"element {where[-1]} of {elements}")
     return where
 
 

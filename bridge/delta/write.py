@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -15,16 +14,15 @@ import numpy as np
 
 from bridge.delta.changes import changed_indices
 from bridge.delta.container import SUFFIX, DeltaHeader, DeltaTensor
-from bridge.delta.layout import FileLayout, read_layout, tensor_shapes
-from bridge.delta.segments import SEGMENT_ELEMENTS, encode
-from bridge.safetensors_io import TensorInfo, listed, read_tensor
-from bridge.tensors import model_digest, tensor_digest
-from runspec.common.canonical import MalformedJson, parse_object
+from bridge.delta.layout import FileLayout, bits_dtype, read_layout, read_records, tensor_segments
+from bridge.delta.segments import encode
+from bridge.safetensors_io import TensorInfo, listed
+from bridge.tensors import model_digest
 from runspec.common.errors import UserError
-from runspec.common.files import new_directory, read_bounded
+from runspec.common.files import new_directory
 
-TENSORS_NAME = "tensors.json"
-_MAX_TENSORS_BYTES = 64 * 1024 * 1024
+_AHEAD = 8
+"""Segments a thread that may be coded before the first of them is written."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class TensorChange:
     elements: int
     changed: int
     nbytes: int
-    """Encoded; 0 where nothing changed."""
+    """Of its block in the delta."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,9 @@ class DeltaSummary:
 def write_delta(base_dir: Path, new_dir: Path, out_dir: Path, *, threads: int = 1) -> DeltaSummary:
     """Writes what turns the weights of `base_dir` into those of `new_dir`.
 
-    The bytes are a function of both directories' weights alone. Model digests are taken from
-    `tensors.json` where one lies there, else computed. In memory are the segments under work.
+    The bytes are a function of both directories' weights alone, whatever `threads` is. Digests are
+    taken from `tensors.json` where one lies beside the weights, else computed. In memory are a few
+    segments (`bridge.delta.segments`) a thread.
 
     Args:
         base_dir: Hugging Face directory of the older version.
@@ -77,15 +76,19 @@ def write_delta(base_dir: Path, new_dir: Path, out_dir: Path, *, threads: int = 
     """
     base, new = read_layout(base_dir), read_layout(new_dir)
     _check_same_layout(base, new)
-    base_records, new_records = _records(base_dir, base), _records(new_dir, new)
-    digests = model_digest(base_records), model_digest(new_records)
+    records = read_records(new_dir, new)
+    digests = model_digest(read_records(base_dir, base)), model_digest(records)
     changes: list[TensorChange] = []
     delta_bytes = 0
     try:
         with new_directory(out_dir) as folder, ThreadPoolExecutor(threads) as pool:
             for old_file, new_file in zip(base, new, strict=True):
-                path = folder / (new_file.path.name + SUFFIX)
-                changes += _write_file(path, old_file, new_file, digests, new_records, pool)
+                with tempfile.TemporaryFile(dir=folder) as blocks:
+                    written = _write_blocks(blocks, old_file, new_file, pool, _AHEAD * threads)
+                    header = DeltaHeader(*digests, new_file.digest, _sizes(written, records))
+                    path = folder / (new_file.path.name + SUFFIX)
+                    _write_file(path, header, blocks)
+                changes += written
                 delta_bytes += path.stat().st_size
     except FileExistsError as error:
         raise UserError("exists already", place=str(out_dir), remedy="name a new one") from error
@@ -101,96 +104,61 @@ def write_delta(base_dir: Path, new_dir: Path, out_dir: Path, *, threads: int = 
 
 def _check_same_layout(base: list[FileLayout], new: list[FileLayout]) -> None:
     names = [[file.path.name for file in side] for side in (base, new)]
-    changed = [a.path.name for a, b in zip(base, new, strict=False) if a.digest != b.digest]
-    if names[0] == names[1] and not changed:
-        return
-    what = f"the header of {listed(changed)}" if names[0] == names[1] else "the names of the files"
+    if names[0] != names[1]:
+        what = f"its weights lie in {listed(names[1])}, not in {listed(names[0])}"
+    else:
+        other = [a.path.name for a, b in zip(base, new, strict=True) if a.digest != b.digest]
+        if not other:
+            return
+        what = f"other names, types, shapes or order of tensors in {listed(other)}"
     raise UserError(
-        f"no delta from {base[0].path.parent}: {what} differ",
+        f"no delta from {base[0].path.parent}: {what}",
         place=str(new[0].path.parent),
         remedy="publish this version whole, as an anchor",
     )
 
 
-def _records(directory: Path, layout: list[FileLayout]) -> dict[str, dict[str, Any]]:
-    """Each tensor's {dtype, shape, blake3}, as `tensors.json` says or from the tensors."""
-    path = directory / TENSORS_NAME
-    shapes = dict(tensor_shapes(layout))
-    if not path.exists():
-        infos = {info.name: info for file in layout for info in file.tensors}
-        return {
-            name: {**shape, "blake3": tensor_digest(read_tensor(infos[name]))}
-            for name, shape in shapes.items()
-        }
-    try:
-        records = parse_object(
-            read_bounded(path, _MAX_TENSORS_BYTES), max_bytes=_MAX_TENSORS_BYTES
-        )["tensors"]
-        said = {name: {"dtype": r["dtype"], "shape": r["shape"]} for name, r in records.items()}
-    except (OSError, MalformedJson, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"not a list of tensors: {error}", place=str(path)) from error
-    if said != shapes:
-        raise UserError("lists other tensors than the weights beside it", place=str(path))
-    return records
+def _sizes(
+    changes: list[TensorChange], records: dict[str, dict[str, Any]]
+) -> dict[str, DeltaTensor]:
+    return {c.name: DeltaTensor(records[c.name]["blake3"], c.nbytes) for c in changes}
 
 
-def _write_file(
-    path: Path,
-    base: FileLayout,
-    new: FileLayout,
-    digests: tuple[str, str],
-    records: dict[str, dict[str, Any]],
-    pool: ThreadPoolExecutor,
+def _write_file(path: Path, header: DeltaHeader, blocks: IO[bytes]) -> None:
+    blocks.seek(0)
+    with path.open("xb") as file:
+        file.write(header.encode())
+        shutil.copyfileobj(blocks, file, 2**20)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_blocks(
+    blocks: IO[bytes], base: FileLayout, new: FileLayout, pool: ThreadPoolExecutor, ahead: int
 ) -> list[TensorChange]:
-    changes = []
-    # Blocks first, beside: the header that precedes them says how long they are.
-    with tempfile.TemporaryFile(dir=path.parent) as blocks:
-        for old_info, new_info in zip(base.tensors, new.tensors, strict=True):
-            changes.append(_write_block(blocks, old_info, new_info, pool))
-        header = DeltaHeader(
-            *digests,
-            new.digest,
-            {c.name: DeltaTensor(records[c.name]["blake3"], c.nbytes) for c in changes},
+    """Writes each tensor's segments, coded `ahead` of the writing at most."""
+    segments = [(info, cut) for info in new.tensors for cut in tensor_segments(info)]
+    old_bytes, new_bytes = (np.memmap(file.path, np.uint8, "r") for file in (base, new))
+
+    def code(segment: tuple[TensorInfo, slice]) -> tuple[int, bytes]:
+        info, cut = segment
+        old_bits, new_bits = (side[cut].view(bits_dtype(info)) for side in (old_bytes, new_bytes))
+        changed = changed_indices(old_bits, new_bits)
+        return len(changed), encode(new_bits, changed)
+
+    changed = dict.fromkeys((info.name for info in new.tensors), 0)
+    nbytes = dict(changed)
+    for first in range(0, len(segments), ahead):
+        window = segments[first : first + ahead]
+        for (info, _), (count, coded) in zip(window, pool.map(code, window), strict=True):
+            changed[info.name] += count
+            nbytes[info.name] += blocks.write(coded)
+    return [
+        TensorChange(
+            info.name,
+            info.nbytes // info.dtype.itemsize,
+            changed[info.name],
+            nbytes[info.name],
         )
-        blocks.seek(0)
-        with path.open("xb") as file:
-            file.write(header.encode())
-            while piece := blocks.read(2**20):
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-    return changes
-
-
-def _write_block(
-    blocks: IO[bytes], base: TensorInfo, new: TensorInfo, pool: ThreadPoolExecutor
-) -> TensorChange:
-    elements = new.nbytes // new.dtype.itemsize
-    with bits(base) as old_bits, bits(new) as new_bits:
-        starts = range(0, elements, SEGMENT_ELEMENTS)
-        parts = [
-            (old_bits[at : at + SEGMENT_ELEMENTS], new_bits[at : at + SEGMENT_ELEMENTS])
-            for at in starts
-        ]
-        coded = list(pool.map(lambda part: _code(*part), parts))
-        del parts, old_bits, new_bits
-    changed = sum(count for count, _ in coded)
-    if not changed:
-        return TensorChange(new.name, elements, 0, 0)
-    return TensorChange(new.name, elements, changed, sum(blocks.write(data) for _, data in coded))
-
-
-def _code(old: np.ndarray, new: np.ndarray) -> tuple[int, bytes]:
-    changed = changed_indices(old, new)
-    return len(changed), encode(new, changed)
-
-
-@contextmanager
-def bits(info: TensorInfo) -> Iterator[np.ndarray]:
-    """[elements] unsigned integers of the element's size: a tensor's bits, mapped, read-only."""
-    dtype = np.dtype(f"<u{info.dtype.itemsize}")
-    count = info.nbytes // dtype.itemsize
-    if not count:
-        yield np.empty(0, dtype)
-        return
-    yield np.memmap(info.file, dtype, "r", info.offset, (count,))
+        for info in new.tensors
+    ]
