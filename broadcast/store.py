@@ -126,12 +126,24 @@ def publish(
     return digest
 
 
-def refresh_latest(store: Path, *, run: str, key: SigningKey) -> None:
-    """Signs latest.json again, so that it does not expire; nothing where none is published."""
+def refresh_latest(store: Path, *, run: str, key: SigningKey, roles: bytes | None = None) -> None:
+    """Signs latest.json again, so that it does not expire; nothing where none is published.
+
+    It names the newest version that is stored: one whose publication was cut short before it was
+    announced is announced now.
+
+    Args:
+        store: the store's directory.
+        run: the run's id.
+        key: a publisher's key.
+        roles: the signed roles.json to serve from now on; None leaves the one that is there.
+    """
     with _locked(store, run):
-        newest = newest_version(store, run=run)
+        newest = max(layout.stored_versions(store, run), default=None)
         if newest is None:
             return
+        if roles is not None:
+            write_atomic(store / layout.roles_name(run), roles)
         digest = digest_bytes(read_bounded(store / layout.manifest_name(run, newest), MAX_BYTES))
         write_atomic(
             store / layout.latest_name(run), latest_format.sign_latest(run, newest, digest, key)
