@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from broadcast import layout
+from broadcast.asking import Asker, Attempt
+from broadcast.chunk_pool import THREADS, ChunkPool
+from broadcast.connection import Transfer
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
-from broadcast.transport import Access, Fault, Lie, NotThere, base_url, get, new_session
-from broadcast.upstreams import Upstream, Upstreams
+from broadcast.transport import Access, Fault, Lie, base_url, get, new_session
+from broadcast.upstreams import Upstream, pause_after
 from runspec.common import latest as latest_format
 from runspec.common import roles as roles_format
 from runspec.common.errors import UserError
@@ -37,7 +40,6 @@ _LAST_GRACE_S = 1.0
 _SMALL_TIMEOUT_S = 15.0
 _STATIC_POLL_S = 0.5
 _SLOWEST_BYTES_PER_S = 256 * 1024
-_THREAD_FROM_BYTES = 256 * 1024
 _LOG = logging.getLogger(__name__)
 NO_TOKEN = Access()
 """Open servers; https ones by the system's trust."""
@@ -70,7 +72,8 @@ class Fetcher:
         folder: Path,
         access: Access = NO_TOKEN,
     ) -> None:
-        self.upstreams = Upstreams([base_url(url) for url in urls])
+        self._asker = Asker([base_url(url) for url in urls], most=THREADS)
+        self.upstreams = self._asker.upstreams
         self.latest_bytes: bytes | None = None
         self.seen_version = -1
         """The newest version that a checked latest.json ever named: never gone behind again."""
@@ -83,10 +86,12 @@ class Fetcher:
         self._roles_path = folder / "roles.json"
         self._latest_path = folder / "latest.json"
         self._recall()
+        self._pool = ChunkPool(access, THREADS)
         self._session = new_session(access)
 
     async def close(self) -> None:
         """Closes the connections; nothing may be under way."""
+        self._pool.close()
         await self._session.close()
 
     async def latest(self, after: int | None, wait_s: float) -> Latest | None:
@@ -137,7 +142,8 @@ class Fetcher:
             UserError: not to be had in time; names every server and its fault.
         """
 
-        async def attempt(upstream: Upstream) -> tuple[WeightsManifest, bytes]:
+        async def get_it(attempt: Attempt) -> tuple[WeightsManifest, bytes]:
+            upstream = attempt.upstream
             timeout_s = _within(deadline, _SMALL_TIMEOUT_S)
             url = f"{upstream.url}/{layout.manifest_name(self._run, version)}"
             data = await get(self._session, url, max_bytes=MAX_BYTES, timeout_s=timeout_s)
@@ -152,7 +158,8 @@ class Fetcher:
                 raise Lie(f"is of version {manifest.version}")
             return manifest, data
 
-        return await self._insist(f"manifest of version {version}", attempt, deadline, patient)
+        what = f"manifest of version {version}"
+        return await self._asker.ask(what, get_it, deadline, patient=patient)
 
     async def chunk(
         self, chunk: Chunk, what: str, deadline: float, *, into: Path, offset: int = 0
@@ -173,81 +180,56 @@ class Fetcher:
             OSError: the file cannot be written.
         """
 
-        async def attempt(upstream: Upstream) -> bytes:
-            timeout_s = _within(deadline, chunk_timeout_s(chunk.size))
-            url = f"{upstream.url}/{layout.chunk_name(self._run, chunk.blake3)}"
-            data = await get(self._session, url, max_bytes=chunk.size, timeout_s=timeout_s)
-            if len(data) != chunk.size or await digest_of(data) != chunk.blake3:
-                raise Lie(f"{len(data)} bytes that are not the chunk's {chunk.size}")
-            upstream.received += len(data)
-            return data
+        async def bring(attempt: Attempt) -> None:
+            upstream, transfer = attempt.upstream, Transfer(chunk, into, offset)
+
+            def is_hopeless(elapsed_s: float) -> bool:
+                return self.upstreams.is_hopeless(
+                    time.monotonic(), attempt.wanted, upstream, transfer.received, elapsed_s
+                )
+
+            try:
+                await self._pool.fetch(
+                    upstream.url,
+                    layout.chunk_name(self._run, chunk.blake3),
+                    transfer,
+                    timeout_s=_within(deadline, chunk_timeout_s(chunk.size)),
+                    is_hopeless=is_hopeless,
+                )
+            finally:
+                attempt.received = transfer.received
 
         what = f"{what}, chunk {chunk.blake3[:16]}"
-        data = await self._insist(what, attempt, deadline, patient=True)
-        await asyncio.to_thread(_write_at, into, data, offset)
-
-    async def _insist(
-        self,
-        what: str,
-        attempt: Callable[[Upstream], Awaitable[T]],
-        deadline: float,
-        patient: bool,
-    ) -> T:
-        """Tries server after server until an answer holds or the time is up."""
-        started = time.monotonic()
-        lied: set[Upstream] = set()
-        missing: set[Upstream] = set()
-        while True:
-            upstream, pause_s = self.upstreams.choose(lied)
-            if time.monotonic() + pause_s > deadline:
-                break
-            if pause_s > 0:
-                await asyncio.sleep(pause_s)
-            upstream.in_flight += 1
-            try:
-                result = await attempt(upstream)
-            except Fault as fault:
-                upstream.failed(fault, what, _LOG)
-                if isinstance(fault, Lie):
-                    lied.add(upstream)
-                if isinstance(fault, NotThere):
-                    missing.add(upstream)
-                if not patient and len(missing) == len(self.upstreams.all):
-                    break
-            else:
-                upstream.succeeded()
-                return result
-            finally:
-                upstream.in_flight -= 1
-        raise UserError(
-            f"no {what} after {time.monotonic() - started:.1f} s",
-            place=self.upstreams.faults(),
-            remedy="check that these servers are up and have the version, or name others",
-        )
+        await self._asker.ask(what, bring, deadline, size=chunk.size)
 
     async def _poll(
         self, upstream: Upstream, after: int | None, deadline: float, answered: set[Upstream]
     ) -> Latest | None:
-        """Asks one server for latest.json until it names a newer version or the time is up."""
+        """Asks one server for latest.json until it names a newer version or the time is up.
+
+        What goes wrong here makes no difference to whom chunks are asked of, lies aside.
+        """
         floor = -1 if after is None else after
+        failures = 0
         while True:
             asked = time.monotonic()
             hold_s = min(POLL_S, max(0.0, deadline - asked))
             try:
                 latest = await self._latest_of(upstream, floor, hold_s, deadline + _LAST_GRACE_S)
-                upstream.succeeded()
+                failures = 0
                 answered.add(upstream)
                 if latest.version > floor:
                     return latest
                 # One that answers before its time without news is a plain file server.
                 pause_s = _STATIC_POLL_S if time.monotonic() - asked < hold_s / 2 else 0.0
             except Fault as fault:
-                upstream.failed(fault, "latest.json", _LOG)
-                pause_s = upstream.retry_at - time.monotonic()
+                upstream.noted(time.monotonic(), fault, "latest.json", _LOG)
+                pause_s = pause_after(fault, failures)
+                failures += 1
             if time.monotonic() + pause_s >= deadline:
                 await asyncio.sleep(max(0.0, deadline - time.monotonic()))
                 return None
-            await asyncio.sleep(max(0.0, pause_s))
+            await asyncio.sleep(pause_s)
 
     async def _latest_of(
         self, upstream: Upstream, floor: int, hold_s: float, deadline: float
@@ -350,18 +332,5 @@ async def for_each(
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def digest_of(data: bytes | memoryview) -> str:
-    """BLAKE3, beside the event loop where it takes long enough to matter."""
-    if len(data) < _THREAD_FROM_BYTES:
-        return digest_bytes(data)
-    return await asyncio.to_thread(digest_bytes, data)
-
-
 def _within(deadline: float, limit_s: float) -> float:
     return max(0.1, min(limit_s, deadline - time.monotonic()))
-
-
-def _write_at(path: Path, data: bytes, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(data)

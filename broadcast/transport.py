@@ -6,6 +6,7 @@ import asyncio
 import re
 import ssl
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,7 +17,8 @@ from runspec.common.files import read_bounded
 
 _CONNECT_S = 5.0
 _READ_BUFFER = 1024 * 1024
-_TOKEN = re.compile(r"[!-~]{1,1024}")
+_PRINTABLE = re.compile(r"[!-~]+")
+_SECONDS = re.compile(r"[0-9]{1,9}")
 
 
 class Fault(Exception):
@@ -25,6 +27,19 @@ class Fault(Exception):
 
 class NotThere(Fault):
     """The server answered that it has no such thing (404): no fault of its own."""
+
+
+class Busy(Fault):
+    """The server asks for patience (429): no fault of its own."""
+
+    def __init__(self, retry_after_s: float | None) -> None:
+        super().__init__("too many requests (429)")
+        self.retry_after_s = retry_after_s
+        """How long, as far as it said so; not to be believed beyond reason."""
+
+
+class TooSlow(Fault):
+    """So slow that asking another server was the better bet."""
 
 
 class Lie(Fault):
@@ -45,8 +60,8 @@ class Access:
     """Certificates (PEM) that https servers must chain to; None: those that the system trusts."""
 
     def __post_init__(self) -> None:
-        if self.token is not None and _TOKEN.fullmatch(self.token) is None:
-            raise UserError("a token is 1 to 1024 printable ASCII characters without spaces")
+        if self.token is not None and _PRINTABLE.fullmatch(self.token) is None:
+            raise UserError("a token is made of printable ASCII characters without spaces")
 
     @classmethod
     def read(cls, token_file: Path | None, ca_file: Path | None) -> Access:
@@ -69,8 +84,9 @@ class Access:
         authorization = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         return {"Accept-Encoding": "identity"} | authorization
 
+    @cached_property
     def ssl_context(self) -> ssl.SSLContext:
-        """Certificate and host name are checked.
+        """Checks certificate and host name.
 
         Raises:
             UserError: `ca_file` cannot be read or holds no certificate.
@@ -86,7 +102,7 @@ class Access:
 def new_session(access: Access) -> aiohttp.ClientSession:
     """A session that follows no proxy of the environment, keeps no cookie, inflates nothing."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=64, ssl=access.ssl_context()),
+        connector=aiohttp.TCPConnector(limit=64, ssl=access.ssl_context),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers=access.headers(),
         auto_decompress=False,
@@ -100,13 +116,34 @@ def base_url(text: str) -> str:
     Raises:
         UserError: not http(s)://host[:port][/prefix].
     """
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(text)
+        good = (
+            parts.scheme in ("http", "https")
+            and _PRINTABLE.fullmatch(text) is not None
+            and bool(parts.hostname)
+            and parts.port != 0  # raises ValueError where it is no port
+            and not (parts.query or parts.fragment)
+        )
+        secret = parts.username is not None
+    except ValueError:
+        good = secret = False
+    if secret:
+        raise UserError(
+            "a server's URL with a user's name in it, which would end up in logs",
+            remedy="give a token in a file instead",
+        )
+    if not good:
         raise UserError(
             f"{text!r} is not the URL of an origin or relay",
             remedy="write for example http://127.0.0.1:8080",
         )
     return text.rstrip("/")
+
+
+def seconds(text: str) -> float | None:
+    """The value of a Retry-After header where it is a number of seconds (it may be a date)."""
+    return float(text) if _SECONDS.fullmatch(text) else None
 
 
 async def get(
@@ -122,6 +159,7 @@ async def get(
 
     Raises:
         NotThere: status 404.
+        Busy: status 429.
         Fault: anything else that is not 200 with such a body in time.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
@@ -129,6 +167,8 @@ async def get(
         async with session.get(url, timeout=timeout, allow_redirects=False) as response:
             if response.status == 404:
                 raise NotThere("not there (404)")
+            if response.status == 429:
+                raise Busy(seconds(response.headers.get("Retry-After", "")))
             if response.status != 200:
                 raise Fault(f"status {response.status}")
             if (response.content_length or 0) > max_bytes:

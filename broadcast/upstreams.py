@@ -1,20 +1,21 @@
 """Which server to ask next: the one from which the fewest seconds are expected, with healing.
 
-All of it is plain data and a clock passed in: times are seconds of one monotonic clock, sizes bytes.
+All of it is plain data and a clock passed in: times are seconds of one monotonic clock, sizes are
+bytes.
 
 A server's rate is what it delivers to us over all requests under way. Each request is charged its
-share of the seconds in which the server was busy for us (a second in which four were under way costs
-each a quarter), and the rate is bytes by seconds charged, newest first.
+share of the seconds in which the server was busy for us (a second in which four were under way
+costs each a quarter), and the rate is bytes by seconds charged, newest first.
 
-What was learnt fades while a server is not asked: each `HEAL_S` doubles what is expected of it. So
-a server that was slow or broken is tried again in the end, rarely where the others are good.
+What was learnt fades while a server is not asked: each `HEAL_S` doubles what is hoped of it. So a
+server that was slow or broken is tried again in the end, and rarely where the others are good.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from broadcast.transport import Busy, Fault, Lie, NotThere, TooSlow
@@ -24,6 +25,7 @@ RETRY_S = (0.1, 2.0)
 DISTRUST_S = 60.0
 """For how long a server that sent something wrong is asked only where no other is left."""
 HEAL_S = 5.0
+"""An idle while in which twice as much is hoped of a server as before."""
 BUSY_S = (1.0, 30.0)
 """Pause after a 429 that names none, and the longest that is obeyed."""
 AHEAD_S = 0.5
@@ -34,7 +36,7 @@ and has the next request waiting when one is done."""
 PATIENCE_S = 2.0
 """For how long a request may be slow before anything is concluded from it."""
 _MEMORY_S = 3.0
-_SLOWEST = 64 * 1024
+_SLOWEST = 1024 * 1024
 _LEAST_SUCCESS = 1 / 64
 
 
@@ -69,7 +71,7 @@ class Upstream:
 
     @property
     def rate(self) -> float | None:
-        """Bytes a second, all requests together; None before the first one ended."""
+        """Bytes a second, all requests together; None where nothing ever came."""
         return self._bytes / self._seconds if self._seconds else None
 
     def started(self, now: float, size: int) -> Ticket:
@@ -80,15 +82,19 @@ class Upstream:
         return Ticket(size, self._charged_s)
 
     def ended(self, now: float, ticket: Ticket, received: int) -> None:
-        """Its end, whatever came of it; `received` are the bytes that came."""
+        """Its end, whatever came of it; `received` are the bytes that came.
+
+        A refusal says nothing of the rate. Silence does.
+        """
         self._charge(now)
         self.in_flight -= 1
         self.in_flight_bytes -= ticket.size
         self.received += received
         share_s = self._charged_s - ticket.charged_s
-        fade = math.exp(-share_s / _MEMORY_S)
-        self._bytes = self._bytes * fade + received
-        self._seconds = self._seconds * fade + share_s
+        if received or share_s > PATIENCE_S / 2:
+            fade = math.exp(-share_s / _MEMORY_S)
+            self._bytes = self._bytes * fade + received
+            self._seconds = self._seconds * fade + share_s
 
     def succeeded(self) -> None:
         self.failures = 0
@@ -99,15 +105,11 @@ class Upstream:
         self.noted(now, fault, what, log)
         if isinstance(fault, NotThere):
             return
-        if isinstance(fault, Busy):
-            usual, longest = BUSY_S
-            pause_s = usual if fault.retry_after_s is None else fault.retry_after_s
-            self.retry_at = max(self.retry_at, now + min(pause_s, longest))
-            return
-        self.success = max(self.success / 2, _LEAST_SUCCESS)
         if not isinstance(fault, TooSlow):
-            self.retry_at = max(self.retry_at, now + _pause_s(self.failures))
+            self.retry_at = max(self.retry_at, now + pause_after(fault, self.failures))
+        if not isinstance(fault, Busy):
             self.failures += 1
+            self.success = max(self.success / 2, _LEAST_SUCCESS)
 
     def noted(self, now: float, fault: Fault, what: str, log: logging.Logger) -> None:
         """Remembers a fault for messages; a lie is logged at once, the rest when new."""
@@ -121,12 +123,12 @@ class Upstream:
 
     def expected_s(self, now: float, size: int) -> float:
         """Seconds until `size` more bytes are here, behind what is under way."""
-        rate = self.rate
-        if rate is None:  # to be tried, by one request at first
+        if self.rate is None and self.success == 1.0:  # to be tried, by one request at first
             return math.inf if self.in_flight else 0.0
         idle_s = 0.0 if self.in_flight else now - self._at
         hope = 2 ** min(idle_s / HEAL_S, 100.0)
-        return (self.in_flight_bytes + size) / (max(rate, _SLOWEST) * self.success * hope)
+        rate = max(self.rate or 0.0, _SLOWEST)
+        return (self.in_flight_bytes + size) / (rate * self.success * hope)
 
     def has_room(self, size: int) -> bool:
         """Whether another chunk should be asked for before one of those under way is here."""
@@ -159,7 +161,7 @@ class Wanted:
             self.shunned.add(upstream)
         if isinstance(fault, NotThere):
             times = self.missing.get(upstream, 0)
-            self._not_before[upstream] = now + _pause_s(times)
+            self._not_before[upstream] = now + pause_after(fault, times)
             self.missing[upstream] = times + 1
 
     def ready_at(self, upstream: Upstream) -> float:
@@ -236,6 +238,10 @@ def _is_a_way_out(now: float, wanted: Wanted, upstream: Upstream) -> bool:
     )
 
 
-def _pause_s(before: int) -> float:
+def pause_after(fault: Fault, before: int) -> float:
+    """Seconds in which to ask nothing again after a fault that came so many times before."""
     first, longest = RETRY_S
+    if isinstance(fault, Busy):
+        usual, most = BUSY_S
+        return usual if fault.retry_after_s is None else min(max(fault.retry_after_s, first), most)
     return min(longest, first * 2 ** min(before, 10))
