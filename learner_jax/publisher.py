@@ -2,31 +2,44 @@
 
 checkpoints/params/v<N> -> (bridge) weights/v<N> -> (broadcast) store/origin. Versions go out in
 order. Every act may be repeated, so a publisher killed anywhere simply starts again. No JAX here.
+
+With `format: delta` a version goes out as what changed since its base, the newest published one
+whose weights are still here. It goes out whole too where it is an anchor (every `anchor_every`
+versions), and whole alone where there is no base or the delta is not smaller.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
+from bridge.delta import write_delta
 from bridge.export import export_checkpoint
-from broadcast.store import prune, publish, refresh_latest
+from broadcast.layout import manifest_name, stored_versions
+from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
+from broadcast.manifest import open_manifest
+from broadcast.store import DELTA_NAME, prune, publish, refresh_latest
 from learner_jax.layout import (
     PARAMS_NAME,
+    TENSORS_FILE,
     clear_unfinished,
     initial_model,
     params_folder,
     versions_in,
     weights_folder,
 )
+from runspec.common.canonical import parse_object
 from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
+from runspec.common.files import read_bounded, remove_leftovers
 from runspec.common.keys import SigningKey
 from runspec.common.latest import RESIGN_EVERY_S
 from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.common.signed import BadSignature
 from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import RunSpec
 
@@ -84,10 +97,10 @@ class Publisher:
     def refresh(self) -> None:
         """Signs latest.json again, so that it does not expire while no version comes."""
         if self._served:
-            refresh_latest(self._store, run=self._spec.name, key=self._key)
+            refresh_latest(self._store, run=self._spec.name, key=self._key, roles=self._roles)
 
     def _publish(self, version: int) -> None:
-        start = time.monotonic()
+        times = [time.monotonic()]
         directory = self._weights / f"v{version}"
         if not directory.exists():
             export_checkpoint(
@@ -96,7 +109,15 @@ class Publisher:
                 model_dir=self._initial,
                 dtype=self._spec.broadcast.dtype,
             )
-        exported = time.monotonic()
+        if self._is_published(version, directory):
+            # Left as it is: a delta from another base would make another manifest of it.
+            self._served.add(version)
+            self._log.info("version %d is published already", version)
+            return
+        times.append(time.monotonic())
+        base = self._write_delta(version, directory)
+        whole = base is None or version % self._spec.broadcast.anchor_every == 0
+        times.append(time.monotonic())
         digest = publish(
             self._store,
             directory,
@@ -105,15 +126,74 @@ class Publisher:
             key=self._key,
             roles=self._roles,
             chunk_bytes=self._spec.broadcast.chunk_bytes,
+            base=base,
+            whole=whole,
         )
         self._served.add(version)
+        times.append(time.monotonic())
+        exported, compared, published = (b - a for a, b in pairwise(times))
         self._log.info(
-            "version %d published as %s: exported in %.2f s, published in %.2f s",
+            "version %d published %s as %s: exported in %.2f s, compared in %.2f s, "
+            "published in %.2f s",
             version,
+            "whole" if whole else f"as a delta of version {base}",
             digest[:16],
-            exported - start,
-            time.monotonic() - exported,
+            exported,
+            compared,
+            published,
         )
+
+    def _is_published(self, version: int, directory: Path) -> bool:
+        """Whether these very weights are in the store under their number."""
+        path = self._store / manifest_name(self._spec.name, version)
+        try:
+            manifest = open_manifest(
+                read_bounded(path, MAX_MANIFEST_BYTES),
+                run=self._spec.name,
+                publishers={self._key.public_hex},
+            )
+        except (FileNotFoundError, BadSignature):  # of the latter `publish` says what is wrong
+            return False
+        tensors = read_bounded(directory / TENSORS_FILE, MAX_MANIFEST_BYTES)
+        digest = parse_object(tensors, max_bytes=MAX_MANIFEST_BYTES)["model_digest"]
+        return manifest.model_digest == digest
+
+    def _write_delta(self, version: int, directory: Path) -> int | None:
+        """Writes what changed beside the weights, and returns since which version; None where
+        nothing is to be compared with, or the delta is not smaller."""
+        remove_leftovers(directory)
+        folder = directory / DELTA_NAME
+        if folder.exists():  # of a publisher that was killed, perhaps from another base
+            _remove(folder)
+        base = self._base(version)
+        if base is None:
+            return None
+        summary = write_delta(
+            self._weights / f"v{base}", directory, folder, threads=os.cpu_count() or 1
+        )
+        smaller = summary.delta_bytes < summary.weights_bytes
+        self._log.info(
+            "version %d: %.3g %% of the elements changed since version %d: "
+            "a delta of %d bytes, of %d%s",
+            version,
+            100 * summary.changed / summary.elements,
+            base,
+            summary.delta_bytes,
+            summary.weights_bytes,
+            "" if smaller else "; it goes out whole",
+        )
+        if smaller:
+            return base
+        _remove(folder)
+        return None
+
+    def _base(self, version: int) -> int | None:
+        """The newest older version that is published and whose weights are still here."""
+        if self._spec.broadcast.format == "full":
+            return None
+        here = set(versions_in(self._weights))
+        published = stored_versions(self._store, self._spec.name)
+        return max((v for v in published if v < version and v in here), default=None)
 
     def _clean_up(self) -> None:
         """Keeps the newest parameters, and the newest `keep_versions` weights."""
