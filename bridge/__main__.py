@@ -1,4 +1,4 @@
-"""`python -m bridge export | import | verify`."""
+"""`python -m bridge export | import | verify | diff | apply`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ def main(argv: list[str] | None = None) -> int:
     export = commands.add_parser("export", help="Orbax checkpoint -> Hugging Face directory")
     export.add_argument("checkpoint", metavar="CKPT", type=Path)
     export.add_argument("out", metavar="OUT", type=Path)
-    export.add_argument("--model-dir", type=Path, required=True, help="has config and tokenizer")
-    export.add_argument("--dtype", required=True, help="float32 or bfloat16")
+    export.add_argument(
+        "--model-dir", type=Path, help="has config and tokenizer; default: in CKPT, or beside it"
+    )
+    export.add_argument("--dtype", help="float32 or bfloat16; default: what the config says")
 
     load = commands.add_parser("import", help="Hugging Face directory -> Orbax checkpoint")
     load.add_argument("hf_dir", metavar="HF_DIR", type=Path)
@@ -28,6 +30,16 @@ def main(argv: list[str] | None = None) -> int:
     verify = commands.add_parser("verify", help="compare two Hugging Face directories by digest")
     verify.add_argument("first", metavar="A", type=Path)
     verify.add_argument("second", metavar="B", type=Path)
+
+    diff = commands.add_parser("diff", help="count the elements that changed, and write the delta")
+    diff.add_argument("old", metavar="OLD", type=Path)
+    diff.add_argument("new", metavar="NEW", type=Path)
+    diff.add_argument("--out", type=Path, help="where to write the delta; default: nowhere")
+
+    apply = commands.add_parser("apply", help="a version and a delta -> the next version")
+    apply.add_argument("base", metavar="BASE", type=Path)
+    apply.add_argument("delta", metavar="DELTA", type=Path)
+    apply.add_argument("out", metavar="OUT", type=Path)
 
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -43,20 +55,22 @@ def main(argv: list[str] | None = None) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     from bridge.export import export_checkpoint
+    from bridge.model_files import model_directory, stated_dtype
 
+    model_dir = arguments.model_dir or model_directory(arguments.checkpoint)
     export_checkpoint(
-        arguments.checkpoint, arguments.out, model_dir=arguments.model_dir, dtype=arguments.dtype
+        arguments.checkpoint,
+        arguments.out,
+        model_dir=model_dir,
+        dtype=arguments.dtype or stated_dtype(model_dir),
     )
     return 0
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from bridge.config import load_config
-    from bridge.load import iter_leaves
-    from bridge.orbax_io import write_checkpoint
+    from bridge.importer import import_model
 
-    config = load_config(arguments.hf_dir)
-    write_checkpoint(arguments.checkpoint, iter_leaves(arguments.hf_dir, config))
+    import_model(arguments.hf_dir, arguments.checkpoint)
     return 0
 
 
@@ -70,7 +84,28 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 1 if lines else 0
 
 
-_COMMANDS = {"export": _export, "import": _import, "verify": _verify}
+def _diff(arguments: argparse.Namespace) -> int:
+    from bridge.changes import changed_elements
+
+    for line in changed_elements(arguments.old, arguments.new, arguments.out):
+        print(line)
+    return 0
+
+
+def _apply(arguments: argparse.Namespace) -> int:
+    from bridge.changes import next_version
+
+    next_version(arguments.base, arguments.delta, arguments.out)
+    return 0
+
+
+_COMMANDS = {
+    "export": _export,
+    "import": _import,
+    "verify": _verify,
+    "diff": _diff,
+    "apply": _apply,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -31,6 +31,7 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
 }
 FAMILIES = tuple(_SILENT)
+CONFIG_NAME = "config.json"
 MAX_BYTES = 1024 * 1024
 MAX_LAYERS = 4096
 _SIZES = (
@@ -200,7 +201,16 @@ def _check_sizes(config: ModelConfig, place: str) -> None:
 
 def load_config(model_dir: Path) -> ModelConfig:
     """Reads `config.json` of a Hugging Face model directory."""
-    path = model_dir / "config.json"
+    return parse_config(read_config(model_dir), place=str(model_dir / CONFIG_NAME))
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """`config.json` of a Hugging Face model directory as it is.
+
+    Raises:
+        UserError: unreadable, too large or no JSON object.
+    """
+    path = model_dir / CONFIG_NAME
     try:
         config = json.loads(read_bounded(path, MAX_BYTES))
         if not isinstance(config, dict):
@@ -211,7 +221,7 @@ def load_config(model_dir: Path) -> ModelConfig:
             place=str(path),
             remedy="point at a Hugging Face model directory",
         ) from error
-    return parse_config(config, place=str(path))
+    return config
 
 
 def hf_config(

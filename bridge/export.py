@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorstore as ts
 
-from bridge.config import ModelConfig, load_config
-from bridge.orbax_io import open_checkpoint, read_parts
+from bridge.config import CONFIG_NAME, ModelConfig, load_config, read_config
+from bridge.model_files import copy_model_files
+from bridge.orbax_io import open_checkpoint, read_pieces
+from bridge.records import write_records
 from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, write_safetensors
 from bridge.shards import MAX_SHARD_BYTES, plan_shards
-from bridge.tensors import dtype_named, model_digest, tensor_record
-from bridge.tokenizer_files import TOKENIZER_NAMES
+from bridge.tensors import dtype_named, tensor_record
+from bridge.transpose import copy_into
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import hf_shapes, weight_map
-from runspec.common.canonical import canonical_json
 from runspec.common.errors import UserError
-from runspec.common.files import new_directory, write_atomic
+from runspec.common.files import new_directory
 
-TENSORS_NAME = "tensors.json"
 PROBE_NAME = "probe.json"
-GENERATION_NAME = "generation_config.json"
 _LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def export_checkpoint(
@@ -62,21 +65,11 @@ def export_checkpoint(
     try:
         with new_directory(out_dir) as folder:
             records = _write_weights(folder, orbax_dir, stores, config, target, max_shard_bytes)
-            write_atomic(
-                folder / TENSORS_NAME,
-                canonical_json(
-                    {
-                        "model_digest": model_digest(records),
-                        "tensors": records,
-                        "files": sorted(path.name for path in folder.glob("*.safetensors")),
-                    }
-                ),
-            )
+            write_records(folder, records)
+            copy_model_files(model_dir, folder)
             _write_config(folder, model_dir, dtype)
-            copied = [model_dir / name for name in (*TOKENIZER_NAMES, GENERATION_NAME)]
-            for source in [*copied, orbax_dir.parent / PROBE_NAME]:
-                if source.exists():
-                    shutil.copyfile(source, folder / source.name)
+            if (probe := orbax_dir.parent / PROBE_NAME).exists():
+                shutil.copyfile(probe, folder / PROBE_NAME)
     except FileExistsError as error:
         raise UserError(
             "exists already", place=str(out_dir), remedy="name a new directory, or remove it"
@@ -100,7 +93,7 @@ def _write_weights(
     """Writes the safetensors file or files; returns each tensor's record by name."""
     shards = plan_shards(dict(hf_shapes(config)), dtype.itemsize, max_shard_bytes)
     records: dict[str, dict[str, Any]] = {}
-    stream = _tensors(orbax_dir, stores, config, dtype)
+    stream = _one_ahead(_tensors(orbax_dir, stores, config, dtype))
     index = {}
     for number, shapes in enumerate(shards, 1):
         name = SINGLE_NAME
@@ -121,10 +114,33 @@ def _write_weights(
 def _tensors(
     orbax_dir: Path, stores: dict[LeafPath, ts.TensorStore], config: ModelConfig, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
-    """Every Hugging Face tensor in the map's order, C-contiguous, in the target dtype."""
-    for entry in weight_map(config):
-        for part in read_parts(stores[entry.path], entry, place=orbax_dir):
-            yield np.ascontiguousarray(entry.to_hf(part.astype(dtype, copy=False)))
+    """Every Hugging Face tensor in the map's order, C-contiguous, in the target dtype.
+
+    They lie in two buffers in turn: one is good until the next but one is asked for.
+    """
+    entries = weight_map(config)
+    largest = max(math.prod(entry.hf_shape) for entry in entries)
+    buffers = itertools.cycle([np.empty(largest, dtype), np.empty(largest, dtype)])
+    tensor = None
+    for piece, data in read_pieces(stores, entries, place=orbax_dir):
+        entry, stacked = piece.entry, piece.entry.layers is not None
+        for part in data if stacked else [data]:
+            if tensor is None:
+                tensor = next(buffers)[: math.prod(entry.hf_shape)].reshape(entry.hf_shape)
+            target = entry.to_tree(tensor)[piece.index[1:] if stacked else piece.index]
+            copy_into(target, part.astype(dtype, copy=False))
+            if piece.completes:
+                yield tensor
+                tensor = None
+
+
+def _one_ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items; while one is used, the next is made by a thread."""
+    with ThreadPoolExecutor(1) as thread:
+        upcoming = thread.submit(next, items, None)
+        while (item := upcoming.result()) is not None:
+            upcoming = thread.submit(next, items, None)
+            yield item
 
 
 def _record(records: dict[str, dict[str, Any]], name: str, tensor: np.ndarray) -> np.ndarray:
@@ -133,7 +149,7 @@ def _record(records: dict[str, dict[str, Any]], name: str, tensor: np.ndarray) -
 
 
 def _write_config(folder: Path, model_dir: Path, dtype: str) -> None:
-    config = json.loads((model_dir / "config.json").read_text())
+    config = read_config(model_dir)
     config.pop("torch_dtype", None)  # the older name of the same field
     config["dtype"] = dtype
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -10,6 +10,7 @@ import numpy as np
 
 from bridge.config import ModelConfig
 from bridge.safetensors_io import TensorInfo, listed, read_headers, read_slice
+from bridge.transpose import contiguous, copy_into
 from bridge.weight_map import Entry, hf_shapes, tied_tensors, weight_map
 from bridge.weight_map import Path as LeafPath
 from runspec.common.errors import UserError
@@ -68,13 +69,22 @@ class LeafReader:
         entry, infos, dtype = self.entries[path], self._infos(path), self.dtype(path)
         bounds = index or (slice(None),) * len(entry.leaf_shape)
         if entry.layers is None:
-            return np.ascontiguousarray(_read_part(entry, infos[0], bounds))
+            return contiguous(_read_part(entry, infos[0], bounds))
         chosen = infos[bounds[0]]
         shape = [len(range(n)[part]) for n, part in zip(entry.shape, bounds[1:], strict=True)]
         out = np.empty([len(chosen), *shape], dtype)
         for layer, info in enumerate(chosen):
-            out[layer] = _read_part(entry, info, bounds[1:])
+            copy_into(out[layer], _read_part(entry, info, bounds[1:]))
         return out
+
+    def parts(self, path: LeafPath) -> Iterator[np.ndarray]:
+        """Reads a leaf layer by layer; the whole of it, once, where it is not stacked.
+
+        Memory: a part twice. Arguments, types and errors are those of `read`.
+        """
+        entry = self.entries[path]
+        for info in self._infos(path):
+            yield contiguous(_read_part(entry, info, (slice(None),) * len(entry.shape)))
 
     def _infos(self, path: LeafPath) -> list[TensorInfo]:
         return [self._tensors[name] for name in self.entries[path].tensor_names()]

@@ -5,8 +5,13 @@ Orbax itself imports JAX; a publisher has no use for that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
@@ -21,7 +26,8 @@ from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 
 MAX_METADATA_BYTES = 64 * 1024 * 1024
-_TREE_METADATA = "_METADATA"
+AHEAD_BYTES = 32 * 1024 * 1024
+TREE_METADATA = "_METADATA"
 _REMEDY = "point at a whole directory that Orbax wrote of the parameters alone"
 
 
@@ -52,7 +58,7 @@ def open_leaves(
         UserError: as `open_checkpoint`.
     """
     tree = _tree_directory(orbax_dir)
-    paths = set(_leaf_paths(tree / _TREE_METADATA))
+    paths = set(_leaf_paths(tree / TREE_METADATA))
     missing = listed(".".join(path) for path in set(expected) - paths)
     unknown = listed(".".join(path) for path in paths - set(expected) if not among_others)
     if missing or unknown:
@@ -64,56 +70,98 @@ def open_leaves(
     return {path: _open_leaf(tree, path, shape) for path, shape in expected.items()}
 
 
-def read_parts(store: ts.TensorStore, entry: Entry, *, place: Path) -> Iterator[np.ndarray]:
-    """Reads a leaf layer by layer (whole where it is not stacked).
+@dataclass(frozen=True)
+class Piece:
+    """What is read of a leaf at once: a stored chunk, or the layers that share one."""
 
-    Layers that share a stored chunk are read together, so no chunk is decompressed twice and at
-    most one chunk's layers are in memory.
+    entry: Entry
+    index: tuple[slice, ...]
+    """Of the leaf, layers first where stacked."""
+    completes: bool
+    """Whether it is the last of its layers (of the leaf, where it is not stacked)."""
+    nbytes: int
+
+
+def read_pieces(
+    stores: Mapping[LeafPath, ts.TensorStore], entries: Sequence[Entry], *, place: Path
+) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Reads leaves piece by piece, each layer's pieces together, no stored chunk twice.
+
+    While a piece is used the next are being read. In memory are that piece and others of at most
+    `AHEAD_BYTES` together; of checkpoints with larger chunks, one chunk.
+
+    Args:
+        stores: of `open_leaves`.
+        entries: the leaves to read, in order.
+        place: the checkpoint, for messages.
+
+    Yields:
+        A piece, and its numbers as they are stored, C-contiguous.
 
     Raises:
         UserError: data missing or damaged.
     """
+    pending: deque[tuple[Piece, ts.Future]] = deque()
+    held = 0
+
+    def oldest() -> tuple[Piece, np.ndarray]:
+        piece, data = pending.popleft()
+        return piece, _arrived(piece.entry.path, data, place)
+
+    for entry in entries:
+        for piece in _pieces(stores[entry.path], entry):
+            while pending and held + piece.nbytes > AHEAD_BYTES:
+                held -= pending[0][0].nbytes
+                yield oldest()
+            pending.append((piece, stores[entry.path][piece.index].read()))
+            held += piece.nbytes
+    while pending:
+        yield oldest()
+
+
+def read_leaf(store: ts.TensorStore, path: LeafPath, *, place: Path) -> np.ndarray:
+    """Reads a whole leaf.
+
+    Raises:
+        UserError: data missing or damaged.
+    """
+    return _arrived(path, store.read(), place)
+
+
+def _pieces(store: ts.TensorStore, entry: Entry) -> Iterator[Piece]:
+    shape = entry.leaf_shape
+    stored = store.chunk_layout.read_chunk.shape or shape
+    step = [part or size for part, size in zip(stored, shape, strict=True)]
+    if entry.layers is not None and step[0] > 1:
+        step[1:] = entry.shape
+    starts = [range(0, size, part) for size, part in zip(shape, step, strict=True)]
+    last = tuple(axis[-1] for axis in starts)
+    inside = slice(0 if entry.layers is None else 1, None)
+    for corner in itertools.product(*starts):
+        index = tuple(
+            slice(start, min(start + part, size))
+            for start, part, size in zip(corner, step, shape, strict=True)
+        )
+        nbytes = (
+            math.prod(part.stop - part.start for part in index) * store.dtype.numpy_dtype.itemsize
+        )
+        yield Piece(entry, index, corner[inside] == last[inside], nbytes)
+
+
+def _arrived(path: LeafPath, data: ts.Future, place: Path) -> np.ndarray:
     try:
-        if entry.layers is None:
-            yield store.read().result()
-            return
-        chunk_shape = store.chunk_layout.read_chunk.shape or ()
-        step = (chunk_shape[0] if chunk_shape else None) or 1
-        for start in range(0, entry.layers, step):
-            yield from store[start : min(start + step, entry.layers)].read().result()
+        return data.result()
     except ValueError as error:  # what TensorStore raises for all that is wrong with the data
         raise UserError(
-            f"leaf {'.'.join(entry.path)} cannot be read: {error}",
+            f"leaf {'.'.join(path)} cannot be read: {error}",
             place=str(place),
             remedy="the checkpoint is partial or damaged: export another",
         ) from error
 
 
-def write_checkpoint(orbax_dir: Path, leaves: Iterable[tuple[LeafPath, np.ndarray]]) -> None:
-    """Saves leaves as an Orbax checkpoint, which appears whole. Imports Orbax, and so JAX.
-
-    Raises:
-        UserError: `orbax_dir` exists, or cannot be written.
-    """
-    from orbax.checkpoint import v1 as ocp
-
-    if orbax_dir.exists():
-        raise UserError("exists already", place=str(orbax_dir), remedy="name a new directory")
-    tree: dict = {}
-    for path, leaf in leaves:
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    try:
-        ocp.save(orbax_dir.resolve(), tree)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot write the checkpoint: {error}", place=str(orbax_dir)) from error
-
-
 def _tree_directory(orbax_dir: Path) -> Path:
     """Orbax names the folder of the tree differently from version to version."""
-    found = sorted(metadata.parent for metadata in orbax_dir.glob(f"*/{_TREE_METADATA}"))
+    found = sorted(metadata.parent for metadata in orbax_dir.glob(f"*/{TREE_METADATA}"))
     if len(found) != 1:
         raise UserError(
             f"not an Orbax checkpoint of one tree ({len(found)} trees found)",
@@ -142,15 +190,25 @@ def _leaf_paths(metadata: Path) -> list[LeafPath]:
         ) from error
 
 
+def leaf_spec(tree: Path, path: LeafPath) -> dict[str, Any]:
+    """TensorStore's spec of a leaf in the folder of a tree."""
+    return {
+        "driver": "zarr3",
+        "kvstore": {
+            "driver": "ocdbt",
+            "base": {"driver": "file", "path": f"{tree.resolve()}/"},
+            "path": f"{'.'.join(path)}/",
+        },
+        # Else a lost chunk would read as zeros, in silence.
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+    }
+
+
 def _open_leaf(tree: Path, path: LeafPath, shape: tuple[int, ...]) -> ts.TensorStore:
     name = ".".join(path)
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {"driver": "ocdbt", "base": f"file://{tree}/", "path": f"{name}/"},
-        "fill_missing_data_reads": False,  # else a lost chunk would read as zeros, in silence
-    }
     try:
-        store = ts.open(spec, open=True, read=True).result()
+        store = ts.open(leaf_spec(tree, path), open=True, read=True).result()
     except ValueError as error:
         raise UserError(
             f"leaf {name} cannot be opened: {error}", place=str(tree), remedy=_REMEDY

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from bridge.config import ModelConfig
+from bridge.transpose import contiguous
 from bridge.weight_map import Path, weight_map
 from runspec.common.canonical import canonical_json
 from runspec.common.errors import UserError
@@ -38,7 +39,7 @@ def dtype_name(dtype: np.dtype) -> str:
 
 def tensor_bytes(array: np.ndarray) -> memoryview:
     """The little-endian C-order bytes of an array, without a copy where it lies so already."""
-    array = np.ascontiguousarray(array)
+    array = contiguous(array)
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     return array.reshape(-1).view(np.uint8).data

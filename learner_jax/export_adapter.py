@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from bridge.adapter import adapter_map, write_adapter
 from bridge.config import load_config
-from bridge.orbax_io import open_leaves, read_parts
+from bridge.orbax_io import open_leaves, read_leaf
 from learner_jax.checkpoint import STATE_NAME, check_state, state_steps
 from learner_jax.layout import initial_model, state_folder
 from runspec.common.errors import UserError
@@ -46,7 +44,7 @@ def export_adapter(run_dir: Path, out_dir: Path, *, step: int | None = None) -> 
     shapes = {inside[entry.path]: entry.leaf_shape for entry in entries}
     stores = open_leaves(folder, shapes, among_others=True)
     leaves = {
-        entry.path: np.stack(list(read_parts(stores[inside[entry.path]], entry, place=folder)))
+        entry.path: read_leaf(stores[inside[entry.path]], entry.path, place=folder)
         for entry in entries
     }
     base = spec.model.hf or str(model_dir.resolve())

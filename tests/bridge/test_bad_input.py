@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from bridge.config import load_config
 from bridge.export import export_checkpoint
+from bridge.importer import import_model
 from bridge.load import iter_leaves
-from bridge.orbax_io import write_checkpoint
 from bridge.safetensors_io import read_header, read_tensor, write_safetensors
 from runspec.common.errors import UserError
 
@@ -26,7 +26,7 @@ from .conftest import MakeModel
 def model_and_checkpoint(make_model: MakeModel, tmp_path: Path) -> tuple[Path, Path]:
     hf_dir = make_model(tied=False, dtype="float32")
     checkpoint = tmp_path / "params"
-    write_checkpoint(checkpoint, iter_leaves(hf_dir, load_config(hf_dir)))
+    import_model(hf_dir, checkpoint)
     return hf_dir, checkpoint
 
 
@@ -34,7 +34,7 @@ def test_a_checkpoint_with_lost_data_is_named(
     model_and_checkpoint: tuple[Path, Path], tmp_path: Path
 ) -> None:
     hf_dir, checkpoint = model_and_checkpoint
-    for file in checkpoint.glob("state/ocdbt.process_0/d/*"):
+    for file in checkpoint.glob("state/d/*"):
         file.unlink()
 
     with pytest.raises(UserError, match=r"leaf .* cannot be"):
@@ -47,7 +47,7 @@ def test_a_checkpoint_whose_data_is_cut_off_is_named(
     model_and_checkpoint: tuple[Path, Path], tmp_path: Path
 ) -> None:
     hf_dir, checkpoint = model_and_checkpoint
-    largest = max(checkpoint.glob("state/ocdbt.process_0/d/*"), key=lambda f: f.stat().st_size)
+    largest = max(checkpoint.glob("state/d/*"), key=lambda f: f.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:100])
 
     with pytest.raises(UserError, match=r"leaf .* cannot be"):

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from orbax.checkpoint import v1 as ocp
 from transformers import AutoModelForCausalLM
 
 from bridge.compare import differences
 from bridge.config import load_config
 from bridge.export import export_checkpoint
+from bridge.importer import import_model
 from bridge.load import iter_leaves
-from bridge.orbax_io import write_checkpoint
 from bridge.safetensors_io import read_headers, read_tensor
 from bridge.tensors import model_digest, tree_digests
+from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import weight_map
 
 from .conftest import MakeModel
@@ -25,7 +29,7 @@ from .conftest import MakeModel
 
 def imported(hf_dir: Path) -> Path:
     checkpoint = hf_dir.parent / "v0" / "params"
-    write_checkpoint(checkpoint, iter_leaves(hf_dir, load_config(hf_dir)))
+    import_model(hf_dir, checkpoint)
     return checkpoint
 
 
@@ -118,25 +122,35 @@ def test_sharded_files_are_read_and_written(make_model: MakeModel, tmp_path: Pat
     assert torch.equal(logits(hf_dir), logits(out))
 
 
-def test_layers_are_read_by_stored_chunk(make_model: MakeModel, tmp_path: Path) -> None:
-    """A checkpoint cut into chunks of two layers gives the same export as one in whole leaves."""
-    from orbax.checkpoint import v1 as ocp
-
-    hf_dir = make_model(tied=True, dtype="float32")
-    leaves = list(iter_leaves(hf_dir, load_config(hf_dir)))
-    options = ocp.options.ArrayOptions(
-        saving=ocp.options.ArrayOptions.Saving(
-            storage_options=ocp.options.ArrayOptions.Saving.StorageOptions(
-                chunk_byte_size=2 * 20 * 20 * 4, shard_axes=(0,)
-            )
-        )
-    )
-
-    with ocp.Context(array_options=options):
-        write_checkpoint(tmp_path / "params", leaves)
+@pytest.mark.parametrize(
+    ("chunk_bytes", "axes"),
+    [(None, None), (2 * 20 * 20 * 4, (0,)), (500, (0,)), (500, None)],
+    ids=["whole leaves", "two layers", "parts of layers", "anyhow"],
+)
+def test_what_orbax_writes_is_exported_however_it_is_cut(
+    make_model: MakeModel, tmp_path: Path, chunk_bytes: int | None, axes: tuple[int, ...] | None
+) -> None:
+    # given a checkpoint that Orbax itself wrote
+    hf_dir = make_model(tied=False, dtype="float32")
+    context = ocp.Context()
+    context.array.saving.storage_options.chunk_byte_size = chunk_bytes
+    context.array.saving.storage_options.shard_axes = axes
+    with context:
+        ocp.save(tmp_path / "params", tree_of(iter_leaves(hf_dir, load_config(hf_dir))))
+    # when it is exported
     export_checkpoint(tmp_path / "params", tmp_path / "out", model_dir=hf_dir, dtype="float32")
-
+    # then nothing has changed
     assert differences(hf_dir, tmp_path / "out") == []
+
+
+def tree_of(leaves: Iterable[tuple[LeafPath, np.ndarray]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves:
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree
 
 
 @pytest.mark.parametrize(("family", "leaves"), [("qwen2", 15), ("qwen3", 18), ("llama", 12)])

@@ -1,0 +1,45 @@
+"""Hugging Face directory -> Orbax checkpoint, streaming. Imports neither Orbax nor JAX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bridge.config import load_config
+from bridge.load import LeafReader
+from bridge.model_files import MODEL_FOLDER, copy_model_files
+from bridge.orbax_writer import write_leaf, write_metadata
+from runspec.common.errors import UserError
+from runspec.common.files import new_directory
+
+
+def import_model(hf_dir: Path, checkpoint: Path) -> None:
+    """Writes a model as an Orbax checkpoint of its parameters, which appears by one rename.
+
+    Memory: a few tensors, each of one layer. The config and the tokenizer go along, into the
+    checkpoint's folder `MODEL_FOLDER`, which Orbax passes over.
+
+    Args:
+        hf_dir: Hugging Face directory, one safetensors file or several with an index.
+        checkpoint: must not exist.
+
+    Raises:
+        UserError: unreadable files, tensors that are not the config's, disk full, or `checkpoint`
+            exists.
+    """
+    reader = LeafReader(hf_dir, load_config(hf_dir))
+    try:
+        with new_directory(checkpoint) as folder:
+            for path, entry in reader.entries.items():
+                write_leaf(folder, entry, reader.dtype(path), reader.parts(path))
+            write_metadata(folder, reader.entries)
+            copy_model_files(hf_dir, folder / MODEL_FOLDER)
+    except FileExistsError as error:
+        raise UserError(
+            "exists already", place=str(checkpoint), remedy="name a new directory"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot write the checkpoint: {error}",
+            place=str(checkpoint),
+            remedy="free disk space or mend the permissions, then import again",
+        ) from error

@@ -1,0 +1,53 @@
+"""The files of a Hugging Face directory beside its weights, and where a checkpoint keeps them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from bridge.config import CONFIG_NAME, read_config
+from bridge.tokenizer_files import TOKENIZER_NAMES
+from runspec.common.errors import UserError
+
+GENERATION_NAME = "generation_config.json"
+MODEL_FOLDER = "hugging_face"
+"""The folder of a checkpoint that `import` writes them to."""
+
+
+def copy_model_files(source: Path, target: Path) -> None:
+    """Copies the config, the defaults of generation and the tokenizer: those that there are."""
+    target.mkdir(exist_ok=True)
+    for name in (CONFIG_NAME, GENERATION_NAME, *TOKENIZER_NAMES):
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
+
+
+def model_directory(checkpoint: Path) -> Path:
+    """Where the config of a checkpoint lies: in it, or beside it.
+
+    Raises:
+        UserError: nowhere there.
+    """
+    for folder in (checkpoint / MODEL_FOLDER, checkpoint, checkpoint.parent):
+        if (folder / CONFIG_NAME).is_file():
+            return folder
+    raise UserError(
+        f"no {CONFIG_NAME} in it or beside it",
+        place=str(checkpoint),
+        remedy="name the model's Hugging Face directory: --model-dir DIR",
+    )
+
+
+def stated_dtype(model_dir: Path) -> str:
+    """The type that a config.json names for the weights.
+
+    Raises:
+        UserError: it names none.
+    """
+    config = read_config(model_dir)
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    if not isinstance(dtype, str):
+        raise UserError(
+            "names no dtype", place=str(model_dir / CONFIG_NAME), remedy="choose one: --dtype D"
+        )
+    return dtype

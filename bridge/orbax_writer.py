@@ -1,0 +1,88 @@
+"""Orbax checkpoints written without Orbax, leaf by leaf, so that no model need fit into memory.
+
+Orbax itself takes a whole tree at once, and imports JAX. What it reads is this:
+
+    CKPT/orbax.checkpoint          empty: this is a checkpoint
+    CKPT/_CHECKPOINT_METADATA      JSON about it, none of which is needed
+    CKPT/state/_METADATA           JSON: the keys of each leaf, and that it is to be a numpy array
+    CKPT/state/...                 an OCDBT store with a zarr3 array for each leaf
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import tensorstore as ts
+
+from bridge.orbax_io import TREE_METADATA, leaf_spec
+from bridge.weight_map import Entry
+from bridge.weight_map import Path as LeafPath
+
+CHUNK_BYTES = 8 * 1024 * 1024
+_DICT_KEY = 2
+"""Orbax's number for the key of a dict."""
+
+
+def write_leaf(
+    checkpoint: Path, entry: Entry, dtype: np.dtype, parts: Iterator[np.ndarray]
+) -> None:
+    """Writes one leaf, cut into chunks of at most `CHUNK_BYTES` (or a row) of one layer.
+
+    In memory are the part that is being written and the next.
+
+    Args:
+        checkpoint: the directory.
+        entry: the leaf.
+        dtype: that its numbers are stored in.
+        parts: its layers in order; the whole leaf, once, where it is not stacked.
+
+    Raises:
+        OSError, ValueError: it cannot be written; TensorStore reports a full disk as the latter.
+    """
+    store = ts.open(
+        leaf_spec(checkpoint / "state", entry.path),
+        create=True,
+        dtype=ts.dtype(dtype),
+        shape=entry.leaf_shape,
+        chunk_layout=ts.ChunkLayout(chunk_shape=_chunk_shape(entry, dtype.itemsize)),
+    ).result()
+    targets = [store] if entry.layers is None else [store[layer] for layer in range(entry.layers)]
+    written = None
+    for target, part in zip(targets, parts, strict=True):
+        if written is not None:
+            written.result()
+        written = target.write(part)
+    if written is not None:
+        written.result()
+
+
+def write_metadata(checkpoint: Path, paths: Iterable[LeafPath]) -> None:
+    """Makes a checkpoint of the leaves that were written, which are all of its tree."""
+    tree = {
+        str(path): {
+            "key_metadata": [{"key": key, "key_type": _DICT_KEY} for key in path],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+        for path in paths
+    }
+    said = {
+        "tree_metadata": tree,
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    (checkpoint / "state" / TREE_METADATA).write_text(json.dumps(said))
+    (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")
+    (checkpoint / "orbax.checkpoint").touch()
+
+
+def _chunk_shape(entry: Entry, itemsize: int) -> list[int]:
+    first, *rest = entry.shape
+    rows = CHUNK_BYTES // (itemsize * math.prod(rest))
+    part = [min(first, max(1, rows)), *rest]
+    return part if entry.layers is None else [1, *part]
