@@ -1,15 +1,20 @@
-"""The origin: serves a store that the publisher writes, read-only."""
+"""The origin: serves a store that the publisher writes, read-only but for the pins."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from broadcast import layout
-from broadcast.server import DEFAULT_OPTIONS, Announcement, Metrics, ServerOptions, serve
+from broadcast.announcement import Announcement
+from broadcast.manifest import WeightsManifest
+from broadcast.metrics import Metrics
+from broadcast.pins import Pins
+from broadcast.server import DEFAULT_OPTIONS, ServerOptions, serve
 from broadcast.store import latest_version
+from broadcast.stored_manifests import StoredManifests
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 from runspec.common.latest import MAX_BYTES
@@ -17,53 +22,94 @@ from runspec.common.latest import MAX_BYTES
 _WATCH_EVERY_S = 0.025
 
 
+class _StoredRun:
+    """A run of a store: what of it is announced, held and read."""
+
+    def __init__(self, store: Path, run: str, log: logging.Logger) -> None:
+        self.announced = Announcement()
+        self.manifests = StoredManifests(store, run, log)
+        self.pins = Pins(store, run)
+        self.seen: tuple[int, int] | None = None
+        """The latest.json that was read last: inode and time."""
+
+
 class StoreSource:
-    """A store on disk. latest.json is watched by its inode while someone waits for a change."""
+    """A store on disk (an `app.Source`). latest.json is watched by its inode while someone waits
+    for a change; who asks for a version's manifest or chunks pins it."""
 
     def __init__(self, store: Path, metrics: Metrics, log: logging.Logger) -> None:
         self._store = store
         self._metrics = metrics
         self._log = log
-        self._announced: dict[str, Announcement] = {}
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._runs: dict[str, _StoredRun] = {}
+        self._polls = 0
+        self._asked = asyncio.Event()
 
     async def roles(self, run: str) -> Path | None:
         return self._existing(layout.roles_name(run))
 
     async def latest(self, run: str, after: int | None, wait_s: float) -> bytes | None:
-        if run not in self._announced:
-            if not (self._store / run).is_dir():
-                return None
-            self._announced[run] = Announcement()
-        await self._look(run)
-        return await self._announced[run].newer_than(after, wait_s)
+        stored = self._run(run)
+        if stored is None:
+            return None
+        await self._look(run, stored)
+        self._polls += 1
+        self._asked.set()
+        try:
+            return await stored.announced.newer_than(after, wait_s)
+        finally:
+            self._polls -= 1
 
     async def manifest(self, run: str, version: int) -> Path | None:
-        return self._existing(layout.manifest_name(run, version))
+        path = self._existing(layout.manifest_name(run, version))
+        stored = self._run(run)
+        if path is not None and stored is not None:
+            stored.pins.touch(version)
+        return path
 
     async def chunk(self, run: str, digest: str) -> Path | None:
-        return self._existing(layout.chunk_name(run, digest))
+        path = self._existing(layout.chunk_name(run, digest))
+        stored = self._run(run)
+        if path is not None and stored is not None:
+            version = await stored.manifests.owner(digest)
+            if version is not None:
+                stored.pins.touch(version)
+        return path
+
+    async def manifests(self, run: str) -> Mapping[int, WeightsManifest]:
+        stored = self._run(run)
+        return {} if stored is None else await stored.manifests.current()
 
     async def work(self) -> None:
+        """Looks for news while somebody waits for them."""
         while True:
-            for run, announced in list(self._announced.items()):
-                if announced.waiting:
-                    await self._look(run)
+            self._asked.clear()
+            if not self._polls:
+                await self._asked.wait()
+            for run, stored in list(self._runs.items()):
+                if stored.announced.waiting:
+                    await self._look(run, stored)
             await asyncio.sleep(_WATCH_EVERY_S)
+
+    def _run(self, run: str) -> _StoredRun | None:
+        """What is known of a run; None where the store has none of this name."""
+        if run not in self._runs and (self._store / run).is_dir():
+            self._runs[run] = _StoredRun(self._store, run, self._log)
+        return self._runs.get(run)
 
     def _existing(self, name: str) -> Path | None:
         path = self._store / name
         return path if path.is_file() else None
 
-    async def _look(self, run: str) -> None:
+    async def _look(self, run: str, stored: _StoredRun) -> None:
         """Reads latest.json where it is another file than the last time."""
         path = self._store / layout.latest_name(run)
         try:
             status = path.stat()
             seen = (status.st_ino, status.st_mtime_ns)
-            if self._seen.get(run) == seen:
+            if stored.seen == seen:
                 return
-            self._seen[run] = seen
+            stored.seen = seen
             data = read_bounded(path, MAX_BYTES)
             version = latest_version(data, place=path)
         except FileNotFoundError:
@@ -71,8 +117,8 @@ class StoreSource:
         except UserError as error:  # said once: it is looked at again when it is another file
             self._log.error("%s", error)
             return
-        self._metrics.newest.labels(run).set(version)
-        await self._announced[run].post(data, version)
+        self._metrics.announced(run, version)
+        await stored.announced.post(data, version)
 
 
 async def run_origin(
@@ -84,7 +130,18 @@ async def run_origin(
     started: Callable[[int], None] = lambda port: None,
     options: ServerOptions = DEFAULT_OPTIONS,
 ) -> None:
-    """Serves a store, of one run or many, until SIGTERM. The store may still be empty."""
+    """Serves a store, of one run or many, until SIGTERM. The store may still be empty.
+
+    Args:
+        store: the store's directory.
+        host, port: to listen on.
+        log: of this process.
+        started: called with the port once connections are accepted.
+        options: who may read what, how fast, and over what.
+
+    Raises:
+        UserError: the address is taken; options that cannot be.
+    """
     store.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(store)
     source = StoreSource(store, metrics, log)

@@ -12,15 +12,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from aiohttp import web
 
 from broadcast import layout
+from broadcast.announcement import Announcement
 from broadcast.fetcher import PARALLEL_CHUNKS, Fetcher, chunk_timeout_s, for_each
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
-from broadcast.server import DEFAULT_OPTIONS, Announcement, Metrics, ServerOptions, serve
+from broadcast.metrics import Metrics
+from broadcast.server import DEFAULT_OPTIONS, ServerOptions, serve
 from broadcast.store import prune
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded, remove_leftovers, temporary_name, write_atomic
@@ -116,6 +118,9 @@ class Mirror:
                 raise web.HTTPBadGateway(text="cannot be had\n") from error
         return path
 
+    async def manifests(self, run: str) -> Mapping[int, WeightsManifest]:
+        return self._manifests if run == self._run else {}
+
     async def work(self) -> None:
         """Follows the upstreams' latest.json; a newer version takes over from an unfinished one."""
         while True:
@@ -140,7 +145,7 @@ class Mirror:
     async def _announce(self) -> None:
         version, data = self._fetcher.seen_version, self._fetcher.latest_bytes
         if data is not None and version in self._manifests:
-            self._metrics.newest.labels(self._run).set(version)
+            self._metrics.announced(self._run, version)
             await self._announced.post(data, version)
 
     async def _take(

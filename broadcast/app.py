@@ -1,0 +1,191 @@
+"""The HTTP face of a store, the same for origin and relay: static files and one long poll.
+
+GET /<run>/roles.json
+GET /<run>/latest.json[?after=<version>&wait=<seconds>]
+GET /<run>/versions/<N>/manifest.json
+GET /<run>/chunks/<blake3>
+GET /<run>/shardcast/...               see `shardcast`
+GET /metrics  /healthz
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Protocol, cast
+
+from aiohttp import web
+
+from broadcast import shardcast
+from broadcast.admission import Admission
+from broadcast.answers import IMMUTABLE, REVALIDATE, FileAnswers, Kind, not_modified
+from broadcast.connections import Connection
+from broadcast.layout import RUN
+from broadcast.manifest import WeightsManifest
+from broadcast.metrics import CONTENT_TYPE, Metrics
+from runspec.common.hashing import digest_bytes
+
+MAX_WAIT_S = 60.0
+_GONE = 499
+"""Status, in the metrics only, of an answer that nobody waited for."""
+_HEALTH = "healthz"
+_CLIENT = web.RequestKey("client", str)
+
+_ROLES = Kind("roles", REVALIDATE, "application/json")
+_MANIFEST = Kind("manifest", IMMUTABLE, "application/json")
+_CHUNK = Kind("chunk", IMMUTABLE)
+_SHARD = Kind("shard", IMMUTABLE)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Source(Protocol):
+    """Where a server's answers come from. None means: there is no such thing (404)."""
+
+    async def roles(self, run: str) -> Path | None: ...
+
+    async def latest(self, run: str, after: int | None, wait_s: float) -> bytes | None:
+        """latest.json; where `after` is not older than it, the next one if it comes in time."""
+        ...
+
+    async def manifest(self, run: str, version: int) -> Path | None: ...
+
+    async def chunk(self, run: str, digest: str) -> Path | None: ...
+
+    async def manifests(self, run: str) -> Mapping[int, WeightsManifest]:
+        """Of the versions that are held, by version; empty for another run."""
+        ...
+
+    async def work(self) -> None:
+        """Runs beside the server until it is cancelled."""
+        ...
+
+
+def build_app(
+    source: Source, metrics: Metrics, admission: Admission, files: FileAnswers
+) -> web.Application:
+    """The application; only paths of exactly the forms above reach a file."""
+    run = f"{{run:{RUN.pattern}}}"
+
+    async def send(
+        request: web.Request, path: Path | None, kind: Kind, etag: str | None = None
+    ) -> web.StreamResponse:
+        pay = functools.partial(admission.pay, request[_CLIENT])
+        return await files.send(request, path, kind, pay=pay, etag=etag)
+
+    async def roles(request: web.Request) -> web.StreamResponse:
+        return await send(request, await source.roles(request.match_info["run"]), _ROLES)
+
+    async def latest(request: web.Request) -> web.StreamResponse:
+        after, wait_s = _poll_parameters(request)
+        with metrics.poll():
+            data = await source.latest(request.match_info["run"], after, wait_s)
+        if data is None:
+            raise web.HTTPNotFound(text="nothing published yet\n")
+        etag = digest_bytes(data)
+        headers = {"Cache-Control": REVALIDATE, "ETag": f'"{etag}"'}
+        if not_modified(request, etag):
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=data, content_type="application/json", headers=headers)
+
+    async def manifest(request: web.Request) -> web.StreamResponse:
+        version = int(request.match_info["version"])
+        path = await source.manifest(request.match_info["run"], version)
+        return await send(request, path, _MANIFEST)
+
+    async def chunk(request: web.Request) -> web.StreamResponse:
+        digest = request.match_info["digest"]
+        path = await source.chunk(request.match_info["run"], digest)
+        return await send(request, path, _CHUNK, digest)
+
+    async def distribution(request: web.Request) -> web.StreamResponse:
+        run = request.match_info["run"]
+        if await source.roles(run) is None:
+            raise web.HTTPNotFound(text="no such run\n")
+        return web.Response(
+            text=shardcast.distribution(await source.manifests(run)),
+            headers={"Cache-Control": REVALIDATE},
+        )
+
+    async def shard(request: web.Request) -> web.StreamResponse:
+        run, version = request.match_info["run"], int(request.match_info["version"])
+        held = (await source.manifests(run)).get(version)
+        chunk = shardcast.shard(held, int(request.match_info["number"])) if held else None
+        if chunk is None:
+            raise web.HTTPNotFound(text="not here\n")
+        path = await source.chunk(run, chunk.blake3)
+        return await send(request, path, _SHARD, chunk.blake3)
+
+    async def probe(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=shardcast.PROBE, headers={"Cache-Control": "no-store"})
+
+    async def prometheus(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def healthz(request: web.Request) -> web.StreamResponse:
+        return web.Response(text="ok\n")
+
+    version = "{version:[0-9]{1,10}}"
+    app = web.Application(middlewares=[_guard(admission, metrics)])
+    app.add_routes(
+        [
+            web.get(f"/{run}/roles.json", roles, name="roles"),
+            web.get(f"/{run}/latest.json", latest, name="latest"),
+            web.get(f"/{run}/versions/{version}/manifest.json", manifest, name="manifest"),
+            web.get(f"/{run}/chunks/{{digest:[0-9a-f]{{64}}}}", chunk, name="chunk"),
+            web.get(f"/{run}/shardcast/distribution.txt", distribution, name="distribution"),
+            web.get(
+                f"/{run}/shardcast/v{version}/shard_{{number:[0-9]{{5,6}}}}.bin",
+                shard,
+                name="shard",
+            ),
+            web.get(f"/{run}/shardcast/data1.bin", probe, name="probe"),
+            web.get("/metrics", prometheus, name="metrics"),
+            web.get("/healthz", healthz, name=_HEALTH),
+        ]
+    )
+    return app
+
+
+def _guard(admission: Admission, metrics: Metrics) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """Around every answer: who may ask, how much of one client at once, and what is counted."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        what = request.match_info.route.name or "other"
+        status = _GONE
+        try:
+            with cast(Connection, request.protocol).answering():
+                response = await admitted(request, what, handler)
+            status = response.status
+            return response
+        except web.HTTPException as error:
+            error.headers["Cache-Control"] = "no-store"  # it may be there the next time
+            status = error.status
+            raise
+        finally:
+            metrics.answered(what, status)
+
+    async def admitted(request: web.Request, what: str, handler: Handler) -> web.StreamResponse:
+        if request.method not in ("GET", "HEAD"):
+            raise web.HTTPMethodNotAllowed(request.method, ("GET", "HEAD"))
+        if what == _HEALTH:
+            return await handler(request)
+        request[_CLIENT] = client = admission.client(request)
+        with admission.place(client):
+            return await handler(request)
+
+    return guard
+
+
+def _poll_parameters(request: web.Request) -> tuple[int | None, float]:
+    query = request.query
+    try:
+        after = int(query["after"]) if "after" in query else None
+        wait_s = float(query.get("wait", "0"))
+    except ValueError:
+        raise web.HTTPBadRequest(text="after is an integer, wait seconds\n") from None
+    if not wait_s >= 0:  # NaN too
+        raise web.HTTPBadRequest(text="wait must not be negative\n")
+    return after, min(wait_s, MAX_WAIT_S)

@@ -1,0 +1,150 @@
+"""What a server counts: for Prometheus, and the total of chunk bytes that survives restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    ProcessCollector,
+    generate_latest,
+)
+
+from runspec.common.canonical import MalformedJson, parse_object
+from runspec.common.files import read_bounded, write_atomic
+
+SERVED_NAME = "served.json"
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_SAVE_EVERY_S = 1.0
+_CHUNKS = {"chunk", "shard"}
+
+
+class Metrics:
+    """Counters and gauges of one server.
+
+    Args:
+        store: the folder that keeps `served.json`.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, store: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._path = store / SERVED_NAME
+        self._clock = clock
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._requests = Counter(
+            "broadcast_requests", "Requests answered.", ["what", "status"], registry=registry
+        )
+        self._sent = Counter(
+            "broadcast_sent_bytes", "Bytes of bodies sent.", ["what"], registry=registry
+        )
+        self.rate_limited = Counter(
+            "broadcast_rate_limited", "Requests answered 429.", registry=registry
+        )
+        self.auth_failures = Counter(
+            "broadcast_auth_failures", "Requests answered 401.", registry=registry
+        )
+        self._dropped = Counter(
+            "broadcast_connections_dropped",
+            "Connections ended by the server: late head, idle, slow reader, room for others, "
+            "refused, TLS.",
+            ["why"],
+            registry=registry,
+        )
+        self.connections = Gauge("broadcast_connections", "Connections open.", registry=registry)
+        self._polls = Gauge("broadcast_polls_waiting", "Long polls held.", registry=registry)
+        self._transfers = Gauge(
+            "broadcast_transfers", "Bodies of files being sent.", registry=registry
+        )
+        self._newest = Gauge(
+            "broadcast_newest_version", "Newest version announced.", ["run"], registry=registry
+        )
+        self._complete = Gauge(
+            "broadcast_version_complete_ratio",
+            "Share of a version's bytes that a relay holds.",
+            ["run", "version"],
+            registry=registry,
+        )
+        self._behind = Gauge(
+            "broadcast_behind_seconds",
+            "For how long the newest version announced has not been whole here.",
+            ["run"],
+            registry=registry,
+        )
+        self._served = self._written = _served_before(self._path)
+
+    def answered(self, what: str, status: int) -> None:
+        """Counts a request of a kind (name of its route) with the status of its answer."""
+        self._requests.labels(what, str(status)).inc()
+
+    def sent(self, what: str, size: int) -> None:
+        """Counts bytes of a body that the kernel has taken."""
+        self._sent.labels(what).inc(size)
+        if what in _CHUNKS:
+            self._served += size
+
+    def dropped(self, why: str) -> None:
+        self._dropped.labels(why).inc()
+
+    @contextmanager
+    def poll(self) -> Iterator[None]:
+        with self._polls.track_inprogress():
+            yield
+
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        with self._transfers.track_inprogress():
+            yield
+
+    def announced(self, run: str, version: int) -> None:
+        """The newest version that this server has announced."""
+        self._newest.labels(run).set(version)
+
+    def held(self, run: str, version: int, share: float) -> None:
+        """How much of a version a relay holds: 0.0 to 1.0 of its bytes."""
+        self._complete.labels(run, str(version)).set(share)
+
+    def gone(self, run: str, version: int) -> None:
+        """A version was dropped."""
+        self._complete.remove(run, str(version))
+
+    def behind_since(self, run: str, since: float | None) -> None:
+        """From when on (seconds since the epoch) the newest version has not been whole here.
+
+        None: it is whole.
+        """
+        clock = self._clock
+        self._behind.labels(run).set_function(
+            lambda: 0.0 if since is None else max(0.0, clock() - since)
+        )
+
+    def text(self) -> bytes:
+        """Everything in Prometheus's text format, to be sent as `CONTENT_TYPE`."""
+        return generate_latest(self._registry)
+
+    def save(self) -> None:
+        if self._served != self._written:
+            served = self._served
+            write_atomic(self._path, json.dumps({"bytes": served}).encode())
+            self._written = served
+
+    async def keep_saving(self) -> None:
+        while True:
+            await asyncio.sleep(_SAVE_EVERY_S)
+            await asyncio.to_thread(self.save)
+
+
+def _served_before(path: Path) -> int:
+    try:
+        total = parse_object(read_bounded(path, 1024), max_bytes=1024).get("bytes")
+    except (OSError, MalformedJson):  # the first start, or a damaged counter: count from nothing
+        return 0
+    return total if type(total) is int and total >= 0 else 0

@@ -1,0 +1,87 @@
+"""The manifests of a run in a store on disk: each is parsed once while its file is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from broadcast import layout
+from broadcast.manifest import MAX_BYTES, WeightsManifest, open_manifest
+from broadcast.pins import owners
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
+from runspec.common.signed import BadSignature
+
+_Identity = tuple[int, int]
+
+
+class StoredManifests:
+    """What versions a store holds.
+
+    Args:
+        store: the store's directory.
+        run: the run's id.
+        log: gets what is damaged, once for each file.
+        every_s: the folder is looked at no more often than this.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        store: Path,
+        run: str,
+        log: logging.Logger,
+        *,
+        every_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._run = run
+        self._log = log
+        self._every_s = every_s
+        self._clock = clock
+        self._looked_at = -every_s
+        self._looking = asyncio.Lock()
+        self._parsed: dict[int, tuple[_Identity, WeightsManifest | None]] = {}
+        self._owners: dict[str, int] = {}
+
+    async def current(self) -> Mapping[int, WeightsManifest]:
+        """The manifests by version, as they were at most `every_s` ago."""
+        async with self._looking:
+            if self._clock() - self._looked_at >= self._every_s:
+                await asyncio.to_thread(self._look)
+                self._looked_at = self._clock()
+        return {v: manifest for v, (_, manifest) in self._parsed.items() if manifest is not None}
+
+    async def owner(self, digest: str) -> int | None:
+        """The one version that a chunk belongs to; None where there is none or are several."""
+        if digest not in self._owners:
+            await self.current()
+        return self._owners.get(digest)
+
+    def _look(self) -> None:
+        parsed = {}
+        for version in layout.stored_versions(self._store, self._run):
+            path = self._store / layout.manifest_name(self._run, version)
+            try:
+                status = path.stat()
+                identity = (status.st_ino, status.st_mtime_ns)
+                known = self._parsed.get(version)
+                parsed[version] = (
+                    known if known and known[0] == identity else (identity, self._parse(path))
+                )
+            except FileNotFoundError:  # pruned meanwhile
+                continue
+        if parsed != self._parsed:
+            self._parsed = parsed
+            self._owners = owners(m for _, m in parsed.values() if m is not None)
+
+    def _parse(self, path: Path) -> WeightsManifest | None:
+        try:
+            return open_manifest(read_bounded(path, MAX_BYTES), run=self._run, publishers=None)
+        except (BadSignature, UserError) as error:
+            self._log.error("%s: damaged: %s", path, error)
+            return None
