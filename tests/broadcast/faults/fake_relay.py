@@ -1,0 +1,235 @@
+"""A relay that lies to order: it serves a store as it is, except where its script says otherwise.
+
+fake = FakeRelay(store)
+fake.answer("/chunks/", flipped)              # every path that contains it; the last one wins
+fake.answer(digest, only(1, cut_off))         # the first time, and truly after that
+"""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+DRIP_S = 0.05
+"""Between two bytes of a drip."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an answer gets: it writes to the wire whatever it likes."""
+
+    path: str
+    truth: bytes | None
+    """The file that an honest server would send; None where it has none."""
+    write: Callable[[bytes], None]
+    hang_up: Callable[[], None]
+    """The connection ends after this answer."""
+    stopping: threading.Event
+
+
+Answer = Callable[[Request], None]
+
+
+class FakeRelay:
+    """A server in threads, one a connection; keeps connections alive as a real one does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths: list[str] = []
+        """Paths asked for, in order."""
+        self._folder = folder
+        self._script: list[tuple[str, Answer]] = []
+        self._stopping = threading.Event()
+        self._open: set[socket.socket] = set()
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                super().setup()
+                outer._open.add(self.connection)
+
+            def do_GET(self) -> None:
+                self.close_connection = False
+                outer.paths.append(self.path)
+                outer._answer(self)
+
+            def finish(self) -> None:
+                outer._open.discard(self.connection)
+                super().finish()
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                pass
+
+        class Server(http.server.ThreadingHTTPServer):
+            request_queue_size = 64
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                pass  # the other side has had enough
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def answer(self, part: str, answer: Answer) -> None:
+        """From now on, paths that contain `part` are answered so."""
+        self._script.append((part, answer))
+
+    def asked(self, part: str = "/chunks/") -> int:
+        """How often paths that contain `part` were asked for."""
+        return sum(part in path for path in list(self.paths))
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._server.shutdown()
+        for connection in list(self._open):
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue  # gone already
+        self._server.server_close()
+        self._thread.join()
+
+    def _answer(self, handler: http.server.BaseHTTPRequestHandler) -> None:
+        path = self._folder / handler.path.partition("?")[0].lstrip("/")
+        request = Request(
+            path=handler.path,
+            truth=path.read_bytes() if path.is_file() else None,
+            write=handler.wfile.write,
+            hang_up=lambda: setattr(handler, "close_connection", True),
+            stopping=self._stopping,
+        )
+        chosen = [answer for part, answer in self._script if part in handler.path]
+        (chosen[-1] if chosen else honest)(request)
+
+
+def head(status: str, length: int | None, *more: str) -> bytes:
+    """The head of an answer; without a length the body ends with the connection."""
+    lines = [f"HTTP/1.1 {status}", *more]
+    if length is not None:
+        lines.append(f"Content-Length: {length}")
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def honest(request: Request) -> None:
+    if request.truth is None:
+        request.write(head("404 Not Found", 0))
+    else:
+        request.write(head("200 OK", len(request.truth)) + request.truth)
+
+
+def instead(body: bytes) -> Answer:
+    """Other bytes than the truth, well formed."""
+    return lambda request: request.write(head("200 OK", len(body)) + body)
+
+
+def only(times: int, answer: Answer, then: Answer = honest) -> Answer:
+    """An answer to the first so many requests, and another to the rest."""
+    left = iter(range(times))
+    return lambda request: (answer if next(left, None) is not None else then)(request)
+
+
+def held_until(event: threading.Event, then: Answer = honest) -> Answer:
+    """An answer that waits for an event (or the end of the test)."""
+
+    def wait(request: Request) -> None:
+        while not event.wait(0.02) and not request.stopping.is_set():
+            pass
+        then(request)
+
+    return wait
+
+
+def flipped(request: Request) -> None:
+    """One bit is another."""
+    data = bytearray(request.truth or b"?")
+    data[len(data) // 2] ^= 1
+    instead(bytes(data))(request)
+
+
+def truncated(request: Request) -> None:
+    """The last byte is missing, and the length says so."""
+    instead((request.truth or b"?")[:-1])(request)
+
+
+def padded(request: Request) -> None:
+    """A byte too many, and the length says so."""
+    instead((request.truth or b"") + b"\0")(request)
+
+
+def cut_off(request: Request) -> None:
+    """The connection breaks halfway through the body."""
+    data = request.truth or b"??"
+    request.write(head("200 OK", len(data)) + data[: len(data) // 2])
+    request.hang_up()
+
+
+def overflowing(request: Request) -> None:
+    """More bytes than the length says: the start of an answer that nobody asked for."""
+    data = request.truth or b"?"
+    request.write(head("200 OK", len(data)) + data + head("200 OK", 1) + b"!")
+
+
+def server_error(request: Request) -> None:
+    request.write(head("500 Internal Server Error", 0))
+
+
+def redirecting_to(url: str) -> Answer:
+    """Sends on to the same path of another server."""
+    return lambda request: request.write(head("302 Found", 0, f"Location: {url}{request.path}"))
+
+
+def huge_head(request: Request) -> None:
+    """20 MB of headers before the truth."""
+    data = request.truth or b"?"
+    line = "X-Padding: " + "x" * 8000
+    request.write(head("200 OK", len(data), *[line] * 2500) + data)
+
+
+def garbage(request: Request) -> None:
+    """Not HTTP at all."""
+    request.write(b"\x16\x03\x01 this is no answer\r\n\r\n" * 10)
+    request.hang_up()
+
+
+def silent(request: Request) -> None:
+    """Takes the request and says nothing."""
+    request.stopping.wait()
+    request.hang_up()
+
+
+def endless_head(request: Request) -> None:
+    """Headers, a byte at a time, without an end."""
+    request.write(b"HTTP/1.1 200 OK\r\nX: ")
+    _drip(request)
+
+
+def endless_drip(request: Request) -> None:
+    """The promised length, a byte at a time: days for a chunk."""
+    request.write(head("200 OK", max(len(request.truth or b""), 900)))
+    _drip(request)
+
+
+def endless_body(request: Request) -> None:
+    """As fast as can be, without a length, without an end."""
+    request.write(head("200 OK", None))
+    while not request.stopping.is_set():
+        request.write(b"x" * 65536)
+
+
+def endless_chunks(request: Request) -> None:
+    """The same in HTTP's own chunks."""
+    request.write(head("200 OK", None, "Transfer-Encoding: chunked"))
+    while not request.stopping.is_set():
+        request.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+
+
+def _drip(request: Request) -> None:
+    while not request.stopping.wait(DRIP_S):
+        request.write(b"x")
+    request.hang_up()

@@ -1,0 +1,196 @@
+"""Chunks that are damaged where they lie: blamed by name, fetched elsewhere, and only they."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from broadcast.manifest import Chunk, read_manifest
+from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
+
+from ..conftest import Run, contents, weights
+from .fake_relay import FakeRelay, cut_off, flipped, honest, only
+
+FIFTH = 4
+"""Which chunk of the weights is the one that is damaged."""
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut_the_end(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def add_a_byte(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+DAMAGES = [flip_a_bit, cut_the_end, add_a_byte, empty]
+
+
+def chunks_of_weights(run: Run, version: int = 0) -> tuple[Chunk, ...]:
+    directory = run.store / "demo" / "versions" / str(version)
+    return read_manifest(directory).objects["model.safetensors"].chunks
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("where", ["origin", "relay", "static"])
+def test_damaged_chunks_are_blamed_and_fetched_elsewhere(
+    run: Run, where: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    # given a server whose every chunk of the weights got damaged on its disk, and a good one
+    run.publish(0, weights())
+    good = run.folder / "good"
+    shutil.copytree(run.store, good)
+    honest_server = run.static(good)
+    folder = run.store
+    if where == "relay":
+        bad_url = run.relay(run.origin().url).url
+        run.client(bad_url, cache="before").fetch(0, manifest_digest=None, deadline_s=10)
+        folder = run.folder / "relay"
+    else:
+        bad_url = run.origin().url if where == "origin" else run.static().url
+    for chunk in chunks_of_weights(run):
+        damage(folder / "demo" / "chunks" / chunk.blake3)
+    # when a client fetches from both
+    with caplog.at_level(logging.WARNING):
+        client = run.client(bad_url, honest_server.url)
+        path = client.fetch(0, manifest_digest=None, deadline_s=10)
+    # then it has the truth, the blame names server and chunk, and each chunk came once
+    assert contents(path) == weights()
+    blamed = [r.getMessage() for r in caplog.records if r.getMessage().startswith(bad_url)]
+    assert any("model.safetensors at byte" in line and ", chunk " in line for line in blamed)
+    assert not any(r.getMessage().startswith(honest_server.url) for r in caplog.records)
+    assert honest_server.chunk_requests() <= len(run.chunks())
+
+
+@pytest.mark.parametrize("lie", [flipped, cut_off])
+def test_only_the_bad_chunk_is_fetched_again(
+    run: Run, fake: Callable[..., FakeRelay], lie: Callable
+) -> None:
+    # given the only server there is, which sends one chunk wrong, once
+    run.publish(0, weights())
+    server = fake()
+    bad = chunks_of_weights(run)[FIFTH].blake3
+    server.answer(bad, only(1, lie))
+    # when a client fetches
+    path = run.client(server.url).fetch(0, manifest_digest=None, deadline_s=10)
+    # then that chunk was asked for twice and every other one once
+    assert contents(path) == weights()
+    assert {p.name: server.asked(p.name) for p in run.chunks()} == {
+        p.name: 2 if p.name == bad else 1 for p in run.chunks()
+    }
+
+
+def test_a_chunk_that_is_wrong_everywhere_fails_alone(
+    run: Run, fake: Callable[..., FakeRelay]
+) -> None:
+    # given one chunk that is wrong at the only server
+    run.publish(0, weights())
+    server = fake()
+    bad = chunks_of_weights(run)[FIFTH].blake3
+    server.answer(bad, flipped)
+    client = run.client(server.url)
+    # when a client fetches, then the failure names the server, the file, the place and the chunk
+    with pytest.raises(UserError) as failure:
+        client.fetch(0, manifest_digest=None, deadline_s=1)
+    assert f"model.safetensors at byte {FIFTH * 1000}, chunk {bad[:16]}" in str(failure.value)
+    assert server.url in str(failure.value)
+    assert not (run.folder / "cache" / "v0").exists()
+    # and once it is mended a restarted client fetches that chunk and nothing else
+    server.answer(bad, honest)
+    server.paths.clear()
+    path = run.client(server.url).fetch(0, manifest_digest=None, deadline_s=10)
+    assert contents(path) == weights()
+    asked = [path.rpartition("/")[2] for path in server.paths if "/chunks/" in path]
+    assert asked == [bad]
+
+
+def test_what_is_damaged_in_a_partial_download_is_fetched_again(
+    run: Run, fake: Callable[..., FakeRelay]
+) -> None:
+    # given a download that was broken off with all but one chunk on disk
+    run.publish(0, weights())
+    server = fake()
+    missing, damaged = (chunks_of_weights(run)[number] for number in (FIFTH, 1))
+    server.answer(missing.blake3, flipped)
+    with pytest.raises(UserError):
+        run.client(server.url).fetch(0, manifest_digest=None, deadline_s=1)
+    # when a bit flips in what lies there, and the client starts again
+    partial = run.folder / "cache" / ".partial-v0" / "model.safetensors"
+    data = bytearray(partial.read_bytes())
+    data[1500] ^= 1
+    partial.write_bytes(data)
+    server.answer(missing.blake3, honest)
+    server.paths.clear()
+    path = run.client(server.url).fetch(0, manifest_digest=None, deadline_s=10)
+    # then exactly the missing and the damaged chunk are fetched
+    assert contents(path) == weights()
+    asked = {path.rpartition("/")[2] for path in server.paths if "/chunks/" in path}
+    assert asked == {missing.blake3, damaged.blake3}
+
+
+def test_a_bit_that_flips_on_a_relays_disk_is_mended_from_its_upstream(run: Run) -> None:
+    run.publish(0, weights())
+    origin = run.origin()
+    relay = run.relay(origin.url)
+    run.client(relay.url).fetch(0, manifest_digest=None, deadline_s=10)
+    relay.stop()
+    for path in run.chunks("relay"):
+        flip_a_bit(path)
+
+    again = run.relay(origin.url)
+
+    client = run.client(again.url, cache="second")
+    assert contents(client.fetch(0, manifest_digest=None, deadline_s=10)) == weights()
+    for path in run.chunks("relay"):
+        assert digest_bytes(path.read_bytes()) == path.name
+
+
+def test_a_relay_never_passes_on_what_its_upstream_damaged(run: Run) -> None:
+    # given a relay behind a server on whose disk every chunk is damaged
+    run.publish(0, weights())
+    for path in run.chunks():
+        flip_a_bit(path)
+    relay = run.relay(run.static().url)
+    # when a client asks for them, then it gets none and nothing wrong lies in the relay's store
+    with pytest.raises(UserError):
+        run.client(relay.url).fetch(0, manifest_digest=None, deadline_s=1)
+    named = [p for p in run.chunks("relay") if not p.name.startswith(".")]
+    assert all(digest_bytes(path.read_bytes()) == path.name for path in named)
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, cut_the_end])
+@pytest.mark.parametrize("document", ["latest.json", "roles.json", "versions/0/manifest.json"])
+def test_damaged_documents_are_worth_nothing(
+    run: Run, document: str, damage: Callable[[Path], None]
+) -> None:
+    # given a store in which a bit of a document flipped, or its end is gone
+    digest = run.publish(0, weights())
+    good = run.folder / "good"
+    shutil.copytree(run.store, good)
+    damage(run.store / "demo" / document)
+    bad = run.static()
+    # when a client reads it, then alone it fails with the server's name
+    alone = run.client(bad.url, cache="alone")
+    with pytest.raises(UserError, match=bad.url):
+        alone.latest(None, 0.3)
+        alone.fetch(0, manifest_digest=digest, deadline_s=0.3)
+    assert not (run.folder / "alone" / "v0").exists()
+    # and beside a good one it fetches
+    both = run.client(bad.url, run.static(good).url)
+    assert both.latest(None, 10) is not None
+    assert contents(both.fetch(0, manifest_digest=digest, deadline_s=10)) == weights()

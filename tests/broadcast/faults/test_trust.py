@@ -1,0 +1,142 @@
+"""Documents that are whole and rightly signed, and still not to be believed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from runspec.common.canonical import canonical_json
+from runspec.common.errors import UserError
+from runspec.common.keys import SigningKey
+from runspec.common.latest import KIND
+from runspec.common.roles import sign_roles
+from runspec.common.signed import sign_document
+
+from ..conftest import Run, contents, weights
+
+
+def sign_new_roles(run: Run, *publishers: SigningKey, valid_s: float = 1000) -> None:
+    """A newer roles.json of the run's root, beside its keys."""
+    keys = {"publisher": [k.public_hex for k in publishers], "coordinator": [], "validator": []}
+    root = SigningKey.load(run.keys / "root.key")
+    (run.keys / "roles.json").write_bytes(sign_roles(run.name, keys, root, valid_s=valid_s))
+
+
+def test_an_expired_latest_is_refused(run: Run) -> None:
+    digest = run.publish(0, weights())
+    now = time.time()
+    payload = {"run": "demo", "version": 0, "manifest_digest": digest}
+    expired = sign_document(KIND, payload | {"issued": now - 2000, "expires": now - 1000}, run.key)
+    (run.store / "demo" / "latest.json").write_bytes(expired)
+
+    with pytest.raises(UserError, match="expired 1000 s ago"):
+        run.client(run.static().url).latest(None, 0.3)
+
+
+def test_another_runs_files_are_refused(run: Run, other_run: Run) -> None:
+    """Signed by the same publisher, for another run, and served under this one's path."""
+    run.publish(0, weights())
+    other_run.key = run.key
+    sign_new_roles(other_run, run.key)
+    other_run.publish(0, weights(seed=1))
+    (run.store / "demo" / "latest.json").unlink()
+    for name in ("latest.json", "versions/0/manifest.json"):
+        shutil.copy(other_run.store / "other" / name, run.store / "demo" / name)
+    client = run.client(run.static().url)
+
+    with pytest.raises(UserError, match="of run 'other', not 'demo'"):
+        client.latest(None, 0.3)
+    with pytest.raises(UserError, match="of run 'other', not 'demo'"):
+        client.fetch(0, manifest_digest=None, deadline_s=0.3)
+
+
+def test_a_stranger_cannot_publish(run: Run, tmp_path: Path) -> None:
+    """A whole store by another root, and a strange key under the right roles.json."""
+    stranger = Run(tmp_path / "stranger", run._stack)
+    stranger.publish(0, weights())
+    served = run.static(stranger.store)
+    with pytest.raises(UserError, match="roles: signed by"):
+        run.client(served.url).latest(None, 0.3)
+
+    (stranger.store / "demo" / "roles.json").write_bytes(run.roles)
+    with pytest.raises(UserError, match="latest: signed by"):
+        run.client(served.url).latest(None, 0.3)
+    with pytest.raises(UserError, match="weights: signed by"):
+        run.client(served.url).fetch(0, manifest_digest=None, deadline_s=0.3)
+
+
+def test_a_revoked_key_stays_revoked(run: Run) -> None:
+    """A client that saw newer roles is not talked back to the old ones."""
+    run.publish(0, weights())
+    old = run.folder / "old"
+    shutil.copytree(run.store, old)
+    run.key = SigningKey.generate()
+    sign_new_roles(run, run.key)
+    run.publish(1, weights(seed=1))
+    assert run.client(run.static().url).latest(None, 10) is not None
+
+    # With the old roles.json, a manifest for a version yet to come, by the key that was stolen.
+    with pytest.raises(UserError, match="weights: signed by"):
+        run.client(run.static(old).url).fetch(0, manifest_digest=None, deadline_s=0.3)
+
+
+def test_a_relay_that_restarts_keeps_nothing_of_a_revoked_key(run: Run) -> None:
+    # given a relay with a version by a key that is revoked while it is down
+    run.publish(0, weights())
+    relay = run.relay(run.static().url)
+    run.client(relay.url, cache="before").fetch(0, manifest_digest=None, deadline_s=10)
+    relay.stop()
+    run.key = SigningKey.generate()
+    sign_new_roles(run, run.key)
+    run.publish(1, weights(seed=1))
+    # when it is back and has heard of the new roles
+    again = run.relay(run.static().url)
+    client = run.client(again.url)
+    latest = client.latest(0, 10)
+    # then the new publisher's version goes through it, and the old one's is not believed
+    assert latest is not None and latest.version == 1
+    assert contents(client.fetch(1, manifest_digest=None, deadline_s=10)) == weights(seed=1)
+    with pytest.raises(UserError, match="weights: signed by"):
+        client.fetch(0, manifest_digest=None, deadline_s=0.5)
+
+
+def test_new_publishers_are_learnt_from_newer_roles(run: Run) -> None:
+    run.publish(0, weights())
+    server = run.static()
+    client = run.client(server.url)
+    assert client.latest(None, 10) is not None
+    run.key = SigningKey.generate()
+    sign_new_roles(run, run.key)
+
+    run.publish(1, weights(seed=1))
+
+    latest = client.latest(0, 10)
+    assert latest is not None and latest.version == 1
+
+
+@pytest.mark.parametrize("algorithm", ["none", "ED25519", "hmac", ""])
+@pytest.mark.parametrize("document", ["latest.json", "roles.json", "versions/0/manifest.json"])
+def test_an_unknown_algorithm_is_refused(run: Run, document: str, algorithm: str) -> None:
+    run.publish(0, weights())
+    path = run.store / "demo" / document
+    path.write_bytes(canonical_json(json.loads(path.read_bytes()) | {"algorithm": algorithm}))
+    client = run.client(run.static().url)
+
+    with pytest.raises(UserError, match=f"unknown algorithm '{algorithm}'"):
+        if document.startswith("versions"):
+            client.fetch(0, manifest_digest=None, deadline_s=0.3)
+        else:
+            client.latest(None, 0.3)
+
+
+def test_a_document_of_another_kind_is_refused(run: Run) -> None:
+    """A signature says for what it was given: a manifest is no latest.json."""
+    run.publish(0, weights(size=500))
+    shutil.copy(run.store / "demo/versions/0/manifest.json", run.store / "demo/latest.json")
+
+    with pytest.raises(UserError, match="latest expected, got kind 'weights'"):
+        run.client(run.static().url).latest(None, 0.3)
