@@ -21,6 +21,7 @@ from broadcast.client import WeightsClient
 from broadcast.keygen import make_keys
 from broadcast.origin import run_origin
 from broadcast.relay import run_relay
+from broadcast.server import DEFAULT_OPTIONS, ServerOptions
 from broadcast.store import publish
 from runspec.common.keys import SigningKey
 
@@ -154,16 +155,27 @@ class Run:
             whole=whole,
         )
 
-    def origin(self, port: int = 0) -> Served:
+    def origin(self, port: int = 0, options: ServerOptions = DEFAULT_OPTIONS) -> Served:
         served = Served(
             lambda started: run_origin(
-                self.store, host="127.0.0.1", port=port, log=LOG, started=started
+                self.store,
+                host="127.0.0.1",
+                port=port,
+                log=LOG,
+                started=started,
+                options=options,
             )
         )
         self._stack.callback(served.stop)
         return served
 
-    def relay(self, *upstreams: str, name: str = "relay", keep_versions: int = 5) -> Served:
+    def relay(
+        self,
+        *upstreams: str,
+        name: str = "relay",
+        keep_versions: int = 5,
+        options: ServerOptions = DEFAULT_OPTIONS,
+    ) -> Served:
         served = Served(
             lambda started: run_relay(
                 self.folder / name,
@@ -175,6 +187,7 @@ class Run:
                 port=0,
                 log=LOG,
                 started=started,
+                options=options,
             )
         )
         self._stack.callback(served.stop)
