@@ -30,6 +30,7 @@ from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch
 from runspec.estimate.logits import chunk_tokens
 from runspec.spec import schema
+from runspec.spec.run_files import versions_in
 from runspec.spec.schema import RunSpec
 from verify.noise import gumbel
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
@@ -55,14 +56,15 @@ class JaxPrefill:
             root_public_key=weights.root_public_key,
             cache_dir=weights.cache_dir,
         )
-        self._kept = spec.algorithm.async_level + 1
-        self._paths: OrderedDict[int, Path] = OrderedDict()
+        self._cache_dir, self._kept = weights.cache_dir, spec.algorithm.async_level + 1
+        self._paths: dict[int, Path] = {}
         self._policies: OrderedDict[int, Policy] = OrderedDict()
 
     def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
         path = self._client.fetch(version, manifest_digest=manifest_digest, deadline_s=deadline_s)
         self._paths[version] = path
-        newest = sorted(self._paths)[-self._kept - 1 :]
+        # Those of before a restart count: leases name them still, and deltas start from them.
+        newest = versions_in(self._cache_dir)[-self._kept - 1 :]
         if version in newest:
             for old in set(self._paths) - set(newest):
                 del self._paths[old]

@@ -29,7 +29,13 @@ from runspec.common.hashing import digest_bytes
 from runspec.spec import schema
 from tests.learner_jax.conftest import VOCABULARY, Run, tiny_spec, write_initial_model
 from verify.noise import gumbel
-from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, load_prefill_engine
+from verify.plugins import (
+    PrefillEngine,
+    PrefillInput,
+    PrefillOutput,
+    WeightsLocation,
+    load_prefill_engine,
+)
 
 TEMPERATURE = 0.7
 ROW = 64
@@ -204,3 +210,25 @@ def test_versions_are_fetched_checked_and_kept_apart(
     with pytest.raises(UserError):
         engine.ensure_version(2, "00" * 32, deadline_s=1)
     engine.close()
+
+
+def test_versions_of_before_a_restart_are_kept_while_they_are_new(
+    published: tuple[Run, str], tmp_path: Path
+) -> None:
+    # given an engine that fetched every version, and keeps one more than may be in use
+    run, url = published
+    where = WeightsLocation(run.spec.name, [url], run.root.public_hex, tmp_path / "cache")
+    manifests = run.path / "store" / "origin" / run.spec.name / "versions"
+    kept = run.spec.algorithm.async_level + 2
+
+    def fetched(engine: PrefillEngine, *versions: int) -> list[str]:
+        for version in versions:
+            digest = digest_bytes((manifests / str(version) / "manifest.json").read_bytes())
+            engine.ensure_version(version, digest, deadline_s=20)
+        engine.close()
+        return sorted(path.name for path in where.cache_dir.glob("v*"))
+
+    before = fetched(load_prefill_engine(run.spec, where), 1, 2, 3)
+    assert before == ["v1", "v2", "v3"][-kept:]
+    # when another is started and asked for the newest, then it does not throw the others away
+    assert fetched(load_prefill_engine(run.spec, where), 3) == before
