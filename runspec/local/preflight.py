@@ -11,7 +11,8 @@ from bridge.config import ModelConfig, load_config
 from runspec.common.errors import UserError
 from runspec.estimate.hardware import device_count
 from runspec.estimate.model import model_config
-from runspec.estimate.parameters import WIDTH, parameter_count, trained_count
+from runspec.estimate.parameters import WIDTH, trained_count
+from runspec.estimate.version_size import version_size
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import (
     find_model,
@@ -298,18 +299,26 @@ def _disk(spec: RunSpec, run_dir: Path, facts: Facts) -> Iterator[Missing]:
 def disk_bytes(spec: RunSpec, facts: Facts) -> int:
     """About how much disk a run fills, in bytes.
 
-    With P parameters of b bytes published: weights as directory, at the origin and at each relay,
-    `keep_versions` + 1 of each; full states (masters and two moments of what is trained, 12 P in
-    float32), `checkpoints.keep` + 1 of them; and room for logs and rollouts. Room alone where the
-    model's shape is not known.
+    Weights as directories, `keep_versions` + 1 of them, with their deltas where the run sends such;
+    as many bytes of whole versions at the origin and at each relay. Where they hold deltas, that is
+    those of `keep_versions` and of the way back to the newest anchor, and the anchors on it. Full
+    states (masters and two moments of what is trained, 12 P in float32, P parameters),
+    `checkpoints.keep` + 1 of them; and room for logs and rollouts. Room alone where the model's
+    shape is not known. Left out: versions that are kept longer because somebody reads them.
     """
     config = _config(spec, facts)
     if config is None:
         return _ROOM_BYTES
-    versions = spec.broadcast.keep_versions + 1
-    weights = parameter_count(config) * WIDTH[spec.broadcast.dtype] * versions
+    size, versions = version_size(spec, config), spec.broadcast.keep_versions + 1
+    directories, store = versions * size.whole, float(versions * size.whole)
+    if size.follower < size.whole:
+        every = spec.broadcast.anchor_every
+        directories += round(versions * size.delta)
+        anchors = min(versions, spec.broadcast.keep_versions // every + 2)
+        store = anchors * size.whole + (spec.broadcast.keep_versions + every) * size.delta
     relays_here = set(relay_names(spec)) - elsewhere(spec)
-    return weights * (2 + len(relays_here)) + states_bytes(spec, facts) + _ROOM_BYTES
+    stores = round(store) * (1 + len(relays_here))
+    return directories + stores + states_bytes(spec, facts) + _ROOM_BYTES
 
 
 def states_bytes(spec: RunSpec, facts: Facts) -> int:
