@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from bridge.delta.layout import (
     TENSORS_NAME,
     FileLayout,
     Records,
-    bits_dtype,
+    mapped_bits,
     read_layout,
     read_records,
     tensor_segments,
@@ -30,7 +30,6 @@ from runspec.common.errors import UserError
 
 _MAX_THREADS = 8
 """More of them wait for memory."""
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux: maps all pages at once, not one a fault
 Block = tuple[Path, memoryview]
 """One tensor's bytes in a delta file, and that file."""
 Check = Callable[[TensorInfo, np.ndarray], None]
@@ -110,11 +109,13 @@ def overwrite_file(
 
             def work(info: TensorInfo) -> None:
                 blocks = [(path, blocks[info.name]) for path, blocks in deltas]
-                bits = _mapped(weights, info)
+                whole = slice(info.offset, info.offset + info.nbytes)
+                bits = mapped_bits(weights, info, whole, writable=True)
                 _overwrite_tensor(info, bits, blocks)
                 check(info, bits)
 
-            for _ in pool.map(work, sorted(file.tensors, key=lambda t: t.nbytes, reverse=True)):
+            largest_first = sorted(file.tensors, key=lambda info: info.nbytes, reverse=True)
+            for _ in pool.map(work, [info for info in largest_first if info.nbytes]):
                 pass
     except OSError as error:
         raise UserError(f"cannot apply a delta: {error.strerror}", place=str(file.path)) from error
@@ -160,20 +161,6 @@ def _check_versions(
                 f"made against another version than the one in {directory}",
                 place=str(chain[0].path if chain else directory),
             )
-
-
-def _mapped(weights: IO[bytes], info: TensorInfo) -> np.ndarray:
-    """[elements] the bits of a tensor in its file: what is written there is written to the file."""
-    if not info.nbytes:
-        return np.empty(0, bits_dtype(info))
-    before = info.offset % mmap.ALLOCATIONGRANULARITY
-    pages = mmap.mmap(
-        weights.fileno(),
-        before + info.nbytes,
-        flags=mmap.MAP_SHARED | _POPULATE,
-        offset=info.offset - before,
-    )
-    return np.frombuffer(pages, bits_dtype(info), offset=before)
 
 
 def _blocks(delta: DeltaFile, tensors: Sequence[TensorInfo]) -> dict[str, memoryview]:

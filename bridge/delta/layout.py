@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from runspec.common.hashing import digest_bytes, is_digest
 
 TENSORS_NAME = "tensors.json"
 _MAX_TENSORS_BYTES = 64 * 1024 * 1024
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux: maps all pages at once, not one a fault
 Records = dict[str, dict[str, Any]]
 """For each tensor {dtype, shape, blake3}, as a manifest says them."""
 
@@ -57,15 +59,32 @@ def _file_layout(path: Path, tensors: list[TensorInfo]) -> FileLayout:
     return FileLayout(path, digest_bytes(header), tuple(tensors))
 
 
-def bits_dtype(info: TensorInfo) -> np.dtype:
-    """The unsigned type whose elements are the bits of a tensor's."""
-    return np.dtype(f"<u{info.dtype.itemsize}")
-
-
 def tensor_segments(info: TensorInfo) -> list[slice]:
     """Where in its file the segments of a tensor lie, in bytes."""
     step, end = SEGMENT_ELEMENTS * info.dtype.itemsize, info.offset + info.nbytes
     return [slice(at, min(at + step, end)) for at in range(info.offset, end, step)]
+
+
+def mapped_bits(
+    file: IO[bytes], info: TensorInfo, cut: slice, *, writable: bool = False
+) -> np.ndarray:
+    """[elements] bits of a tensor's part as they lie in its file, without a copy.
+
+    Args:
+        file: open, for writing too where `writable`.
+        info: the tensor.
+        cut: which bytes of the file, at least one element.
+        writable: what is written to the array is written to the file.
+    """
+    before = cut.start % mmap.ALLOCATIONGRANULARITY
+    pages = mmap.mmap(
+        file.fileno(),
+        cut.stop - cut.start + before,
+        flags=mmap.MAP_SHARED | _POPULATE,
+        prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
+        offset=cut.start - before,
+    )
+    return np.frombuffer(pages, f"<u{info.dtype.itemsize}", offset=before)
 
 
 def tensor_shapes(layout: list[FileLayout]) -> Records:

@@ -24,6 +24,7 @@ _SKIP = 255
 """The gap byte for 255 unchanged elements and no changed one."""
 _LEVEL = 1
 """Of zstd. The streams have no repetitions to find: higher levels give the same and are slower."""
+_MAX_WINDOW_BYTES = 2**23
 _U32 = 4
 
 
@@ -160,8 +161,11 @@ class _Reader:
 def _unpack(data: memoryview, size: int) -> bytes:
     try:
         frame = zstandard.get_frame_parameters(data)
-        if frame.content_size != size or frame.dict_id:
-            raise MalformedSegment(f"a frame of {frame.content_size} bytes where {size} belong")
+        if frame.content_size != size or frame.window_size > _MAX_WINDOW_BYTES:
+            raise MalformedSegment(
+                f"a frame of {frame.content_size} bytes and a window of {frame.window_size} where "
+                f"{size} bytes belong"
+            )
         unpacked = zstandard.ZstdDecompressor().decompress(
             data, max_output_size=size, allow_extra_data=False
         )

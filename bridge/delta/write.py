@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from bridge.delta.changes import changed_indices
 from bridge.delta.container import SUFFIX, DeltaHeader, DeltaTensor
-from bridge.delta.layout import FileLayout, bits_dtype, read_layout, read_records, tensor_segments
+from bridge.delta.layout import FileLayout, mapped_bits, read_layout, read_records, tensor_segments
 from bridge.delta.segments import encode
 from bridge.safetensors_io import TensorInfo, listed
 from bridge.tensors import model_digest
@@ -136,29 +134,25 @@ def _write_file(path: Path, header: DeltaHeader, blocks: IO[bytes]) -> None:
 def _write_blocks(
     blocks: IO[bytes], base: FileLayout, new: FileLayout, pool: ThreadPoolExecutor, ahead: int
 ) -> list[TensorChange]:
-    """Writes each tensor's segments, coded `ahead` of the writing at most."""
+    """Writes each tensor's segments, `ahead` of them coded at a time."""
     segments = [(info, cut) for info in new.tensors for cut in tensor_segments(info)]
-    old_bytes, new_bytes = (np.memmap(file.path, np.uint8, "r") for file in (base, new))
-
-    def code(segment: tuple[TensorInfo, slice]) -> tuple[int, bytes]:
-        info, cut = segment
-        old_bits, new_bits = (side[cut].view(bits_dtype(info)) for side in (old_bytes, new_bytes))
-        changed = changed_indices(old_bits, new_bits)
-        return len(changed), encode(new_bits, changed)
-
     changed = dict.fromkeys((info.name for info in new.tensors), 0)
     nbytes = dict(changed)
-    for first in range(0, len(segments), ahead):
-        window = segments[first : first + ahead]
-        for (info, _), (count, coded) in zip(window, pool.map(code, window), strict=True):
-            changed[info.name] += count
-            nbytes[info.name] += blocks.write(coded)
+    with base.path.open("rb") as old_file, new.path.open("rb") as new_file:
+
+        def code(segment: tuple[TensorInfo, slice]) -> tuple[int, bytes]:
+            old_bits, new_bits = (mapped_bits(file, *segment) for file in (old_file, new_file))
+            where = changed_indices(old_bits, new_bits)
+            return len(where), encode(new_bits, where)
+
+        for first in range(0, len(segments), ahead):
+            window = segments[first : first + ahead]
+            for (info, _), (count, coded) in zip(window, pool.map(code, window), strict=True):
+                changed[info.name] += count
+                nbytes[info.name] += blocks.write(coded)
     return [
         TensorChange(
-            info.name,
-            info.nbytes // info.dtype.itemsize,
-            changed[info.name],
-            nbytes[info.name],
+            info.name, info.nbytes // info.dtype.itemsize, changed[info.name], nbytes[info.name]
         )
         for info in new.tensors
     ]
