@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runspec.common.errors import UserError
 
+if TYPE_CHECKING:
+    from broadcast.server import ServerOptions
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 a UserError, 2 bad usage, 3 a fault of our own."""
+    """Exit codes: 0 done, 1 a UserError, 2 bad usage, 3 a fault of our own, 130 interrupted."""
     from runspec.common.process import run_role
 
     arguments = _parser().parse_args(argv)
-    return run_role(arguments.command, lambda log: arguments.run_command(arguments, log))
+    try:
+        return run_role(arguments.command, lambda log: arguments.run_command(arguments, log))
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -26,41 +35,120 @@ def _parser() -> argparse.ArgumentParser:
     keygen = commands.add_parser("keygen", help="root key, role keys and a signed roles.json")
     keygen.add_argument("directory", metavar="DIR", type=Path)
     keygen.add_argument("--run", metavar="ID", help="the run; default: the name of DIR")
-    keygen.add_argument("--validators", metavar="N", type=int, default=1)
+    keygen.add_argument("--validators", metavar="N", type=_natural, default=1)
     keygen.set_defaults(run_command=_keygen)
 
     publish = commands.add_parser("publish", help="publish the files of DIR as a version")
     publish.add_argument("store", metavar="STORE", type=Path)
     publish.add_argument("directory", metavar="DIR", type=Path)
     publish.add_argument("--run", metavar="ID", required=True)
-    publish.add_argument("--version", metavar="N", type=int, required=True)
+    publish.add_argument("--version", metavar="N", type=_natural, required=True)
     publish.add_argument("--key", type=Path, required=True, help="a publisher's; roles.json beside")
-    publish.add_argument("--base", metavar="M", type=int, help="version that DIR's deltas are from")
+    publish.add_argument(
+        "--base", metavar="M", type=_natural, help="version that the delta in DIR/delta is from"
+    )
+    publish.add_argument(
+        "--delta-only", action="store_true", help="with --base: no anchor, the delta must do"
+    )
     publish.set_defaults(run_command=_publish)
 
     origin = commands.add_parser("origin", help="serve a store")
     origin.add_argument("store", metavar="STORE", type=Path)
-    origin.add_argument("--listen", metavar="HOST:PORT", required=True)
+    _add_server(origin)
     origin.set_defaults(run_command=_origin)
 
     relay = commands.add_parser("relay", help="mirror a run and serve it on")
     relay.add_argument("--run", metavar="ID", required=True)
     relay.add_argument("--upstream", metavar="URL", nargs="+", action="extend", required=True)
     relay.add_argument("--store", metavar="DIR", type=Path, required=True)
-    relay.add_argument("--listen", metavar="HOST:PORT", required=True)
     relay.add_argument("--public-key", metavar="PUB", required=True, help="the root's: hex or file")
-    relay.add_argument("--keep-versions", metavar="N", type=int, default=5)
+    relay.add_argument("--keep-versions", metavar="N", type=_positive, default=5)
+    relay.add_argument("--max-bytes", metavar="SIZE", type=_size, help="of chunks on disk: 500GB")
+    _add_access(relay, "--upstream-")
+    _add_server(relay)
     relay.set_defaults(run_command=_relay)
 
     fetch = commands.add_parser("fetch", help="fetch a version to DIR/v<N>, checked")
     fetch.add_argument("urls", metavar="URL", nargs="+")
     fetch.add_argument("--run", metavar="ID", required=True)
     fetch.add_argument("--out", metavar="DIR", type=Path, required=True)
-    fetch.add_argument("--version", metavar="N|latest", default="latest")
+    fetch.add_argument("--version", metavar="N|latest", type=_version)
     fetch.add_argument("--public-key", metavar="PUB", required=True, help="the root's: hex or file")
-    fetch.add_argument("--deadline", metavar="SECONDS", type=float, default=600.0)
+    fetch.add_argument("--deadline", metavar="SECONDS", type=_seconds, default=600.0)
+    _add_access(fetch, "--")
     fetch.set_defaults(run_command=_fetch)
     return parser
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--listen", metavar="HOST:PORT", required=True)
+    parser.add_argument(
+        "--token-file", metavar="FILE", type=Path, help="a line NAME TOKEN for each who may read"
+    )
+    parser.add_argument("--tls-cert", metavar="FILE", type=Path, help="certificate chain, PEM")
+    parser.add_argument("--tls-key", metavar="FILE", type=Path, help="its private key, PEM")
+    parser.add_argument(
+        "--rate-limit", metavar="RATE", type=_rate, help="for each client: 500Mbit/s or 50MB/s"
+    )
+    parser.add_argument("--max-connections", metavar="N", type=_positive, default=4096)
+
+
+def _add_access(parser: argparse.ArgumentParser, prefix: str) -> None:
+    parser.add_argument(
+        f"{prefix}token-file", metavar="FILE", type=Path, help="holds the token to show"
+    )
+    parser.add_argument(
+        f"{prefix}ca-file", metavar="FILE", type=Path, help="PEM; default: the system's"
+    )
+
+
+def _natural(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if (number := _natural(text)) == 0:
+        raise argparse.ArgumentTypeError("at least 1 is needed")
+    return number
+
+
+def _version(text: str) -> int | None:
+    return None if text == "latest" else _natural(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _size(text: str) -> int:
+    from runspec.spec.values import parse_size
+
+    return _quantity(text, parse_size)
+
+
+def _rate(text: str) -> int:
+    """Bytes a second."""
+    from runspec.spec.values import parse_rate
+
+    return _quantity(text, lambda rate: parse_rate(rate) / 8)
+
+
+def _quantity(text: str, parse: Callable[[str], float]) -> int:
+    try:
+        amount = parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not 1 <= amount < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than a byte")
+    return int(amount)
 
 
 # The servers' and the client's imports are made by the command that needs them: --help is quick.
@@ -80,6 +168,8 @@ def _publish(arguments: argparse.Namespace, log: logging.Logger) -> None:
     from runspec.common.keys import SigningKey
     from runspec.common.roles import MAX_BYTES
 
+    if arguments.delta_only and arguments.base is None:
+        raise UserError("--delta-only needs --base: without one there is no delta")
     beside = arguments.key.with_name("roles.json")
     stored = arguments.store / roles_name(arguments.run)
     path = beside if beside.exists() else stored
@@ -97,6 +187,7 @@ def _publish(arguments: argparse.Namespace, log: logging.Logger) -> None:
         key=SigningKey.load(arguments.key),
         roles=read_bounded(path, MAX_BYTES),
         base=arguments.base,
+        whole=not arguments.delta_only,
     )
     print(digest)
 
@@ -108,7 +199,8 @@ def _origin(arguments: argparse.Namespace, log: logging.Logger) -> None:
     from runspec.common.address import parse_address
 
     host, port = parse_address(arguments.listen)
-    asyncio.run(run_origin(arguments.store, host=host, port=port, log=log))
+    options = _server_options(arguments)
+    asyncio.run(run_origin(arguments.store, host=host, port=port, log=log, options=options))
 
 
 def _relay(arguments: argparse.Namespace, log: logging.Logger) -> None:
@@ -128,20 +220,23 @@ def _relay(arguments: argparse.Namespace, log: logging.Logger) -> None:
             host=host,
             port=port,
             log=log,
+            options=_server_options(arguments),
         )
     )
 
 
 def _fetch(arguments: argparse.Namespace, log: logging.Logger) -> None:
     from broadcast.client import WeightsClient
+    from broadcast.transport import Access
 
     deadline = time.monotonic() + arguments.deadline
-    version = None if arguments.version == "latest" else _version(arguments.version)
+    version = arguments.version
     with WeightsClient(
         arguments.urls,
         run=arguments.run,
         root_public_key=_public_key(arguments.public_key),
         cache_dir=arguments.out,
+        access=Access.read(arguments.token_file, arguments.ca_file),
     ) as client:
         digest = None
         if version is None:
@@ -156,10 +251,16 @@ def _fetch(arguments: argparse.Namespace, log: logging.Logger) -> None:
     print(path)
 
 
-def _version(text: str) -> int:
-    if not text.isdecimal():
-        raise UserError(f"--version {text!r} is neither a number nor `latest`")
-    return int(text)
+def _server_options(arguments: argparse.Namespace) -> ServerOptions:
+    from broadcast.server import ServerOptions
+
+    return ServerOptions(
+        tokens_file=arguments.token_file,
+        tls_cert=arguments.tls_cert,
+        tls_key=arguments.tls_key,
+        rate_limit=arguments.rate_limit,
+        max_connections=arguments.max_connections,
+    )
 
 
 def _public_key(text: str) -> str:

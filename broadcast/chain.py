@@ -3,6 +3,9 @@
 A version has at most one base, so the versions that it can be made from lie on one path, walked
 back from it. The path may begin at every version on it that is held (its bytes are here) or is an
 anchor (its files are fetched); the deltas of all later versions on it are fetched and applied.
+
+Deltas keep sizes and names of the files that they are applied to. So all anchors on a path are of
+one size, the newest is the cheapest, and beyond it only a held version can be cheaper.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ class Link:
     delta: int
     """Size of the delta; 0 where there is none."""
     whole: int | None
-    """Size of the files that hold the tensors; None where the version is no anchor."""
+    """Size of the files that hold the tensors, for all on a path the same; None: no anchor."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +70,15 @@ def cheapest(
     best: Chain | None = None
     deltas: list[int] = []
     size, version = 0, target
-    while best is None or size < best.size:
+    oldest_held = min(held, default=target + 1)
+    while best is None or (size < best.size and oldest_held <= version):
         if version in held:
             return _chain(version, True, deltas, size)
         if version not in links:
             return Unknown(version)
         link = links[version]
-        if link is not None and link.whole is not None:
-            whole = _chain(version, False, deltas, size + link.whole)
-            best = whole if best is None or whole.size < best.size else best
+        if best is None and link is not None and link.whole is not None:
+            best = _chain(version, False, deltas, size + link.whole)
         if link is None or link.base is None or len(deltas) == MAX_LINKS:
             break
         deltas.append(version)

@@ -130,12 +130,11 @@ class AsyncWeightsClient:
     ) -> Recipe:
         """The way that moves the fewest bytes, looking up as many older manifests as that takes."""
         target = manifest.version
-        here = {info.blake3 for other in held.values() for info in other.objects.values()}
         manifests = {target: manifest}
-        links: dict[int, Link | None] = {target: _link(manifest, here)}
+        links: dict[int, Link | None] = {target: _link(manifest)}
         while isinstance(chain := cheapest(target, links, usable), Unknown):
             older = await self._older(chain.version, deadline)
-            links[chain.version] = _link(older, here) if older is not None else None
+            links[chain.version] = _link(older) if older is not None else None
             if older is not None:
                 manifests[chain.version] = older
         return Recipe(
@@ -158,15 +157,12 @@ class AsyncWeightsClient:
         return manifest
 
 
-def _link(manifest: WeightsManifest, here: set[str]) -> Link:
-    """What the planner needs to know; a file of which there is a copy here costs nothing."""
-    files = [manifest.objects[name] for name in manifest.files if manifest.is_anchor]
+def _link(manifest: WeightsManifest) -> Link:
+    whole = manifest.is_anchor
     return Link(
         base=manifest.base,
         delta=sum(info.size for info in manifest.delta.values()),
-        whole=sum(info.size for info in files if info.blake3 not in here)
-        if manifest.is_anchor
-        else None,
+        whole=sum(manifest.objects[name].size for name in manifest.files) if whole else None,
     )
 
 

@@ -198,9 +198,14 @@ class Run:
         self._stack.callback(server.stop)
         return server
 
-    def client(self, *urls: str, cache: str = "cache") -> WeightsClient:
+    def client(self, *urls: str, cache: str = "cache", **options: Any) -> WeightsClient:
+        """A client; `options` are those of `WeightsClient`."""
         client = WeightsClient(
-            urls, run=self.name, root_public_key=self.root, cache_dir=self.folder / cache
+            urls,
+            run=self.name,
+            root_public_key=self.root,
+            cache_dir=self.folder / cache,
+            **options,
         )
         self._stack.callback(client.close)
         return client

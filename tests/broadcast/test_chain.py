@@ -18,13 +18,14 @@ Links = dict[int, Link | None]
 def histories(draw: st.DrawFn) -> tuple[Links, set[int]]:
     """Versions 0 to n-1: each an anchor, a delta, both, or pruned; and those that are held."""
     links: Links = {}
+    whole = draw(st.integers(0, 60))
     for version in range(draw(st.integers(1, 12))):
         base = draw(st.none() | st.integers(0, version - 1)) if version else None
         anchor = base is None or draw(st.booleans())
         link = Link(
             base=base,
             delta=0 if base is None else draw(st.integers(0, 30)),
-            whole=draw(st.integers(0, 60)) if anchor else None,
+            whole=whole if anchor else None,
         )
         links[version] = draw(st.sampled_from([link, link, link, None]))
     return links, draw(st.sets(st.sampled_from(sorted(links))))
@@ -45,7 +46,7 @@ def every_way(target: int, links: Links, held: Collection[int]) -> Iterator[Chai
 
 
 def plan(target: int, links: Links, held: Collection[int]) -> tuple[Chain, list[int]]:
-    """The planner as the client runs it: manifests are looked up as it asks; and which those are"""
+    """The planner as the client runs it, and the versions whose manifests it asked for."""
     known: dict[int, Link | None] = {}
     asked: list[int] = []
     while isinstance(step := cheapest(target, known, held), Unknown):
@@ -80,21 +81,25 @@ def test_no_manifest_is_asked_for_that_cannot_make_the_way_cheaper(
     if not any(True for _ in every_way(target, links, held)):
         return
 
-    way, asked = plan(target, links, held)
+    _, asked = plan(target, links, held)
 
-    # Whatever lies behind the deltas of this much is no cheaper, even if it cost nothing more.
-    behind = 0
+    # A manifest is worth a question while it may be that of the newest anchor, or on the way to
+    # something held that costs less than that anchor.
+    behind, anchor = 0, None
     for version in asked:
-        assert behind <= way.size or version == target
+        assert anchor is None or (behind < anchor and version > min(held))
         link = links[version]
-        behind += link.delta if link is not None else 0
+        if link is not None:
+            if anchor is None and link.whole is not None:
+                anchor = behind + link.whole
+            behind += link.delta
     assert not held & set(asked)
 
 
 def test_what_is_missing_is_named() -> None:
     links: Mapping[int, Link | None] = {5: Link(4, 10, None), 4: Link(3, 10, None), 3: None}
 
-    with pytest.raises(UserError, match="version 5 .* needs version 3, which no server has"):
+    with pytest.raises(UserError, match=r"version 5 .* needs version 3, which no server has"):
         cheapest(5, links, held=())
 
 
@@ -106,8 +111,15 @@ def test_a_pruned_history_does_not_hide_an_anchor() -> None:
 
 def test_a_held_version_ends_the_walk() -> None:
     assert cheapest(5, {5: Link(4, 10, 10_000)}, held={4}) == Chain(4, True, (5,), 10)
-    # and an anchor smaller than its own delta is not passed over for it
-    assert cheapest(5, {5: Link(4, 10, 9)}, held={4}) == Chain(5, False, (), 9)
+    # and an anchor no larger than its own delta is not passed over for it
+    assert cheapest(5, {5: Link(4, 10, 10)}, held={4}) == Chain(5, False, (), 10)
+
+
+def test_a_joiner_asks_no_further_than_to_the_newest_anchor() -> None:
+    links = {5: Link(4, 10, None), 4: Link(3, 10, 1000)}
+
+    assert cheapest(5, links, held=()) == Chain(4, False, (5,), 1010)
+    assert cheapest(5, links, held={2}) == Unknown(3)  # where there is something, it may be less
 
 
 def test_an_endless_chain_is_given_up() -> None:

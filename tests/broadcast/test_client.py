@@ -1,0 +1,409 @@
+"""Ways to a version: anchors, deltas on what is here, both; resumed, damaged, pruned."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broadcast.assemble import delta_applier
+from broadcast.client import WeightsClient
+from broadcast.manifest import (
+    MAX_CHUNK_BYTES,
+    Chunk,
+    ObjectInfo,
+    open_manifest,
+    read_manifest,
+    sign_manifest,
+)
+from runspec.common.errors import UserError
+from tests.waiting import eventually
+
+from .conftest import Run, StaticServer, contents, weights
+from .model_versions import ModelVersions
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+class Counted:
+    """A plain server of the run's store that knows how many bytes of chunks it has sent."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.server: StaticServer = run.static()
+        self.url = self.server.url
+
+    def moved(self) -> int:
+        """Bytes of chunks asked for since the last call."""
+        chunks = [path for path in self.server.paths if "/chunks/" in path]
+        self.server.paths.clear()
+        return sum((self._run.store / path.lstrip("/")).stat().st_size for path in chunks)
+
+
+@pytest.fixture
+def counted(run: Run) -> Counted:
+    return Counted(run)
+
+
+def small_files(versions: ModelVersions, version: int) -> int:
+    """Bytes of the files that hold no tensors."""
+    whole = sum(len(data) for data in versions.files(version).values())
+    return whole - versions.weights_bytes(version)
+
+
+def fetch(client: WeightsClient, version: int, deadline_s: float = 20) -> Path:
+    return client.fetch(version, manifest_digest=None, deadline_s=deadline_s)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("files", [("model.safetensors",), SHARDS], ids=["one file", "shards"])
+def test_a_joiner_takes_the_anchor_and_the_deltas(
+    run: Run, counted: Counted, files: tuple[str, ...]
+) -> None:
+    versions = ModelVersions(run, files=files)
+    versions.publish(0)
+    for version in (1, 2, 3):
+        versions.publish(version, base=version - 1)
+
+    path = fetch(run.client(counted.url), 3)
+
+    assert contents(path) == versions.files(3)
+    deltas = sum(versions.delta_bytes(version) for version in (1, 2, 3))
+    assert counted.moved() == versions.weights_bytes(0) + deltas + small_files(versions, 3)
+    assert sorted(p.name for p in (run.folder / "cache").glob(".[pd]*")) == []
+
+
+def test_a_follower_moves_the_delta_only(run: Run, counted: Counted) -> None:
+    versions = ModelVersions(run)
+    client = run.client(counted.url)
+    versions.publish(0)
+    fetch(client, 0)
+    counted.moved()
+
+    versions.publish(1, base=0)
+    path = fetch(client, 1)
+
+    assert contents(path) == versions.files(1)
+    probe = len(versions.files(1)["probe.json"])  # config.json is the same: copied
+    assert counted.moved() == versions.delta_bytes(1) + probe
+    assert contents(run.folder / "cache" / "v0") == versions.files(0)  # untouched
+
+
+def test_a_follower_that_missed_versions_catches_up_by_their_deltas(
+    run: Run, counted: Counted
+) -> None:
+    versions = ModelVersions(run)
+    client = run.client(counted.url)
+    versions.publish(0)
+    fetch(client, 0)
+    for version in (1, 2, 3, 4):
+        versions.publish(version, base=version - 1)
+    counted.moved()
+
+    path = fetch(client, 4)
+
+    assert contents(path) == versions.files(4)
+    assert counted.moved() < versions.weights_bytes(0) / 2
+
+
+def test_an_anchor_with_a_delta_is_a_delta_to_followers_and_whole_to_joiners(
+    run: Run, counted: Counted
+) -> None:
+    # given an anchor that also says how it differs from version 0
+    versions = ModelVersions(run)
+    follower, joiner = run.client(counted.url), run.client(counted.url, cache="joiner")
+    versions.publish(0)
+    fetch(follower, 0)
+    versions.publish(1, base=0, anchor=True)
+    counted.moved()
+
+    # when both fetch it, then each moves what it lacks
+    assert contents(fetch(follower, 1)) == versions.files(1)
+    assert counted.moved() < versions.weights_bytes(1) / 2
+    assert contents(fetch(joiner, 1)) == versions.files(1)
+    assert counted.moved() == sum(len(data) for data in versions.files(1).values())
+
+
+def test_a_joiner_starts_from_the_newest_anchor_when_that_moves_less(
+    run: Run, counted: Counted
+) -> None:
+    versions = ModelVersions(run)
+    versions.publish(0)
+    versions.publish(1, base=0)
+    versions.publish(2, base=1, anchor=True)
+    versions.publish(3, base=2)
+
+    path = fetch(run.client(counted.url), 3)
+
+    assert contents(path) == versions.files(3)
+    manifests = [p for p in counted.server.paths if p.endswith("manifest.json")]
+    assert manifests == [f"/demo/versions/{version}/manifest.json" for version in (3, 2)]
+
+
+def test_a_held_version_is_returned_without_a_question(run: Run, counted: Counted) -> None:
+    digest = run.publish(0, weights())
+    client = run.client(counted.url)
+    path = client.fetch(0, manifest_digest=digest, deadline_s=10)
+    counted.server.paths.clear()
+
+    assert client.fetch(0, manifest_digest=digest, deadline_s=0) == path
+    assert counted.server.paths == []
+
+
+def test_a_version_held_with_another_manifest_is_replaced(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given a cache that was filled by an earlier run of the same name
+    run.publish(0, weights(seed=1))
+    client = run.client(run.static().url)
+    fetch(client, 0)
+    old = (run.folder / "cache" / "v0" / "manifest.json").read_bytes()
+    (run.folder / "store").rename(run.folder / "old")
+    digest = run.publish(0, weights(seed=2))
+
+    path = client.fetch(0, manifest_digest=digest, deadline_s=10)
+
+    assert contents(path) == weights(seed=2)
+    assert (path / "manifest.json").read_bytes() != old
+    assert any("version 0 is here as" in line for line in warnings(caplog))
+
+
+def test_a_pruned_chain_is_named(run: Run, counted: Counted) -> None:
+    versions = ModelVersions(run)
+    versions.publish(0)
+    versions.publish(1, base=0)
+    versions.publish(2, base=1)
+    (run.store / "demo/versions/0/manifest.json").unlink()
+
+    with pytest.raises(UserError, match=r"version 2 .* needs version 0, which no server has"):
+        fetch(run.client(counted.url), 2)
+
+
+def flip_a_bit(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_base_is_named_and_an_anchor_taken_instead(
+    run: Run, counted: Counted, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given a held version with a bit flipped where no delta overwrites it
+    versions = ModelVersions(run)
+    client = run.client(counted.url)
+    versions.publish(0)
+    versions.publish(1, base=0)
+    held = fetch(client, 1)
+    versions.publish(2, base=1)
+    flip_a_bit(held / "model.safetensors")
+    counted.moved()
+
+    # when the next version is fetched
+    path = fetch(client, 2)
+
+    # then it is right, by way of the anchor, and the log names what was wrong
+    assert contents(path) == versions.files(2)
+    assert counted.moved() > versions.weights_bytes(0)
+    (said,) = warnings(caplog)
+    assert str(held) in said and "tensor b" in said and "fetching an anchor" in said
+
+    # and the damaged one is never built on again, though it would do for a version after it
+    versions.publish(3, base=1)
+    assert contents(fetch(client, 3)) == versions.files(3)
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_base_without_its_files_is_no_base(
+    run: Run, counted: Counted, caplog: pytest.LogCaptureFixture
+) -> None:
+    versions = ModelVersions(run)
+    client = run.client(counted.url)
+    versions.publish(0)
+    held = fetch(client, 0)
+    (held / "model.safetensors").unlink()
+    versions.publish(1, base=0)
+
+    assert contents(fetch(client, 1)) == versions.files(1)
+    assert any(f"{held}/model.safetensors: is gone" in line for line in warnings(caplog))
+
+
+@pytest.mark.parametrize("anchor", [True, False])
+def test_a_bad_delta_makes_no_version(
+    run: Run, counted: Counted, anchor: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given a publisher whose delta is from a version that was never published
+    versions = ModelVersions(run)
+    client = run.client(counted.url)
+    versions.publish(0)
+    fetch(client, 0)
+    versions.write(99)
+    versions.publish(1, base=0, anchor=anchor, delta_from=99)
+
+    # when it is fetched, then an anchor is whole all the same, and without one there is nothing
+    if anchor:
+        assert contents(fetch(client, 1)) == versions.files(1)
+    else:
+        with pytest.raises(UserError, match="does not become version 1"):
+            fetch(client, 1)
+        assert not (run.folder / "cache" / "v1").exists()
+    assert any("cache/v0: with deltas 1 does not become version 1" in w for w in warnings(caplog))
+
+
+def test_a_base_is_not_pruned_while_it_is_built_on(run: Run, counted: Counted) -> None:
+    # given a fetch that waits for its delta
+    versions = ModelVersions(run)
+    client = run.client(counted.url)
+    versions.publish(0)
+    fetch(client, 0)
+    versions.publish(1, base=0)
+    asked, go_on = hold_chunks(counted.server)
+    cache = run.folder / "cache"
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(fetch, client, 1)
+        assert asked.wait(10)
+
+        # when everything is pruned, then what it builds on and what it makes stay
+        client.prune(set())
+        assert {p.name for p in cache.iterdir()} >= {"v0", ".partial-v1"}
+        go_on.set()
+        assert contents(fetching.result()) == versions.files(1)
+
+    # and go once it is done
+    client.prune({1})
+    assert {p.name for p in cache.iterdir()} == {"v1", ".lock-v1", "roles.json"}
+
+
+def hold_chunks(server: StaticServer) -> tuple[threading.Event, threading.Event]:
+    """Holds every chunk back: (set when one is asked for, to be set to let them go)."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    def before(path: str) -> None:
+        if "/chunks/" in path:
+            asked.set()
+            go_on.wait(20)
+
+    server.before = before
+    return asked, go_on
+
+
+def test_clients_that_share_a_directory_fetch_a_version_once(run: Run, counted: Counted) -> None:
+    run.publish(0, weights())
+    clients = [run.client(counted.url) for _ in range(3)]
+
+    with ThreadPoolExecutor(3) as pool:
+        paths = list(pool.map(lambda client: fetch(client, 0), clients))
+
+    assert [contents(path) for path in paths] == [weights()] * 3
+    assert counted.moved() == sum(len(data) for data in weights().values())
+
+
+def test_whoever_waits_for_another_fetch_is_told_at_the_deadline(
+    run: Run, counted: Counted
+) -> None:
+    run.publish(0, weights())
+    first, second = run.client(counted.url), run.client(counted.url)
+    asked, go_on = hold_chunks(counted.server)
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(fetch, first, 0)
+        assert asked.wait(10)
+
+        with pytest.raises(UserError, match="version 0 is still being fetched"):
+            fetch(second, 0, deadline_s=0.1)
+
+        go_on.set()
+        assert contents(fetching.result()) == weights()
+
+
+def test_a_fetch_that_is_cancelled_goes_on_later(run: Run, counted: Counted) -> None:
+    run.publish(0, weights())
+    client = run.client(counted.url)
+    asked, go_on = hold_chunks(counted.server)
+    with ThreadPoolExecutor(1) as pool:
+        fetching: Future[Path] = pool.submit(fetch, client, 0)
+        assert asked.wait(10)
+        client.cancel()
+        with pytest.raises(CancelledError):
+            fetching.result()
+    go_on.set()
+
+    assert not (run.folder / "cache" / "v0").exists()
+    assert contents(fetch(client, 0)) == weights()
+
+
+def test_a_silent_server_ends_at_the_deadline_and_is_named(run: Run, counted: Counted) -> None:
+    versions = ModelVersions(run)
+    versions.publish(0)
+    _, go_on = hold_chunks(counted.server)
+
+    with pytest.raises(UserError) as raised:
+        fetch(run.client(counted.url), 0, deadline_s=0.5)
+    go_on.set()
+
+    assert counted.url in str(raised.value)
+    assert "chunk" in str(raised.value)
+
+
+def test_a_long_fetch_says_how_far_it_is_and_who_sends(
+    run: Run, counted: Counted, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.publish(0, weights())
+    client = run.client(counted.url, report_every_s=0.01)
+    server = counted.server
+    half = threading.Event()
+    server.before = lambda path: half.wait(20) if server.chunk_requests() > 3 else None  # type: ignore[assignment]
+
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(fetch, client, 0)
+
+        def reported(form: str) -> Callable[[], bool]:
+            return lambda: any(form in r.getMessage() for r in caplog.records)
+
+        eventually(reported(f"from {server.url} 100%"), "the server is named")
+        eventually(reported("from no server just now"), "it says that nothing comes")
+        half.set()
+        fetching.result()
+
+    lines = [r.getMessage() for r in caplog.records if " MB/s" in r.getMessage()]
+    assert all(line.startswith("version 0: 0.0 of 0.0 MB, ") for line in lines)
+
+
+def test_a_disk_without_room_is_said_before_anything_is_fetched(run: Run, counted: Counted) -> None:
+    # given a version of 1 TB more than this disk has free
+    chunk = Chunk("0" * 64, MAX_CHUNK_BYTES)
+    count = (shutil.disk_usage(run.folder).free + 10**12) // chunk.size
+    huge = ObjectInfo(count * chunk.size, "0" * 64, (chunk,) * count)
+    run.publish(0, weights())
+    stored = run.store / "demo" / "versions" / "0" / "manifest.json"
+    manifest = open_manifest(stored.read_bytes(), run="demo", publishers=None)
+    stored.write_bytes(sign_manifest(replace(manifest, objects={"model.bin": huge}), run.key))
+
+    # when it is fetched, then what is missing is said and nothing was asked for
+    with pytest.raises(UserError, match=r"which has .* GB free: (9\d\d|1,?0\d\d)\.\d{3} GB are"):
+        fetch(run.client(counted.url), 0)
+    assert counted.moved() == 0
+    assert not (run.folder / "cache" / "v0").exists()
+
+
+def test_what_applies_deltas_may_be_missing() -> None:
+    with pytest.raises(UserError, match=r"pip install 'runspec\[bridge\]'"):
+        delta_applier("runspec.nobody")
+
+
+def test_the_manifest_of_what_was_made_is_kept(run: Run, counted: Counted) -> None:
+    versions = ModelVersions(run)
+    versions.publish(0)
+    digest = versions.publish(1, base=0)
+
+    path = run.client(counted.url).fetch(1, manifest_digest=digest, deadline_s=20)
+
+    manifest = read_manifest(path)
+    assert (manifest.version, manifest.base, manifest.is_anchor) == (1, 0, False)
