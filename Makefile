@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AOT_STAMP := $(VENV)/aot/.installed
+SHARDCAST_STAMP := $(VENV)/shardcast/.installed
 CPU_TORCH := torch==2.13.0+cpu
 # Spec and profile of the quickstart; `make quickstart SPEC=specs/target_long.yaml` works too.
 SPEC ?= specs/target_short.yaml
@@ -12,7 +13,7 @@ PROFILE ?= laptop
 WORKERS := -n auto --maxprocesses=4 --dist loadfile
 RUNS := tests/e2e tests/attacks/test_dishonest_workers.py
 
-.PHONY: help install aot quickstart lint test test-fast test-learner fuzz bench clean
+.PHONY: help install aot shardcast quickstart lint test test-fast test-learner fuzz bench clean
 
 help:  ## what there is to call
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -43,6 +44,13 @@ $(AOT_STAMP): $(STAMP) requirements/aot.txt
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/aot -r requirements/aot.txt
 	@touch $@
 
+shardcast: $(SHARDCAST_STAMP)  ## the published shardcast client, for a test of our servers
+
+# In a folder of its own: it is others' code, which only its own process may import.
+$(SHARDCAST_STAMP): $(STAMP) requirements/shardcast.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/shardcast -r requirements/shardcast.txt
+	@touch $@
+
 quickstart: install  ## a run that learns, on this machine, in minutes
 	$(BIN)/runspec apply $(SPEC) --profile $(PROFILE)
 
@@ -64,7 +72,7 @@ test-fast: install  ## the quick tests of all but the learner, which compile not
 test-learner: install  ## the quick tests of the learner, some minutes of compiling
 	$(BIN)/pytest $(WORKERS) -m "not slow" tests/learner_jax
 
-test: lint $(AOT_STAMP)  ## everything that must hold
+test: lint $(AOT_STAMP) $(SHARDCAST_STAMP)  ## everything that must hold
 	$(BIN)/pytest $(WORKERS) $(addprefix --ignore=,$(RUNS))
 	$(BIN)/pytest $(RUNS)
 
