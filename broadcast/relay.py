@@ -2,9 +2,9 @@
 
 Invariants:
 - Nothing is served that was not checked in this process: roles.json, latest.json and manifests by
-  signature, chunks by digest (those found on disk after a restart when they are first asked for).
+  signature, chunks by digest (those found on disk after a restart when they are first needed).
 - A version is announced once its manifest is here; its chunks follow while others already read.
-- A chunk is fetched once, however many ask for it; who asks early waits, up to a deadline.
+- The newest version comes first; a newer one ends the transfers that only an older one needs.
 """
 
 from __future__ import annotations
@@ -12,81 +12,61 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-
-from aiohttp import web
 
 from broadcast import layout
 from broadcast.announcement import Announcement
-from broadcast.fetcher import PARALLEL_CHUNKS, Fetcher, chunk_timeout_s, for_each
-from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
+from broadcast.fetcher import NO_TOKEN, Fetcher
+from broadcast.manifest import Chunk, WeightsManifest
 from broadcast.metrics import Metrics
+from broadcast.recent import Recent
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions, serve
-from broadcast.store import prune
+from broadcast.shelf import Shelf
+from broadcast.transfers import MISSED_S, Transfers
+from broadcast.transport import Access
 from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, remove_leftovers, temporary_name, write_atomic
-from runspec.common.hashing import digest_file
-from runspec.common.signed import BadSignature
 
 _POLL_S = 20.0
 _PAUSE_S = 0.5
 _MANIFEST_DEADLINE_S = 30.0
 _ON_DEMAND_S = 5.0
-_PARALLEL_LOOKUPS = 4
+_MAX_LOOKUPS = 16
+_SAY_AGAIN_S = 60.0
 
 
 class Mirror:
-    """A run as the relay knows it (a `server.Source`)."""
+    """A run as the relay knows it (an `app.Source`)."""
 
     def __init__(
-        self,
-        fetcher: Fetcher,
-        metrics: Metrics,
-        *,
-        run: str,
-        store: Path,
-        keep_versions: int,
-        log: logging.Logger,
+        self, fetcher: Fetcher, metrics: Metrics, shelf: Shelf, *, run: str, log: logging.Logger
     ) -> None:
         self._fetcher = fetcher
         self._metrics = metrics
+        self._shelf = shelf
         self._run = run
-        self._store = store
-        self._keep_versions = keep_versions
         self._log = log
+        self._said = Recent(_SAY_AGAIN_S)
+        self._transfers = Transfers(fetcher, shelf, complain=self._complain)
         self._announced = Announcement()
-        self._manifests: dict[int, WeightsManifest] = {}
-        self._known: dict[str, Chunk] = {}
-        """Chunks of those manifests."""
-        self._checked: set[str] = set()
-        """Chunks on disk whose hash this process has seen to be right."""
-        self._obtaining: dict[str, asyncio.Task[None]] = {}
-        self._lookups = asyncio.Semaphore(_PARALLEL_LOOKUPS)
-        self._filling: tuple[int, asyncio.Task[None]] | None = None
+        self._recalled = False
+        self._lookups: dict[int, asyncio.Task[bool]] = {}
+        self._missed = Recent(MISSED_S)
+        """Versions that no upstream had."""
+        self._filling: tuple[int, asyncio.Task[bool]] | None = None
         """The version being brought here, and the task that does it."""
+        self._whole = -1
+        """The newest version that was brought here whole."""
 
     async def recall(self) -> None:
         """Takes up what is on disk, so that a restarted relay serves with its upstreams away."""
-        remove_leftovers(self._store / self._run)
-        remove_leftovers(self._store / self._run / "chunks")
-        roles = self._fetcher.roles
-        if roles is None:
-            return
-        for version in layout.stored_versions(self._store, self._run):
-            path = self._store / layout.manifest_name(self._run, version)
-            try:
-                data = read_bounded(path, MAX_BYTES)
-                self._adopt(open_manifest(data, run=self._run, publishers=roles.publisher))
-            except BadSignature as error:
-                self._log.warning("%s: removed: %s", path, error)
-                path.unlink()
+        self._recall_once()
         await self._announce()
 
     async def roles(self, run: str) -> Path | None:
         if run != self._run or self._fetcher.roles is None:
             return None
-        return self._store / layout.roles_name(run)
+        return self._shelf.roles_path
 
     async def latest(self, run: str, after: int | None, wait_s: float) -> bytes | None:
         if run != self._run:
@@ -96,30 +76,21 @@ class Mirror:
     async def manifest(self, run: str, version: int) -> Path | None:
         if run != self._run or version > self._fetcher.seen_version:
             return None
-        if version not in self._manifests:
-            async with self._lookups:
-                if version not in self._manifests and not await self._look_up(version):
-                    return None
-        return self._store / layout.manifest_name(run, version)
+        if version not in self._shelf.manifests and not await self._look_up(version):
+            return None
+        self._shelf.pins.touch(version)
+        return self._shelf.manifest_path(version)
 
     async def chunk(self, run: str, digest: str) -> Path | None:
-        if run != self._run or digest not in self._known:
+        if run != self._run or self._shelf.find(digest) is None:
             return None
-        path = self._store / layout.chunk_name(run, digest)
-        if digest not in self._checked or not path.exists():
-            limit_s = chunk_timeout_s(self._known[digest].size)
-            try:
-                async with asyncio.timeout(limit_s):
-                    await asyncio.shield(self._obtain(digest))
-            except TimeoutError:
-                raise web.HTTPGatewayTimeout(text=f"not here within {limit_s:.0f} s\n") from None
-            except UserError as error:
-                self._log.error("%s", error)
-                raise web.HTTPBadGateway(text="cannot be had\n") from error
-        return path
+        self._shelf.note_reader(digest)
+        path = self._shelf.chunk_path(digest)
+        here = path in self._shelf.proven or await self._transfers.arrives(digest)
+        return path if here else None
 
     async def manifests(self, run: str) -> Mapping[int, WeightsManifest]:
-        return self._manifests if run == self._run else {}
+        return self._shelf.manifests if run == self._run else {}
 
     async def work(self) -> None:
         """Follows the upstreams' latest.json; a newer version takes over from an unfinished one."""
@@ -131,112 +102,136 @@ class Mirror:
                     await self._take(latest.version, latest.manifest_digest, deadline)
                 await self._announce()  # perhaps the same version under a fresh signature
                 self._start_filling(self._announced.version)
-            except UserError as error:
-                self._log.warning("%s", error)
+            except (UserError, OSError) as error:
+                self._complain(error)
                 await asyncio.sleep(_PAUSE_S)
 
     async def close(self) -> None:
-        """Ends the transfers that are under way."""
-        tasks = [*self._obtaining.values(), *([self._filling[1]] if self._filling else [])]
+        """Ends what is under way."""
+        tasks: list[asyncio.Task[bool]] = list(self._lookups.values())
+        if self._filling is not None:
+            tasks.append(self._filling[1])
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._transfers.close()
+
+    def _recall_once(self) -> None:
+        """What is on disk is believed as soon as roles.json says whose manifests are."""
+        if not self._recalled and self._fetcher.roles is not None:
+            self._recalled = True
+            self._shelf.recall(self._fetcher.roles.publisher)
 
     async def _announce(self) -> None:
         version, data = self._fetcher.seen_version, self._fetcher.latest_bytes
-        if data is not None and version in self._manifests:
-            self._metrics.announced(self._run, version)
+        if data is not None and version in self._shelf.manifests:
+            if version > self._announced.version:
+                self._metrics.announced(self._run, version)
+                self._metrics.behind_since(self._run, time.time())
             await self._announced.post(data, version)
 
     async def _take(
         self, version: int, digest: str | None, deadline: float, *, patient: bool = True
     ) -> None:
-        if version in self._manifests:
+        self._recall_once()
+        if version in self._shelf.manifests:
             return
         manifest, data = await self._fetcher.manifest(version, digest, deadline, patient=patient)
-        write_atomic(self._store / layout.manifest_name(self._run, version), data)
-        self._adopt(manifest)
-
-    def _adopt(self, manifest: WeightsManifest) -> None:
-        self._manifests[manifest.version] = manifest
-        self._known |= manifest.chunks()
+        self._recall_once()
+        if version not in self._shelf.manifests:
+            self._shelf.adopt(manifest, data)
 
     async def _look_up(self, version: int) -> bool:
-        """Asks the upstreams for a version that is older than what this relay has."""
+        """Asks the upstreams, once for all who ask, for a version older than what is here."""
+        if version in self._missed:
+            return False
+        if version not in self._lookups:
+            if len(self._lookups) >= _MAX_LOOKUPS:
+                return False
+            task = asyncio.create_task(self._take_older(version))
+            self._lookups[version] = task
+            task.add_done_callback(lambda done: self._lookups.pop(version))
+        return await asyncio.shield(self._lookups[version])
+
+    async def _take_older(self, version: int) -> bool:
         try:
             await self._take(version, None, time.monotonic() + _ON_DEMAND_S, patient=False)
-        except UserError as error:
+            self._shelf.pins.touch(version)  # or it would go at once
+            self._shelf.prune(self._whole)
+        except (UserError, OSError) as error:
             self._log.info("version %d was asked for: %s", version, error)
+            self._missed.note(version)
             return False
-        return True
-
-    def _obtain(self, digest: str) -> asyncio.Task[None]:
-        """The one task that brings a chunk here."""
-        if digest not in self._obtaining:
-            task = asyncio.create_task(self._bring(self._known[digest]))
-            self._obtaining[digest] = task
-            task.add_done_callback(lambda done: self._brought(digest, done))
-        return self._obtaining[digest]
-
-    def _brought(self, digest: str, task: asyncio.Task[None]) -> None:
-        del self._obtaining[digest]
-        if not task.cancelled():
-            task.exception()  # whoever awaited it has it; nobody may have
-
-    async def _bring(self, chunk: Chunk) -> None:
-        path = self._store / layout.chunk_name(self._run, chunk.blake3)
-        if path.exists():
-            if await asyncio.to_thread(digest_file, path) == chunk.blake3:
-                self._checked.add(chunk.blake3)
-                return
-            self._log.warning("%s: damaged on disk, fetching it again", path)
-            path.unlink()
-        deadline = time.monotonic() + chunk_timeout_s(chunk.size)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_name(path)
-        temporary.touch()
-        try:
-            await self._fetcher.chunk(chunk, "chunk", deadline, into=temporary)
-            temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        self._checked.add(chunk.blake3)
+        return version in self._shelf.manifests
 
     def _start_filling(self, version: int) -> None:
         """Brings the newest version here unless that is under way or done."""
-        manifest = self._manifests.get(version)
-        if manifest is None or manifest.chunks().keys() <= self._checked:
+        manifest = self._shelf.manifests.get(version)
+        if manifest is None:
             return
-        if self._filling is not None and not self._filling[1].done():
-            if self._filling[0] == version:
+        if self._filling is not None:
+            filling, task = self._filling
+            if filling == version and (not task.done() or task.result()):
                 return
-            self._filling[1].cancel()
+            task.cancel()
+            self._transfers.cancel_all_but(manifest.chunks())
         self._filling = (version, asyncio.create_task(self._fill(manifest)))
 
-    async def _fill(self, manifest: WeightsManifest) -> None:
-        """Brings a version's chunks here, then drops the oldest versions."""
-        started = time.monotonic()
-        missing = [digest for digest in manifest.chunks() if digest not in self._checked]
+    async def _fill(self, manifest: WeightsManifest) -> bool:
+        """Brings a version here, drops the oldest, then brings what a joiner needs besides.
+
+        Returns:
+            Whether all of it is here; else it is tried again after the next poll, and chunk by
+            chunk for whoever asks.
+        """
+        version, started = manifest.version, time.monotonic()
         try:
-            await for_each(
-                missing,
-                lambda digest: asyncio.shield(self._obtain(digest)),
-                parallel=PARALLEL_CHUNKS,
-            )
-            await asyncio.to_thread(
-                prune, self._store, run=self._run, keep_versions=self._keep_versions
-            )
-        except UserError as error:  # tried again after the next poll, and by whoever asks for it
-            self._log.warning("version %d is not whole here yet: %s", manifest.version, error)
-            return
-        elapsed_s = time.monotonic() - started
-        self._log.info(
-            "version %d: %d new chunks, %.2f s", manifest.version, len(missing), elapsed_s
-        )
-        kept = set(layout.stored_versions(self._store, self._run))
-        self._manifests = {v: m for v, m in self._manifests.items() if v in kept}
-        self._known = {d: c for m in self._manifests.values() for d, c in m.chunks().items()}
-        self._checked &= self._known.keys()
+            chunks = light(manifest)
+            self._shelf.check_fits(version, chunks)
+            await self._transfers.bring(chunks)
+            chunks = list(manifest.chunks().values())
+            self._shelf.check_fits(version, chunks)
+            await self._transfers.bring(chunks)
+            self._whole = version
+            self._metrics.behind_since(self._run, None)
+            self._shelf.prune(version)
+            self._log.info("version %d: whole, %.2f s", version, time.monotonic() - started)
+            needed = chunks
+            async for older in self._chain(manifest):
+                chunks = to_rebuild(older)
+                needed += chunks
+                self._shelf.check_fits(version, needed)
+                await self._transfers.bring(chunks)
+        except (UserError, OSError) as error:
+            self._complain(error)
+            return False
+        return True
+
+    async def _chain(self, manifest: WeightsManifest) -> AsyncIterator[WeightsManifest]:
+        """What a version is rebuilt from: its base, that one's base, and so on to an anchor."""
+        while not manifest.is_anchor and manifest.base is not None:
+            await self._take(manifest.base, None, time.monotonic() + _MANIFEST_DEADLINE_S)
+            manifest = self._shelf.manifests[manifest.base]
+            yield manifest
+
+    def _complain(self, error: BaseException) -> None:
+        """Logs an error unless it was said lately."""
+        if str(error) not in self._said:
+            self._said.note(str(error))
+            self._log.warning("%s", error)
+
+
+def light(manifest: WeightsManifest) -> list[Chunk]:
+    """The chunks that come first: the delta, and what is small besides the weights."""
+    small = [info for name, info in manifest.objects.items() if name not in manifest.files]
+    infos = [*manifest.delta.values(), *small]
+    return list({c.blake3: c for info in infos for c in info.chunks}.values())
+
+
+def to_rebuild(manifest: WeightsManifest) -> list[Chunk]:
+    """The chunks of an older version from which newer ones are rebuilt."""
+    parts = manifest.objects if manifest.is_anchor else manifest.delta
+    return list({c.blake3: c for info in parts.values() for c in info.chunks}.values())
 
 
 async def run_relay(
@@ -250,9 +245,11 @@ async def run_relay(
     port: int,
     log: logging.Logger,
     started: Callable[[int], None] = lambda port: None,
+    max_bytes: int | None = None,
+    access: Access = NO_TOKEN,
     options: ServerOptions = DEFAULT_OPTIONS,
 ) -> None:
-    """Mirrors and serves a run until SIGTERM.
+    """Mirrors and serves a run until SIGTERM. The upstreams may come later.
 
     Args:
         store: keeps the newest versions; a restart takes them up.
@@ -263,6 +260,8 @@ async def run_relay(
         host, port: to listen on.
         log: of this process.
         started: called with the port once connections are accepted.
+        max_bytes: of manifests and chunks on disk, never exceeded; None: no bound.
+        access: token and certificates for the upstreams.
         options: who may read what, how fast, and over what.
 
     Raises:
@@ -272,10 +271,15 @@ async def run_relay(
         raise UserError(f"{run!r} is not the name of a run")
     if keep_versions < 1:
         raise UserError(f"--keep-versions {keep_versions}: at least 1 is needed")
+    if max_bytes is not None and max_bytes < 1:
+        raise UserError(f"--max-bytes {max_bytes}: at least 1 is needed")
     (store / run).mkdir(parents=True, exist_ok=True)
     metrics = Metrics(store)
-    fetcher = Fetcher(upstreams, run=run, root_public_key=root_public_key, folder=store / run)
-    mirror = Mirror(fetcher, metrics, run=run, store=store, keep_versions=keep_versions, log=log)
+    fetcher = Fetcher(
+        upstreams, run=run, root_public_key=root_public_key, folder=store / run, access=access
+    )
+    shelf = Shelf(store, run, keep_versions=keep_versions, max_bytes=max_bytes, log=log)
+    mirror = Mirror(fetcher, metrics, shelf, run=run, log=log)
     try:
         await mirror.recall()
         await serve(

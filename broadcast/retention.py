@@ -32,12 +32,12 @@ def kept(
     whole = [version for version in announced if version in anchors]
     if whole:
         wanted |= {version for version in announced if version >= whole[0]}
-    result = _with_bases(wanted, bases, anchors)
+    result = with_bases(wanted, bases, anchors)
     read = [version for version in pinned if version in bases and version not in result]
-    return result | _with_bases(read[:keep_versions], bases, anchors)
+    return result | with_bases(read[:keep_versions], bases, anchors)
 
 
-def _with_bases(
+def with_bases(
     versions: Collection[int], bases: Mapping[int, int | None], anchors: Collection[int]
 ) -> set[int]:
     """The versions and what they are rebuilt from, as far as that is held."""

@@ -1,0 +1,156 @@
+"""Chunks on their way to a relay's disk: each is fetched once, whoever wants it, and checked."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from broadcast.fetcher import PARALLEL_CHUNKS, Fetcher, chunk_timeout_s, for_each
+from broadcast.manifest import Chunk
+from broadcast.recent import Recent
+from broadcast.shelf import Shelf
+from runspec.common.errors import UserError
+
+STALL_S = 2.0
+"""Who waits for a chunk is sent away when no byte of it has come for so long."""
+MISSED_S = 3.0
+"""What no upstream had is not asked for again before this."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(eq=False)
+class _Transfer:
+    chunk: Chunk
+    version: int
+    """The newest that needs it."""
+    readers: int = 0
+    """How many wait for it, besides the relay itself."""
+    into: Path | None = None
+    """The file that grows."""
+
+    def arrived(self) -> tuple[int, int] | None:
+        """Changes with every byte that comes; None before the first."""
+        try:
+            status = self.into.stat() if self.into is not None else None
+        except FileNotFoundError:
+            return None
+        return (status.st_size, status.st_mtime_ns) if status and status.st_size else None
+
+
+class Transfers:
+    """Brings chunks of the manifests on a shelf.
+
+    So many at a time for the newest version, and as many for what readers want of older ones, so
+    that neither keeps the other waiting.
+
+    Args:
+        fetcher: asks the upstreams.
+        shelf: where chunks go.
+        complain: told of a transfer that failed.
+    """
+
+    def __init__(
+        self, fetcher: Fetcher, shelf: Shelf, *, complain: Callable[[BaseException], None]
+    ) -> None:
+        self._fetcher, self._shelf, self._complain = fetcher, shelf, complain
+        self._running: dict[str, tuple[_Transfer, asyncio.Task[None]]] = {}
+        self._newest_lane = asyncio.Semaphore(PARALLEL_CHUNKS)
+        self._older_lane = asyncio.Semaphore(PARALLEL_CHUNKS)
+        self._missed = Recent(MISSED_S)
+
+    async def arrives(self, digest: str) -> bool:
+        """Waits for a known chunk while bytes of it come.
+
+        No longer: of relays that are upstream of each other each would wait for the other.
+        """
+        if digest not in self._running and digest in self._missed:
+            return False
+        transfer, task = self._start(digest)
+        transfer.readers += 1
+        seen = None
+        try:
+            while not (await asyncio.wait({task}, timeout=STALL_S))[0]:
+                now = transfer.arrived()
+                if now == seen:
+                    return False
+                seen = now
+        finally:
+            transfer.readers -= 1
+        return not task.cancelled() and task.exception() is None
+
+    async def bring(self, chunks: Iterable[Chunk]) -> None:
+        """Brings chunks here in their order, some at a time; those that are here are proven.
+
+        Raises:
+            UserError: one cannot be had or stored, or its version was dropped.
+        """
+        await for_each(chunks, self._bring_one, parallel=PARALLEL_CHUNKS)
+
+    def cancel_all_but(self, wanted: Collection[str]) -> None:
+        """Ends the transfers of other chunks, but for those that somebody waits for."""
+        for digest, (transfer, task) in self._running.items():
+            if digest not in wanted and not transfer.readers:
+                task.cancel()
+
+    async def close(self) -> None:
+        tasks = [task for _, task in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _bring_one(self, chunk: Chunk) -> None:
+        if self._shelf.chunk_path(chunk.blake3) in self._shelf.proven:
+            return
+        if self._shelf.find(chunk.blake3) is None:
+            raise UserError("its version was dropped")
+        task = self._start(chunk.blake3, queue=False)[1]
+        await asyncio.wait({task})  # which, unlike awaiting it, leaves it alone when cancelled
+        if task.cancelled():
+            raise UserError("its transfer was ended")
+        task.result()
+
+    def _start(self, digest: str, *, queue: bool = True) -> tuple[_Transfer, asyncio.Task[None]]:
+        """The one transfer of a chunk; without `queue` the caller counts how many it has."""
+        if digest not in self._running:
+            known = self._shelf.find(digest)
+            assert known is not None
+            transfer = _Transfer(*known)
+            newest = transfer.version == max(self._shelf.manifests)
+            lane = self._newest_lane if newest else self._older_lane
+            task = asyncio.create_task(self._run(transfer, lane if queue else nullcontext()))
+            self._running[digest] = (transfer, task)
+            task.add_done_callback(lambda done: self._ended(digest, done))
+        return self._running[digest]
+
+    def _ended(self, digest: str, task: asyncio.Task[None]) -> None:
+        del self._running[digest]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._missed.note(digest)
+            self._complain(error)
+
+    async def _run(self, transfer: _Transfer, lane: AbstractAsyncContextManager) -> None:
+        chunk, version = transfer.chunk, transfer.version
+        async with lane:
+            if await self._shelf.has(chunk.blake3):
+                return
+            what = f"chunk of version {version}"
+            deadline = time.monotonic() + chunk_timeout_s(chunk.size)
+            while True:
+                try:
+                    with self._shelf.place(chunk, version) as into:
+                        transfer.into = into
+                        await self._fetcher.chunk(chunk, what, deadline, into=into)
+                    return
+                except OSError as error:
+                    if error.errno in _FULL and self._shelf.drop_one(version):
+                        continue
+                    raise UserError(
+                        f"cannot store a chunk of version {version}: {error.strerror}",
+                        place=str(self._shelf.chunk_path(chunk.blake3)),
+                        remedy="free disk space; it is tried again, what is here is served on",
+                    ) from error
