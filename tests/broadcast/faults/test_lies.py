@@ -53,7 +53,6 @@ def test_what_a_liar_spoils_an_honest_server_makes_good(
     assert server.chunk_requests() <= len(run.chunks())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lie", [lies.silent, lies.endless_drip], ids=named)
 def test_who_never_ends_is_left_for_an_honest_server(
     run: Run, fake: Fake, within: Within, lie: Answer
