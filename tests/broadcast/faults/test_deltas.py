@@ -1,0 +1,162 @@
+"""Faults on the way of a delta: in its chunks, in the chain, in the process that applies it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from broadcast.manifest import read_manifest
+from runspec.common.errors import UserError
+from tests.waiting import eventually
+
+from ..conftest import Run, contents
+from ..model_versions import ModelVersions
+from ..processes import Processes, broadcast
+from . import fake_relay as lies
+from .fake_relay import Answer, FakeRelay, honest, instead, only
+
+Fake = Callable[..., FakeRelay]
+DYING = (
+    "import os, sys; import bridge.delta; from runspec.common.errors import UserError; "
+    "from broadcast.__main__ import main; real = bridge.delta.apply_deltas\n"
+    "def die_after_the_first(directory, deltas, tensors):\n"
+    "    try:\n"
+    "        real(directory, deltas[:1], tensors)\n"
+    "    except UserError:\n"
+    "        os._exit(9)\n"
+    "bridge.delta.apply_deltas = die_after_the_first\n"
+    "sys.exit(main(sys.argv[1:]))"
+)
+"""`python -m broadcast` that dies once the first of several deltas is applied in place."""
+
+
+@pytest.fixture
+def versions(run: Run) -> ModelVersions:
+    """Version 0, whole, and 1 and 2 as deltas, each on the one before."""
+    made = ModelVersions(run)
+    made.publish(0)
+    made.publish(1, base=0)
+    made.publish(2, base=1)
+    return made
+
+
+def delta_chunk(run: Run, version: int) -> str:
+    manifest = read_manifest(run.store / "demo" / "versions" / str(version))
+    return manifest.delta["model.safetensors.delta"].chunks[0].blake3
+
+
+def not_there(request: lies.Request) -> None:
+    request.write(lies.head("404 Not Found", 0))
+
+
+@pytest.mark.parametrize("lie", [lies.flipped, lies.truncated, lies.cut_off, instead(b"x" * 300)])
+def test_a_bad_chunk_of_a_delta_is_blamed_and_fetched_again_alone(
+    run: Run, versions: ModelVersions, fake: Fake, lie: Answer, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given a follower with version 0, and a server that sends a chunk of a delta wrong, once
+    server = fake()
+    client = run.client(server.url)
+    client.fetch(0, manifest_digest=None, deadline_s=10)
+    bad = delta_chunk(run, 1)
+    server.answer(bad, only(1, lie))
+    server.paths.clear()
+    # when it fetches version 2, for which it needs both deltas
+    with caplog.at_level(logging.WARNING):
+        path = client.fetch(2, manifest_digest=None, deadline_s=10)
+    # then that chunk came twice, the other once, the blame names them, and the bits are right
+    assert contents(path) == versions.files(2)
+    assert (server.asked(bad), server.asked(delta_chunk(run, 2))) == (2, 1)
+    blamed = [r.getMessage() for r in caplog.records if r.getMessage().startswith(server.url)]
+    assert any("model.safetensors.delta at byte 0, chunk " + bad[:16] in line for line in blamed)
+
+
+def test_another_versions_delta_does_not_pass_for_this_one(
+    run: Run, versions: ModelVersions, fake: Fake
+) -> None:
+    # given a relay that serves version 2's delta, which is real, for version 1's
+    liar = fake()
+    client = run.client(liar.url)
+    base = client.fetch(0, manifest_digest=None, deadline_s=10)
+    other = (run.store / "demo" / "chunks" / delta_chunk(run, 2)).read_bytes()
+    liar.answer(delta_chunk(run, 1), instead(other))
+    # when a follower fetches version 1, then it fails by name, and what it holds is untouched
+    with pytest.raises(UserError) as failure:
+        client.fetch(1, manifest_digest=None, deadline_s=1)
+    assert liar.url in str(failure.value) and delta_chunk(run, 1)[:16] in str(failure.value)
+    assert not (run.folder / "cache" / "v1").exists()
+    assert contents(base) == versions.files(0)
+    # and beside an honest server it has it
+    both = run.client(liar.url, run.static().url)
+    assert contents(both.fetch(1, manifest_digest=None, deadline_s=10)) == versions.files(1)
+
+
+@pytest.mark.parametrize("missing", ["manifest", "chunk"])
+def test_a_missing_link_is_found_elsewhere_or_named(
+    run: Run, versions: ModelVersions, fake: Fake, missing: str
+) -> None:
+    # given a relay that has lost version 1, on which version 2 is built
+    relay = fake()
+    relay.answer("versions/1/" if missing == "manifest" else delta_chunk(run, 1), not_there)
+    # when a joiner fetches version 2 from it alone, then it is told what is missing, and where
+    with pytest.raises(UserError) as failure:
+        run.client(relay.url, cache="alone").fetch(2, manifest_digest=None, deadline_s=1)
+    if missing == "manifest":
+        assert "needs version 1, which no server has" in str(failure.value)
+    else:
+        assert delta_chunk(run, 1)[:16] in str(failure.value) and relay.url in str(failure.value)
+    assert not (run.folder / "alone" / "v2").exists()
+    # and with a second server, it has it
+    both = run.client(relay.url, run.static().url)
+    assert contents(both.fetch(2, manifest_digest=None, deadline_s=10)) == versions.files(2)
+
+
+@pytest.mark.parametrize("joiner", [False, True], ids=["follower", "joiner"])
+def test_a_client_that_dies_between_two_deltas_leaves_nothing_wrong(
+    run: Run, versions: ModelVersions, fake: Fake, processes: Processes, joiner: bool
+) -> None:
+    # given a client process, which holds version 0 or nothing
+    server = fake()
+    out = run.folder / "out"
+    fetch = ("fetch", server.url, "--run", "demo", "--out", out, "--public-key", run.root)
+    if not joiner:
+        assert broadcast(*fetch, "--version", 0).returncode == 0
+    # when it dies with the first of two deltas applied in place
+    dying = processes.start(*fetch, "--version", 2, command=(sys.executable, "-c", DYING))
+    assert dying.wait(30) == 9, processes.said(dying)
+    assert not (out / "v2").exists()
+    # then the next one makes version 2, bit for bit, and the base is what it was
+    done = broadcast(*fetch, "--version", 2, "--deadline", 20)
+    assert done.returncode == 0, done.stderr
+    assert contents(out / "v2") == versions.files(2)
+    if not joiner:
+        assert contents(out / "v0") == versions.files(0)
+    # and no chunk had to come twice
+    assert {p.name: server.asked(p.name) for p in run.chunks() if server.asked(p.name) > 1} == {}
+
+
+def test_a_relay_killed_within_a_chain_has_all_of_it_after_its_restart(
+    run: Run, versions: ModelVersions, fake: Fake, processes: Processes
+) -> None:
+    # given a relay process that has all but one delta of a chain, when it is killed
+    upstream = fake()
+    upstream.answer(delta_chunk(run, 1), lies.server_error)
+    start = (
+        *("relay", "--run", "demo", "--upstream", upstream.url, "--store", run.folder / "relay"),
+        *("--listen", "127.0.0.1:0", "--public-key", run.root),
+    )
+    first = processes.start(*start)
+    held = run.folder / "relay" / "demo" / "chunks"
+    eventually(lambda: (held / delta_chunk(run, 2)).exists(), "the newest delta is at the relay")
+    eventually(lambda: upstream.asked(delta_chunk(run, 1)), "it asks for the one before")
+    first.kill()
+    first.wait()
+    # when it is started again, and its upstream has the missing one
+    upstream.answer(delta_chunk(run, 1), honest)
+    again = processes.start(*start)
+    # then a joiner that knows no other server has the newest version through it
+    path = run.client(processes.url(again)).fetch(2, manifest_digest=None, deadline_s=20)
+    assert contents(path) == versions.files(2)
+    assert upstream.asked(delta_chunk(run, 2)) == 1
