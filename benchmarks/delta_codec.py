@@ -36,8 +36,8 @@ import zstandard
 
 from bridge.config import parse_config
 from bridge.delta import apply_deltas, write_delta
-from bridge.delta.apply import overwrite_file
-from bridge.delta.container import SUFFIX, read_delta_file
+from bridge.delta.apply import open_delta, overwrite_file
+from bridge.delta.container import SUFFIX
 from bridge.delta.layout import TENSORS_NAME, read_layout, read_records
 from bridge.safetensors_io import SINGLE_NAME, write_safetensors
 from bridge.weight_map import hf_shapes
@@ -197,7 +197,8 @@ def measure(
 
     row["write_gb_s"] = rates(write, size, repeats)
     row["ratio"] = round(size / (delta / (SINGLE_NAME + SUFFIX)).stat().st_size, 2)
-    (file,), opened = read_layout(target), read_delta_file(delta / (SINGLE_NAME + SUFFIX))
+    (file,) = read_layout(target)
+    opened = open_delta(file, delta)
     with ThreadPoolExecutor(1) as pool:
         row["apply_gb_s"] = rates(
             lambda: overwrite_file(file, [opened], lambda *_: None, pool), size, repeats

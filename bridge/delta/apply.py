@@ -24,7 +24,7 @@ from bridge.delta.layout import (
     tensor_shapes,
 )
 from bridge.delta.segments import MalformedSegment, overwrite
-from bridge.safetensors_io import TensorInfo, listed
+from bridge.safetensors_io import TensorInfo
 from bridge.tensors import model_digest, tensor_digest
 from runspec.common.errors import UserError
 
@@ -47,7 +47,7 @@ def delta_tensors(directory: Path, delta: Path) -> Records:
         UserError: malformed weights or delta, or one of another layout.
     """
     layout = read_layout(directory)
-    deltas = [_open(file, delta) for file in layout]
+    deltas = [open_delta(file, delta) for file in layout]
     digests = {name: t.blake3 for file in deltas for name, t in file.header.tensors.items()}
     return {
         name: {**shape, "blake3": digests[name]} for name, shape in tensor_shapes(layout).items()
@@ -78,7 +78,7 @@ def apply_deltas(
     shapes = {n: {k: v for k, v in r.items() if k != "blake3"} for n, r in target.items()}
     if tensor_shapes(layout) != shapes:
         raise UserError("holds other tensors than the version to be made", place=str(directory))
-    chains = [[_open(file, delta) for delta in deltas] for file in layout]
+    chains = [[open_delta(file, delta) for delta in deltas] for file in layout]
     _check_versions(directory, layout, chains, model_digest(target))
 
     def check(info: TensorInfo, bits: np.ndarray) -> None:
@@ -125,16 +125,16 @@ def _threads() -> int:
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
-def _open(file: FileLayout, delta: Path) -> DeltaFile:
-    """The delta of a weights file, made for its layout."""
-    opened = read_delta_file(delta / (file.path.name + SUFFIX))
-    names, expected = set(opened.header.tensors), {info.name for info in file.tensors}
-    if opened.header.layout != file.digest or names != expected:
-        odd = f" (tensors {listed(names ^ expected)[:500]})" if names != expected else ""
-        raise UserError(
-            f"a delta for weights of another layout than those in {file.path}{odd}",
-            place=str(opened.path),
-        )
+def open_delta(file: FileLayout, delta: Path) -> DeltaFile:
+    """The delta of a weights file, whose header has been checked against the file's.
+
+    Raises:
+        UserError: malformed, or made for another layout.
+    """
+    path = delta / (file.path.name + SUFFIX)
+    opened = read_delta_file(path, [info.name for info in file.tensors])
+    if opened.header.layout != file.digest:
+        raise UserError(f"made for weights that lie otherwise than {file.path}", place=str(path))
     return opened
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 _WORD = np.dtype(np.uint64)
-_BLOCK_WORDS = 2**16
-"""Half a megabyte of each side: what is compared is still in the cache when it is looked up."""
+_BLOCK_WORDS = 2**17
+"""A megabyte of each side: what is compared is still in the cache when it is looked up."""
+_FEW = 1 / 16
+"""Share of words that differ above which it is quicker to compare all elements (measured)."""
 
 
 def changed_indices(old: np.ndarray, new: np.ndarray) -> np.ndarray:
@@ -22,19 +24,22 @@ def changed_indices(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     """
     per_word = _WORD.itemsize // old.itemsize
     whole = len(old) - len(old) % per_word
-    old_words, new_words = old[:whole].view(_WORD), new[:whole].view(_WORD)
+    step = _BLOCK_WORDS * per_word
     found = [
-        _block(old_words[at : at + _BLOCK_WORDS], new_words[at : at + _BLOCK_WORDS], old.dtype)
-        + at * per_word
-        for at in range(0, len(old_words), _BLOCK_WORDS)
+        _changed_in_words(old[at : min(at + step, whole)], new[at : min(at + step, whole)]) + at
+        for at in range(0, whole, step)
     ]
     found.append(np.flatnonzero(old[whole:] != new[whole:]) + whole)
     return np.concatenate(found)
 
 
-def _block(old: np.ndarray, new: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    words = np.flatnonzero(old != new)
-    per_word = _WORD.itemsize // dtype.itemsize
+def _changed_in_words(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    old_words, new_words = old.view(_WORD), new.view(_WORD)
+    differs = old_words != new_words
+    if np.count_nonzero(differs) > len(differs) * _FEW:
+        return np.flatnonzero(old != new)
+    words = np.flatnonzero(differs)
+    per_word = _WORD.itemsize // old.itemsize
     # Little-endian: the first element of a word is its lowest bytes, and first in the view too.
-    elements = np.flatnonzero((old[words] ^ new[words]).view(dtype))
+    elements = np.flatnonzero((old_words[words] ^ new_words[words]).view(old.dtype))
     return words[elements // per_word] * per_word + elements % per_word

@@ -12,16 +12,17 @@ digest of the tensor as the target has it. A block is the coded segments of the 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge.safetensors_io import listed
 from runspec.common.canonical import MalformedJson, canonical_json, parse_object
 from runspec.common.errors import UserError
 from runspec.common.hashing import is_digest
 
 MAGIC = b"RSDELTA\x01"
-MAX_HEADER_BYTES = 16 * 1024 * 1024
 SUFFIX = ".delta"
 _LENGTH = 4
 _MAX_BLOCK_BYTES = 2**48
@@ -75,11 +76,15 @@ class DeltaFile:
     """Offset of the first block."""
 
 
-def read_delta_file(path: Path) -> DeltaFile:
+def read_delta_file(path: Path, names: Collection[str]) -> DeltaFile:
     """Reads the header of a delta file, and checks its lengths against the file's.
 
+    Args:
+        path: of the file.
+        names: of the tensors that it must be about; they bound how much is read.
+
     Raises:
-        UserError: unreadable, or not a delta file from its first byte to its last.
+        UserError: unreadable, about other tensors, or no delta file from first byte to last.
     """
     try:
         with path.open("rb") as file:
@@ -87,19 +92,31 @@ def read_delta_file(path: Path) -> DeltaFile:
             file.seek(0)
             fixed = file.read(len(MAGIC) + _LENGTH)
             length = int.from_bytes(fixed[len(MAGIC) :], "little")
-            if not fixed.startswith(MAGIC) or length > min(MAX_HEADER_BYTES, size - len(fixed)):
+            if not fixed.startswith(MAGIC) or len(fixed) + length > size:
                 raise MalformedJson("it does not begin as one")
-            header = _header(file.read(length))
+            if len(fixed) + length > _longest(names):
+                raise MalformedJson(f"a header of {length} bytes for {len(names)} tensors")
+            header = _header(file.read(length), _longest(names))
     except (OSError, MalformedJson) as error:
-        raise UserError(f"not a delta file: {error}", place=str(path)) from error
+        raise UserError(f"not a delta of these weights: {error}", place=str(path)) from error
+    if header.tensors.keys() != set(names):
+        odd = listed(header.tensors.keys() ^ set(names))
+        raise UserError(f"a delta of other tensors: {odd[:500]}", place=str(path))
     start = len(fixed) + length
     if start + sum(tensor.nbytes for tensor in header.tensors.values()) != size:
         raise UserError("a delta file that is cut off or too long", place=str(path))
     return DeltaFile(path, header, start)
 
 
-def _header(text: bytes) -> DeltaHeader:
-    fields = parse_object(text, max_bytes=MAX_HEADER_BYTES)
+def _longest(names: Collection[str]) -> int:
+    """Bytes that precede the blocks of a delta file of these tensors, at most."""
+    none = "0" * 64
+    tensors = dict.fromkeys(names, DeltaTensor(none, _MAX_BLOCK_BYTES))
+    return len(DeltaHeader(none, none, none, tensors).encode())
+
+
+def _header(text: bytes, max_bytes: int) -> DeltaHeader:
+    fields = parse_object(text, max_bytes=max_bytes)
     if canonical_json(fields) != text:
         raise MalformedJson("its header is not in canonical form")
     if set(fields) != {"base", "target", "layout", "tensors"}:
