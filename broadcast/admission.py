@@ -83,7 +83,9 @@ class Admission:
         Raises:
             HTTPTooManyRequests: it must wait first; the answer says how long.
         """
-        wait_s = self._rate.take(client, size, self._clock()) if self._rate else 0.0
+        if self._rate is None:
+            return
+        wait_s = self._rate.take(client, size, self._clock())
         if wait_s > 0:
             raise self._later(wait_s, "more than your bytes per second\n")
 

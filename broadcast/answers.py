@@ -21,7 +21,7 @@ from broadcast.metrics import Metrics
 IMMUTABLE = "max-age=31536000, immutable"
 """Of what never changes. Caches that many share keep it too, but not where a token was sent."""
 REVALIDATE = "no-cache"
-_PIECE_BYTES = 512 * 1024
+_PIECE_BYTES = 4 * 1024 * 1024
 _TLS_WRITE_BYTES = 64 * 1024
 _RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
 
@@ -42,8 +42,8 @@ class FileAnswers:
 
     Args:
         metrics: counts bytes, transfers and slow readers.
-        floor_bytes_per_s: a reader that takes half a MiB more slowly is disconnected, so that it
-            cannot keep a file (and the disk space of a removed one) for ever.
+        floor_bytes_per_s: a reader that takes the next 4 MiB more slowly is disconnected, so that
+            it cannot keep a file (and the disk space of a removed one) for ever.
     """
 
     def __init__(self, metrics: Metrics, *, floor_bytes_per_s: float) -> None:

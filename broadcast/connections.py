@@ -9,6 +9,7 @@ by being connected. Who is being answered is not cut off for a newcomer.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import resource
 import socket
@@ -27,6 +28,7 @@ MAX_HEADER_BYTES = 4096
 _FILES_BESIDE = 256
 """Open files of a server beside its connections and the files that it sends on them."""
 _TLS_GOODBYE_S = 2.0
+_AT_ONCE = 16
 _PAUSE_S = 0.1
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 
@@ -154,6 +156,8 @@ class Door:
         self._open: set[Connection] = set()
         self._idle: dict[Connection, None] = {}
         """In the order in which they became idle."""
+        self._listener: socket.socket | None = None
+        self._pause: asyncio.TimerHandle | None = None
         metrics.connections.set_function(lambda: len(self._open))
 
     def busy(self, connection: Connection) -> None:
@@ -166,30 +170,40 @@ class Door:
         self._open.discard(connection)
         self._idle.pop(connection, None)
 
-    async def keep_accepting(self, listener: socket.socket) -> None:
-        """Accepts until it is cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                accepted, _ = await loop.sock_accept(listener)
-            except ConnectionAbortedError:  # gone before it was accepted
-                continue
-            except OSError as error:  # no files left, say; connections end, and it goes on
-                self._log.error("cannot accept a connection: %s", error)
-                await asyncio.sleep(_PAUSE_S)
-                continue
-            if self._has_room():
-                self._let_in(accepted)
-            else:
-                self._refuse(accepted)
-            await asyncio.sleep(0)  # a flood of newcomers leaves room for the others' work
+    def open(self, listener: socket.socket) -> None:
+        """Accepts from now on."""
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept)
 
     async def close(self) -> None:
-        """Ends the handshakes that are under way."""
+        """Accepts no more, and ends the handshakes that are under way."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+        if self._pause is not None:
+            self._pause.cancel()
         entering = [c.entering for c in self._open if c.entering is not None]
         for task in entering:
             task.cancel()
         await asyncio.gather(*entering, return_exceptions=True)
+
+    def _accept(self) -> None:
+        """Some of the newcomers; the loop calls again for the others, after other work."""
+        assert self._listener is not None
+        for _ in range(_AT_ONCE):
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no files left, say; connections end, and it goes on
+                self._log.error("cannot accept a connection: %s", error)
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._listener)
+                self._pause = loop.call_later(_PAUSE_S, self.open, self._listener)
+                return
+            if self._has_room():
+                self._let_in(accepted)
+            else:
+                self._refuse(accepted)
 
     def _has_room(self) -> bool:
         """Whether one more may come in, where need be in the place of the longest idle."""
@@ -208,26 +222,37 @@ class Door:
         connection = Connection(self, self._server)
         self._open.add(connection)
         self._idle[connection] = None
-        connection.entering = asyncio.create_task(self._enter(connection, accepted))
+        task = asyncio.create_task(self._enter(connection, accepted))
+        connection.entering = task
+        task.add_done_callback(functools.partial(self._entered, connection, accepted))
 
     async def _enter(self, connection: Connection, accepted: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        try:
-            if self._tls is None:
-                await loop.connect_accepted_socket(lambda: connection, accepted)
-            else:
-                await loop.connect_accepted_socket(
-                    lambda: connection,
-                    accepted,
-                    ssl=self._tls(),
-                    ssl_handshake_timeout=self.head_s,
-                    ssl_shutdown_timeout=_TLS_GOODBYE_S,
-                )
-        except OSError:  # ssl's errors too: no TLS, another version, gone, too slow
+        if self._tls is None:
+            await loop.connect_accepted_socket(lambda: connection, accepted)
+        else:
+            await loop.connect_accepted_socket(
+                lambda: connection,
+                accepted,
+                ssl=self._tls(),
+                ssl_handshake_timeout=self.head_s,
+                ssl_shutdown_timeout=_TLS_GOODBYE_S,
+            )
+
+    def _entered(
+        self, connection: Connection, accepted: socket.socket, task: asyncio.Task[None]
+    ) -> None:
+        connection.entering = None
+        if task.cancelled():
+            error = None
+        elif (error := task.exception()) is None:
+            return
+        self.left(connection)
+        accepted.close()  # a task that was cancelled before it began has not
+        if isinstance(error, OSError):  # ssl's errors too: no TLS, another version, gone, too slow
             self.metrics.dropped("TLS")
-            self.left(connection)
-        finally:
-            connection.entering = None
+        elif error is not None:
+            self._log.error("a connection could not be taken in", exc_info=error)
 
 
 def possible_connections(wanted: int, log: logging.Logger) -> int:

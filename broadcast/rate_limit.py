@@ -24,8 +24,9 @@ class RateLimit:
         self._max_clients = max_clients
         self._full_at: OrderedDict[str, float] = OrderedDict()
 
-    def __len__(self) -> int:
-        """Clients remembered."""
+    @property
+    def clients(self) -> int:
+        """How many are remembered."""
         return len(self._full_at)
 
     def take(self, client: str, size: int, now: float) -> float:

@@ -39,8 +39,8 @@ class Limits:
     """A request's head, and a TLS handshake, is whole within this."""
     idle_s: float = 75.0
     """Between two requests of a connection."""
-    floor_bytes_per_s: float = 16 * 1024
-    """A reader slower than this is disconnected."""
+    floor_bytes_per_s: float = 64 * 1024
+    """A reader slower than this is disconnected; 4 MiB are looked at at a time."""
     requests_per_client: int = 256
     """Answered for one client at once (waiting polls, bodies being sent); at most half of
     `max_connections`."""
@@ -95,10 +95,12 @@ async def serve(
                 bound = listener.getsockname()[1]
                 scheme = "http" if options.tls_cert is None else "https"
                 log.info("listening on %s://%s:%d", scheme, host, bound)
+                door.open(listener)
                 started(bound)
-                await _until_stopped(
-                    source.work(), metrics.keep_saving(), door.keep_accepting(listener)
-                )
+                try:
+                    await _until_stopped(source.work(), metrics.keep_saving())
+                finally:
+                    await door.close()
     finally:
         metrics.save()
 
@@ -157,7 +159,6 @@ async def _door(
     try:
         yield door
     finally:
-        await door.close()
         await runner.cleanup()
 
 
