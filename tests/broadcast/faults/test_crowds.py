@@ -10,15 +10,17 @@ from contextlib import ExitStack
 import pytest
 
 from ..conftest import Run, contents, weights
-from ..processes import Processes
+from ..processes import COMMAND, Processes
 from .conftest import publish_in_chunks_of
 
 IDLE = 1000
+AS_USUAL = ("sh", "-c", 'ulimit -S -n 1024; exec "$@"', "sh", *COMMAND)
+"""`python -m broadcast` with room for 1,024 files, as shells start processes."""
 
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """Room for a thousand sockets in this process, and in those that it starts."""
+    """Room for a thousand sockets in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
     yield
@@ -44,12 +46,13 @@ def test_a_thousand_idle_connections_keep_nobody_waiting(
     # given a server process, and a version whose chunks are larger than any socket's buffer
     big = weights(24_000_000)
     publish_in_chunks_of(12_000_000, run, 0, big)
-    server = processes.start("origin", run.store, "--listen", "127.0.0.1:0")
+    server = processes.start("origin", run.store, "--listen", "127.0.0.1:0", command=AS_USUAL)
     url = processes.url(server)
     if role == "relay":
         server = processes.start(
             *("relay", "--run", "demo", "--upstream", url, "--store", run.folder / "relay"),
             *("--listen", "127.0.0.1:0", "--public-key", run.root),
+            command=AS_USUAL,
         )
         url = processes.url(server)
     with ExitStack() as stack:
