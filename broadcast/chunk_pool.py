@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from broadcast.connection import Connection, Stale, Transfer, connect
 from broadcast.http1 import Server, request
@@ -66,12 +67,10 @@ class ChunkPool:
         try:
             async with asyncio.timeout(timeout_s):
                 while (idle := self._take(server)) is not None:
-                    try:
-                        return await self._over(idle, server, asked, transfer, give_up)
-                    except Stale:
-                        continue  # closed since its last use: no fault, another one will do
+                    with suppress(Stale):  # closed since its last use: no fault, another will do
+                        return await self._over(idle, asked, transfer, give_up)
                 fresh = await connect(server, self._tls)
-                return await self._over(fresh, server, asked, transfer, give_up)
+                return await self._over(fresh, asked, transfer, give_up)
         except TimeoutError as error:
             raise Fault(
                 f"{transfer.received} of {transfer.chunk.size} bytes within {timeout_s:.1f} s"
@@ -79,15 +78,13 @@ class ChunkPool:
 
     def close(self) -> None:
         """Closes the idle connections; nothing may be under way."""
-        for server, connections in self._idle.items():
-            for connection in list(connections):
-                self._drop(server, connection)
+        for connection in list(self._expiry):
+            self._drop(connection)
         self._threads.shutdown(wait=False)
 
     async def _over(
         self,
         connection: Connection,
-        server: Server,
         asked: bytes,
         transfer: Transfer,
         give_up: Callable[[], bool],
@@ -102,11 +99,14 @@ class ChunkPool:
             again = work.result()
         except BaseException:
             connection.end()
-            work.add_done_callback(lambda _: connection.close())
-            await asyncio.wait([work])  # at most for one write to the disk
+            while not work.done():  # at most for one write to the disk, cancelled again or not
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([work])
+            work.exception()  # what it made of that is nobody's concern
+            connection.close()
             raise
         if again:
-            self._keep(server, connection)
+            self._keep(connection)
         else:
             connection.close()
 
@@ -120,13 +120,12 @@ class ChunkPool:
             connection.close()
         return None
 
-    def _keep(self, server: Server, connection: Connection) -> None:
-        self._idle[server].append(connection)
-        self._expiry[connection] = asyncio.get_running_loop().call_later(
-            _IDLE_S, self._drop, server, connection
-        )
+    def _keep(self, connection: Connection) -> None:
+        self._idle[connection.server].append(connection)
+        loop = asyncio.get_running_loop()
+        self._expiry[connection] = loop.call_later(_IDLE_S, self._drop, connection)
 
-    def _drop(self, server: Server, connection: Connection) -> None:
-        self._idle[server].remove(connection)
+    def _drop(self, connection: Connection) -> None:
+        self._idle[connection.server].remove(connection)
         self._expiry.pop(connection).cancel()
         connection.close()
