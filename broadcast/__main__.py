@@ -207,6 +207,7 @@ def _relay(arguments: argparse.Namespace, log: logging.Logger) -> None:
     import asyncio
 
     from broadcast.relay import run_relay
+    from broadcast.transport import Access
     from runspec.common.address import parse_address
 
     host, port = parse_address(arguments.listen)
@@ -217,6 +218,8 @@ def _relay(arguments: argparse.Namespace, log: logging.Logger) -> None:
             upstreams=arguments.upstream,
             root_public_key=_public_key(arguments.public_key),
             keep_versions=arguments.keep_versions,
+            max_bytes=arguments.max_bytes,
+            access=Access.read(arguments.upstream_token_file, arguments.upstream_ca_file),
             host=host,
             port=port,
             log=log,

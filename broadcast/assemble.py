@@ -7,10 +7,8 @@ apply it again after a kill in the middle does no harm.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from broadcast.cache import Cache
+from broadcast.disk import Patience, allocated, copy_file
 from broadcast.manifest import FILE_NAME, MAX_BYTES, Chunk, ObjectInfo, WeightsManifest
+from runspec.common.canonical import canonical_json
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded, write_atomic
 from runspec.common.hashing import digest_bytes
@@ -27,9 +27,10 @@ from runspec.common.hashing import digest_bytes
 ApplyDeltas = Callable[[Path, Sequence[Path], Mapping[str, Mapping[str, Any]]], None]
 """(directory, deltas, tensors): see `bridge.delta.apply_deltas`."""
 GROUP = "runspec.deltas"
+_START = "start.json"
+"""In the folder of deltas: what they are applied to."""
 _APPLYING = "applying"
-_COPY_STEP = 64 * 1024 * 1024
-_NO_COPY_RANGE = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP}
+"""There, once they are."""
 
 
 class BadBase(UserError):
@@ -69,22 +70,6 @@ class Piece:
     chunk: Chunk
 
 
-class Patience:
-    """Ends disk work between two steps of it: at the deadline, or when nobody wants it any more."""
-
-    def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
-        self.over = False
-
-    def check(self, work: str, place: Path) -> None:
-        if self.over or time.monotonic() > self._deadline:
-            raise UserError(
-                f"the time was up while {work}",
-                place=str(place),
-                remedy="allow more time: the next fetch goes on from here",
-            )
-
-
 class Assembly:
     """One version on its way to becoming a directory of the cache; blocking, one thread at a time.
 
@@ -104,16 +89,54 @@ class Assembly:
         """Whether an earlier attempt was already applying the deltas to the files that lie there"""
 
     def begin(self, held: Mapping[int, WeightsManifest]) -> None:
-        """Makes the directories and copies files that a held version has with the same digest."""
-        note = self.partial / FILE_NAME
-        if not (note.exists() and read_bounded(note, MAX_BYTES) == self.recipe.data):
+        """Makes the directories and finds what need not be fetched.
+
+        That is what a killed attempt left, at this version or at another one that starts from the
+        same files; and files that a held version has with the same digest.
+        """
+        signed, note = self.partial / FILE_NAME, self._deltas / _START
+        if not (signed.exists() and read_bounded(signed, MAX_BYTES) == self.recipe.data):
             self.discard()  # nothing, or of another manifest
         self.partial.mkdir(exist_ok=True)
+        self._deltas.mkdir(exist_ok=True)
         for delta in self.recipe.deltas:
-            (self._deltas / str(delta.version)).mkdir(parents=True, exist_ok=True)
-        if not note.exists():
-            write_atomic(note, self.recipe.data)
-        self.resumed = bool(self.recipe.deltas) and self._applying_note() == self._start_of_note()
+            (self._deltas / str(delta.version)).mkdir(exist_ok=True)
+        if _read(note) != self._start_note():
+            (self._deltas / _APPLYING).unlink(missing_ok=True)
+            write_atomic(note, self._start_note())
+        if not signed.exists():
+            write_atomic(signed, self.recipe.data)
+        self._take_over()
+        self.resumed = (self._deltas / _APPLYING).exists()
+        self._copy_known(held)
+
+    def _take_over(self) -> None:
+        """Goes on with what the ended fetch of another version has of the files to start from.
+
+        So a slow joiner gets on even where there is a newer version each time that it begins.
+        """
+        manifest, reached = self.recipe.manifest, {d.version for d in self.recipe.deltas}
+        if self.recipe.base is not None:
+            return
+        for version in self._cache.unfinished():
+            if version == manifest.version:
+                continue
+            with self._cache.alone(version) as mine:
+                partial, deltas = self._cache.partial(version), self._cache.deltas(version)
+                applying = (deltas / _APPLYING).exists()
+                if not mine or _read(deltas / _START) != self._start_note():
+                    continue
+                names = [n for n in manifest.files if not (self.partial / n).exists()]
+                if applying and (version not in reached or len(names) < len(manifest.files)):
+                    continue  # changed by deltas that are not ours, or some of them ours already
+                for name in names:
+                    with suppress(FileNotFoundError):
+                        (partial / name).rename(self.partial / name)
+                if applying:
+                    (deltas / _APPLYING).rename(self._deltas / _APPLYING)
+                self._cache.remove(version)
+
+    def _copy_known(self, held: Mapping[int, WeightsManifest]) -> None:
         known = {
             info.blake3: self._cache.whole(version) / name
             for version, other in held.items()
@@ -172,7 +195,7 @@ class Assembly:
         """
         recipe = self.recipe
         self._patience.check("waiting for the deltas", self.partial)
-        write_atomic(self._deltas / _APPLYING, self._start_of_note())
+        (self._deltas / _APPLYING).touch()
         folders = [self._deltas / str(delta.version) for delta in recipe.deltas]
         try:
             apply_deltas(self.partial, folders, recipe.manifest.tensors)
@@ -221,7 +244,7 @@ class Assembly:
             for name in self.recipe.manifest.files:  # shared blocks are taken too, once changed
                 with suppress(FileNotFoundError):
                     sizes[self.partial / name] = (self.recipe.base / name).stat().st_size
-        needed = sum(max(0, size - _allocated(path)) for path, size in sizes.items())
+        needed = sum(max(0, size - allocated(path)) for path, size in sizes.items())
         free = shutil.disk_usage(self.partial).free
         if needed > free:
             raise UserError(
@@ -232,15 +255,18 @@ class Assembly:
                 remedy="free that much, or fetch into a directory on another disk",
             )
 
-    def _start_of_note(self) -> bytes:
-        start = self.recipe.start
-        return f"{start.version} {start.model_digest}\n".encode()
+    def _start_note(self) -> bytes:
+        """What the files of `partial` are, before deltas are applied to them."""
+        start, held = self.recipe.start, self.recipe.base is not None
+        files = {} if held else {name: start.objects[name].blake3 for name in start.files}
+        return canonical_json({"version": start.version, "held": held, "files": files})
 
-    def _applying_note(self) -> bytes | None:
-        try:
-            return read_bounded(self._deltas / _APPLYING, 1024)
-        except FileNotFoundError:
-            return None
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return read_bounded(path, MAX_BYTES)
+    except FileNotFoundError:
+        return None
 
 
 def delta_applier(group: str = GROUP) -> ApplyDeltas:
@@ -257,33 +283,6 @@ def delta_applier(group: str = GROUP) -> ApplyDeltas:
             f"nothing is installed that applies deltas (entry point `bridge` of {group}): {error}",
             remedy="pip install 'runspec[bridge]'",
         ) from error
-
-
-def copy_file(source: Path, target: Path, patience: Patience) -> None:
-    """Copies a file's bytes inside the kernel; a file system that can shares the blocks."""
-    try:
-        with source.open("rb") as old, target.open("wb") as new:
-            size, done = os.fstat(old.fileno()).st_size, 0
-            while done < size:
-                patience.check(f"copying {source}", target)
-                step = min(_COPY_STEP, size - done)
-                copied = os.copy_file_range(old.fileno(), new.fileno(), step, done, done)
-                if copied == 0:
-                    break  # it became shorter; whoever checks the copy will say so
-                done += copied
-    except AttributeError:  # not on Linux
-        shutil.copyfile(source, target)
-    except OSError as error:
-        if error.errno not in _NO_COPY_RANGE:
-            raise
-        shutil.copyfile(source, target)
-
-
-def _allocated(path: Path) -> int:
-    try:
-        return path.stat().st_blocks * 512
-    except FileNotFoundError:
-        return 0
 
 
 def _numbers(recipe: Recipe) -> str:

@@ -90,6 +90,20 @@ class Cache:
             for descriptor in locks.values():
                 os.close(descriptor)
 
+    @contextmanager
+    def alone(self, version: int) -> Iterator[bool]:
+        """Whether nobody else makes, removes or reads this version, and nobody begins to."""
+        descriptor = self._lock(version, fcntl.LOCK_EX)
+        try:
+            yield descriptor is not None
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def unfinished(self) -> list[int]:
+        """Versions that are being fetched, or whose fetch was ended."""
+        return self._numbers(f"{PARTIAL}v")
+
     def remove(self, version: int) -> None:
         """Removes a version, the caller having it for itself; none is ever half removed."""
         for path in (self.whole(version), self.partial(version), self.deltas(version)):
@@ -103,14 +117,10 @@ class Cache:
         forms = ("v", f"{PARTIAL}v", f"{DELTAS}v", f"{_LOCK}v")
         found = {number for form in forms for number in self._numbers(form)}
         for version in found - keep:
-            descriptor = self._lock(version, fcntl.LOCK_EX)
-            if descriptor is None:
-                continue
-            try:
-                self.remove(version)
-                self._lock_path(version).unlink()
-            finally:
-                os.close(descriptor)
+            with self.alone(version) as mine:
+                if mine:
+                    self.remove(version)
+                    self._lock_path(version).unlink()
 
     def _sweep(self) -> None:
         for path in self.folder.glob(f"{_REMOVED}*"):  # also of a process that was killed

@@ -11,9 +11,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from broadcast.assemble import ApplyDeltas, Assembly, BadBase, Patience, Recipe, delta_applier
+from broadcast.assemble import ApplyDeltas, Assembly, BadBase, Recipe, delta_applier
 from broadcast.cache import Cache
 from broadcast.chain import Link, Unknown, cheapest
+from broadcast.disk import Patience
 from broadcast.download import download
 from broadcast.fetcher import Fetcher
 from broadcast.manifest import WeightsManifest

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
-from broadcast.assemble import ApplyDeltas, Assembly, Patience, Piece
+from broadcast.assemble import ApplyDeltas, Assembly, Piece
+from broadcast.disk import Patience, in_thread
 from broadcast.fetcher import PARALLEL_CHUNKS, Fetcher, for_each
 from broadcast.manifest import WeightsManifest
 from broadcast.progress import Progress
 from runspec.common.errors import UserError
 
-T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 
@@ -72,23 +70,6 @@ async def download(
             remedy="free disk space or mend the permissions, then fetch again: it resumes",
         ) from error
     return sum(piece.chunk.size for piece in pieces)
-
-
-async def in_thread(work: Callable[[], T], patience: Patience) -> T:
-    """Runs disk work beside the event loop, and is never outlived by it.
-
-    A cancelled call ends the work at its next step and waits for that: whoever comes next must
-    find files that nobody else is changing.
-    """
-    running = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        patience.over = True
-        while not running.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([running])
-        raise
 
 
 async def _fetch_all(

@@ -23,6 +23,7 @@ from broadcast.manifest import (
     sign_manifest,
 )
 from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
 from tests.waiting import eventually
 
 from .conftest import Run, StaticServer, contents, weights
@@ -277,7 +278,8 @@ def test_a_base_is_not_pruned_while_it_is_built_on(run: Run, counted: Counted) -
         go_on.set()
         assert contents(fetching.result()) == versions.files(1)
 
-    # and go once it is done
+    # and go once it is done, with what a killed prune had begun to remove
+    (cache / ".removed-0" / "v7").mkdir(parents=True)
     client.prune({1})
     assert {p.name for p in cache.iterdir()} == {"v1", ".lock-v1", "roles.json"}
 
@@ -337,6 +339,47 @@ def test_a_fetch_that_is_cancelled_goes_on_later(run: Run, counted: Counted) -> 
 
     assert not (run.folder / "cache" / "v0").exists()
     assert contents(fetch(client, 0)) == weights()
+
+
+def test_a_joiner_that_is_overtaken_goes_on_with_the_anchor(run: Run, counted: Counted) -> None:
+    # given a joiner that had some of the anchor when its fetch ended
+    versions = ModelVersions(run)
+    versions.publish(0)
+    versions.publish(1, base=0)
+    client = run.client(counted.url)
+    server, go_on = counted.server, threading.Event()
+    server.before = lambda path: go_on.wait(20) if server.chunk_requests() > 12 else None  # type: ignore[assignment]
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(fetch, client, 1)
+        partial = run.folder / "cache" / ".partial-v1" / "model.safetensors"
+        eventually(lambda: intact_bytes(run, partial) > 0, "some chunks are on disk")
+        client.cancel()
+        with pytest.raises(CancelledError):
+            fetching.result()
+    go_on.set()
+    had = intact_bytes(run, partial)
+
+    # when it begins again with a version that has come out since
+    versions.publish(2, base=1)
+    counted.moved()
+    path = fetch(client, 2)
+
+    # then it fetches what it lacks
+    assert contents(path) == versions.files(2)
+    deltas = versions.delta_bytes(1) + versions.delta_bytes(2)
+    total = versions.weights_bytes(0) + deltas + small_files(versions, 2)
+    assert counted.moved() == total - had
+    assert not partial.exists()
+
+
+def intact_bytes(run: Run, file: Path) -> int:
+    """Bytes of version 0's weights that lie in a file chunk by chunk."""
+    manifest = read_manifest(run.store / "demo/versions/0")
+    data, at, found = file.read_bytes() if file.exists() else b"", 0, 0
+    for chunk in manifest.objects["model.safetensors"].chunks:
+        found += chunk.size * (digest_bytes(data[at : at + chunk.size]) == chunk.blake3)
+        at += chunk.size
+    return found
 
 
 def test_a_silent_server_ends_at_the_deadline_and_is_named(run: Run, counted: Counted) -> None:
