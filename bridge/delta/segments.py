@@ -4,13 +4,17 @@ A segment is at most `SEGMENT_ELEMENTS` elements, so that what coding and decodi
 does not grow with a tensor. Coded, it is one byte of kind and
 
 - unchanged: nothing more;
-- sparse: u32 `changed`, u32 `symbols`, a stream of gaps [symbols], a stream for each byte plane of
-  the new values [changed], the highest first;
+- sparse: u32 `changed`, u32 `symbols`, u8 `shift`; a stream [symbols] of gaps; where `shift` is not
+  0 a stream [changed] of their low bits; a stream for each byte plane of the new values [changed],
+  the highest first;
 - full: a stream for each byte plane of all elements, the highest first.
 
-A gap is the number of unchanged elements before a changed one: its byte, after a byte 255 for each
-255 elements skipped. A stream is its u32 stored length and its bytes: as they are where the length
-is the stream's own, else one zstd frame. All integers are little-endian.
+A gap is the number of unchanged elements before a changed one. Its `shift` low bits are in the
+stream of low bits; the rest is a byte, after a byte 255 for each 255 of it. Without the shift, gaps
+far above 255 would be many such bytes, each of which costs a bit or more.
+
+A stream is its u32 stored length and its bytes: as they are where the length is the stream's own,
+else one zstd frame. All integers are little-endian.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ SEGMENT_ELEMENTS = 2**21
 UNCHANGED, SPARSE, FULL = range(3)
 _SKIP = 255
 """The gap byte for 255 unchanged elements and no changed one."""
+_MAX_SHIFT = 8
 _LEVEL = 1
 """Of zstd. The streams have no repetitions to find: higher levels give the same and are slower."""
 _MAX_WINDOW_BYTES = 2**23
@@ -41,19 +46,17 @@ def encode(new: np.ndarray, changed: np.ndarray) -> bytes:
     """
     if not len(changed):
         return bytes([UNCHANGED])
-    gaps = _gap_bytes(changed)
-    sparse = b"".join(
-        [
-            bytes([SPARSE]),
-            _u32(len(changed)),
-            _u32(len(gaps)),
-            *(_stream(plane) for plane in (gaps, *_planes(new[changed]))),
-        ]
-    )
+    gaps = np.diff(changed, prepend=-1) - 1
+    shift = _shift(gaps)
+    symbols = _symbols(gaps >> shift)
+    low_bits = [(gaps & (1 << shift) - 1).astype(np.uint8)] if shift else []
+    streams = [symbols, *low_bits, *_planes(new[changed])]
+    counts = _u32(len(changed)) + _u32(len(symbols)) + bytes([shift])
+    sparse = b"".join([bytes([SPARSE]), counts, *map(_stream, streams)])
     # A full segment costs the compression of all elements, and wins only where most have changed.
     if len(changed) < len(new) // 8:
         return sparse
-    full = b"".join([bytes([FULL]), *(_stream(plane) for plane in _planes(new))])
+    full = b"".join([bytes([FULL]), *map(_stream, _planes(new))])
     return min(sparse, full, key=len)
 
 
@@ -73,18 +76,10 @@ def overwrite(target: np.ndarray, coded: memoryview) -> int:
     reader = _Reader(coded)
     kind = reader.take(1)[0]
     if kind == SPARSE:
-        changed, symbols = reader.u32(), reader.u32()
-        if (
-            not 0 < changed <= len(target)
-            or not changed <= symbols <= changed + len(target) // _SKIP
-        ):
-            raise MalformedSegment(
-                f"{changed} changes in {symbols} gaps, of {len(target)} elements"
-            )
-        where = _indices(reader.stream(symbols), changed, len(target))
-        target[where] = _values(reader, changed, target.dtype)
+        where = _read_indices(reader, len(target))
+        target[where] = _read_values(reader, len(where), target.dtype)
     elif kind == FULL:
-        target[:] = _values(reader, len(target), target.dtype)
+        target[:] = _read_values(reader, len(target), target.dtype)
     elif kind != UNCHANGED:
         raise MalformedSegment(f"kind {kind}")
     return reader.at
@@ -101,23 +96,38 @@ def _stream(data: np.ndarray) -> bytes:
     return _u32(len(stored)) + stored
 
 
-def _gap_bytes(changed: np.ndarray) -> np.ndarray:
-    gaps = np.diff(changed, prepend=-1) - 1
+def _shift(gaps: np.ndarray) -> int:
+    """Leaves 8 to 16 of a gap in the mean, which tells zstd most; short gaps stay whole."""
+    length = (int(gaps.sum()) // len(gaps)).bit_length()
+    return min(length - 4, _MAX_SHIFT) if length >= 8 else 0
+
+
+def _symbols(gaps: np.ndarray) -> np.ndarray:
     skips = gaps // _SKIP
-    out = np.full(len(gaps) + int(skips.sum()), _SKIP, np.uint8)
-    out[np.cumsum(skips + 1) - 1] = gaps - skips * _SKIP
-    return out
+    symbols = np.full(len(gaps) + int(skips.sum()), _SKIP, np.uint8)
+    symbols[np.cumsum(skips + 1) - 1] = gaps - skips * _SKIP
+    return symbols
 
 
-def _indices(gaps: np.ndarray, changed: int, elements: int) -> np.ndarray:
-    """[changed] intp: what the gaps before an element and the elements before it add up to.
-
-    So they ascend strictly, whatever the bytes are.
+def _read_indices(reader: _Reader, elements: int) -> np.ndarray:
+    """[changed] intp, below `elements`: what the gaps before an element and the changed elements
+    before it add up to. So they ascend strictly, whatever the bytes are.
     """
+    changed, symbols, shift = reader.u32(), reader.u32(), reader.take(1)[0]
+    most = changed + elements // _SKIP
+    if not (0 < changed <= elements and changed <= symbols <= most and shift <= _MAX_SHIFT):
+        raise MalformedSegment(f"{changed} changes, {symbols} gaps, shift {shift} in {elements}")
+    gaps = reader.stream(symbols)
     ends = gaps != _SKIP
     where = np.cumsum(gaps, dtype=np.intp)[ends]
     if len(where) != changed or not ends[-1]:
         raise MalformedSegment(f"gaps of {len(where)} elements instead of {changed}")
+    if shift:
+        where <<= shift
+        low_bits = reader.stream(changed)
+        if low_bits.max() >> shift:
+            raise MalformedSegment(f"more than {shift} low bits")
+        where += np.cumsum(low_bits, dtype=np.intp)
     where += np.arange(changed)
     if where[-1] >= elements:
         raise MalformedSegment(f"element {where[-1]} of {elements}")
@@ -129,7 +139,7 @@ def _planes(values: np.ndarray) -> list[np.ndarray]:
     return [by_byte[:, byte] for byte in reversed(range(values.itemsize))]
 
 
-def _values(reader: _Reader, count: int, dtype: np.dtype) -> np.ndarray:
+def _read_values(reader: _Reader, count: int, dtype: np.dtype) -> np.ndarray:
     values = np.empty((count, dtype.itemsize), np.uint8)
     for byte in reversed(range(dtype.itemsize)):
         values[:, byte] = reader.stream(count)
