@@ -23,7 +23,7 @@ IMMUTABLE = "max-age=31536000, immutable"
 REVALIDATE = "no-cache"
 _PIECE_BYTES = 4 * 1024 * 1024
 _TLS_WRITE_BYTES = 64 * 1024
-_RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
+_RANGE = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from aiohttp import web
 from broadcast import shardcast
 from broadcast.admission import Admission
 from broadcast.answers import IMMUTABLE, REVALIDATE, FileAnswers, Kind, not_modified
-from broadcast.connections import Connection
+from broadcast.door import Connection
 from broadcast.layout import RUN
 from broadcast.manifest import WeightsManifest
 from broadcast.metrics import CONTENT_TYPE, Metrics

@@ -21,7 +21,7 @@ from broadcast.access import Tokens, read_tokens
 from broadcast.admission import Admission
 from broadcast.answers import FileAnswers
 from broadcast.app import Source, build_app
-from broadcast.connections import Door, possible_connections
+from broadcast.door import Door, possible_connections
 from broadcast.metrics import Metrics
 from broadcast.rate_limit import RateLimit
 from broadcast.reloaded import Reloaded

@@ -23,6 +23,7 @@ from broadcast.origin import run_origin
 from broadcast.relay import run_relay
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions
 from broadcast.store import publish
+from runspec.common.hashing import digest_bytes
 from runspec.common.keys import SigningKey
 
 CHUNK_BYTES = 1000
@@ -175,7 +176,9 @@ class Run:
         name: str = "relay",
         keep_versions: int = 5,
         options: ServerOptions = DEFAULT_OPTIONS,
+        **more: Any,
     ) -> Served:
+        """A relay; `more` are other arguments of `run_relay`."""
         served = Served(
             lambda started: run_relay(
                 self.folder / name,
@@ -188,6 +191,7 @@ class Run:
                 log=LOG,
                 started=started,
                 options=options,
+                **more,
             )
         )
         self._stack.callback(served.stop)
@@ -232,6 +236,14 @@ def weights(size: int = 5500, seed: int = 0) -> dict[str, bytes]:
     """Files of a small version: six chunks of weights, no two the same, and a config."""
     body = b"".join((seed * 10**6 + i).to_bytes(8, "little") for i in range(size // 8 + 1))
     return {"model.safetensors": body[:size], "config.json": b"{}"}
+
+
+def large_chunk(run: Run, size: int = 64 * 1024 * 1024) -> Path:
+    """Puts a chunk of zeros into a run's store that is larger than any socket's buffers."""
+    data = bytes(size)
+    path = run.store / run.name / "chunks" / digest_bytes(data)
+    path.write_bytes(data)
+    return path
 
 
 def contents(directory: Path) -> dict[str, bytes]:
