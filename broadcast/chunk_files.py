@@ -22,7 +22,9 @@ from runspec.common.files import temporary_name
 from runspec.common.hashing import digest_bytes
 
 _READ_BYTES = 1024 * 1024
-_MAX_PROVEN = 2**18
+_MAX_KNOWN = 2**18
+
+_Identity = tuple[int, int, int]
 
 
 class ChunkWriter:
@@ -75,50 +77,58 @@ def new_chunks(folder: Path, chunk_bytes: int) -> Iterator[ChunkWriter]:
 
 
 class ProvenChunks:
-    """The chunk files that this process has seen to be what their names say.
+    """The chunk files of which this process knows whether they are what their names say.
 
     A file is known by inode, size and time of its last change: another one is hashed anew.
     """
 
     def __init__(self) -> None:
-        self._proven: dict[str, tuple[int, int, int]] = {}
+        self._known: dict[Path, tuple[_Identity, bool]] = {}
         self._hashing: dict[Path, asyncio.Task[bool]] = {}
 
     def __contains__(self, path: Path) -> bool:
         """Whether the file is there and proven."""
-        seen = _identity(path)
-        return seen is not None and self._proven.get(path.name) == seen
+        return self._verdict(path) is True
 
     def add(self, path: Path) -> None:
         """The caller has checked every byte on its way into this file."""
-        seen = _identity(path)
-        if seen is not None:
-            self._note(path.name, seen)
+        identity = _identity(path)
+        if identity is not None:
+            self._note(path, identity, True)
 
     async def prove(self, path: Path) -> bool:
         """Whether the file is there and right; hashed once, however many ask."""
-        if path in self:
-            return True
+        verdict = self._verdict(path)
+        if verdict is not None:
+            return verdict
         if path not in self._hashing:
             task = asyncio.create_task(self._hash(path))
             self._hashing[path] = task
             task.add_done_callback(lambda done: self._hashing.pop(path))
         return await asyncio.shield(self._hashing[path])
 
-    async def _hash(self, path: Path) -> bool:
-        seen = _identity(path)
-        if seen is None or await asyncio.to_thread(_digest, path) != path.name:
+    def _verdict(self, path: Path) -> bool | None:
+        """None: it must be hashed."""
+        identity = _identity(path)
+        if identity is None:
             return False
-        self._note(path.name, seen)
-        return True
+        known = self._known.get(path)
+        return known[1] if known is not None and known[0] == identity else None
 
-    def _note(self, digest: str, seen: tuple[int, int, int]) -> None:
-        if len(self._proven) >= _MAX_PROVEN:  # what is still served is hashed once more
-            self._proven.clear()
-        self._proven[digest] = seen
+    async def _hash(self, path: Path) -> bool:
+        identity = _identity(path)
+        right = await asyncio.to_thread(_digest, path) == path.name
+        if identity is not None:
+            self._note(path, identity, right)
+        return right
+
+    def _note(self, path: Path, identity: _Identity, right: bool) -> None:
+        if len(self._known) >= _MAX_KNOWN:  # what is still served is hashed once more
+            self._known.clear()
+        self._known[path] = (identity, right)
 
 
-def _identity(path: Path) -> tuple[int, int, int] | None:
+def _identity(path: Path) -> _Identity | None:
     try:
         status = path.stat()
     except FileNotFoundError:

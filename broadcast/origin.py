@@ -9,9 +9,11 @@ from pathlib import Path
 
 from broadcast import layout
 from broadcast.announcement import Announcement
+from broadcast.chunk_files import ProvenChunks
 from broadcast.manifest import WeightsManifest
 from broadcast.metrics import Metrics
 from broadcast.pins import Pins
+from broadcast.recent import Recent
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions, serve
 from broadcast.store import latest_version
 from broadcast.stored_manifests import StoredManifests
@@ -20,6 +22,7 @@ from runspec.common.files import read_bounded
 from runspec.common.latest import MAX_BYTES
 
 _WATCH_EVERY_S = 0.025
+_SAY_AGAIN_S = 60.0
 
 
 class _StoredRun:
@@ -35,13 +38,16 @@ class _StoredRun:
 
 class StoreSource:
     """A store on disk (an `app.Source`). latest.json is watched by its inode while someone waits
-    for a change; who asks for a version's manifest or chunks pins it."""
+    for a change; who asks for a version's manifest or chunks pins it. A chunk is hashed before it
+    is first served: a power cut may have left it short or zeroed."""
 
     def __init__(self, store: Path, metrics: Metrics, log: logging.Logger) -> None:
         self._store = store
         self._metrics = metrics
         self._log = log
         self._runs: dict[str, _StoredRun] = {}
+        self._proven = ProvenChunks()
+        self._damaged = Recent(_SAY_AGAIN_S)
         self._polls = 0
         self._asked = asyncio.Event()
 
@@ -70,11 +76,17 @@ class StoreSource:
     async def chunk(self, run: str, digest: str) -> Path | None:
         path = self._existing(layout.chunk_name(run, digest))
         stored = self._run(run)
-        if path is not None and stored is not None:
-            version = await stored.manifests.owner(digest)
-            if version is not None:
-                stored.pins.touch(version)
-        return path
+        if path is None or stored is None:
+            return None
+        version = await stored.manifests.owner(digest)
+        if version is not None:
+            stored.pins.touch(version)
+        if await self._proven.prove(path):
+            return path
+        if path not in self._damaged:
+            self._damaged.note(path)
+            self._log.error("%s: damaged, not served; publish the version again to mend it", path)
+        return None
 
     async def manifests(self, run: str) -> Mapping[int, WeightsManifest]:
         stored = self._run(run)
