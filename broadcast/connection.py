@@ -41,9 +41,10 @@ class Transfer:
 
 
 class Connection:
-    """An open socket and the way to get chunks over it."""
+    """An open socket to a server, and the way to get chunks over it."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, server: Server, sock: socket.socket) -> None:
+        self.server = server
         self._socket = sock
         self._ended = False
         self._shaken = not isinstance(sock, ssl.SSLSocket)
@@ -167,7 +168,7 @@ async def connect(server: Server, tls: ssl.SSLContext) -> Connection:
             sock.close()
             raise
         else:
-            return Connection(sock)
+            return Connection(server, sock)
     raise Fault(f"cannot connect: {'; '.join(failures)}")
 
 
