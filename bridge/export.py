@@ -21,7 +21,7 @@ from bridge.orbax_io import open_checkpoint, read_pieces
 from bridge.records import write_records
 from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, write_safetensors
 from bridge.shards import MAX_SHARD_BYTES, plan_shards
-from bridge.tensors import dtype_named, tensor_record
+from bridge.tensors import dtype_named
 from bridge.transpose import copy_into
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import hf_shapes, weight_map
@@ -99,9 +99,8 @@ def _write_weights(
         name = SINGLE_NAME
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        # The names come first: zip must not take a tensor that belongs to the next shard.
-        recorded = (_record(records, n, tensor) for n, tensor in zip(shapes, stream, strict=False))
-        write_safetensors(folder / name, shapes, dtype, recorded)
+        mine = itertools.islice(stream, len(shapes))
+        records |= write_safetensors(folder / name, shapes, dtype, mine)
         index.update(dict.fromkeys(shapes, name))
         _LOG.info("exported %s: %d tensors", name, len(shapes))
     if len(shards) > 1:
@@ -141,11 +140,6 @@ def _one_ahead(items: Iterator[T]) -> Iterator[T]:
         while (item := upcoming.result()) is not None:
             upcoming = thread.submit(next, items, None)
             yield item
-
-
-def _record(records: dict[str, dict[str, Any]], name: str, tensor: np.ndarray) -> np.ndarray:
-    records[name] = tensor_record(tensor)
-    return tensor
 
 
 def _write_config(folder: Path, model_dir: Path, dtype: str) -> None:

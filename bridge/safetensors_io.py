@@ -13,11 +13,12 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bridge.shards import file_header
-from bridge.tensors import DTYPES, tensor_bytes
+from bridge.tensors import DTYPES, tensor_record
 from runspec.common.canonical import MalformedJson, parse_object
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
@@ -181,7 +182,7 @@ def write_safetensors(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
     tensors: Iterable[np.ndarray],
-) -> None:
+) -> dict[str, dict[str, Any]]:
     """Writes a file header first, then the tensors as they come: one at a time in memory.
 
     The bytes are a function of the arguments alone. The file is synced to disk.
@@ -191,16 +192,21 @@ def write_safetensors(
         shapes: name and shape of every tensor, in the order in which they will come.
         dtype: of all of them.
         tensors: yields them in that order.
+
+    Returns:
+        The record of each tensor by name, as `bridge.tensors.tensor_record` makes it.
     """
+    records = {}
     code = next(code for code, known in _CODES.items() if known == dtype)
     with path.open("xb") as file:
         file.write(file_header(shapes, code, dtype.itemsize))
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise ValueError(f"{name}: {tensor.dtype}{tensor.shape}, not {dtype}{shape}")
-            file.write(tensor_bytes(tensor))
+            records[name] = tensor_record(tensor, file.write)
         file.flush()
         os.fsync(file.fileno())
+    return records
 
 
 def listed(names: Iterable[str], limit: int = 5) -> str:

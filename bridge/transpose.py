@@ -22,7 +22,10 @@ def copy_into(target: np.ndarray, source: np.ndarray) -> None:
     if down == across:
         target[...] = source
         return
-    target, source = (np.moveaxis(array, (down, across), (-2, -1)) for array in (target, source))
+    bits = f"u{source.itemsize}"  # bfloat16 itself numpy copies by a call for each number
+    target, source = (
+        np.moveaxis(array.view(bits), (down, across), (-2, -1)) for array in (target, source)
+    )
     rows, columns = source.shape[-2:]
     buffer = np.empty((min(rows, _ROWS), _COLUMNS + _PADDING), source.dtype)
     blocks = [
