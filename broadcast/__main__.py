@@ -143,12 +143,9 @@ def _rate(text: str) -> int:
 
 def _quantity(text: str, parse: Callable[[str], float]) -> int:
     try:
-        amount = parse(text)
+        return max(1, int(parse(text)))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if not 1 <= amount < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than a byte")
-    return int(amount)
 
 
 # The servers' and the client's imports are made by the command that needs them: --help is quick.

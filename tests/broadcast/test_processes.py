@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from bridge.delta import write_delta
+from broadcast.__main__ import main
+
 from .conftest import Run, contents, weights
+from .model_versions import ModelVersions
 from .processes import COMMAND, Processes, broadcast
 
 
@@ -50,6 +54,45 @@ def test_keygen_publish_origin_relay_fetch(tmp_path: Path, processes: Processes)
     for server in (relay, origin):
         server.send_signal(signal.SIGTERM)
         assert server.wait(10) == 0
+
+
+def test_a_delta_travels_over_servers_that_ask_for_tokens(
+    run: Run, processes: Processes, tmp_path: Path
+) -> None:
+    # given two versions, the second published as a delta only
+    versions = ModelVersions(run)
+    for version in (0, 1):
+        versions.write(version)
+    write_delta(versions.directory(0), versions.directory(1), versions.directory(1) / "delta")
+    said = ("--run", "demo", "--key", run.keys / "publisher.key", "--version")
+    based = (1, "--base", 0, "--delta-only")
+    assert broadcast("publish", run.store, versions.directory(0), *said, 0).returncode == 0
+    published = broadcast("publish", run.store, versions.directory(1), *said, *based)
+    assert published.returncode == 0, published.stderr
+
+    # and an origin and a relay, each of which knows its readers
+    for name in ("relay", "sampler"):
+        (tmp_path / name).write_text(f"the-secret-of-the-{name}\n")
+        (tmp_path / f"{name}s").write_text(f"{name}-1 the-secret-of-the-{name}\n")
+    listen = ("--listen", "127.0.0.1:0", "--rate-limit", "500MB/s", "--max-connections", 100)
+    origin = processes.start("origin", run.store, *listen, "--token-file", tmp_path / "relays")
+    relay = processes.start(
+        *("relay", "--run", "demo", "--upstream", processes.url(origin), *listen),
+        *("--store", run.folder / "relay", "--public-key", run.root, "--max-bytes", "1GB"),
+        *("--token-file", tmp_path / "samplers", "--upstream-token-file", tmp_path / "relay"),
+    )
+
+    # when a sampler fetches both, then it has them, and without a token nothing
+    out = run.folder / "out"
+    fetch = ("fetch", processes.url(relay), "--run", "demo", "--out", out, "--public-key", run.root)
+    for version in (0, 1):
+        named = ("--version", version, "--deadline", 20, "--token-file", tmp_path / "sampler")
+        done = broadcast(*fetch, *named)
+        assert done.returncode == 0, done.stderr
+        assert contents(out / f"v{version}") == versions.files(version)
+    assert "version 1 fetched from held version 0 and deltas 1" in done.stderr
+    refused = broadcast(*fetch, "--deadline", 0.5, "--out", tmp_path / "nothing")
+    assert refused.returncode == 1 and "401" in refused.stderr
 
 
 def test_served_bytes_survive_a_restart(run: Run, processes: Processes) -> None:
@@ -92,6 +135,10 @@ def test_a_taken_port_is_named(run: Run, role: str) -> None:
             ["fetch", "http://x", "--run", "demo", "--out", "o", "--public-key", "zz"],
             "--public-key",
         ),
+        (
+            ["publish", "s", "d", "--run", "demo", "--version", "1", "--key", "k", "--delta-only"],
+            "--delta-only needs --base",
+        ),
     ],
 )
 def test_bad_arguments_are_one_message(tmp_path: Path, arguments: list[str], said: str) -> None:
@@ -101,3 +148,33 @@ def test_bad_arguments_are_one_message(tmp_path: Path, arguments: list[str], sai
     assert done.returncode == 1
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+FETCH = ["fetch", "http://x", "--run", "demo", "--out", "o", "--public-key", "0" * 64]
+ORIGIN = ["origin", "s", "--listen", "127.0.0.1:0"]
+RELAY = ["relay", "--run", "demo", "--upstream", "http://x", "--store", "s", "--public-key", "zz"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([*FETCH, "--deadline", "soon"], "--deadline: 'soon' is not a number of seconds above 0"),
+        ([*FETCH, "--deadline", "nan"], "--deadline: 'nan' is not"),
+        ([*FETCH, "--deadline", "-1"], "--deadline: '-1' is not"),
+        ([*FETCH, "--version", "newest"], "--version: 'newest' is not a number from 0 on"),
+        ([*ORIGIN, "--rate-limit", "1000"], "--rate-limit: "),
+        ([*ORIGIN, "--rate-limit", "1kbit"], "--rate-limit: "),
+        ([*ORIGIN, "--rate-limit", "0MB/s"], "--rate-limit: a rate above zero was expected"),
+        ([*ORIGIN, "--max-connections", "0"], "--max-connections: at least 1 is needed"),
+        ([*RELAY, "--max-bytes", "12"], "--max-bytes: "),
+        ([*RELAY, "--keep-versions", "0"], "--keep-versions: at least 1 is needed"),
+    ],
+)
+def test_bad_numbers_are_bad_usage(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+
+    assert stopped.value.code == 2
+    assert f"error: argument {said}" in capsys.readouterr().err
