@@ -36,8 +36,11 @@ and has the next request waiting when one is done."""
 PATIENCE_S = 2.0
 """For how long a request may be slow before anything is concluded from it."""
 _MEMORY_S = 3.0
+"""Busy seconds after which a measurement counts a third."""
 _SLOWEST = 1024 * 1024
 _LEAST_SUCCESS = 1 / 64
+"""Nobody is thought worse of than this, in bytes a second and in successes: so that hope can mend
+it within about a minute."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,10 @@ class Upstream:
         share_s = self._charged_s - ticket.charged_s
         if received or share_s > PATIENCE_S / 2:
             fade = math.exp(-share_s / _MEMORY_S)
-            self._bytes = self._bytes * fade + received
-            self._seconds = self._seconds * fade + share_s
+            # The early seconds of a long request have faded by its end, too.
+            weight = (1 - fade) * _MEMORY_S / share_s if share_s else 0.0
+            self._bytes = self._bytes * fade + received * weight
+            self._seconds = self._seconds * fade + share_s * weight
 
     def succeeded(self) -> None:
         self.failures = 0
@@ -125,10 +130,8 @@ class Upstream:
         """Seconds until `size` more bytes are here, behind what is under way."""
         if self.rate is None and self.success == 1.0:  # to be tried, by one request at first
             return math.inf if self.in_flight else 0.0
-        idle_s = 0.0 if self.in_flight else now - self._at
-        hope = 2 ** min(idle_s / HEAL_S, 100.0)
         rate = max(self.rate or 0.0, _SLOWEST)
-        return (self.in_flight_bytes + size) / (rate * self.success * hope)
+        return (self.in_flight_bytes + size) / (rate * self.success * self._hope(now))
 
     def has_room(self, size: int) -> bool:
         """Whether another chunk should be asked for before one of those under way is here."""
@@ -141,7 +144,16 @@ class Upstream:
     def _charge(self, now: float) -> None:
         if self.in_flight:
             self._charged_s += (now - self._at) / self.in_flight
+        else:  # the longer ago, the less it counts beside what comes now
+            hope = self._hope(now)
+            self._bytes /= hope
+            self._seconds /= hope
         self._at = now
+
+    def _hope(self, now: float) -> float:
+        """How many times better than before it may be now; grows while it is not asked."""
+        idle_s = 0.0 if self.in_flight else now - self._at
+        return 2 ** min(idle_s / HEAL_S, 100.0)
 
 
 @dataclass

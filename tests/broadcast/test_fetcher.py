@@ -1,0 +1,274 @@
+"""Chunks from several servers at once: what is right arrives, whoever else is among them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from broadcast.asking import Asker, Attempt
+from broadcast.fetcher import Fetcher, for_each
+from broadcast.manifest import Chunk
+from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
+from tests.waiting import eventually
+
+from .conftest import Run, weights
+from .scripted import Peer, Scripted
+
+BODIES = [bytes([i]) * 50_000 for i in range(12)]
+CHUNKS = [Chunk(digest_bytes(body), len(body)) for body in BODIES]
+BY_DIGEST = {chunk.blake3: body for chunk, body in zip(CHUNKS, BODIES, strict=True)}
+Serve = Callable[[Callable[[Peer], None]], Scripted]
+MakeFetcher = Callable[..., Fetcher]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    started: list[Scripted] = []
+
+    def start(script: Callable[[Peer], None]) -> Scripted:
+        started.append(Scripted(script))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+async def fetcher_of(tmp_path: Path) -> AsyncIterator[MakeFetcher]:
+    made: list[Fetcher] = []
+
+    def make(*urls: str, run: str = "demo", root_public_key: str = "0" * 64) -> Fetcher:
+        made.append(
+            Fetcher(urls, run=run, root_public_key=root_public_key, folder=tmp_path / "folder")
+        )
+        return made[-1]
+
+    (tmp_path / "folder").mkdir()
+    yield make
+    for fetcher in made:
+        await fetcher.close()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(b"")
+    return path
+
+
+async def fetch(
+    fetcher: Fetcher, file: Path, numbers: range = range(1), deadline_s: float = 20.0
+) -> None:
+    """The chunks of these numbers, all wanted at once, one after the other in the file."""
+    deadline = time.monotonic() + deadline_s
+    await asyncio.gather(
+        *(
+            fetcher.chunk(
+                CHUNKS[n], f"file {n}", deadline, into=file, offset=(n - numbers[0]) * 50_000
+            )
+            for n in numbers
+        )
+    )
+    assert file.read_bytes() == b"".join(BODIES[n] for n in numbers)
+
+
+def digest_asked_for(peer: Peer) -> str:
+    """The digest in the next request; empty where there is none."""
+    return peer.read_request().partition(b" HTTP/")[0].decode().rpartition("/")[2]
+
+
+def honest(peer: Peer) -> None:
+    while digest := digest_asked_for(peer):
+        peer.answer(BY_DIGEST[digest])
+
+
+def lying(peer: Peer) -> None:
+    while digest := digest_asked_for(peer):
+        peer.answer(BY_DIGEST[digest][:-1] + b"?")
+
+
+def failing(peer: Peer) -> None:
+    while peer.read_request():
+        peer.answer(b"", "500 Oh")
+
+
+def missing(peer: Peer) -> None:
+    while peer.read_request():
+        peer.answer(b"", "404 Not Found")
+
+
+def silent(peer: Peer) -> None:
+    peer.wait_for_the_end()
+
+
+async def test_chunks_come_from_everyone_who_has_them(
+    serve: Serve, fetcher_of: MakeFetcher, file: Path
+) -> None:
+    servers = [serve(honest) for _ in range(3)]
+    fetcher = fetcher_of(*(server.url for server in servers))
+
+    await fetch(fetcher, file, range(12))
+
+    assert all(server.connections for server in servers)
+    assert sum(upstream.received for upstream in fetcher.upstreams.all) == 12 * 50_000
+
+
+@pytest.mark.parametrize(
+    ("script", "blamed"),
+    [(lying, True), (failing, True), (missing, False)],
+)
+async def test_one_bad_server_among_good_ones(
+    serve: Serve,
+    fetcher_of: MakeFetcher,
+    file: Path,
+    caplog: pytest.LogCaptureFixture,
+    script: Callable[[Peer], None],
+    blamed: bool,
+) -> None:
+    bad, good = serve(script), serve(honest)
+
+    with caplog.at_level(logging.WARNING):
+        await fetch(fetcher_of(bad.url, good.url), file, range(12))
+
+    assert any(message.startswith(bad.url) for message in caplog.messages) is blamed
+    assert not any(good.url in message for message in caplog.messages)
+
+
+async def test_the_only_server_may_mend_its_ways(
+    serve: Serve, fetcher_of: MakeFetcher, file: Path
+) -> None:
+    ways = iter(["500 Oh", "404 Not Found", "429 Slow down", "503 Soon"])
+
+    def mending(peer: Peer) -> None:
+        while digest := digest_asked_for(peer):
+            if (way := next(ways, None)) is not None:
+                peer.answer(b"", way, "Retry-After: 0")
+            else:
+                peer.answer(BY_DIGEST[digest])
+
+    await fetch(fetcher_of(serve(mending).url), file)
+
+
+async def test_chunks_are_asked_for_in_the_order_in_which_they_were_wanted() -> None:
+    """Whoever is done and wants the next does not overtake those who wait for room."""
+    asker = Asker(["http://a"], most=16)
+    asked: list[int] = []
+
+    async def make(attempt: Attempt, number: int) -> None:
+        asked.append(number)
+        assert attempt.upstream.in_flight <= 2
+        await asyncio.sleep(0)
+
+    async def want(number: int) -> None:
+        deadline = time.monotonic() + 20
+        await asker.ask("x", partial(make, number=number), deadline, size=10**9)
+
+    await for_each(range(30), want, parallel=8)
+
+    assert asked == list(range(30))
+
+
+async def test_what_nobody_has_in_time_names_everyone_and_the_chunk(
+    serve: Serve, fetcher_of: MakeFetcher, file: Path
+) -> None:
+    servers = [serve(script) for script in (failing, missing, silent)]
+
+    with pytest.raises(UserError, match=f"no file 0, chunk {CHUNKS[0].blake3[:16]}") as raised:
+        await fetch(fetcher_of(*(server.url for server in servers)), file, deadline_s=0.5)
+
+    text = str(raised.value)
+    assert all(server.url in text for server in servers)
+    assert all(said in text for said in ("status 500", "404", "0 of 50000 bytes within"))
+
+
+async def test_the_deadline_holds_for_those_who_wait_their_turn(
+    serve: Serve, fetcher_of: MakeFetcher, file: Path
+) -> None:
+    fetcher = fetcher_of(serve(silent).url)
+    deadline = time.monotonic() + 0.3
+
+    ended = await asyncio.gather(
+        *(fetcher.chunk(chunk, "file", deadline, into=file) for chunk in CHUNKS),
+        return_exceptions=True,
+    )
+
+    assert all(isinstance(error, UserError) for error in ended)
+
+
+async def test_who_is_much_slower_than_another_is_given_up(
+    serve: Serve, fetcher_of: MakeFetcher, file: Path
+) -> None:
+    """Long before the timeout of the attempt, and after what is hopeless was seen to be so."""
+
+    def stuck(peer: Peer) -> None:
+        peer.read_request()
+        peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: 50000\r\n\r\n")
+        peer.drip(b"x")
+
+    slow, good = serve(stuck), serve(honest)
+    fetcher = fetcher_of(slow.url, good.url)
+
+    await fetch(fetcher, file, range(12), deadline_s=9)  # an attempt may take ten seconds
+
+    by_url = {upstream.url: upstream for upstream in fetcher.upstreams.all}
+    assert by_url[good.url].received == 12 * 50_000
+    assert "0 of 50000 bytes so far" in by_url[slow.url].last_fault
+    eventually(lambda: slow.ended == slow.connections, "its connections end")
+
+
+async def test_what_is_cancelled_ends_its_connections(
+    serve: Serve, fetcher_of: MakeFetcher, file: Path
+) -> None:
+    server = serve(silent)
+    fetcher = fetcher_of(server.url)
+    task = asyncio.create_task(fetch(fetcher, file, range(12)))
+    await asyncio.to_thread(eventually, lambda: server.connections == 2, "two are under way")
+
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    eventually(lambda: server.ended == 2, "the connections end")
+    assert [upstream.in_flight for upstream in fetcher.upstreams.all] == [0]
+
+
+async def test_a_failed_disk_is_no_servers_fault(
+    serve: Serve, fetcher_of: MakeFetcher, tmp_path: Path
+) -> None:
+    fetcher = fetcher_of(serve(honest).url)
+
+    with pytest.raises(FileNotFoundError):
+        await fetch(fetcher, tmp_path / "none")
+
+    (upstream,) = fetcher.upstreams.all
+    assert (upstream.failures, upstream.in_flight) == (0, 0)
+
+
+async def test_a_relay_that_lags_still_gives_chunks(
+    run: Run, fetcher_of: MakeFetcher, file: Path
+) -> None:
+    """It names an old version as the newest: nobody believes it, and its chunks are as good."""
+    run.publish(0, weights())
+    old = (run.store / "demo" / "latest.json").read_bytes()
+    run.publish(1, weights(seed=1))
+    server = run.static()
+    fetcher = fetcher_of(server.url, root_public_key=run.root)
+    assert await fetcher.latest(None, 10) is not None
+    (run.store / "demo" / "latest.json").write_bytes(old)
+    with pytest.raises(UserError, match="offers version 0 as the newest, 1 was seen"):
+        await fetcher.latest(None, 0.2)
+
+    manifest, _ = await fetcher.manifest(1, None, time.monotonic() + 10)
+    for chunk in manifest.chunks().values():
+        await fetcher.chunk(chunk, "file", time.monotonic() + 10, into=file)
+
+    (upstream,) = fetcher.upstreams.all
+    assert (upstream.failures, upstream.success) == (0, 1.0)
