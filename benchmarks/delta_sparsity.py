@@ -2,11 +2,11 @@
 
     python -m benchmarks.delta_sparsity [--steps 6] [--lrs 5e-4 3e-7]
 
-For each learning rate the run of the quickstart (0.16M parameters, warm start and all, AdamW without a
-warm-up of the rate, so that the first step is at full rate already) for a few steps. The laptop
-publishes float32; the same versions rounded to nearest even, as an export to bfloat16 rounds them,
-give the bfloat16 figures. For each step: the share of elements whose bits differ from the version
-before, and the bytes of the delta against those of the weights.
+For each learning rate the run of the quickstart (0.16M parameters, warm start and all) for a few
+steps, at the full rate from the first. The laptop publishes float32; the same versions rounded to
+nearest even, as an export to bfloat16 rounds them, give the bfloat16 figures. For each step: the
+share of elements whose bits differ from the version before, and the bytes of the delta, of them
+the coded blocks (the header is 130 bytes a tensor), against those of the weights.
 
 What to expect: AdamW moves an element by about the rate `lr` a step, and a bf16 number w next to
 its neighbours at a distance of |w| / 256 to |w| / 128. So about lr / (|w| / 181) of the elements

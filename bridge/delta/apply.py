@@ -142,24 +142,22 @@ def _check_versions(
     directory: Path, layout: list[FileLayout], chains: list[list[DeltaFile]], target: str
 ) -> None:
     """Refuses deltas that do not lead from what the directory says it holds to the target."""
-    for chain in chains:
+    held = None
+    if (directory / TENSORS_NAME).exists():
+        held = model_digest(read_records(directory, layout))
+    for chain in filter(None, chains):
         for delta, after in pairwise(chain):
             if delta.header.target != after.header.base:
                 raise UserError(f"not made against what {delta.path} makes", place=str(after.path))
-        if chain and chain[-1].header.target != target:
+        if chain[-1].header.target != target:
             raise UserError(
                 "makes another version than the one asked for", place=str(chain[-1].path)
             )
-    if not (directory / TENSORS_NAME).exists():
-        return
-    # Base or target: the version's other files may have come before its weights.
-    held = model_digest(read_records(directory, layout))
-    for chain in chains:
-        known = {target, *(delta.header.base for delta in chain)}
-        if held not in known:
+        # The target too: the other files of a version may be there before its weights are.
+        if held not in {None, target, *(delta.header.base for delta in chain)}:
             raise UserError(
                 f"made against another version than the one in {directory}",
-                place=str(chain[0].path if chain else directory),
+                place=str(chain[0].path),
             )
 
 

@@ -75,15 +75,23 @@ def mapped_bits(
         info: the tensor.
         cut: which bytes of the file, at least one element.
         writable: what is written to the array is written to the file.
+
+    Raises:
+        UserError: it cannot be mapped, as where the file has become shorter.
     """
     before = cut.start % mmap.ALLOCATIONGRANULARITY
-    pages = mmap.mmap(
-        file.fileno(),
-        cut.stop - cut.start + before,
-        flags=mmap.MAP_SHARED | _POPULATE,
-        prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
-        offset=cut.start - before,
-    )
+    try:
+        pages = mmap.mmap(
+            file.fileno(),
+            cut.stop - cut.start + before,
+            flags=mmap.MAP_SHARED | _POPULATE,
+            prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
+            offset=cut.start - before,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"tensor {info.name}: cannot be mapped: {error}", place=file.name
+        ) from error
     return np.frombuffer(pages, f"<u{info.dtype.itemsize}", offset=before)
 
 
