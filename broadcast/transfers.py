@@ -16,7 +16,7 @@ from broadcast.recent import Recent
 from broadcast.shelf import Shelf
 from runspec.common.errors import UserError
 
-STALL_S = 2.0
+STALL_S = 5.0
 """Who waits for a chunk is sent away when no byte of it has come for so long."""
 MISSED_S = 3.0
 """What no upstream had is not asked for again before this."""

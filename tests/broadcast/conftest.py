@@ -175,6 +175,7 @@ class Run:
         *upstreams: str,
         name: str = "relay",
         keep_versions: int = 5,
+        port: int = 0,
         options: ServerOptions = DEFAULT_OPTIONS,
         **more: Any,
     ) -> Served:
@@ -187,7 +188,7 @@ class Run:
                 root_public_key=self.root,
                 keep_versions=keep_versions,
                 host="127.0.0.1",
-                port=0,
+                port=port,
                 log=LOG,
                 started=started,
                 options=options,

@@ -1,0 +1,215 @@
+"""A relay's disk: what goes when something else is to come, and that the bound always holds."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest, sign_manifest
+from broadcast.shelf import Shelf
+from broadcast.transfers import Transfers
+from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
+from runspec.common.keys import SigningKey
+
+KEY = SigningKey.generate()
+CHUNK = 2000
+LOG = logging.getLogger("shelf")
+
+
+def body(version: int, number: int) -> bytes:
+    return f"{version}.{number}.".encode() * (CHUNK // 4)
+
+
+def info(version: int, numbers: range) -> ObjectInfo:
+    bodies = [body(version, number) for number in numbers]
+    chunks = tuple(Chunk(digest_bytes(b), len(b)) for b in bodies)
+    return ObjectInfo(sum(c.size for c in chunks), digest_bytes(b"".join(bodies)), chunks)
+
+
+def whole(version: int, chunks: int = 4) -> WeightsManifest:
+    objects = {"w": info(version, range(chunks))}
+    return WeightsManifest("demo", version, None, None, {}, ("w",), objects, {})
+
+
+def delta(version: int) -> WeightsManifest:
+    small, parts = {"c": info(version, range(1))}, {"w.delta": info(version, range(1, 2))}
+    return WeightsManifest("demo", version, version - 1, None, {}, ("w",), small, parts)
+
+
+def on_disk(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+class Disk:
+    """Stands in for a fetcher on a disk of so many bytes: chunks come, until it is full."""
+
+    def __init__(self, folder: Path, size: int, *versions: int) -> None:
+        self._folder, self._size = folder, size
+        bodies = [body(version, number) for version in versions for number in range(10)]
+        self._bodies = {digest_bytes(b): b for b in bodies}
+
+    async def chunk(
+        self, chunk: Chunk, what: str, deadline: float, *, into: Path, offset: int = 0
+    ) -> None:
+        if on_disk(self._folder) + chunk.size > self._size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        into.write_bytes(self._bodies[chunk.blake3])
+
+
+def shelf_of(folder: Path, max_bytes: int | None, keep_versions: int = 5) -> Shelf:
+    (folder / "demo").mkdir(exist_ok=True)
+    return Shelf(folder, "demo", keep_versions=keep_versions, max_bytes=max_bytes, log=LOG)
+
+
+def put(shelf: Shelf, manifest: WeightsManifest) -> None:
+    """Adopts a version and stores its chunks, or as many as there is room for."""
+    shelf.adopt(manifest, sign_manifest(manifest, KEY))
+    shelf.check_fits(manifest.version, manifest.chunks().values())
+    bodies = {digest_bytes(b): b for b in (body(manifest.version, n) for n in range(10))}
+    for chunk in manifest.chunks().values():
+        with shelf.place(chunk, manifest.version) as into:
+            into.write_bytes(bodies[chunk.blake3])
+
+
+def test_the_newest_displaces_the_oldest(tmp_path: Path) -> None:
+    shelf = shelf_of(tmp_path, 22_000)
+    for version in range(5):
+        put(shelf, whole(version))
+        assert on_disk(tmp_path) <= 22_000
+    assert set(shelf.manifests) == {3, 4}
+
+
+def test_what_is_being_read_goes_last(tmp_path: Path) -> None:
+    shelf = shelf_of(tmp_path, 22_000)
+    put(shelf, whole(0))
+    put(shelf, whole(1))
+    shelf.pins.touch(0)
+    put(shelf, whole(2))
+    assert set(shelf.manifests) == {0, 2}
+    shelf.pins.touch(2)
+    put(shelf, whole(3))  # all the others are being read; the newest must come all the same
+    assert set(shelf.manifests) == {2, 3}
+
+
+def test_an_older_version_displaces_no_newer_one(tmp_path: Path) -> None:
+    shelf = shelf_of(tmp_path, 22_000)
+    put(shelf, whole(4))
+    put(shelf, whole(5))
+    with pytest.raises(UserError, match="version 2 does not fit"):
+        put(shelf, whole(2))
+    assert {4, 5} <= set(shelf.manifests)
+
+
+def test_what_the_newest_is_rebuilt_from_makes_no_room_for_older_ones(tmp_path: Path) -> None:
+    shelf = shelf_of(tmp_path, 24_000)
+    for manifest in (whole(1), delta(2), delta(3)):
+        put(shelf, manifest)
+    assert not shelf.drop_one(2)
+    assert set(shelf.manifests) == {1, 2, 3}
+
+
+def test_what_cannot_fit_makes_nothing_go(tmp_path: Path) -> None:
+    shelf = shelf_of(tmp_path, 12_000)
+    put(shelf, whole(0))
+    with pytest.raises(UserError, match="version 1 needs 1[0-9],[0-9]{3} bytes here, 12,000 are"):
+        put(shelf, whole(1, chunks=9))
+    assert 0 in shelf.manifests and len(list((tmp_path / "demo/chunks").iterdir())) == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 12), st.booleans(), st.booleans()), min_size=1, max_size=15
+    ),
+    max_bytes=st.integers(3_000, 40_000),
+    keep=st.integers(1, 4),
+)
+def test_the_bound_holds_whatever_comes(
+    tmp_path_factory: pytest.TempPathFactory,
+    steps: list[tuple[int, bool, bool]],
+    max_bytes: int,
+    keep: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("shelf")
+    shelf = shelf_of(folder, max_bytes, keep)
+    for version, anchor, read in steps:
+        if version not in shelf.manifests:
+            try:
+                put(shelf, whole(version) if anchor or version == 0 else delta(version))
+            except UserError:
+                pass
+        if read and version in shelf.manifests:
+            shelf.pins.touch(version)
+        assert on_disk(folder) <= max_bytes
+        known = {digest for m in shelf.manifests.values() for digest in m.chunks()}
+        chunks = folder / "demo" / "chunks"
+        here = {path.name for path in chunks.iterdir()} if chunks.exists() else set()
+        assert here <= known, "nothing stays that no version needs"
+    again = shelf_of(folder, max_bytes, keep)
+    again.recall({KEY.public_hex})
+    assert again.manifests == shelf.manifests
+
+
+def test_a_smaller_bound_holds_from_the_start(tmp_path: Path) -> None:
+    shelf = shelf_of(tmp_path, None)
+    for version in range(4):
+        put(shelf, whole(version))
+    again = shelf_of(tmp_path, 12_000)
+    again.recall({KEY.public_hex})
+    assert set(again.manifests) == {3}
+    assert on_disk(tmp_path) <= 12_000
+
+
+def test_a_chunk_whose_versions_went_meanwhile_does_not_stay(tmp_path: Path) -> None:
+    shelf = shelf_of(tmp_path, None, keep_versions=1)
+    put(shelf, whole(1))
+    old, new = whole(1), whole(2)
+    shelf.adopt(new, sign_manifest(new, KEY))
+    with shelf.place(next(iter(old.chunks().values())), 1) as into:
+        shelf.prune(2)
+        into.write_bytes(body(1, 0))
+    assert list((tmp_path / "demo" / "chunks").iterdir()) == []
+
+
+async def test_a_full_disk_lets_the_oldest_go(tmp_path: Path) -> None:
+    # given a disk with room for two and a half versions, two of which are there
+    shelf = shelf_of(tmp_path, None)
+    for version in (0, 1):
+        put(shelf, whole(version))
+    room = on_disk(tmp_path) + 5000
+    said: list[str] = []
+    fetcher = Disk(tmp_path, room, 0, 1, 2)
+    transfers = Transfers(fetcher, shelf, complain=lambda error: said.append(str(error)))  # type: ignore[arg-type]
+    newest = whole(2)
+    shelf.adopt(newest, sign_manifest(newest, KEY))
+
+    # when the third comes, then the oldest has gone for it
+    await transfers.bring(newest.chunks().values())
+    assert set(shelf.manifests) == {1, 2} and not said
+    assert all([await shelf.has(digest) for v in (1, 2) for digest in whole(v).chunks()])
+    assert on_disk(tmp_path) <= room
+
+
+async def test_a_disk_that_is_full_of_other_things_is_named(tmp_path: Path) -> None:
+    # given a disk on which a version is and nothing more has room
+    shelf = shelf_of(tmp_path, None)
+    put(shelf, whole(5))
+    older = whole(1)
+    shelf.adopt(older, sign_manifest(older, KEY))
+    fetcher = Disk(tmp_path, on_disk(tmp_path), 1, 5)
+    said: list[str] = []
+    transfers = Transfers(fetcher, shelf, complain=lambda error: said.append(str(error)))  # type: ignore[arg-type]
+
+    # when an older version's chunk is asked for, then it does not come, and the message says why
+    digest = next(iter(older.chunks()))
+    assert not await asyncio.wait_for(transfers.arrives(digest), 10)
+    assert len(said) == 1
+    assert "cannot store a chunk of version 1: No space left" in said[0] and digest in said[0]
+    assert all([await shelf.has(digest) for digest in whole(5).chunks()])
