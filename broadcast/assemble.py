@@ -96,7 +96,8 @@ class Assembly:
         """
         signed, note = self.partial / FILE_NAME, self._deltas / _START
         if not (signed.exists() and read_bounded(signed, MAX_BYTES) == self.recipe.data):
-            self.discard()  # nothing, or of another manifest
+            (self._deltas / _APPLYING).unlink(missing_ok=True)
+            shutil.rmtree(self.partial, ignore_errors=True)  # nothing, or of another manifest
         self.partial.mkdir(exist_ok=True)
         self._deltas.mkdir(exist_ok=True)
         for delta in self.recipe.deltas:
@@ -200,7 +201,9 @@ class Assembly:
         try:
             apply_deltas(self.partial, folders, recipe.manifest.tensors)
         except UserError as error:
-            self.discard()
+            (self._deltas / _APPLYING).unlink()
+            for name in recipe.manifest.files:
+                (self.partial / name).unlink(missing_ok=True)
             raise BadBase(
                 f"with deltas {_numbers(recipe)} does not become version "
                 f"{recipe.manifest.version}: {error}",
@@ -215,11 +218,6 @@ class Assembly:
                 os.fsync(file.fileno())
         self.partial.rename(final)
         shutil.rmtree(self._deltas, ignore_errors=True)
-
-    def discard(self) -> None:
-        """Removes what cannot be proven: the version's files, but not deltas that came."""
-        (self._deltas / _APPLYING).unlink(missing_ok=True)
-        shutil.rmtree(self.partial, ignore_errors=True)
 
     def _wanted(self) -> dict[Path, ObjectInfo]:
         """The files whose chunks are fetched; the deltas first."""

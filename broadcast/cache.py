@@ -40,6 +40,7 @@ class Cache:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._run = run
+        self._sweep()
 
     def whole(self, version: int) -> Path:
         return self.folder / f"v{version}"
@@ -123,7 +124,9 @@ class Cache:
                     self._lock_path(version).unlink()
 
     def _sweep(self) -> None:
-        for path in self.folder.glob(f"{_REMOVED}*"):  # also of a process that was killed
+        """Removes what is out of use; so too what a killed process would have removed next."""
+        used_up = [n for n in self._numbers(f"{DELTAS}v") if self.whole(n).exists()]
+        for path in [*self.folder.glob(f"{_REMOVED}*"), *map(self.deltas, used_up)]:
             shutil.rmtree(path, ignore_errors=True)
 
     def _numbers(self, form: str) -> list[int]:

@@ -278,8 +278,9 @@ def test_a_base_is_not_pruned_while_it_is_built_on(run: Run, counted: Counted) -
         go_on.set()
         assert contents(fetching.result()) == versions.files(1)
 
-    # and go once it is done, with what a killed prune had begun to remove
+    # and go once it is done, with what killed processes had begun to remove
     (cache / ".removed-0" / "v7").mkdir(parents=True)
+    (cache / ".deltas-v1" / "1").mkdir(parents=True)
     client.prune({1})
     assert {p.name for p in cache.iterdir()} == {"v1", ".lock-v1", "roles.json"}
 

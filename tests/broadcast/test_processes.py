@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +94,57 @@ def test_a_delta_travels_over_servers_that_ask_for_tokens(
     assert "version 1 fetched from held version 0 and deltas 1" in done.stderr
     refused = broadcast(*fetch, "--deadline", 0.5, "--out", tmp_path / "nothing")
     assert refused.returncode == 1 and "401" in refused.stderr
+
+
+HALF_APPLIED = """
+import os, signal, sys
+import bridge.delta
+from broadcast.__main__ import main
+
+apply_deltas = bridge.delta.apply_deltas
+
+def kill_in_the_middle(directory, deltas, tensors):
+    weights = directory / "model.safetensors"
+    before = weights.read_bytes()
+    apply_deltas(directory, deltas, tensors)
+    half = len(before) // 2
+    weights.write_bytes(weights.read_bytes()[:half] + before[half:])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+bridge.delta.apply_deltas = kill_in_the_middle
+sys.exit(main(sys.argv[1:]))
+"""
+"""`python -m broadcast`, killed when the deltas are in one half of the weights."""
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_client_killed_while_it_applies_deltas_goes_on_from_there(
+    run: Run, processes: Processes, damaged: bool
+) -> None:
+    # given a joiner that was killed with an anchor's files half turned into version 2
+    versions = ModelVersions(run)
+    versions.publish(0)
+    versions.publish(1, base=0)
+    versions.publish(2, base=1)
+    server, out = run.static(), run.folder / "out"
+    fetch = ("fetch", server.url, "--run", "demo", "--out", out, "--public-key", run.root)
+    client = processes.start(*fetch, command=(sys.executable, "-c", HALF_APPLIED))
+    assert client.wait(30) == -signal.SIGKILL
+    left = out / ".partial-v2" / "model.safetensors"
+    assert left.read_bytes() != versions.files(2)["model.safetensors"]
+    if damaged:
+        left.write_bytes(left.read_bytes()[:-1] + b"?")
+    server.paths.clear()
+
+    # when it is started again
+    again = broadcast(*fetch, "--deadline", 20)
+
+    # then the version is right; nothing comes again, but the files that turned out to be wrong
+    assert again.returncode == 0, again.stderr
+    assert contents(out / "v2") == versions.files(2)
+    assert ("what a killed fetch left" in again.stderr) == damaged
+    assert server.chunk_requests() == (21 if damaged else 0)
+    assert sorted(path.name for path in out.glob(".[pd]*")) == []
 
 
 def test_served_bytes_survive_a_restart(run: Run, processes: Processes) -> None:
