@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from broadcast.keygen import make_keys
 from broadcast.store import publish
@@ -71,7 +71,7 @@ class Processes:
         self.folder = Path(self._stack.enter_context(made))
         self._count = 0
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -111,7 +111,9 @@ class Tree(Processes):
         (small / "config.json").write_text("{}")
         self.publish(0, small)
 
-    def publish(self, version: int, directory: Path) -> float:
+    def publish(
+        self, version: int, directory: Path, *, base: int | None = None, whole: bool = True
+    ) -> float:
         """Publishes; the time (monotonic) from which on readers can hear of it."""
         publish(
             self._store,
@@ -120,6 +122,8 @@ class Tree(Processes):
             version=version,
             key=SigningKey.load(self._keys / "publisher.key"),
             roles=(self._keys / "roles.json").read_bytes(),
+            base=base,
+            whole=whole,
         )
         return time.monotonic()
 
