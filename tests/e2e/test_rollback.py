@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
+from broadcast.store import newest_version
 from tests.harness import LiveRun, runspec
 from verify.coordinator.events import RolledBack
 from verify.formats.layout import STATE_FILE
@@ -17,8 +17,10 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_run_taken_back_trains_on_from_that_version(tmp_path: Path) -> None:
-    # given a run paused after its fourth step
+    # given a run that sends deltas (at so small a rate few float32 bits change), paused after its
+    # fourth step
     overrides = {"steps": 12, "checkpoints.every": 2, "checkpoints.keep": 9}
+    overrides |= {"broadcast.format": "delta", "optimizer.lr": 1e-10}
     with LiveRun(tmp_path / "runs", "back", overrides) as run:
         run.wait_for_step(4)
         paused = runspec("pause", run.dir, timeout_s=120)
@@ -52,8 +54,14 @@ def test_a_run_taken_back_trains_on_from_that_version(tmp_path: Path) -> None:
     assert complaints == []
     # and version 2 was signed and published anew, under a root of its own
     assert (run.dir / "keys" / "root.key").read_bytes() != root
-    latest = json.loads((run.dir / "store" / "origin" / "back" / "latest.json").read_text())
-    assert latest["payload"]["version"] == 12
+    store = run.dir / "store" / "origin"
+    assert newest_version(store, run="back") == 12
+    # whole, for nobody has what it could be a delta of, and those after it as deltas again
+    publisher = (run.dir / "logs" / "publisher.log").read_text()
+    assert "version 2 published whole" in publisher
+    assert all(
+        f"version {v} published as a delta of version {v - 1}" in publisher for v in range(3, 13)
+    )
     ledger = Ledger(run.dir / STATE_FILE)
     events = list(ledger.events())
     ledger.close()
