@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from runspec.common.canonical import MalformedJson, parse_object
 from runspec.common.files import read_bounded, write_atomic
@@ -67,12 +69,6 @@ class Metrics:
         self._newest = Gauge(
             "broadcast_newest_version", "Newest version announced.", ["run"], registry=registry
         )
-        self._complete = Gauge(
-            "broadcast_version_complete_ratio",
-            "Share of a version's bytes that a relay holds.",
-            ["run", "version"],
-            registry=registry,
-        )
         self._behind = Gauge(
             "broadcast_behind_seconds",
             "For how long the newest version announced has not been whole here.",
@@ -108,13 +104,14 @@ class Metrics:
         """The newest version that this server has announced."""
         self._newest.labels(run).set(version)
 
-    def held(self, run: str, version: int, share: float) -> None:
-        """How much of a version a relay holds: 0.0 to 1.0 of its bytes."""
-        self._complete.labels(run, str(version)).set(share)
+    def report_versions(self, run: str, shares: Callable[[], Mapping[int, float]]) -> None:
+        """Says from now on how much of each version a relay holds.
 
-    def gone(self, run: str, version: int) -> None:
-        """A version was dropped."""
-        self._complete.remove(run, str(version))
+        Args:
+            run: the run's id.
+            shares: gives for each version 0.0 to 1.0 of its bytes; called for every reading.
+        """
+        self._registry.register(_Versions(run, shares))
 
     def behind_since(self, run: str, since: float | None) -> None:
         """From when on (seconds since the epoch) the newest version has not been whole here.
@@ -140,6 +137,21 @@ class Metrics:
         while True:
             await asyncio.sleep(_SAVE_EVERY_S)
             await asyncio.to_thread(self.save)
+
+
+class _Versions(Collector):
+    def __init__(self, run: str, shares: Callable[[], Mapping[int, float]]) -> None:
+        self._run, self._shares = run, shares
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "broadcast_version_complete_ratio",
+            "Share of a version's bytes that this relay holds.",
+            labels=["run", "version"],
+        )
+        for version, share in self._shares().items():
+            family.add_metric([self._run, str(version)], share)
+        yield family
 
 
 def _served_before(path: Path) -> int:

@@ -279,6 +279,7 @@ async def run_relay(
         upstreams, run=run, root_public_key=root_public_key, folder=store / run, access=access
     )
     shelf = Shelf(store, run, keep_versions=keep_versions, max_bytes=max_bytes, log=log)
+    metrics.report_versions(run, shelf.shares)
     mirror = Mirror(fetcher, metrics, shelf, run=run, log=log)
     try:
         await mirror.recall()

@@ -110,6 +110,16 @@ class Shelf:
         self._used += len(data)
         self._index()
 
+    def shares(self) -> dict[int, float]:
+        """How much of each version is here: 0.0 to 1.0 of its chunks' bytes."""
+        found = {}
+        for version, manifest in self.manifests.items():
+            chunks = manifest.chunks()
+            here = sum(self._chunk_bytes.get(digest, 0) for digest in chunks)
+            total = sum(chunk.size for chunk in chunks.values())
+            found[version] = here / total if total else 1.0
+        return found
+
     async def has(self, digest: str) -> bool:
         """Whether a chunk is here and right; a damaged one goes."""
         path = self.chunk_path(digest)

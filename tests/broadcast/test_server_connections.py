@@ -1,0 +1,283 @@
+"""Many connections, slow ones, and ones that say nothing: none keeps another from being served."""
+
+from __future__ import annotations
+
+import resource
+import select
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from broadcast.door import possible_connections
+from broadcast.server import Limits, ServerOptions
+from tests.waiting import eventually
+
+from .conftest import LOG, Run, Served, contents, large_chunk, weights
+from .processes import Processes
+
+HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+POLL = b"GET /demo/latest.json?after=0&wait=60 HTTP/1.1\r\nHost: x\r\n\r\n"
+POLLS = "broadcast_polls_waiting"
+DROPPED = "broadcast_connections_dropped_total"
+OK = b"HTTP/1.1 200"
+
+
+def metric(url: str, name: str) -> float:
+    """The value of one line of a server's metrics; 0 where there is none."""
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if line.startswith(f"{name} "):
+            return float(line.rpartition(" ")[2])
+    return 0.0
+
+
+Connect = Callable[..., socket.socket]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Opens connections to a port, closed with the test."""
+    with ExitStack() as stack:
+
+        def connect(
+            port: int, *, say: bytes = b"", address: str = "127.0.0.1", buffer: int = 0
+        ) -> socket.socket:
+            connection = stack.enter_context(socket.socket())
+            if buffer:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+            connection.bind((address, 0))
+            connection.settimeout(30)
+            connection.connect(("127.0.0.1", port))
+            connection.sendall(say)
+            return connection
+
+        yield connect
+
+
+def rest(connection: socket.socket, enough: int = sys.maxsize) -> int:
+    """Bytes that still come until the server ends a connection, or until there are enough."""
+    received = 0
+    with suppress(ConnectionResetError):
+        while received < enough and (data := connection.recv(1024 * 1024)):
+            received += len(data)
+    return received
+
+
+def still_open(connection: socket.socket) -> bool:
+    return not select.select([connection], [], [], 0)[0]
+
+
+def asking_for(chunk: Path) -> bytes:
+    return f"GET /demo/chunks/{chunk.name} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+
+
+def limited(run: Run, max_connections: int = 4096, **limits: float) -> Served:
+    run.publish(0, weights())
+    return run.origin(
+        options=ServerOptions(max_connections=max_connections, limits=Limits(**limits))  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Lets this process open some thousand files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, before[1]), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("many_files")
+def test_a_thousand_idle_and_two_hundred_slow_readers_cost_next_to_nothing(
+    run: Run, tmp_path: Path, connect: Connect
+) -> None:
+    """At most 40 KB for each: measured 5 KB for an idle one, 45 KB where it stands in a body."""
+    run.publish(0, weights())
+    large = large_chunk(run)
+    asked = asking_for(large)
+    processes = Processes(tmp_path)
+    try:
+        # given a server, and what it needs for one client
+        origin = processes.start("origin", run.store, "--listen", "127.0.0.1:0")
+        url = processes.url(origin)
+        port = httpx.URL(url).port
+        assert port is not None
+        run.client(url, cache="first").fetch(0, manifest_digest=None, deadline_s=30)
+        process = psutil.Process(origin.pid)
+        before = process.memory_info().rss
+        # when a thousand connect and say nothing, or ask once and stay, and two hundred ask for
+        # a large chunk and do not read it
+        idle = [connect(port, say=HEALTH if number % 2 else b"") for number in range(1000)]
+        slow = [connect(port, say=asked, buffer=4096) for _ in range(200)]
+        assert all(connection.recv(12) == OK for connection in [*idle[1::2], *slow])
+        eventually(lambda: metric(url, "broadcast_transfers") == 200, "two hundred are being sent")
+        # then another is served as if it were alone
+        assert metric(url, "broadcast_connections") >= 1200
+        path = run.client(url, cache="second").fetch(0, manifest_digest=None, deadline_s=30)
+        assert contents(path) == weights()
+        # and the server is hardly larger
+        grown = process.memory_info().rss - before
+        assert grown < 1200 * 40_000, f"{grown / 1e6:.1f} MB"
+    finally:
+        processes.end()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\nHos"])
+def test_a_request_whose_head_does_not_come_is_not_waited_for(
+    run: Run, connect: Connect, said: bytes
+) -> None:
+    served = limited(run, head_s=0.2)
+
+    assert rest(connect(served.port, say=said)) == 0
+
+    assert metric(served.url, f'{DROPPED}{{why="late head"}}') == 1
+
+
+def test_a_head_in_drips_has_no_more_time(run: Run, connect: Connect) -> None:
+    served = limited(run, head_s=0.3)
+    connection = connect(served.port, say=b"GET /healthz HTTP/1.1\r\nX: ")
+
+    def drip() -> bool:
+        try:
+            connection.sendall(b"x")
+        except OSError:
+            return True
+        return not still_open(connection)
+
+    eventually(drip, "it is ended", poll_s=0.02)
+    assert metric(served.url, f'{DROPPED}{{why="late head"}}') == 1
+
+
+def test_an_idle_connection_ends_and_a_second_head_is_due_too(run: Run, connect: Connect) -> None:
+    # given two connections that were answered
+    served = limited(run, head_s=0.2, idle_s=1.0)
+    quiet, begun = connect(served.port, say=HEALTH), connect(served.port, say=HEALTH)
+    assert b"ok" in quiet.recv(1000)
+    assert b"ok" in begun.recv(1000)
+    # when one says nothing more, and the other begins a second request
+    begun.sendall(b"GET")
+    # then both end, each for its own reason
+    assert rest(begun) == 0
+    assert rest(quiet) == 0
+    assert metric(served.url, f'{DROPPED}{{why="late head"}}') == 1
+    assert metric(served.url, f'{DROPPED}{{why="idle"}}') == 1
+
+
+def test_the_longest_idle_makes_room(run: Run, connect: Connect) -> None:
+    # given a server that is full of connections that do nothing
+    served = limited(run, max_connections=4)
+    idle = [connect(served.port, say=HEALTH) for _ in range(4)]
+    assert all(b"ok" in connection.recv(1000) for connection in idle)
+    # when another comes
+    newcomer = connect(served.port, say=HEALTH)
+    # then it is answered in the place of the first
+    assert b"ok" in newcomer.recv(1000)
+    assert rest(idle[0]) == 0
+    assert all(still_open(connection) for connection in idle[1:])
+
+
+def test_a_flood_of_connections_locks_nobody_out(run: Run, connect: Connect) -> None:
+    served = limited(run, max_connections=8)
+
+    for _ in range(100):
+        connect(served.port)
+
+    path = run.client(served.url).fetch(0, manifest_digest=None, deadline_s=30)
+    assert contents(path) == weights()
+
+
+def test_who_is_being_answered_is_not_cut_off_for_a_newcomer(run: Run, connect: Connect) -> None:
+    # given clients whose polls and bodies take all the places that there are
+    served = limited(run, max_connections=4)
+    large = large_chunk(run)
+    for count, address in enumerate(("127.0.0.1", "127.0.0.1", "127.0.0.2"), 1):
+        connect(served.port, say=POLL, address=address)
+        eventually(lambda count=count: metric(served.url, POLLS) == count, "it waits")
+    reader = connect(served.port, say=asking_for(large), address="127.0.0.2", buffer=4096)
+    assert reader.recv(12) == OK
+    # when another comes, then it is told that there is no room
+    newcomer = connect(served.port, address="127.0.0.3")
+    assert newcomer.recv(12) == b"HTTP/1.1 503"
+    # and who is being answered gets all of it
+    assert rest(reader, large.stat().st_size) >= large.stat().st_size
+
+
+def test_a_client_has_half_of_the_places_at_most(run: Run, connect: Connect) -> None:
+    served = limited(run, max_connections=6)
+    for _ in range(3):
+        connect(served.port, say=POLL)
+    eventually(lambda: metric(served.url, POLLS) == 3, "they wait")
+
+    assert connect(served.port, say=POLL).recv(12) == b"HTTP/1.1 429"
+    connect(served.port, say=POLL, address="127.0.0.2")
+    eventually(lambda: metric(served.url, POLLS) == 4, "another's does too")
+
+
+def test_a_poll_ends_with_its_client(run: Run, connect: Connect) -> None:
+    served = limited(run)
+    connection = connect(served.port, say=POLL)
+    eventually(lambda: metric(served.url, POLLS) == 1, "it waits")
+
+    connection.close()
+
+    eventually(lambda: metric(served.url, POLLS) == 0, "nobody waits")
+    gone = 'broadcast_requests_total{status="499",what="latest"}'
+    eventually(lambda: metric(served.url, gone) == 1, "it is counted")
+
+
+def test_a_reader_below_the_floor_is_disconnected(run: Run, connect: Connect) -> None:
+    # given a server that wants 4 MiB to be taken in half a second
+    served = limited(run, floor_bytes_per_s=8 * 1024 * 1024)
+    large = large_chunk(run)
+    asked = asking_for(large)
+    # when a reader takes nothing
+    stalled = connect(served.port, say=asked, buffer=4096)
+    assert stalled.recv(12) == OK
+    eventually(
+        lambda: metric(served.url, f'{DROPPED}{{why="slow reader"}}') == 1,
+        "it is disconnected",
+    )
+    # then it is cut off, and one that reads is not
+    assert metric(served.url, "broadcast_transfers") == 0
+    assert rest(stalled) < large.stat().st_size
+    whole = httpx.get(f"{served.url}/demo/chunks/{large.name}", timeout=30)
+    assert len(whole.content) == large.stat().st_size
+
+
+def test_a_server_stops_under_load(run: Run, connect: Connect) -> None:
+    """Within seconds, whoever is connected: a stalled reader, a poll, an idle one, half a head."""
+    served = limited(run)
+    large = large_chunk(run)
+    stalled = connect(
+        served.port,
+        say=asking_for(large),
+        buffer=4096,
+    )
+    assert stalled.recv(12) == OK
+    others = [connect(served.port, say=said) for said in (POLL, HEALTH, b"", b"GET /")]
+    eventually(lambda: metric(served.url, POLLS) == 1, "it waits")
+
+    served.stop()
+
+    for connection in (stalled, *others):
+        assert rest(connection) < large.stat().st_size
+
+
+def test_as_many_files_as_there_may_be(caplog: pytest.LogCaptureFixture) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        # the soft limit is raised as far as is needed
+        assert possible_connections(200, LOG) == 200
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 2 * 200 + 256
+        assert caplog.messages == []
+        # and where the hard one is lower, there are fewer connections, which is said
+        assert possible_connections(before[1], LOG) == (before[1] - 256) // 2
+        assert f"not {before[1]}" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
