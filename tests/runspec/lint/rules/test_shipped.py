@@ -20,6 +20,13 @@ def test_every_shipped_spec_is_clean(profile: str | None) -> None:
     assert check_files([SpecFiles(path, profile) for path in shipped]).findings == []
 
 
+@pytest.mark.parametrize("placement", sorted((SPECS / "placements").glob("*.yaml")), ids=str)
+def test_every_shipped_placement_is_clean(placement: Path) -> None:
+    recipes = [SPECS / f"target_{name}.yaml" for name in ("short", "long")]
+    found = check_files([SpecFiles(path, placement=placement) for path in recipes]).findings
+    assert found == []
+
+
 def test_the_papers_length_penalty_is_suppressed_with_its_reason() -> None:
     checked = check_files([SpecFiles(SPECS / "target_long.yaml")])
     [found] = [s for s in checked.suppressed if s.finding.code == "length-swamps-task"]
