@@ -85,7 +85,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from bridge.changes import changed_elements
+    from bridge.versions import changed_elements
 
     for line in changed_elements(arguments.old, arguments.new, arguments.out):
         print(line)
@@ -93,7 +93,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _apply(arguments: argparse.Namespace) -> int:
-    from bridge.changes import next_version
+    from bridge.versions import next_version
 
     next_version(arguments.base, arguments.delta, arguments.out)
     return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import zstandard
@@ -10,24 +12,29 @@ import zstandard
 from bridge.delta.container import SUFFIX, DeltaHeader, DeltaTensor
 from bridge.delta.layout import read_layout
 from bridge.delta.segments import FULL, SPARSE
+from bridge.safetensors_io import SINGLE_NAME
 from bridge.tensors import model_digest
 from tests.bridge.delta.weights import records
 
 
 def write_blocks(folder: Path, base: Path, target: Path, blocks: Mapping[str, bytes]) -> Path:
     """A delta with a sound header, from `base` to `target` of one file, and any blocks."""
+    names, header = sound_header(base, target)
+    sizes = {name: replace(header.tensors[name], nbytes=len(blocks[name])) for name in names}
+    folder.mkdir(exist_ok=True)
+    data = replace(header, tensors=sizes).encode() + b"".join(blocks[name] for name in names)
+    (folder / (SINGLE_NAME + SUFFIX)).write_bytes(data)
+    return folder
+
+
+@cache
+def sound_header(base: Path, target: Path) -> tuple[list[str], DeltaHeader]:
+    """Names in the order of the weights file, and a header that lacks the blocks' sizes."""
     (file,) = read_layout(base)
     wanted = records(target)
-    header = DeltaHeader(
-        model_digest(records(base)),
-        model_digest(wanted),
-        file.digest,
-        {name: DeltaTensor(wanted[name]["blake3"], len(block)) for name, block in blocks.items()},
-    )
-    folder.mkdir(exist_ok=True)
-    data = header.encode() + b"".join(blocks[info.name] for info in file.tensors)
-    (folder / (file.path.name + SUFFIX)).write_bytes(data)
-    return folder
+    digests = model_digest(records(base)), model_digest(wanted), file.digest
+    tensors = {name: DeltaTensor(record["blake3"], 0) for name, record in wanted.items()}
+    return [info.name for info in file.tensors], DeltaHeader(*digests, tensors)
 
 
 def u32(number: int) -> bytes:
