@@ -1,0 +1,164 @@
+"""Whatever a delta's bytes are: the version that was asked for or a UserError, no memory for what
+it says of itself, and no byte written outside the tensors."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge.delta import apply_deltas, write_delta
+from bridge.delta.container import SUFFIX
+from bridge.delta.layout import Records
+from bridge.delta.segments import MAX_BYTES_PER_ELEMENT
+from bridge.safetensors_io import SINGLE_NAME, read_header
+from runspec.common.errors import UserError
+from tests.bridge.delta.hostile import full, packed, raw, sparse, u32, write_blocks
+from tests.bridge.delta.weights import BF16, F32, normal, nudged, records, write_weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+SHAPES = {"a": ((3,), F32), "b": ((700,), BF16), "c": ((2, 150), F32), "d": ((5,), BF16)}
+PIECES = [
+    *(b"", b"\0", b"\x01", b"\x02", b"\x03", b"\xff" * 4, b"\x7f" * 3, b"\0" * 12),
+    *(u32(number) for number in (0, 1, 254, 255, 256, 700, 701, 2**16, 2**31, 2**32 - 1)),
+    *(zstandard.ZstdCompressor().compress(bytes(size)) for size in (0, 1, 700, 701, 2**22)),
+    *(raw(bytes(700)), packed(bytes(700)), packed(bytes(2**22)), b'{"bytes":0}', b"e308", b"-"),
+]
+
+
+@dataclass(frozen=True)
+class Setting:
+    base: Path
+    target: Path
+    wanted: Records
+    deltas: list[bytes]
+    """Valid ones, of few and of many changes."""
+    folder: Path
+    """Of the delta under test."""
+    limit: int
+    """Bytes that applying one may take: what decoding does, and the objects around it."""
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    made = tmp_path_factory.mktemp("fuzz-delta")
+    rng = np.random.default_rng(0)
+    old = {name: normal(rng, shape, dtype) for name, (shape, dtype) in SHAPES.items()}
+    base = write_weights(made / "base", old)
+    deltas = []
+    for number, share in enumerate([0.01, 0.2, 0.95]):
+        after = write_weights(made / f"v{number}", nudged(rng, old, share))
+        write_delta(base, after, made / f"delta-{number}")
+        deltas.append((made / f"delta-{number}" / (SINGLE_NAME + SUFFIX)).read_bytes())
+    elements = sum(tensor.size for tensor in old.values())
+    target, folder = made / "v1", made / "under-test"
+    folder.mkdir()
+    limit = MAX_BYTES_PER_ELEMENT * elements + 2**19
+    return Setting(base, target, records(target), deltas, folder, limit)
+
+
+def try_it(setting: Setting) -> None:
+    """Applies the delta in the folder to a fresh base and looks at what that did."""
+    weights = setting.base / SINGLE_NAME
+    before = weights.read_bytes()
+    tracemalloc.start()
+    try:
+        apply_deltas(setting.base, [setting.folder], setting.wanted)
+        assert weights.read_bytes() == (setting.target / SINGLE_NAME).read_bytes()
+    except UserError as error:
+        assert SINGLE_NAME in str(error)
+        assert len(str(error)) < 3000
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < setting.limit
+    after = weights.read_bytes()
+    start = min(info.offset for info in read_header(weights).values())
+    assert len(after) == len(before)
+    assert after[:start] == before[:start]
+    if after != before:
+        weights.write_bytes(before)
+
+
+def changed(data: bytes, rng: random.Random, others: list[bytes]) -> bytes:
+    """A few changes of a valid delta: flips, cuts, repetitions, and pieces of others."""
+    for _ in range(rng.randint(1, 4)):
+        # The header, whose fields are checked first, takes most bytes: half of the changes later.
+        at = rng.randrange(len(data) + 1)
+        if rng.random() < 0.5:
+            at = min(len(data), data.rfind(b"}}") + 3 + rng.randrange(200))
+        to = min(len(data), at + rng.randrange(1, 20))
+        other = rng.choice(others)
+        start = rng.randrange(len(other))
+        data = (
+            data[:at]
+            + rng.choice(
+                [
+                    bytes(byte ^ (1 << rng.randrange(8)) for byte in data[at : at + 1])
+                    + data[at + 1 : to],
+                    rng.choice(PIECES),
+                    data[at:to] * rng.randrange(3),
+                    other[start : start + rng.randrange(40)],
+                ]
+            )
+            + data[to if rng.random() < 0.8 else at :]
+        )
+    return data
+
+
+@given(which=st.integers(0, 2), seed=st.integers(0, 2**48))
+def test_changed_deltas(setting: Setting, which: int, seed: int) -> None:
+    rng = random.Random(seed)
+    data = changed(setting.deltas[which], rng, setting.deltas)
+    (setting.folder / (SINGLE_NAME + SUFFIX)).write_bytes(data)
+    try_it(setting)
+
+
+def stream(rng: random.Random, size: int) -> bytes:
+    """Of so many bytes, or nearly so many; as it is or in a frame; now and then damaged."""
+    size = max(0, size + rng.choice([0, 0, 0, 0, 0, 0, -1, 1, 5]))
+    data = rng.choice([bytes(size), rng.randbytes(size), bytes(rng.choices(b"\0\1\xff", k=size))])
+    coded = packed(data) if rng.random() < 0.4 else raw(data)
+    if rng.random() < 0.1:
+        at = rng.randrange(len(coded))
+        coded = coded[:at] + rng.choice(PIECES) + coded[at + rng.randrange(4) :]
+    return coded
+
+
+def segment(rng: random.Random, elements: int, itemsize: int) -> bytes:
+    """Any kind; a sparse one with counts that agree with its streams more often than not."""
+    if rng.random() < 0.1:
+        return rng.choice(PIECES)
+    if rng.random() < 0.2:
+        return full(*(stream(rng, elements) for _ in range(itemsize)))
+    changes = rng.choice([1, 2, 3, 10, elements // 2, elements, elements + 1])
+    shift = rng.choice([0, 0, 0, 1, 4, 8, 9])
+    symbols = changes + rng.choice([0, 0, 0, 1, 2, elements // 255, elements])
+    sizes = [symbols, *([changes] if shift else []), *[changes] * itemsize]
+    return sparse(changes, symbols, shift, *(stream(rng, size) for size in sizes))
+
+
+@given(seed=st.integers(0, 2**48))
+def test_made_up_segments(setting: Setting, seed: int) -> None:
+    """Beneath a sound header, where a change of a valid file seldom comes."""
+    rng = random.Random(seed)
+    blocks = {}
+    for name, (shape, dtype) in SHAPES.items():
+        made = segment(rng, int(np.prod(shape)), dtype.itemsize)
+        blocks[name] = made if rng.random() < 0.6 else b"\0"
+    write_blocks(setting.folder, setting.base, setting.target, blocks)
+    try_it(setting)
+
+
+@given(data=st.binary(max_size=300))
+def test_any_bytes(setting: Setting, data: bytes) -> None:
+    (setting.folder / (SINGLE_NAME + SUFFIX)).write_bytes(data)
+    try_it(setting)
