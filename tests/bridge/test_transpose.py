@@ -15,7 +15,7 @@ DTYPES = [np.float32, ml_dtypes.bfloat16]
 
 @st.composite
 def shapes_and_orders(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
-    shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 130, 300]), max_size=3))
+    shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 140]), min_size=1, max_size=3))
     order = st.permutations(range(len(shape)))
     return shape, draw(order), draw(order)
 
