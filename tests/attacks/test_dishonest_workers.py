@@ -56,6 +56,8 @@ def verdicts_on(run: LiveRun, worker: str) -> list[tuple[Path, dict]]:
 
 def test_perturbed_weights_and_edited_tokens_are_rejected(tmp_path):
     overrides = {"steps": 400, "checkpoints.every": 1000}
+    # Versions come as deltas: at so small a rate few bits change, even of float32.
+    overrides |= {"broadcast.format": "delta", "optimizer.lr": 1e-10}
     with LiveRun(tmp_path, "attacked", overrides) as run:
         # given a run with an honest worker, joined by two that cheat
         run.wait_for_step(1)

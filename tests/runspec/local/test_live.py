@@ -85,6 +85,13 @@ def test_a_change_is_on_disk_and_in_the_history_before_any_role_is_told(
     ]
 
 
+def test_a_run_turns_to_deltas_by_its_publisher_alone(run: OpenRun, state: RunState) -> None:
+    live = live_run(run, state)
+    new = changed("broadcast.format=delta", "broadcast.anchor_every=5")
+    taken = live.take(request(change_request(new, serial=1)))
+    assert taken.event == Changed(5, 1.0, ("publisher",))
+
+
 @pytest.mark.parametrize(
     ("payload", "said"),
     [
