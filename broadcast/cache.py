@@ -34,10 +34,17 @@ _LOOK_EVERY_S = 0.02
 
 
 class Cache:
-    """A folder of versions of one run."""
+    """A folder of versions of one run.
+
+    Raises:
+        UserError: it cannot be made or written.
+    """
 
     def __init__(self, folder: Path, *, run: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unusable(folder, error) from error
         self.folder = folder
         self._run = run
         self._sweep()
@@ -52,11 +59,22 @@ class Cache:
         return self.folder / f"{DELTAS}v{version}"
 
     def digest(self, version: int) -> str | None:
-        """The manifest digest of a version that is here; its bytes were checked as they came."""
-        try:
-            return digest_bytes(read_bounded(self.whole(version) / FILE_NAME, MAX_BYTES))
-        except FileNotFoundError:
+        """The manifest digest of a version that is here; its bytes were checked as they came.
+
+        Raises:
+            UserError: something lies there that is no version.
+        """
+        whole = self.whole(version)
+        if not whole.exists():
             return None
+        try:
+            return digest_bytes(read_bounded(whole / FILE_NAME, MAX_BYTES))
+        except OSError as error:
+            raise UserError(
+                f"exists, and is no version that was fetched: {error.strerror or error}",
+                place=str(whole),
+                remedy="remove it, or name another directory",
+            ) from error
 
     @asynccontextmanager
     async def making(self, version: int, deadline: float) -> AsyncIterator[None]:
@@ -147,7 +165,10 @@ class Cache:
     def _lock(self, version: int, mode: int) -> int | None:
         """The descriptor that holds the lock until it is closed; None where another has it."""
         path = self._lock_path(version)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise _unusable(path, error) from error
         try:
             fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
             if path.stat().st_ino == os.fstat(descriptor).st_ino:  # else it was just unlinked
@@ -156,3 +177,11 @@ class Cache:
             pass
         os.close(descriptor)
         return None
+
+
+def _unusable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"cannot write: {error.strerror or error}",
+        place=str(path),
+        remedy="mend the permissions, or name another directory",
+    )

@@ -178,6 +178,29 @@ def test_a_version_held_with_another_manifest_is_replaced(
     assert any("version 0 is here as" in line for line in warnings(caplog))
 
 
+@pytest.mark.parametrize("is_file", [True, False])
+def test_what_is_no_version_is_not_touched(run: Run, counted: Counted, is_file: bool) -> None:
+    run.publish(0, weights())
+    client = run.client(counted.url)
+    mine = run.folder / "cache" / "v0"
+    if is_file:
+        mine.write_text("mine")
+    else:
+        mine.mkdir()
+
+    with pytest.raises(UserError, match=r"cache/v0: exists, and is no version that was fetched"):
+        fetch(client, 0)
+
+    assert mine.exists() and counted.moved() == 0
+
+
+def test_a_folder_that_cannot_be_made_is_said(run: Run, counted: Counted) -> None:
+    (run.folder / "file").write_text("")
+
+    with pytest.raises(UserError, match=r"file/cache: cannot write: Not a directory"):
+        run.client(counted.url, cache="file/cache")
+
+
 def test_a_pruned_chain_is_named(run: Run, counted: Counted) -> None:
     versions = ModelVersions(run)
     versions.publish(0)
