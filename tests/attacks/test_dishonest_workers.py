@@ -93,6 +93,8 @@ def test_perturbed_weights_and_edited_tokens_are_rejected(tmp_path):
         assert all(v["reason"] for _, v in verdicts)
         # and nothing of theirs reached the learner
         assert not trained & {v["submission"] for _, v in verdicts}
+    # and they had the versions that they joined late for, and those after, as deltas
+    assert "from held version" in (run.runs_dir / "perturbed" / "log").read_text()
     # and the perturbation was of the size that must be caught
     assert np.mean(distances) >= 0.05
     # and the honest worker went on undisturbed

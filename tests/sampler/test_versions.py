@@ -10,8 +10,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from bridge.delta import write_delta
+from bridge.records import write_records
+from bridge.safetensors_io import write_safetensors
 from broadcast.keygen import make_keys
 from broadcast.store import publish
 from runspec.common.keys import SigningKey
@@ -19,6 +23,7 @@ from sampler.versions import Versions
 from tests.waiting import eventually
 
 DEADLINE_S = 20.0
+ELEMENTS = 1000
 
 
 class Server:
@@ -105,4 +110,58 @@ def test_old_versions_go_but_never_while_another_is_fetched(tmp_path: Path, serv
     server.go_on.set()
     eventually(lambda: "v2" in cached(), "version 2 is fetched")
     eventually(lambda: versions.keep(2) is None and cached() == {"v2"}, "old versions are removed")
+    versions.close()
+
+
+def test_what_the_next_delta_starts_from_is_never_removed(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make_keys(tmp_path / "keys", run="run")
+    key = SigningKey.load(tmp_path / "keys" / "publisher.key")
+    roles = (tmp_path / "keys" / "roles.json").read_bytes()
+    caplog.set_level(logging.INFO)
+
+    def publish_version(version: int) -> None:
+        """Each has one number more that is not 0."""
+        folder, shape = tmp_path / f"version-{version}", (ELEMENTS,)
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        values = np.zeros(shape, np.float32)
+        values[:version] = 1.0
+        records = write_safetensors(
+            folder / "model.safetensors", {"w": shape}, np.dtype(np.float32), iter([values])
+        )
+        write_records(folder, records)
+        base = version - 1 if version else None
+        if base is not None:
+            write_delta(tmp_path / f"version-{base}", folder, folder / "delta")
+        publish(
+            tmp_path / "store", folder,
+            run="run", version=version, key=key, roles=roles, base=base, whole=base is None,
+        )  # fmt: skip
+
+    # Given a worker that samples with version 0 and has 1 already
+    publish_version(0)
+    versions = Versions(
+        [server.url],
+        run="run",
+        root_public_key=root,
+        cache_dir=tmp_path / "cache",
+        fetch_s=DEADLINE_S,
+        log=logging.getLogger("test"),
+    )
+    versions.first()
+    publish_version(1)
+    eventually(lambda: "version 1 fetched" in caplog.text, "version 1 is prefetched")
+
+    # When it tidies up, and versions go on coming, as deltas alone
+    for number in (2, 3):
+        versions.keep(0)
+        publish_version(number)
+        eventually(lambda n=number: f"version {n} fetched" in caplog.text, f"version {number}")
+
+    # Then each is made of the one before, and has the numbers that were published
+    assert "version 3 fetched from held version 2 and deltas 3" in caplog.text
+    made, published = (tmp_path / part / "model.safetensors" for part in ("cache/v3", "version-3"))
+    assert made.read_bytes() == published.read_bytes()
     versions.close()
