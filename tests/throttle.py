@@ -14,9 +14,9 @@ import socket
 from collections.abc import Sequence
 from contextlib import closing, suppress
 
-BURST_S = 0.02
-"""A link that was idle may first pass what it carries in this time; a loop that wakes late by
-less loses nothing."""
+BURST_S = 0.1
+"""A link that was idle may first pass what it carries in this time; on a busy machine, a loop
+that wakes late by less than this loses nothing."""
 _READ_BYTES = 128 * 1024
 _SOCKET_BUFFER_BYTES = 512 * 1024
 """Small, so that a sender learns soon that the link is full: a longer queue would be a faster

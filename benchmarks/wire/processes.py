@@ -8,12 +8,13 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from broadcast.keygen import make_keys
 from broadcast.store import publish
@@ -30,6 +31,10 @@ def cpu_seconds(pid: int) -> float:
     return (int(after_name[11]) + int(after_name[12])) / _TICKS
 
 
+class NoAnswer(Exception):
+    """A process said nothing more."""
+
+
 @dataclass(frozen=True)
 class Started:
     """A background process and what it says, line by line."""
@@ -37,20 +42,23 @@ class Started:
     process: subprocess.Popen[str]
     log: Path
 
-    @property
-    def answers(self) -> IO[str]:
-        assert self.process.stdout is not None
-        return self.process.stdout
+    def line(self, deadline_s: float = START_S) -> str:
+        """The next line of its standard output.
 
-    def line(self) -> str:
-        """The next line of its standard output."""
-        said = self.answers.readline().strip()
+        Raises:
+            NoAnswer: it ended, or was ended at the deadline, without one.
+        """
+        assert self.process.stdout is not None
+        alarm = threading.Timer(deadline_s, self.process.kill)
+        alarm.start()
+        said = self.process.stdout.readline().strip()
+        alarm.cancel()
         if not said:
-            raise RuntimeError(f"a process ended early:\n{self.log.read_text()[-3000:]}")
+            raise NoAnswer(f"{self.process.args}:\n{self.log.read_text()[-3000:]}")
         return said
 
-    def result(self) -> dict[str, Any]:
-        return json.loads(self.line())
+    def result(self, deadline_s: float) -> dict[str, Any]:
+        return json.loads(self.line(deadline_s))
 
     def go(self) -> None:
         """Tells a process that waits for a line to begin."""
@@ -160,7 +168,7 @@ def _address(server: Started) -> str:
     deadline = time.monotonic() + START_S
     while (found := form.search(server.log.read_text())) is None:
         if server.process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"a server did not start:\n{server.log.read_text()[-3000:]}")
+            raise NoAnswer(f"a server did not start:\n{server.log.read_text()[-3000:]}")
         time.sleep(0.01)
     return found[1]
 
