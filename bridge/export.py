@@ -43,11 +43,12 @@ def export_checkpoint(
 ) -> None:
     """Writes a checkpoint's parameters as a Hugging Face directory, which appears by one rename.
 
-    Memory: the tensors that share one stored chunk of the checkpoint, and one cast copy. The
-    bytes written are a function of the parameters, the config and `dtype` alone.
+    Memory: the largest tensor twice, and stored chunks of `orbax_io.AHEAD_BYTES` together; one
+    chunk, where the checkpoint's are larger. The bytes written are a function of the parameters,
+    the config and `dtype` alone.
 
     Args:
-        orbax_dir: what `orbax.checkpoint.v1.save` wrote of the parameter tree.
+        orbax_dir: what `orbax.checkpoint.v1.save` or `import_model` wrote of the parameters.
         out_dir: gets model*.safetensors (+ index where sharded), config.json with the new dtype,
             the tokenizer's files, `probe.json` where one lies beside `orbax_dir`, and
             `tensors.json` {"model_digest", "tensors": {name: {dtype, shape, blake3}}, "files":

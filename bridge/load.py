@@ -80,7 +80,7 @@ class LeafReader:
     def parts(self, path: LeafPath) -> Iterator[np.ndarray]:
         """Reads a leaf layer by layer; the whole of it, once, where it is not stacked.
 
-        Memory: a part twice. Arguments, types and errors are those of `read`.
+        Memory: a layer twice, of which the yielded one is C-contiguous. Errors as `read`.
         """
         entry = self.entries[path]
         for info in self._infos(path):
