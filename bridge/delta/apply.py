@@ -14,7 +14,6 @@ import numpy as np
 
 from bridge.delta.container import SUFFIX, DeltaFile, read_delta_file
 from bridge.delta.layout import (
-    TENSORS_NAME,
     FileLayout,
     Records,
     mapped_bits,
@@ -24,6 +23,7 @@ from bridge.delta.layout import (
     tensor_shapes,
 )
 from bridge.delta.segments import MalformedSegment, overwrite
+from bridge.records import TENSORS_NAME
 from bridge.safetensors_io import TensorInfo
 from bridge.tensors import model_digest, tensor_digest
 from runspec.common.errors import UserError
@@ -40,18 +40,21 @@ def delta_tensors(directory: Path, delta: Path) -> Records:
     """The records {dtype, shape, blake3} of the version that a delta makes of a directory's.
 
     Args:
-        directory: holds the base, or any version of the same layout.
+        directory: holds the version that the delta was made against.
         delta: what `write_delta` wrote.
 
     Raises:
-        UserError: malformed weights or delta, or one of another layout.
+        UserError: malformed weights or delta, or one that was made against another version, as far
+            as layout and `tensors.json` tell.
     """
     layout = read_layout(directory)
-    deltas = [open_delta(file, delta) for file in layout]
-    digests = {name: t.blake3 for file in deltas for name, t in file.header.tensors.items()}
-    return {
+    chains = [[open_delta(file, delta)] for file in layout]
+    digests = {name: t.blake3 for (file,) in chains for name, t in file.header.tensors.items()}
+    records = {
         name: {**shape, "blake3": digests[name]} for name, shape in tensor_shapes(layout).items()
     }
+    _check_versions(directory, layout, chains, model_digest(records))
+    return records
 
 
 def apply_deltas(
@@ -153,7 +156,7 @@ def _check_versions(
             raise UserError(
                 "makes another version than the one asked for", place=str(chain[-1].path)
             )
-        # The target too: the other files of a version may be there before its weights are.
+        # A later one than the first's base too: applying again does no harm.
         if held not in {None, target, *(delta.header.base for delta in chain)}:
             raise UserError(
                 f"made against another version than the one in {directory}",

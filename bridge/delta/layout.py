@@ -10,6 +10,7 @@ from typing import IO, Any
 import numpy as np
 
 from bridge.delta.segments import SEGMENT_ELEMENTS
+from bridge.records import TENSORS_NAME
 from bridge.safetensors_io import TensorInfo, read_headers, read_tensor
 from bridge.tensors import dtype_name, tensor_digest
 from runspec.common.canonical import MalformedJson, parse_object
@@ -17,7 +18,6 @@ from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 from runspec.common.hashing import digest_bytes, is_digest
 
-TENSORS_NAME = "tensors.json"
 _MAX_TENSORS_BYTES = 64 * 1024 * 1024
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux: maps all pages at once, not one a fault
 Records = dict[str, dict[str, Any]]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bridge.delta import apply_deltas, delta_tensors, write_delta
-from bridge.delta.layout import TENSORS_NAME
+from bridge.records import TENSORS_NAME
 from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, read_header
 from runspec.common.canonical import canonical_json
 from runspec.common.errors import UserError
@@ -123,15 +123,32 @@ def test_the_wrong_deltas(
     assert weights_of(target) == weights_of(versions[0])
 
 
-def test_a_directory_may_say_what_it_will_hold(
-    versions: list[Path], deltas: list[Path], copy: Copy
+@pytest.mark.parametrize("said", [1, 2])
+def test_a_directory_that_says_it_is_further(
+    versions: list[Path], deltas: list[Path], copy: Copy, said: int
 ) -> None:
-    """A fetch puts the version's other files there before its weights are made."""
+    """Applied again after the list of tensors was written, which does no harm."""
     target = copy(versions[0])
-    list_tensors(versions[2])
-    (target / TENSORS_NAME).write_bytes((versions[2] / TENSORS_NAME).read_bytes())
+    list_tensors(versions[said])
+    (target / TENSORS_NAME).write_bytes((versions[said] / TENSORS_NAME).read_bytes())
     apply_deltas(target, deltas[:2], records(versions[2]))
     assert weights_of(target) == weights_of(versions[2])
+
+
+def test_a_delta_of_another_base_makes_no_records(versions: list[Path], deltas: list[Path]) -> None:
+    list_tensors(versions[0])
+    with pytest.raises(UserError, match="made against another version than the one in"):
+        delta_tensors(versions[0], deltas[1])
+
+
+def test_a_delta_whose_records_are_not_of_its_target(
+    versions: list[Path], deltas: list[Path]
+) -> None:
+    file = sorted(deltas[0].iterdir())[0]
+    digest = records(versions[1])["embed"]["blake3"].encode()
+    file.write_bytes(file.read_bytes().replace(digest, b"0" * 64))
+    with pytest.raises(UserError, match="makes another version than"):
+        delta_tensors(versions[0], deltas[0])
 
 
 def test_weights_that_lie_otherwise(

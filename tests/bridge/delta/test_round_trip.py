@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from bridge.delta import apply_deltas, delta_tensors, write_delta
-from bridge.delta.layout import TENSORS_NAME
 from bridge.delta.segments import SEGMENT_ELEMENTS
+from bridge.records import TENSORS_NAME
 from runspec.common.canonical import canonical_json
 from tests.bridge.delta.conftest import Copy
 from tests.bridge.delta.weights import (
