@@ -94,7 +94,7 @@ class Cache:
         try:
             yield
         finally:
-            os.close(descriptor)
+            _release(descriptor)
 
     @contextmanager
     def reading(self) -> Iterator[dict[int, WeightsManifest]]:
@@ -107,7 +107,7 @@ class Cache:
             yield {v: manifest for v in locks if (manifest := self._manifest(v)) is not None}
         finally:
             for descriptor in locks.values():
-                os.close(descriptor)
+                _release(descriptor)
 
     @contextmanager
     def alone(self, version: int) -> Iterator[bool]:
@@ -117,7 +117,7 @@ class Cache:
             yield descriptor is not None
         finally:
             if descriptor is not None:
-                os.close(descriptor)
+                _release(descriptor)
 
     def unfinished(self) -> list[int]:
         """Versions that are being fetched, or whose fetch was ended."""
@@ -163,7 +163,7 @@ class Cache:
         return self.folder / f"{_LOCK}v{version}"
 
     def _lock(self, version: int, mode: int) -> int | None:
-        """The descriptor that holds the lock until it is closed; None where another has it."""
+        """The descriptor that holds the lock, for `_release`; None where another has it."""
         path = self._lock_path(version)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -177,6 +177,11 @@ class Cache:
             pass
         os.close(descriptor)
         return None
+
+
+def _release(descriptor: int) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may hold a copy of the descriptor
+    os.close(descriptor)
 
 
 def _unusable(path: Path, error: OSError) -> UserError:

@@ -25,6 +25,8 @@ from runspec.common.latest import Latest
 
 T = TypeVar("T")
 Manifests = Mapping[int, WeightsManifest]
+DETOUR_S = 3.0
+"""For how long the manifest of an older version is asked for that may only save bytes."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -129,15 +131,24 @@ class AsyncWeightsClient:
         usable: set[int],
         deadline: float,
     ) -> Recipe:
-        """The way that moves the fewest bytes, looking up as many older manifests as that takes."""
+        """The way that moves the fewest bytes, looking up as many older manifests as that takes.
+
+        Where an anchor is known already, the search for something cheaper is a short one.
+        """
         target = manifest.version
         manifests = {target: manifest}
         links: dict[int, Link | None] = {target: _link(manifest)}
-        while isinstance(chain := cheapest(target, links, usable), Unknown):
-            older = await self._older(chain.version, deadline)
-            links[chain.version] = _link(older) if older is not None else None
-            if older is not None:
-                manifests[chain.version] = older
+        try:
+            while isinstance(chain := cheapest(target, links, usable), Unknown):
+                detour = any(other.is_anchor for other in manifests.values())
+                until = min(deadline, time.monotonic() + DETOUR_S) if detour else deadline
+                older = await self._older(chain.version, until)
+                links[chain.version] = _link(older) if older is not None else None
+                if older is not None:
+                    manifests[chain.version] = older
+        except UserError as error:
+            faults = self._fetcher.upstreams.faults()
+            raise UserError(error.thing, place=faults, remedy=error.remedy) from error
         return Recipe(
             manifest=manifest,
             data=data,
@@ -146,13 +157,11 @@ class AsyncWeightsClient:
             deltas=tuple(manifests[version] for version in chain.deltas),
         )
 
-    async def _older(self, version: int, deadline: float) -> WeightsManifest | None:
-        """An older version's manifest; None where no server has it any more."""
+    async def _older(self, version: int, until: float) -> WeightsManifest | None:
+        """An older version's manifest; None where no server gave it in time."""
         try:
-            manifest, _ = await self._fetcher.manifest(version, None, deadline, patient=False)
+            manifest, _ = await self._fetcher.manifest(version, None, until, patient=False)
         except UserError as error:
-            if time.monotonic() > deadline:
-                raise
             _LOG.info("%s", error)
             return None
         return manifest

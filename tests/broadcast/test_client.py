@@ -208,8 +208,25 @@ def test_a_pruned_chain_is_named(run: Run, counted: Counted) -> None:
     versions.publish(2, base=1)
     (run.store / "demo/versions/0/manifest.json").unlink()
 
-    with pytest.raises(UserError, match=r"version 2 .* needs version 0, which no server has"):
+    with pytest.raises(UserError, match=r"version 2 .* needs version 0, which no server has") as e:
         fetch(run.client(counted.url), 2)
+    assert counted.url in str(e.value)
+
+
+def test_a_server_that_is_down_does_not_hide_the_anchor(run: Run, counted: Counted) -> None:
+    # given a client that holds version 0, a server that lost version 1, and one that is gone
+    versions = ModelVersions(run)
+    gone = run.static()
+    gone.stop()
+    client = run.client(counted.url, gone.url)
+    versions.publish(0)
+    fetch(client, 0)
+    versions.publish(1, base=0)
+    versions.publish(2, base=1, anchor=True)
+    (run.store / "demo/versions/1/manifest.json").unlink()
+
+    # when it fetches version 2, then it takes the files that it knows of
+    assert contents(fetch(client, 2, deadline_s=60)) == versions.files(2)
 
 
 def flip_a_bit(path: Path, at: int = -1) -> None:
