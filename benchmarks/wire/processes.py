@@ -26,9 +26,9 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has used so far, in user space and in the kernel."""
+    """What a process and the children it has waited for have used so far, kernel included."""
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(after_name[11]) + int(after_name[12])) / _TICKS
+    return sum(map(int, after_name[11:15])) / _TICKS
 
 
 class NoAnswer(Exception):
