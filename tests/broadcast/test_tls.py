@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import ssl
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -110,6 +111,19 @@ def test_a_handshake_that_does_not_come_is_not_waited_for(run: Run, authority: A
     with socket.create_connection(("127.0.0.1", served.port), timeout=30) as silent:
         assert silent.recv(1) == b""
     assert presented(served, authority)
+
+
+def test_a_flood_of_silent_handshakes_locks_nobody_out(run: Run, authority: Authority) -> None:
+    run.publish(0, weights())
+    cert, key = authority.issue()
+    served = run.origin(options=ServerOptions(tls_cert=cert, tls_key=key, max_connections=8))
+    with ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+
+        client = run.client(https(served), access=Access(None, authority.ca_file))
+        path = client.fetch(0, manifest_digest=None, deadline_s=30)
+        assert contents(path) == weights()
 
 
 def test_a_new_certificate_is_taken_up_without_a_restart(run: Run, authority: Authority) -> None:
