@@ -7,7 +7,7 @@ one unit in the last place. Then what the publisher and a sampler do, through an
 in processes of their own: export, compare and encode (`diff_s`), publish, hear of it
 (`announce_s`), fetch, apply and check. A client that holds the first version gets the second once
 as a delta and once whole; `end_to_end_s` is from the Orbax step to the checked directory.
-`wire_bytes` is what the relay sent of chunks.
+`wire_bytes` is what the relay sent of chunks. The folder needs room for ten versions.
 
 Limits, of the sizes and of two rates measured in the same run: the exported files are written
 once, whatever travels, and so is the sampler's copy of them (`copy_gb_s`); the comparison reads
@@ -177,7 +177,7 @@ def travel(
             published = tree.publish(NEW, new)
         else:
             published = tree.publish(NEW, new, base=BASE, whole=False)
-        done = client.result()
+        done = client.result(DEADLINE_S)
         wire = sent_chunks(relay) - before
     way_s = (diff_s or 0.0) + export_s
     stages = {

@@ -33,7 +33,7 @@ from learner_jax.layout import (
     versions_in,
     weights_folder,
 )
-from runspec.common.canonical import parse_object
+from runspec.common.canonical import MalformedJson, parse_object
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded, remove_leftovers
 from runspec.common.keys import SigningKey
@@ -152,10 +152,10 @@ class Publisher:
                 run=self._spec.name,
                 publishers={self._key.public_hex},
             )
-        except (FileNotFoundError, BadSignature):  # of the latter `publish` says what is wrong
-            return False
-        tensors = read_bounded(directory / TENSORS_FILE, MAX_MANIFEST_BYTES)
-        digest = parse_object(tensors, max_bytes=MAX_MANIFEST_BYTES)["model_digest"]
+            exported = read_bounded(directory / TENSORS_FILE, MAX_MANIFEST_BYTES)
+            digest = parse_object(exported, max_bytes=MAX_MANIFEST_BYTES)["model_digest"]
+        except (FileNotFoundError, BadSignature, MalformedJson, KeyError):
+            return False  # what is not as it should be, `publish` names
         return manifest.model_digest == digest
 
     def _write_delta(self, version: int, directory: Path) -> int | None:

@@ -20,6 +20,7 @@ from learner_jax.layout import params_folder, versions_in, weights_folder
 from learner_jax.model import init_params
 from learner_jax.publisher import Publisher
 from learner_jax.warm_start import model_config
+from runspec.common.errors import UserError
 from tests.learner_jax.conftest import Run, write_initial_model
 
 LOG = logging.getLogger("test")
@@ -150,6 +151,13 @@ def test_the_same_versions_have_the_same_manifests(run: Run, tmp_path: Path) -> 
     for one in (run, again):
         publish_each(one, 0, 1)
     assert manifest(run, 1) == manifest(again, 1)
+
+
+def test_weights_that_are_damaged_on_this_disk_are_named(run: Run) -> None:
+    publish_each(run, 0, 1)
+    (weights_folder(run.path) / "v1" / "tensors.json").write_bytes(b"{")
+    with pytest.raises(UserError, match=r"v1/tensors\.json"):
+        Publisher(run.path, run.spec, LOG).publish_new()
 
 
 def test_without_a_base_a_version_goes_out_whole(run: Run) -> None:
