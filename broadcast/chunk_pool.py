@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from broadcast.connection import Connection, Stale, Transfer, connect
-from broadcast.http1 import Server, request
+from broadcast.http1 import Address, request
 from broadcast.transport import Access, Fault, TooSlow
 
 THREADS = 16
@@ -32,7 +32,7 @@ class ChunkPool:
         self._headers = access.headers()
         self._tls = access.ssl_context
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="chunk")
-        self._idle: defaultdict[Server, list[Connection]] = defaultdict(list)
+        self._idle: defaultdict[Address, list[Connection]] = defaultdict(list)
         self._expiry: dict[Connection, asyncio.TimerHandle] = {}
 
     async def fetch(
@@ -57,8 +57,8 @@ class ChunkPool:
             NotThere, Busy, Lie, TooSlow, Fault: what came instead.
             OSError: the file cannot be written.
         """
-        server = Server.of(url)
-        asked = request(server, path, self._headers)
+        address = Address.of(url)
+        asked = request(address, path, self._headers)
         started = time.monotonic()
 
         def give_up() -> bool:
@@ -66,10 +66,10 @@ class ChunkPool:
 
         try:
             async with asyncio.timeout(timeout_s):
-                while (idle := self._take(server)) is not None:
+                while (idle := self._take(address)) is not None:
                     with suppress(Stale):  # closed since its last use: no fault, another will do
                         return await self._over(idle, asked, transfer, give_up)
-                fresh = await connect(server, self._tls)
+                fresh = await connect(address, self._tls)
                 return await self._over(fresh, asked, transfer, give_up)
         except TimeoutError as error:
             raise Fault(
@@ -99,21 +99,20 @@ class ChunkPool:
             again = work.result()
         except BaseException:
             connection.end()
-            while not work.done():  # at most for one write to the disk, cancelled again or not
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([work])
-            work.exception()  # what it made of that is nobody's concern
-            connection.close()
+            try:
+                await _outlast(work)
+            finally:
+                connection.close()
             raise
         if again:
             self._keep(connection)
         else:
             connection.close()
 
-    def _take(self, server: Server) -> Connection | None:
+    def _take(self, address: Address) -> Connection | None:
         """A connection that is open as far as one can see; the one used last."""
-        while self._idle[server]:
-            connection = self._idle[server].pop()
+        while self._idle[address]:
+            connection = self._idle[address].pop()
             self._expiry.pop(connection).cancel()
             if connection.is_idle():
                 return connection
@@ -121,11 +120,27 @@ class ChunkPool:
         return None
 
     def _keep(self, connection: Connection) -> None:
-        self._idle[connection.server].append(connection)
+        self._idle[connection.address].append(connection)
         loop = asyncio.get_running_loop()
         self._expiry[connection] = loop.call_later(_IDLE_S, self._drop, connection)
 
     def _drop(self, connection: Connection) -> None:
-        self._idle[connection.server].remove(connection)
+        self._idle[connection.address].remove(connection)
         self._expiry.pop(connection).cancel()
         connection.close()
+
+
+async def _outlast(work: asyncio.Future[bool]) -> None:
+    """Waits for a thread that was told to end: at most for one write to the disk.
+
+    However often we are cancelled meanwhile, for until then it may write to the file.
+    """
+    cancelled = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    work.exception()  # what it made of that is nobody's concern
+    if cancelled is not None:
+        raise cancelled

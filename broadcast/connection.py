@@ -17,9 +17,9 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from broadcast.http1 import MAX_HEAD_BYTES, Head, Server, parse_head
+from broadcast.http1 import MAX_HEAD_BYTES, Address, Head, parse_head
 from broadcast.manifest import Chunk
-from broadcast.transport import Busy, Fault, Lie, NotThere
+from broadcast.transport import Fault, Lie, refusal
 
 _CONNECT_S = 5.0
 _BUFFER_BYTES = 1024 * 1024
@@ -43,8 +43,8 @@ class Transfer:
 class Connection:
     """An open socket to a server, and the way to get chunks over it."""
 
-    def __init__(self, server: Server, sock: socket.socket) -> None:
-        self.server = server
+    def __init__(self, address: Address, sock: socket.socket) -> None:
+        self.address = address
         self._socket = sock
         self._ended = False
         self._shaken = not isinstance(sock, ssl.SSLSocket)
@@ -138,28 +138,28 @@ class Connection:
             held += count
 
 
-async def connect(server: Server, tls: ssl.SSLContext) -> Connection:
-    """A connection to one of the server's addresses.
+async def connect(address: Address, tls: ssl.SSLContext) -> Connection:
+    """A connection to one of a host's addresses.
 
     Raises:
         Fault: none of them took it in time.
     """
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
+        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise Fault(_said(error)) from error
     failures = []
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, target in found:
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setblocking(False)
             async with asyncio.timeout(_CONNECT_S / len(found)):
-                await loop.sock_connect(sock, address)
+                await loop.sock_connect(sock, target)
             sock.setblocking(True)
-            if server.secure:
+            if address.secure:
                 sock = tls.wrap_socket(
-                    sock, server_hostname=server.host, do_handshake_on_connect=False
+                    sock, server_hostname=address.host, do_handshake_on_connect=False
                 )
         except OSError as error:
             failures.append(_said(error))
@@ -168,17 +168,13 @@ async def connect(server: Server, tls: ssl.SSLContext) -> Connection:
             sock.close()
             raise
         else:
-            return Connection(server, sock)
+            return Connection(address, sock)
     raise Fault(f"cannot connect: {'; '.join(failures)}")
 
 
 def _check(head: Head, chunk: Chunk) -> None:
-    if head.status == 404:
-        raise NotThere("not there (404)")
-    if head.status == 429:
-        raise Busy(head.retry_after_s)
     if head.status != 200:
-        raise Fault(f"status {head.status}")
+        raise refusal(head.status, head.retry_after)
     if head.length is None:
         raise Fault("does not tell the length of its answer")
     if head.length != chunk.size:

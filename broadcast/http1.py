@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from broadcast.transport import Fault, seconds
+from broadcast.transport import Fault
 
 MAX_HEAD_BYTES = 16 * 1024
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [^\x00\r\n]*)?")
@@ -19,7 +19,7 @@ _NUMBER = re.compile(rb"[0-9]{1,15}")
 
 
 @dataclass(frozen=True)
-class Server:
+class Address:
     """Where a base URL points."""
 
     secure: bool
@@ -31,7 +31,7 @@ class Server:
     """Of every path, without a trailing slash."""
 
     @classmethod
-    def of(cls, url: str) -> Server:
+    def of(cls, url: str) -> Address:
         """Of a URL that `transport.base_url` accepted."""
         parts = urlsplit(url)
         secure = parts.scheme == "https"
@@ -48,12 +48,13 @@ class Head:
     """Bytes of the body; None where that was not told."""
     keeps_alive: bool
     """Whether the connection stays open for another request."""
-    retry_after_s: float | None
+    retry_after: str
+    """As it stands there; empty where it does not."""
 
 
-def request(server: Server, path: str, headers: dict[str, str]) -> bytes:
-    """The bytes of a GET; `path` is relative to the server's prefix."""
-    lines = [f"GET {server.prefix}/{path} HTTP/1.1", f"Host: {server.name}"]
+def request(address: Address, path: str, headers: dict[str, str]) -> bytes:
+    """The bytes of a GET; `path` is relative to the address's prefix."""
+    lines = [f"GET {address.prefix}/{path} HTTP/1.1", f"Host: {address.name}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
 
@@ -87,5 +88,5 @@ def parse_head(data: bytes) -> Head:
         status=int(status[2]),
         length=None if length is None else int(length),
         keeps_alive=status[1] == b"1" and b"close" not in fields.get(b"connection", b"").lower(),
-        retry_after_s=seconds(fields.get(b"retry-after", b"").decode("latin-1")),
+        retry_after=fields.get(b"retry-after", b"").decode("latin-1"),
     )

@@ -141,9 +141,14 @@ def base_url(text: str) -> str:
     return text.rstrip("/")
 
 
-def seconds(text: str) -> float | None:
-    """The value of a Retry-After header where it is a number of seconds (it may be a date)."""
-    return float(text) if _SECONDS.fullmatch(text) else None
+def refusal(status: int, retry_after: str) -> Fault:
+    """What an answer other than 200 means; `retry_after` is its header, or empty."""
+    if status == 404:
+        return NotThere("not there (404)")
+    if status == 429:  # the header may hold a date, too: then we wait as long as without it
+        return Busy(float(retry_after) if _SECONDS.fullmatch(retry_after) else None)
+    why = {401: ": no token, or not one of its own", 403: ": not for this token"}
+    return Fault(f"status {status}{why.get(status, '')}")
 
 
 async def get(
@@ -165,12 +170,8 @@ async def get(
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
     try:
         async with session.get(url, timeout=timeout, allow_redirects=False) as response:
-            if response.status == 404:
-                raise NotThere("not there (404)")
-            if response.status == 429:
-                raise Busy(seconds(response.headers.get("Retry-After", "")))
             if response.status != 200:
-                raise Fault(f"status {response.status}")
+                raise refusal(response.status, response.headers.get("Retry-After", ""))
             if (response.content_length or 0) > max_bytes:
                 raise Fault(f"{response.content_length} bytes, at most {max_bytes} expected")
             body = bytearray()

@@ -87,14 +87,14 @@ class Upstream:
     def ended(self, now: float, ticket: Ticket, received: int) -> None:
         """Its end, whatever came of it; `received` are the bytes that came.
 
-        A refusal says nothing of the rate. Silence does.
+        A refusal says nothing of the rate, nor does a small answer. Silence does.
         """
         self._charge(now)
         self.in_flight -= 1
         self.in_flight_bytes -= ticket.size
         self.received += received
         share_s = self._charged_s - ticket.charged_s
-        if received or share_s > PATIENCE_S / 2:
+        if ticket.size and (received or share_s > PATIENCE_S / 2):
             fade = math.exp(-share_s / _MEMORY_S)
             # The early seconds of a long request have faded by its end, too.
             weight = (1 - fade) * _MEMORY_S / share_s if share_s else 0.0

@@ -236,8 +236,10 @@ async def test_what_is_cancelled_ends_its_connections(
     with pytest.raises(asyncio.CancelledError):
         await task
 
-    eventually(lambda: server.ended == 2, "the connections end")
-    assert [upstream.in_flight for upstream in fetcher.upstreams.all] == [0]
+    def all_ended() -> bool:
+        return server.ended == 2 and fetcher.upstreams.all[0].in_flight == 0
+
+    await asyncio.to_thread(eventually, all_ended, "the connections end, in our books too")
 
 
 async def test_a_failed_disk_is_no_servers_fault(

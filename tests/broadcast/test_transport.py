@@ -12,7 +12,7 @@ import pytest
 from broadcast.chunk_pool import ChunkPool
 from broadcast.connection import Transfer
 from broadcast.manifest import Chunk
-from broadcast.transport import Access, Busy, Fault, NotThere, base_url, get, new_session
+from broadcast.transport import Access, Busy, Fault, NotThere, base_url, get, new_session, refusal
 from runspec.common.errors import UserError
 from runspec.common.hashing import digest_bytes
 
@@ -98,6 +98,23 @@ def test_certificates_that_are_none_are_named(tmp_path: Path) -> None:
     for file in (path, tmp_path / "none"):
         with pytest.raises(UserError, match=str(file)):
             _ = Access(ca_file=file).ssl_context
+
+
+@pytest.mark.parametrize(
+    ("header", "wait_s"),
+    [
+        ("7", 7.0),
+        ("", None),
+        ("Fri, 31 Dec 2100 00:00:00 GMT", None),
+        ("-1", None),
+        ("9" * 50, None),
+    ],
+)
+def test_how_long_a_server_asks_us_to_wait(header: str, wait_s: float | None) -> None:
+    busy = refusal(429, header)
+
+    assert isinstance(busy, Busy)
+    assert busy.retry_after_s == wait_s
 
 
 class Client:

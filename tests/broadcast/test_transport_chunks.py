@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -266,7 +267,9 @@ async def test_who_wastes_time_is_left_when_others_are_better(
     eventually(lambda: server.ended == 1, "the connection ends")
 
 
-async def test_what_was_given_up_writes_no_more(pool: ChunkPool, serve: Serve, file: Path) -> None:
+async def test_what_was_given_up_writes_no_more(
+    pool: ChunkPool, serve: Serve, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The bytes of the file are another attempt's then, even where the rest was under way."""
     started = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -292,6 +295,8 @@ async def test_what_was_given_up_writes_no_more(pool: ChunkPool, serve: Serve, f
 
     eventually(lambda: slow.ended == 1, "the first connection ends")
     assert file.read_bytes() == BODY
+    gc.collect()
+    assert not caplog.records  # nothing was left that nobody looked at
 
 
 # --- answers that are refused
@@ -445,3 +450,21 @@ async def test_no_proxy_of_the_environment_is_used(
     await fetch(pool, server.url, file)
 
     assert proxy.connections == 0
+
+
+async def test_a_cancellation_is_not_lost_while_a_thread_ends(
+    pool: ChunkPool, serve: Serve, file: Path
+) -> None:
+    """It comes in the moment in which the attempt is given up for another reason."""
+    server = serve(silent)
+
+    def cancel_too(elapsed_s: float) -> bool:
+        asyncio.get_running_loop().call_soon(task.cancel)
+        return True
+
+    task = asyncio.create_task(fetch(pool, server.url, file, is_hopeless=cancel_too))
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    eventually(lambda: server.ended == 1, "the connection ends")
