@@ -19,11 +19,13 @@ from bridge.compare import differences
 from bridge.config import load_config
 from bridge.export import export_checkpoint
 from bridge.importer import import_model
-from bridge.load import iter_leaves
+from bridge.load import LeafReader, iter_leaves
+from bridge.orbax_io import open_leaves, read_leaf
 from bridge.safetensors_io import read_header, read_headers, read_tensor
 from bridge.tensors import model_digest, tree_digests
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import weight_map
+from runspec.common.errors import UserError
 
 from .conftest import FAMILIES, MakeModel
 
@@ -172,6 +174,21 @@ def test_what_orbax_writes_is_exported_however_it_is_cut(
     export_checkpoint(tmp_path / "params", tmp_path / "out", model_dir=hf_dir, dtype="float32")
     # then nothing has changed
     assert differences(hf_dir, tmp_path / "out") == []
+
+
+def test_one_leaf_among_others_is_read_whole(make_model: MakeModel) -> None:
+    # given a checkpoint, of which one leaf is wanted
+    hf_dir = make_model(tied=False, dtype="bfloat16")
+    checkpoint, path = imported(hf_dir), ("layers", "gate")
+    stores = open_leaves(checkpoint, {path: (3, 20, 29)}, among_others=True)
+    # when it is read, then it is that of the model
+    leaf = read_leaf(stores[path], path, place=checkpoint)
+    np.testing.assert_array_equal(leaf, LeafReader(hf_dir, load_config(hf_dir)).read(path))
+    # and when its data is lost, it is named
+    for file in checkpoint.glob("state/d/*"):
+        file.unlink()
+    with pytest.raises(UserError, match=r"leaf layers\.gate cannot be read"):
+        read_leaf(stores[path], path, place=checkpoint)
 
 
 def tree_of(leaves: Iterable[tuple[LeafPath, np.ndarray]]) -> dict[str, Any]:
