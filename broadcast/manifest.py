@@ -18,10 +18,19 @@ KIND = "weights"
 FILE_NAME = "manifest.json"
 """Name of the signed manifest in a fetched version's directory."""
 MAX_BYTES = 16 * 1024 * 1024
-"""Of a signed manifest: 2 TB of weights in 16 MiB chunks."""
+"""Of a signed manifest: 2 TB of weights in 16 MiB chunks; never more than 12 TB in larger ones."""
+MAX_VALUES = 700_000
+"""Of JSON in a manifest. The densest honest one of MAX_BYTES has 25 bytes for each."""
+MAX_MEMORY = 256 * 1024 * 1024
+"""What opening any bytes as a manifest may take at its peak, those bytes not counted."""
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 MAX_OBJECTS = 10_000
-MAX_OBJECT_BYTES = 2**44
+_MAX_DIMENSIONS = 16
+_MAX_DIMENSION = 2**44
+_TENSOR_NAME = re.compile(r"[!-~]{1,512}")
+_NOT_PLAIN = re.compile(rb"[\x00-\x20\\\x7f]")
+_LONG_NUMBER = re.compile(rb"[:,\[]-?[0-9]{18}")
+_DTYPE = re.compile(r"[A-Za-z0-9_]{1,32}")
 _OBJECT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _FIELDS = {"run", "version", "base", "model_digest", "tensors", "files", "objects", "delta"}
 
@@ -94,7 +103,7 @@ def open_manifest(data: bytes, *, run: str, publishers: Collection[str] | None) 
     Raises:
         BadSignature: not a publisher's, another run's, malformed, or beyond a bound.
     """
-    payload = open_document(data, kind=KIND, keys=publishers, max_bytes=MAX_BYTES).payload
+    payload = _payload(data, publishers)
     if set(payload) != _FIELDS:
         raise BadSignature(f"weights: fields {sorted(payload)} instead of {sorted(_FIELDS)}")
     if payload["run"] != run:
@@ -118,14 +127,29 @@ def open_manifest(data: bytes, *, run: str, publishers: Collection[str] | None) 
         raise BadSignature("weights: a base needs a delta, and a delta a base")
     if not manifest.objects or not (manifest.is_anchor or manifest.delta):
         raise BadSignature("weights: neither whole nor a delta")
+    if not manifest.is_anchor and not manifest.objects.keys().isdisjoint(manifest.files):
+        raise BadSignature("weights: only some of the files that hold the tensors")
+    _check_chunks(manifest)
     return manifest
 
 
 def read_manifest(directory: Path) -> WeightsManifest:
     """The manifest of a version that `WeightsClient.fetch` put there (it was checked then)."""
     data = read_bounded(directory / FILE_NAME, MAX_BYTES)
-    document = open_document(data, kind=KIND, keys=None, max_bytes=MAX_BYTES)
-    return open_manifest(data, run=document.payload.get("run", ""), publishers=None)
+    return open_manifest(data, run=_payload(data, None).get("run", ""), publishers=None)
+
+
+def _payload(data: bytes, publishers: Collection[str] | None) -> dict[str, Any]:
+    """The signed payload; what would take much memory or time to parse is refused before."""
+    values = sum(data.count(sign) for sign in (b",", b"[", b"{"))
+    if len(data) > MAX_BYTES or values > MAX_VALUES:
+        raise BadSignature(f"weights: {len(data)} bytes with {values} values are too much")
+    # One character that is not ASCII makes all of a string wide; and no honest name has a blank.
+    if not data.isascii() or _NOT_PLAIN.search(data):
+        raise BadSignature("weights: plain ASCII without blanks and escapes is needed")
+    if _LONG_NUMBER.search(data):
+        raise BadSignature("weights: a number is too long")
+    return open_document(data, kind=KIND, keys=publishers, max_bytes=MAX_BYTES).payload
 
 
 def _model_digest(value: object) -> str | None:
@@ -139,13 +163,20 @@ def _tensors(value: object) -> dict[str, dict[str, Any]]:
     if not isinstance(value, dict):
         raise BadSignature("weights: tensors must be named records")
     for name, record in value.items():
+        shown = f"weights: tensor {name[:200]!r}"
+        if _TENSOR_NAME.fullmatch(name) is None:
+            raise BadSignature(f"{shown}: a name is 1 to 512 ASCII characters")
         if not isinstance(record, dict) or set(record) != {"dtype", "shape", "blake3"}:
-            raise BadSignature(f"weights: tensor {name[:200]!r} must have dtype, shape, blake3")
-        if not (is_digest(record["blake3"]) and isinstance(record["dtype"], str)):
-            raise BadSignature(f"weights: tensor {name[:200]!r}: dtype or blake3 is malformed")
-        shape = record["shape"]
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-            raise BadSignature(f"weights: tensor {name[:200]!r}: shape is malformed")
+            raise BadSignature(f"{shown} must have dtype, shape, blake3")
+        dtype, shape = record["dtype"], record["shape"]
+        if not isinstance(dtype, str) or _DTYPE.fullmatch(dtype) is None:
+            raise BadSignature(f"{shown}: dtype is malformed")
+        if not is_digest(record["blake3"]):
+            raise BadSignature(f"{shown}: blake3 is malformed")
+        if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+            raise BadSignature(f"{shown}: shape is malformed")
+        if not all(type(n) is int and 0 <= n <= _MAX_DIMENSION for n in shape):
+            raise BadSignature(f"{shown}: shape is malformed")
     return value
 
 
@@ -169,7 +200,7 @@ def _object(name: str, value: object) -> ObjectInfo:
     if not isinstance(value, dict) or set(value) != {"size", "blake3", "chunks"}:
         raise BadSignature(f"weights: object {name} must have size, blake3, chunks")
     size, digest, chunks = value["size"], value["blake3"], value["chunks"]
-    if type(size) is not int or not 0 <= size <= MAX_OBJECT_BYTES or not is_digest(digest):
+    if type(size) is not int or size < 0 or not is_digest(digest):
         raise BadSignature(f"weights: object {name}: size or blake3 is malformed")
     if not isinstance(chunks, list):
         raise BadSignature(f"weights: object {name}: chunks must be a list")
@@ -186,3 +217,12 @@ def _chunk(name: str, value: object) -> Chunk:
     if not is_digest(digest) or type(size) is not int or not 0 < size <= MAX_CHUNK_BYTES:
         raise BadSignature(f"weights: object {name}: a chunk's blake3 or size is malformed")
     return Chunk(digest, size)
+
+
+def _check_chunks(manifest: WeightsManifest) -> None:
+    """A digest names the same bytes wherever it stands."""
+    sizes: dict[str, int] = {}
+    for info in (*manifest.objects.values(), *manifest.delta.values()):
+        for chunk in info.chunks:
+            if sizes.setdefault(chunk.blake3, chunk.size) != chunk.size:
+                raise BadSignature(f"weights: chunk {chunk.blake3[:16]} has two sizes")

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 MAX_DEPTH = 32
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[{]}")
 
 
 class MalformedJson(ValueError):
@@ -48,11 +49,11 @@ def parse_object(data: bytes, *, max_bytes: int) -> dict[str, Any]:
 def _depth(data: bytes) -> int:
     # Counts brackets inside strings too: an over-estimate, which only refuses odd input.
     depth = deepest = 0
-    for byte in data:
+    for byte in data.translate(None, delete=_NO_BRACKETS):
         if byte in b"[{":
             depth += 1
             deepest = max(deepest, depth)
-        elif byte in b"]}":
+        else:
             depth -= 1
     return deepest
 
