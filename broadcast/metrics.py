@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prometheus_client import (
@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from runspec.common.canonical import MalformedJson, parse_object
+from runspec.common.errors import UserError
 from runspec.common.files import read_bounded, write_atomic
 
 SERVED_NAME = "served.json"
@@ -128,10 +129,12 @@ class Metrics:
         return generate_latest(self._registry)
 
     def save(self) -> None:
-        if self._served != self._written:
-            served = self._served
-            write_atomic(self._path, json.dumps({"bytes": served}).encode())
-            self._written = served
+        """Writes `served.json` where it has changed; on a full disk it is tried again later."""
+        served = self._served
+        if served != self._written:
+            with suppress(UserError):  # a server serves on
+                write_atomic(self._path, json.dumps({"bytes": served}).encode())
+                self._written = served
 
     async def keep_saving(self) -> None:
         while True:

@@ -94,7 +94,8 @@ async def serve(
             with _listen(host, port) as listener:
                 bound = listener.getsockname()[1]
                 scheme = "http" if options.tls_cert is None else "https"
-                log.info("listening on %s://%s:%d", scheme, host, bound)
+                shown = f"[{host}]" if ":" in host else host
+                log.info("listening on %s://%s:%d", scheme, shown, bound)
                 door.open(listener)
                 started(bound)
                 try:

@@ -17,7 +17,7 @@ from runspec.common.errors import UserError
 from runspec.common.files import write_atomic
 from tests.waiting import eventually
 
-from .conftest import CHUNK_BYTES, LOG, Run, weights
+from .conftest import CHUNK_BYTES, LOG, Run, contents, weights
 
 A, B = "a" * 32, "B0._~+/=-" * 4
 
@@ -189,6 +189,20 @@ def test_each_token_has_its_own_rate(run: Run, tmp_path: Path) -> None:
     assert httpx.get(chunks[1], headers=bearer(B)).status_code == 200
     metrics = httpx.get(f"{url}/metrics", headers=bearer(A)).text
     assert "broadcast_rate_limited_total 1.0" in metrics
+
+
+def test_our_client_waits_for_its_rate_and_blames_nobody(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given a server that gives half of a version a second
+    run.publish(0, weights())
+    url = run.origin(options=ServerOptions(rate_limit=2800)).url
+    # when it is fetched
+    path = run.client(url).fetch(0, manifest_digest=None, deadline_s=60)
+    # then it comes, although the server said wait
+    assert contents(path) == weights()
+    assert "broadcast_rate_limited_total 0.0" not in httpx.get(f"{url}/metrics").text
+    assert [record for record in caplog.records if record.levelname != "INFO"] == []
 
 
 def test_a_client_has_so_many_answers_at_once(run: Run) -> None:

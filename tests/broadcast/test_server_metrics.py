@@ -118,3 +118,17 @@ def test_the_total_of_chunk_bytes_survives_a_restart_and_damage(tmp_path: Path) 
     again.sent("chunk", 5)
     again.save()
     assert (tmp_path / "served.json").read_text() == '{"bytes": 5}'
+
+
+def test_a_total_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:
+    # given a server whose disk takes nothing
+    in_the_way = tmp_path / "served.json"
+    metrics = Metrics(tmp_path)
+    in_the_way.mkdir()
+    # when it counts, then it goes on
+    metrics.sent("chunk", 100)
+    metrics.save()
+    # and writes it down once it can
+    in_the_way.rmdir()
+    metrics.save()
+    assert in_the_way.read_text() == '{"bytes": 100}'
