@@ -8,9 +8,9 @@ nearest even, as an export to bfloat16 rounds them, give the bfloat16 figures. F
 share of elements whose bits differ from the version before, and the bytes of the delta, of them
 the coded blocks (the header is 130 bytes a tensor), against those of the weights.
 
-What to expect: AdamW moves an element by about the rate `lr` a step, and a bf16 number w next to
-its neighbours at a distance of |w| / 256 to |w| / 128. So about lr / (|w| / 181) of the elements
-change bits: for |w| around 0.05, one in 900 at 3e-7, and all of them at 5e-4.
+What to expect: AdamW moves an element by up to about the rate `lr` a step, and a bf16 number w lies
+|w| / 256 to |w| / 128 from its neighbours. So up to 181 lr / |w| of the elements change their bits:
+one in 900 of those around 0.05 at 3e-7, more of the smaller ones; nearly any at 5e-4.
 """
 
 from __future__ import annotations
