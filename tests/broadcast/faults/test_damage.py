@@ -47,28 +47,51 @@ def chunks_of_weights(run: Run, version: int = 0) -> tuple[Chunk, ...]:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("where", ["origin", "static"])
 def test_damaged_chunks_are_blamed_and_fetched_elsewhere(
-    run: Run, where: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    run: Run, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    # given a server whose every chunk of the weights got damaged on its disk, and a good one
+    # given a plain server whose every chunk of the weights is damaged on its disk, and a good one
     run.publish(0, weights())
     good = run.folder / "good"
     shutil.copytree(run.store, good)
-    honest_server = run.static(good)
-    bad_url = run.origin().url if where == "origin" else run.static().url
+    bad_server, good_server = run.static(), run.static(good)
     for chunk in chunks_of_weights(run):
         damage(run.store / "demo" / "chunks" / chunk.blake3)
     # when a client fetches from both
     with caplog.at_level(logging.WARNING):
-        client = run.client(bad_url, honest_server.url)
+        client = run.client(bad_server.url, good_server.url)
         path = client.fetch(0, manifest_digest=None, deadline_s=10)
     # then it has the truth, the blame names server and chunk, and each chunk came once
     assert contents(path) == weights()
-    blamed = [r.getMessage() for r in caplog.records if r.getMessage().startswith(bad_url)]
+    blamed = [r.getMessage() for r in caplog.records if r.getMessage().startswith(bad_server.url)]
     assert any("model.safetensors at byte" in line and ", chunk " in line for line in blamed)
-    assert not any(r.getMessage().startswith(honest_server.url) for r in caplog.records)
-    assert honest_server.chunk_requests() <= len(run.chunks())
+    assert not any(r.getMessage().startswith(good_server.url) for r in caplog.records)
+    assert good_server.chunk_requests() <= len(run.chunks())
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_an_origin_serves_nothing_damaged_and_is_mended_by_publishing_again(
+    run: Run, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    # given an origin on whose disk every chunk of the weights is damaged, and a good server
+    digest = run.publish(0, weights())
+    good = run.folder / "good"
+    shutil.copytree(run.store, good)
+    origin = run.origin()
+    for chunk in chunks_of_weights(run):
+        damage(run.store / "demo" / "chunks" / chunk.blake3)
+    # when clients fetch, then with the good server beside it one has the truth
+    both = run.client(origin.url, run.static(good).url, cache="both")
+    assert contents(both.fetch(0, manifest_digest=digest, deadline_s=10)) == weights()
+    # and without, the failure names the origin and the chunk, and the origin's log its file
+    alone = run.client(origin.url)
+    with caplog.at_level(logging.ERROR), pytest.raises(UserError) as failure:
+        alone.fetch(0, manifest_digest=digest, deadline_s=1)
+    assert origin.url in str(failure.value) and ", chunk " in str(failure.value)
+    assert any("damaged, not served" in record.getMessage() for record in caplog.records)
+    # and published again it is mended, for the origin that runs on as well
+    assert run.publish(0, weights()) == digest
+    assert contents(alone.fetch(0, manifest_digest=digest, deadline_s=10)) == weights()
 
 
 @pytest.mark.parametrize("lie", [flipped, cut_off])
