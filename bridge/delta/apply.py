@@ -93,7 +93,7 @@ def apply_deltas(
                 "remove them and fetch the version whole",
             )
 
-    with ThreadPoolExecutor(_threads()) as pool:
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         for file, chain in zip(layout, chains, strict=True):
             overwrite_file(file, chain, check, pool)
 
@@ -122,10 +122,6 @@ def overwrite_file(
                 pass
     except OSError as error:
         raise UserError(f"cannot apply a delta: {error.strerror}", place=str(file.path)) from error
-
-
-def _threads() -> int:
-    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def open_delta(file: FileLayout, delta: Path) -> DeltaFile:

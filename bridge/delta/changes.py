@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_WORD = np.dtype(np.uint64)
+_WORD = np.dtype("<u8")
 _BLOCK_WORDS = 2**17
 """A megabyte of each side: what is compared is still in the cache when it is looked up."""
 _FEW = 1 / 16
@@ -40,6 +40,5 @@ def _changed_in_words(old: np.ndarray, new: np.ndarray) -> np.ndarray:
         return np.flatnonzero(old != new)
     words = np.flatnonzero(differs)
     per_word = _WORD.itemsize // old.itemsize
-    # Little-endian: the first element of a word is its lowest bytes, and first in the view too.
     elements = np.flatnonzero((old_words[words] ^ new_words[words]).view(old.dtype))
     return words[elements // per_word] * per_word + elements % per_word

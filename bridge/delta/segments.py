@@ -63,11 +63,11 @@ def encode(new: np.ndarray, changed: np.ndarray) -> bytes:
 
 
 def overwrite(target: np.ndarray, coded: memoryview) -> int:
-    """Applies one coded segment to the start of `coded`'s elements, in place.
+    """Applies the coded segment that `coded` begins with, in place.
 
     Args:
-        target: [n] uint16 or uint32, writable: the segment.
-        coded: begins with the coded segment.
+        target: [n] uint16 or uint32, writable: all elements of the segment.
+        coded: the segment, and what follows it.
 
     Returns:
         How many bytes of `coded` were the segment.
@@ -149,6 +149,8 @@ def _read_values(reader: _Reader, count: int, dtype: np.dtype) -> np.ndarray:
 
 
 class _Reader:
+    """Takes the parts of a segment one after the other; what is not there is malformed."""
+
     def __init__(self, data: memoryview) -> None:
         self._data, self.at = data, 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +73,21 @@ def test_a_delta_is_never_written_over(tmp_path: Path, versions: list[Path]) -> 
     write_delta(versions[0], versions[1], tmp_path / "delta")
     with pytest.raises(UserError, match="delta: exists already"):
         write_delta(versions[1], versions[2], tmp_path / "delta")
+
+
+def test_a_full_disk(tmp_path: Path, rng: np.random.Generator) -> None:
+    # Given a limit that the delta does not fit in
+    before = write_weights(tmp_path / "old", {"a": normal(rng, (50, 1000), BF16)})
+    after = write_weights(tmp_path / "new", {"a": normal(rng, (50, 1000), BF16)})
+    held = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, held[1]))
+    # When, then
+    try:
+        with pytest.raises(UserError, match=r"deltas/d: cannot write a delta: File too large"):
+            write_delta(before, after, tmp_path / "deltas" / "d")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, held)
+    assert list((tmp_path / "deltas").iterdir()) == []
 
 
 def test_tensors_with_a_gap_between_them(tmp_path: Path, rng: np.random.Generator) -> None:
