@@ -7,6 +7,7 @@ fake.answer(digest, only(1, cut_off))         # the first time, and truly after 
 
 from __future__ import annotations
 
+import gzip
 import http.server
 import socket
 import threading
@@ -195,6 +196,37 @@ def garbage(request: Request) -> None:
     """Not HTTP at all."""
     request.write(b"\x16\x03\x01 this is no answer\r\n\r\n" * 10)
     request.hang_up()
+
+
+def with_length(length: str) -> Answer:
+    """The truth under another Content-Length."""
+
+    def claim(request: Request) -> None:
+        request.write(head("200 OK", None, f"Content-Length: {length}") + (request.truth or b"?"))
+        request.hang_up()
+
+    claim.__name__ = f"length_{length or 'empty'}"
+    return claim
+
+
+ZIPPED = gzip.compress(bytes(20_000_000))
+
+
+def zipped(request: Request) -> None:
+    """20 MB of zeros that nobody asked for, packed small."""
+    request.write(head("200 OK", len(ZIPPED), "Content-Encoding: gzip") + ZIPPED)
+
+
+def odd_chunks(request: Request) -> None:
+    """HTTP's own chunks, of a size below nothing."""
+    request.write(head("200 OK", None, "Transfer-Encoding: chunked") + b"-5\r\nhello\r\n0\r\n\r\n")
+    request.hang_up()
+
+
+def endless_continue(request: Request) -> None:
+    """`go on` for ever, and never an answer."""
+    while not request.stopping.is_set():
+        request.write(head("100 Continue", None) * 100)
 
 
 def silent(request: Request) -> None:

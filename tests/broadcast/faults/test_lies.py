@@ -22,6 +22,8 @@ Within = Callable[[float], AbstractContextManager[None]]
 QUICK = [
     *(lies.flipped, lies.truncated, lies.padded, lies.cut_off, lies.overflowing),
     *(lies.server_error, lies.huge_head, lies.garbage, lies.endless_body, lies.endless_chunks),
+    *(lies.zipped, lies.odd_chunks, lies.endless_continue),
+    *(lies.with_length(text) for text in ("-1", "9" * 30, "1e3", "")),
     instead(b""),
     instead(b"x" * 1000),
 ]
@@ -92,7 +94,7 @@ def test_with_a_liar_alone_the_fetch_ends_in_time_and_names_relay_and_chunk(
     assert contents(client.fetch(0, manifest_digest=None, deadline_s=10)) == weights()
 
 
-ABOUT_ANY = [lies.flipped, lies.huge_head, lies.silent, lies.endless_drip]
+ABOUT_ANY = [lies.flipped, lies.huge_head, lies.zipped, lies.silent, lies.endless_drip]
 ABOUT_LATEST = [
     *(lies.truncated, lies.server_error, lies.garbage, lies.endless_body, lies.endless_head),
     instead(b"[" * 3000),
