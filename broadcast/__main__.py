@@ -36,6 +36,12 @@ def _parser() -> argparse.ArgumentParser:
     keygen.add_argument("directory", metavar="DIR", type=Path)
     keygen.add_argument("--run", metavar="ID", help="the run; default: the name of DIR")
     keygen.add_argument("--validators", metavar="N", type=_natural, default=1)
+    keygen.add_argument(
+        "--renew",
+        metavar="NAME",
+        nargs="*",
+        help="revoke these keys of DIR (publisher, validator-0) for new ones, and sign roles.json",
+    )
     keygen.set_defaults(run_command=_keygen)
 
     publish = commands.add_parser("publish", help="publish the files of DIR as a version")
@@ -152,8 +158,11 @@ def _quantity(text: str, parse: Callable[[str], float]) -> int:
 
 
 def _keygen(arguments: argparse.Namespace, log: logging.Logger) -> None:
-    from broadcast.keygen import make_keys
+    from broadcast.keygen import make_keys, renew_keys
 
+    if arguments.renew is not None:
+        renew_keys(arguments.directory, arguments.renew)
+        return
     run = arguments.run or arguments.directory.resolve().name
     print(make_keys(arguments.directory, run=run, validators=arguments.validators))
 

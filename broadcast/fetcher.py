@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +38,8 @@ GRACE_S = 5.0
 """What a server may take to answer on top of the time that it was asked to hold a poll."""
 _LAST_GRACE_S = 1.0
 """The same for the last poll before a deadline."""
+ROLES_EVERY_S = 60.0
+"""A server is asked for roles.json this often: a stolen key is to be revoked everywhere soon."""
 _SMALL_TIMEOUT_S = 15.0
 _STATIC_POLL_S = 0.5
 _SLOWEST_BYTES_PER_S = 256 * 1024
@@ -81,6 +84,7 @@ class Fetcher:
         """Its manifest digest."""
         self.roles: Roles | None = None
         self._issued = 0.0
+        self._roles_asked: dict[Upstream, float] = {}
         self._run = run
         self._root = root_public_key
         self._roles_path = folder / "roles.json"
@@ -234,6 +238,7 @@ class Fetcher:
     async def _latest_of(
         self, upstream: Upstream, floor: int, hold_s: float, deadline: float
     ) -> Latest:
+        await self._ask_for_roles(upstream, deadline)
         query = f"after={floor}&wait={hold_s:.3f}"
         url = f"{upstream.url}/{layout.latest_name(self._run)}?{query}"
         timeout_s = _within(deadline, hold_s + GRACE_S)
@@ -272,6 +277,14 @@ class Fetcher:
             return check(roles)
         except BadSignature as error:
             raise Lie(str(error)) from error
+
+    async def _ask_for_roles(self, upstream: Upstream, deadline: float) -> None:
+        """Whether keys were revoked, now and then; a server that cannot say so may know news."""
+        now = time.monotonic()
+        if now - self._roles_asked.get(upstream, -ROLES_EVERY_S) >= ROLES_EVERY_S:
+            self._roles_asked[upstream] = now
+            with suppress(Fault):
+                await self._newest_roles(upstream, deadline)
 
     async def _newest_roles(self, upstream: Upstream, deadline: float) -> Roles:
         """roles.json of a server, unless the one held was issued later (keys get revoked)."""

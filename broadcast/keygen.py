@@ -1,15 +1,24 @@
-"""Keys of a run: the root, the roles that it names, and the signed roles.json."""
+"""Keys of a run: the root, the roles that it names, and the signed roles.json.
+
+    DIR/root.key  root.pub  publisher.key  coordinator.key  validator-<i>.key  roles.json
+
+A key is revoked by a roles.json that is issued later and does not name it.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from runspec.common.errors import UserError
-from runspec.common.files import write_atomic
+from runspec.common.files import read_bounded, write_atomic
 from runspec.common.keys import SigningKey
-from runspec.common.roles import sign_roles
+from runspec.common.roles import KIND, MAX_BYTES, sign_roles
+from runspec.common.signed import BadSignature, open_document
 
 VALID_S = 365 * 86400.0
+_ROOT, _ROLES = "root.key", "roles.json"
 
 
 def make_keys(directory: Path, *, run: str, validators: int = 1, valid_s: float = VALID_S) -> str:
@@ -43,10 +52,63 @@ def make_keys(directory: Path, *, run: str, validators: int = 1, valid_s: float 
         raise UserError(
             f"{existing[0]}.key exists already",
             place=str(directory),
-            remedy="name a new directory, or remove the old keys",
+            remedy="name a new directory, or renew single keys with --renew",
         )
     for name, key in files:
         key.save(directory / f"{name}.key")
     write_atomic(directory / "root.pub", f"{root.public_hex}\n".encode())
-    write_atomic(directory / "roles.json", sign_roles(run, named, root, valid_s=valid_s))
+    write_atomic(directory / _ROLES, sign_roles(run, named, root, valid_s=valid_s))
     return root.public_hex
+
+
+def renew_keys(directory: Path, names: Sequence[str], *, valid_s: float = VALID_S) -> None:
+    """Replaces role keys and signs a newer roles.json: the old keys are revoked.
+
+    Nothing else is needed where a publisher's key was stolen, lost or is due: its next `publish`
+    brings the new roles.json to the store, and from there it goes to everyone. What the old key
+    signed is refused from then on, so that version must be an anchor.
+
+    Args:
+        directory: of `make_keys`; only root.key and roles.json need to be there still.
+        names: of the keys to replace: `publisher`, `coordinator`, `validator-<i>`. None: roles.json
+            is only signed again, to expire later.
+        valid_s: seconds until the new roles.json expires.
+
+    Raises:
+        UserError: root.key or its roles.json is missing, or there is no key of that name.
+    """
+    root = SigningKey.load(directory / _ROOT)
+    path = directory / _ROLES
+    try:
+        data = read_bounded(path, MAX_BYTES)
+        # Expired or not: it may be what is to be mended.
+        payload = open_document(
+            data, kind=KIND, keys={root.public_hex}, max_bytes=MAX_BYTES
+        ).payload
+    except (OSError, BadSignature) as error:
+        raise UserError(
+            f"cannot be renewed: {error}", place=str(path), remedy="put back the newest roles.json"
+        ) from error
+    named: dict[str, list[str]] = payload["roles"]
+    new = {name: SigningKey.generate() for name in names}
+    for name, key in new.items():
+        role, index = _place(name)
+        if index >= len(named.get(role, [])):
+            raise UserError(f"there is no key {name!r}", place=str(path))
+        named[role][index] = key.public_hex
+    for name, key in new.items():
+        waiting = directory / f"{name}.new"
+        waiting.unlink(missing_ok=True)  # of one that was cut short
+        key.save(waiting)
+    issued = max(time.time(), payload["issued"] + 1.0)  # later, whatever the clock says
+    write_atomic(path, sign_roles(payload["run"], named, root, valid_s=valid_s, now=issued))
+    for name in new:
+        (directory / f"{name}.new").rename(directory / f"{name}.key")
+
+
+def _place(name: str) -> tuple[str, int]:
+    """The role of a key by its file's name, and where it stands among that role's keys."""
+    role, _, number = name.partition("-")
+    if role == "validator" and number.isdecimal():
+        return role, int(number)
+    return name, 0
