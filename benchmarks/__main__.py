@@ -1,7 +1,7 @@
 """Runs benchmarks by name: `python -m benchmarks [NAME ...]`. Each prints JSON.
 
-Without a name all run that take minutes on a laptop; a GPU's, the peers' and the compilations for
-large slices run when they are named.
+Without a name all run that take minutes on a laptop; a GPU's, the peers', the compilations for
+large slices and the export, which takes 24 GB of disk, run when they are named.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ import sys
 from pathlib import Path
 
 NAMES = sorted(p.stem for p in Path(__file__).parent.glob("[a-z]*.py") if p.stem != "runs")
-NAMED_ONLY = ("estimate_accuracy", "gpu_attention", "gpu_learner", "learner_peers", "weak_scaling")
+NAMED_ONLY = (
+    "bridge_export",
+    "estimate_accuracy",
+    "gpu_attention",
+    "gpu_learner",
+    "learner_peers",
+    "weak_scaling",
+)
 
 
 def main() -> int:
