@@ -83,17 +83,22 @@ class Piece:
 
 
 def read_pieces(
-    stores: Mapping[LeafPath, ts.TensorStore], entries: Sequence[Entry], *, place: Path
+    stores: Mapping[LeafPath, ts.TensorStore],
+    entries: Sequence[Entry],
+    *,
+    place: Path,
+    ahead_bytes: int = AHEAD_BYTES,
 ) -> Iterator[tuple[Piece, np.ndarray]]:
     """Reads leaves piece by piece, each layer's pieces together, no stored chunk twice.
 
-    While a piece is used the next are being read. In memory are that piece and others of at most
-    `AHEAD_BYTES` together; of checkpoints with larger chunks, one chunk.
+    While a piece is used the next are being read. In memory are the pieces that fit into
+    `ahead_bytes` together, or one.
 
     Args:
         stores: of `open_leaves`.
         entries: the leaves to read, in order.
         place: the checkpoint, for messages.
+        ahead_bytes: how much is read ahead.
 
     Yields:
         A piece, and its numbers as they are stored, C-contiguous.
@@ -110,7 +115,7 @@ def read_pieces(
 
     for entry in entries:
         for piece in _pieces(stores[entry.path], entry):
-            while pending and held + piece.nbytes > AHEAD_BYTES:
+            while pending and held + piece.nbytes > ahead_bytes:
                 held -= pending[0][0].nbytes
                 yield oldest()
             pending.append((piece, stores[entry.path][piece.index].read()))
