@@ -7,6 +7,7 @@ apply it again after a kill in the middle does no harm.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from runspec.common.hashing import digest_bytes
 ApplyDeltas = Callable[[Path, Sequence[Path], Mapping[str, Mapping[str, Any]]], None]
 """(directory, deltas, tensors): see `bridge.delta.apply_deltas`."""
 GROUP = "runspec.deltas"
+_LOG = logging.getLogger(__name__)
 _START = "start.json"
 """In the folder of deltas: what they are applied to."""
 _APPLYING = "applying"
@@ -82,6 +84,7 @@ class Assembly:
     def __init__(self, recipe: Recipe, cache: Cache, patience: Patience) -> None:
         version = recipe.manifest.version
         self.recipe = recipe
+        self.name = f"version {version}"
         self.partial = cache.partial(version)
         self._deltas = cache.deltas(version)
         self._cache, self._patience = cache, patience
@@ -158,6 +161,8 @@ class Assembly:
         wanted = self._wanted()
         self._check_space(wanted)
         pieces = []
+        if here := sum(map(allocated, wanted)):
+            _LOG.info("%s: checking %.1f MB that are here already", self.name, here / 1e6)
         for path, info in wanted.items():
             held = path.stat().st_size if path.exists() else 0
             with path.open("r+b" if held else "wb") as file:
@@ -181,6 +186,7 @@ class Assembly:
         """
         if self.recipe.base is None or self.resumed:
             return
+        _LOG.info("%s: copying the files of version %d", self.name, self.recipe.start.version)
         for name in self.recipe.manifest.files:
             source = self.recipe.base / name
             try:
@@ -196,6 +202,7 @@ class Assembly:
         """
         recipe = self.recipe
         self._patience.check("waiting for the deltas", self.partial)
+        _LOG.info("%s: applying deltas %s", self.name, _numbers(recipe))
         (self._deltas / _APPLYING).touch()
         folders = [self._deltas / str(delta.version) for delta in recipe.deltas]
         try:

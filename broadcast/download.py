@@ -45,27 +45,20 @@ async def download(
         BadBase: see `Assembly.apply`.
         UserError: not whole in time, or the disk is full.
     """
-    recipe = assembly.recipe
     try:
         await in_thread(partial(assembly.begin, held), patience)
         pieces = await in_thread(assembly.missing, patience)
         jobs = [
             partial(in_thread, assembly.copy_base, patience),
-            partial(_fetch_all, fetcher, pieces, recipe.manifest.version, deadline, report_every_s),
+            partial(_fetch_all, fetcher, pieces, assembly.name, deadline, report_every_s),
         ]
         await for_each(jobs, lambda job: job(), parallel=len(jobs))
         if apply_deltas is not None:
-            _LOG.info(
-                "version %d: applying %d deltas to version %d",
-                recipe.manifest.version,
-                len(recipe.deltas),
-                recipe.start.version,
-            )
             await in_thread(partial(assembly.apply, apply_deltas), patience)
         await in_thread(assembly.finish, patience)
     except OSError as error:
         raise UserError(
-            f"cannot write version {recipe.manifest.version}: {error.strerror or error}",
+            f"cannot write {assembly.name}: {error.strerror or error}",
             place=str(assembly.partial),
             remedy="free disk space or mend the permissions, then fetch again: it resumes",
         ) from error
@@ -73,10 +66,10 @@ async def download(
 
 
 async def _fetch_all(
-    fetcher: Fetcher, pieces: Sequence[Piece], version: int, deadline: float, every_s: float
+    fetcher: Fetcher, pieces: Sequence[Piece], name: str, deadline: float, every_s: float
 ) -> None:
     progress = Progress(
-        f"version {version}",
+        name,
         sum(piece.chunk.size for piece in pieces),
         lambda: {upstream.url: upstream.received for upstream in fetcher.upstreams.all},
         _LOG,
