@@ -49,7 +49,8 @@ TRANSFERS = {"one_client": 1, "one_relay_two_clients": 3, "two_relays_two": 4}
 DEADLINE_S = 120.0
 
 Row = dict[str, float]
-"""gb_per_s of the last receiver, and the seconds of cores that all processes used for a GB."""
+"""gb_per_s of the last receiver; cpu_s_per_gb, the seconds of cores that all processes used for a
+GB; servers_cpu_s_per_gb, those of them that origin and relays used."""
 
 
 def main() -> None:
@@ -95,8 +96,10 @@ def measurements(parent: Path, weights: Path) -> dict[str, Callable[[], Row]]:
 
 
 def report(size: int, rows: dict[str, list[Row]]) -> dict[str, object]:
-    rate = {n: statistics.median(r["gb_per_s"] for r in of) for n, of in rows.items() if of}
-    cpu = {n: statistics.median(r["cpu_s_per_gb"] for r in of) for n, of in rows.items() if of}
+    def median(field: str) -> Row:
+        return {n: statistics.median(r[field] for r in of) for n, of in rows.items() if of}
+
+    rate, cpu = median("gb_per_s"), median("cpu_s_per_gb")
     cores = len(os.sched_getaffinity(0))
     checked = cpu["sendfile_one"] + cpu["blake3"]
     plain = {"one_client": "sendfile_one"}
@@ -106,6 +109,7 @@ def report(size: int, rows: dict[str, list[Row]]) -> dict[str, object]:
         "cores": cores,
         "gb_per_s": rounded(rate),
         "cpu_s_per_gb": rounded(cpu),
+        "servers_cpu_s_per_gb": rounded(median("servers_cpu_s_per_gb")),
         "limits": rounded({n: cores / (times * checked) for n, times in TRANSFERS.items()}),
         "of_sendfile": rounded(
             {name: rate[name] / rate[plain.get(name, "sendfile_two")] for name in TOPOLOGIES}
@@ -200,12 +204,20 @@ def measure_blake3(file: Path) -> Row:
 def row(readers: list[Started], began: float, servers_used: Callable[[], float]) -> Row:
     """The last reader's speed, and what everybody's processors did for it."""
     done = [reader.result(DEADLINE_S) for reader in readers]
-    cpu = servers_used() + sum(reader["cpu_s"] for reader in done)
-    return speeds(done[0]["bytes"], max(reader["had"] for reader in done) - began, cpu)
+    of_readers = sum(reader["cpu_s"] for reader in done)
+    took = max(reader["had"] for reader in done) - began
+    return speeds(done[0]["bytes"], took, of_readers, servers_used())
 
 
-def speeds(size: int, seconds: float, cpu_s: float) -> Row:
-    return rounded({"gb_per_s": size / 1e9 / seconds, "cpu_s_per_gb": cpu_s / (size / 1e9)})
+def speeds(size: int, seconds: float, cpu_s: float, servers_cpu_s: float = 0.0) -> Row:
+    gigabytes = size / 1e9
+    return rounded(
+        {
+            "gb_per_s": gigabytes / seconds,
+            "cpu_s_per_gb": (cpu_s + servers_cpu_s) / gigabytes,
+            "servers_cpu_s_per_gb": servers_cpu_s / gigabytes,
+        }
+    )
 
 
 def rounded(values: dict[str, float]) -> dict[str, float]:
