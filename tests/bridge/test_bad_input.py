@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.config import load_config
+from bridge.delta import write_delta
 from bridge.export import export_checkpoint
 from bridge.importer import import_model
 from bridge.load import iter_leaves
@@ -93,27 +94,31 @@ def test_an_export_overwrites_nothing(
         export_checkpoint(checkpoint, tmp_path / "out", model_dir=hf_dir, dtype="float32")
 
 
+@pytest.mark.parametrize("command", ["export", "import", "apply"])
 def test_a_full_disk_leaves_nothing_behind(
-    model_and_checkpoint: tuple[Path, Path], tmp_path: Path
+    model_and_checkpoint: tuple[Path, Path], tmp_path: Path, command: str
 ) -> None:
     """The kernel's limit on file sizes stands in for the full disk: the same failed write()."""
+    # given something to write for each command
     hf_dir, checkpoint = model_and_checkpoint
+    write_delta(hf_dir, hf_dir, tmp_path / "delta")
+    sources = {"export": [checkpoint], "import": [hf_dir], "apply": [hf_dir, tmp_path / "delta"]}
     limited = (
         "import resource, sys; from bridge.__main__ import main; "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); sys.exit(main(sys.argv[1:]))"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500)); sys.exit(main(sys.argv[1:]))"
     )
     out = tmp_path / "out"
-    arguments = ["export", checkpoint, out, "--model-dir", hf_dir, "--dtype", "float32"]
-
+    # when it is carried out where that has no room
     done = subprocess.run(
-        [sys.executable, "-c", limited, *arguments],
+        [sys.executable, "-c", limited, command, *sources[command], out],
         capture_output=True,
         text=True,
         timeout=60,
     )
-
+    # then the error names the place, and nothing lies there
     assert done.returncode == 1
-    assert f"{out}: cannot write: File too large" in done.stderr
+    assert f"error: {out}: cannot write" in done.stderr
+    assert "File too large" in done.stderr
     assert not list(tmp_path.glob("*out*"))
 
 
