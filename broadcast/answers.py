@@ -145,6 +145,7 @@ async def _write(response: web.StreamResponse, file: BinaryIO, start: int, size:
         if not data:
             raise ConnectionAbortedError("the file has become shorter")
         await response.write(data)
+        await asyncio.sleep(0)  # for others, and to hear that the reader is gone
 
 
 def not_modified(request: web.Request, etag: str) -> bool:

@@ -30,6 +30,8 @@ _FILES_BESIDE = 256
 _TLS_GOODBYE_S = 2.0
 _AT_ONCE = 16
 _PAUSE_S = 0.1
+_TURNS_TO_CLOSE = 5
+"""Of the event loop, from the end of a TLS connection's bytes to that of its socket."""
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -52,11 +54,13 @@ class Connection(web.RequestHandler):
         self._busy = False
         self._head_due = False
         self._timer: asyncio.TimerHandle | None = None
+        self._socket: socket.socket | None = None
         self.entering: asyncio.Task[None] | None = None
         """Ends once the connection can be used, after the TLS handshake."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._socket = transport.get_extra_info("socket")
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
@@ -84,13 +88,19 @@ class Connection(web.RequestHandler):
                 self._end_after(self._door.idle_s, "idle")
 
     def end(self, why: str) -> None:
-        """Disconnects at once, unsent bytes or not."""
+        """Disconnects at once, unsent bytes or not, and counts it."""
         self._door.left(self)
         self._door.metrics.dropped(why)
         if self.transport is not None:
             self.transport.abort()
         elif self.entering is not None:
             self.entering.cancel()
+
+    def hang_up(self) -> None:
+        """Disconnects one that is closing, too: then asyncio's TLS knows of no `abort` any more."""
+        if self._socket is not None:
+            with suppress(OSError):  # it has gone meanwhile
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def handle_error(
         self,
@@ -185,6 +195,14 @@ class Door:
         for task in entering:
             task.cancel()
         await asyncio.gather(*entering, return_exceptions=True)
+
+    async def abandon(self) -> None:
+        """Disconnects who is still connected, after the server has ended: TLS peers, say, that do
+        not say good-bye."""
+        for connection in self._open:
+            connection.hang_up()
+        for _ in range(_TURNS_TO_CLOSE):
+            await asyncio.sleep(0)
 
     def _accept(self) -> None:
         """Some of the newcomers; the loop calls again for the others, after other work."""

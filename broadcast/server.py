@@ -161,6 +161,7 @@ async def _door(
         yield door
     finally:
         await runner.cleanup()
+        await door.abandon()
 
 
 def _tokens(options: ServerOptions, log: logging.Logger) -> Reloaded[Tokens] | None:

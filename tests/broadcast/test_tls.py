@@ -21,7 +21,7 @@ from runspec.common.hashing import digest_bytes
 from tests.waiting import eventually
 
 from .certificates import Authority
-from .conftest import LOG, Run, Served, contents, weights
+from .conftest import LOG, Run, Served, contents, large_chunk, weights
 
 
 @pytest.fixture
@@ -124,6 +124,30 @@ def test_a_flood_of_silent_handshakes_locks_nobody_out(run: Run, authority: Auth
         client = run.client(https(served), access=Access(None, authority.ca_file))
         path = client.fetch(0, manifest_digest=None, deadline_s=30)
         assert contents(path) == weights()
+
+
+def test_a_server_does_not_wait_for_a_peers_good_bye(run: Run, authority: Authority) -> None:
+    # given peers over TLS: idle ones, one that was answered and does not close, and one that does
+    # not read what it asked for
+    run.publish(0, weights())
+    large = large_chunk(run)
+    served = run.origin(options=options(authority))
+    context = ssl.create_default_context(cafile=authority.ca_file)
+    with ExitStack() as stack:
+        peers = []
+        for _ in range(5):
+            plain = stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+            peers.append(
+                stack.enter_context(context.wrap_socket(plain, server_hostname="127.0.0.1"))
+            )
+        request = f"GET /demo/chunks/{large.name} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+        peers[0].sendall(request)
+        assert peers[0].recv(12) == b"HTTP/1.1 200"
+        peers[1].sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        while peers[1].recv(1000):
+            pass
+        # when the server stops, then nothing of it is left (a warning would be an error here)
+        served.stop()
 
 
 def test_a_new_certificate_is_taken_up_without_a_restart(run: Run, authority: Authority) -> None:
