@@ -7,10 +7,10 @@ moves by one unit in the last place. Gigabytes are of the version's whole weight
 CPU seconds: what one core does, whatever else runs; `wall` by the clock. Best of the repeats.
 
 Limits, measured or computed in the same run before anything else:
-- writing reads both versions once: `compare`, a block-wise comparison of mapped words that looks
-  for nothing;
-- applying touches the pages that hold a change, nearly all of them: `copy`, of the mapped weights;
-  with digests also `blake3`. No run can be faster than 1 / (1/copy + 1/blake3) a core by much;
+- writing reads both versions once: `compare`, a block-wise comparison of words that looks for
+  nothing, of files that it maps as all here do;
+- applying touches the pages that hold a change, nearly all of them: `copy`, out of the weights;
+  with digests `blake3` of them;
 - bytes: `ratio_limit`, from the entropy of the places (H(p) / p bits a change) and of the two bytes
   of the new values.
 Beside it the plain ways: numpy's compare, flatnonzero and fancy index, with 4-byte indices and raw
@@ -94,29 +94,31 @@ def changed_bits(base: np.ndarray, share: float, rng: np.random.Generator) -> np
 
 
 def limits(base: Path, new: Path, repeats: int) -> dict[str, Any]:
-    old, other = (np.memmap(path / SINGLE_NAME, np.uint8, "r") for path in (base, new))
-    words = [side[: len(old) // 8 * 8].view(np.uint64) for side in (old, other)]
+    size = (base / SINGLE_NAME).stat().st_size
     out = np.empty(PIECE // 8, np.uint64)
-    differs = np.empty(2**16, np.bool_)
+    differs = np.empty(2**17, np.bool_)
+
+    def words(version: Path) -> np.ndarray:
+        data = np.memmap(version / SINGLE_NAME, np.uint8, "r").view(np.ndarray)
+        return data[: size // 8 * 8].view(np.uint64)
 
     def copy() -> None:
-        for at in range(0, len(words[0]), len(out)):
-            piece = words[0][at : at + len(out)]
+        source = words(base)
+        for at in range(0, len(source), len(out)):
+            piece = source[at : at + len(out)]
             np.copyto(out[: len(piece)], piece)
 
     def compare() -> None:
-        for at in range(0, len(words[0]), len(differs)):
-            pieces = [side[at : at + len(differs)] for side in words]
+        old, other = words(base), words(new)
+        for at in range(0, len(old), len(differs)):
+            pieces = [side[at : at + len(differs)] for side in (old, other)]
             np.not_equal(*pieces, out=differs[: len(pieces[0])])
 
-    return {
-        name: rates(action, len(old), repeats)
-        for name, action in {
-            "copy": copy,
-            "compare": compare,
-            "blake3": lambda: digest_bytes(old.data),
-        }.items()
-    }
+    def blake3() -> None:
+        digest_bytes(words(base).data.cast("B"))
+
+    actions = {"copy": copy, "compare": compare, "blake3": blake3}
+    return {name: rates(action, size, repeats) for name, action in actions.items()}
 
 
 def entropy(symbols: np.ndarray) -> float:
@@ -142,9 +144,9 @@ def relative_ratio(base: np.ndarray, new: np.ndarray, where: np.ndarray) -> floa
 def plain_numpy(base: Path, new: Path, target: Path, repeats: int) -> dict[str, Any]:
     """Compare, flatnonzero, fancy index over the whole mapped file at once."""
     size = (base / SINGLE_NAME).stat().st_size
-    old, other = (np.memmap(path / SINGLE_NAME, np.uint16, "r") for path in (base, new))
 
     def diff() -> tuple[np.ndarray, np.ndarray]:
+        old, other = (np.memmap(path / SINGLE_NAME, np.uint16, "r") for path in (base, new))
         where = np.flatnonzero(old != other).astype(np.uint32)
         return where, other[where]
 

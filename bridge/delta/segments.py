@@ -137,8 +137,7 @@ def _read_indices(reader: _Reader, elements: int) -> np.ndarray:
 
 
 def _planes(values: np.ndarray) -> list[np.ndarray]:
-    by_byte = values.view(np.uint8).reshape(-1, values.itemsize)
-    return [by_byte[:, byte] for byte in reversed(range(values.itemsize))]
+    return [(values >> 8 * byte).astype(np.uint8) for byte in reversed(range(values.itemsize))]
 
 
 def _read_values(reader: _Reader, count: int, dtype: np.dtype) -> np.ndarray:
