@@ -219,7 +219,7 @@ class Shelf:
     def _drop(self, versions: Iterable[int]) -> None:
         """Removes versions, manifests first, and the chunks that no other version needs."""
         for version in versions:
-            shutil.rmtree(self.manifest_path(version).parent)
+            shutil.rmtree(self.manifest_path(version).parent, ignore_errors=True)
             del self.manifests[version]
             self._used -= self._manifest_bytes.pop(version)
         self._index()

@@ -8,6 +8,7 @@ import functools
 import http.server
 import json
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -61,6 +62,14 @@ class Served:
             self._thread.join()
 
 
+class _Listener(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client may go when it likes
+            super().handle_error(request, client_address)
+
+
 class StaticServer:
     """Python's own file server over a folder: what any bucket or CDN would do."""
 
@@ -83,8 +92,7 @@ class StaticServer:
                 pass
 
         handler = functools.partial(Handler, directory=str(folder))
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
+        self._server = _Listener(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()

@@ -305,6 +305,37 @@ def test_a_version_under_a_reader_outlives_the_newer_ones(run: Run) -> None:
     assert {httpx.get(f"{relay.url}/demo/chunks/{c}").status_code for c in rest} == {200}
 
 
+def test_how_much_of_each_version_is_here_is_measured(run: Run) -> None:
+    # given a relay that keeps one version, and of the newest all but what hangs
+    run.publish(0, weights())
+    upstream = run.static()
+    relay = run.relay(upstream.url, keep_versions=1)
+    metric = 'broadcast_version_complete_ratio{run="demo",version="%d"}'
+
+    def metrics() -> dict[str, float]:
+        lines = httpx.get(f"{relay.url}/metrics").text.splitlines()
+        return {
+            key: float(value)
+            for key, _, value in (line.rpartition(" ") for line in lines)
+            if key.startswith("broadcast_")
+        }
+
+    eventually(lambda: metrics().get(metric % 0) == 1.0, "all of version 0 is here")
+    release = threading.Event()
+    run.publish(1, weights(20_000, seed=1))
+    last = manifest(run, 1).objects["model.safetensors"].chunks[-1].blake3
+    upstream.before = lambda path: release.wait(30) if path.endswith(last) else None  # type: ignore[assignment]
+    try:
+        eventually(lambda: 0.9 < metrics().get(metric % 1, 0.0) < 1.0, "most of version 1 is here")
+        behind = 'broadcast_behind_seconds{run="demo"}'
+        assert metrics()[behind] > 0
+    finally:
+        release.set()
+    eventually(lambda: metrics().get(metric % 1) == 1.0, "all of version 1 is here")
+    eventually(lambda: metric % 0 not in metrics(), "version 0 has gone")
+    assert metrics()[behind] == 0
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
