@@ -118,7 +118,7 @@ def overwrite_file(
                 check(info, bits)
 
             largest_first = sorted(file.tensors, key=lambda info: info.nbytes, reverse=True)
-            for _ in pool.map(work, [info for info in largest_first if info.nbytes]):
+            for _ in pool.map(work, largest_first):
                 pass
     except OSError as error:
         raise UserError(f"cannot apply a delta: {error.strerror}", place=str(file.path)) from error
@@ -141,19 +141,22 @@ def _check_versions(
     directory: Path, layout: list[FileLayout], chains: list[list[DeltaFile]], target: str
 ) -> None:
     """Refuses deltas that do not lead from what the directory says it holds to the target."""
-    held = None
+    for files in zip(*chains, strict=True):
+        if len({(file.header.base, file.header.target) for file in files}) > 1:
+            folder = files[0].path.parent
+            raise UserError("its files are of different deltas", place=str(folder))
+    chain = chains[0] if chains else []
+    for delta, after in pairwise(chain):
+        if delta.header.target != after.header.base:
+            raise UserError(f"not made against what {delta.path} makes", place=str(after.path))
+    if not chain:
+        return
+    if chain[-1].header.target != target:
+        raise UserError("makes another version than the one asked for", place=str(chain[-1].path))
     if (directory / TENSORS_NAME).exists():
+        # A later version than the first's base too: applying again does no harm.
         held = model_digest(read_records(directory, layout))
-    for chain in filter(None, chains):
-        for delta, after in pairwise(chain):
-            if delta.header.target != after.header.base:
-                raise UserError(f"not made against what {delta.path} makes", place=str(after.path))
-        if chain[-1].header.target != target:
-            raise UserError(
-                "makes another version than the one asked for", place=str(chain[-1].path)
-            )
-        # A later one than the first's base too: applying again does no harm.
-        if held not in {None, target, *(delta.header.base for delta in chain)}:
+        if held not in {target, *(delta.header.base for delta in chain)}:
             raise UserError(
                 f"made against another version than the one in {directory}",
                 place=str(chain[0].path),

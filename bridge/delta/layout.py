@@ -73,12 +73,15 @@ def mapped_bits(
     Args:
         file: open, for writing too where `writable`.
         info: the tensor.
-        cut: which bytes of the file, at least one element.
+        cut: which bytes of the file.
         writable: what is written to the array is written to the file.
 
     Raises:
         UserError: it cannot be mapped, as where the file has become shorter.
     """
+    dtype = np.dtype(f"<u{info.dtype.itemsize}")
+    if cut.start == cut.stop:  # nothing cannot be mapped
+        return np.empty(0, dtype)
     before = cut.start % mmap.ALLOCATIONGRANULARITY
     try:
         pages = mmap.mmap(
@@ -92,7 +95,7 @@ def mapped_bits(
         raise UserError(
             f"tensor {info.name}: cannot be mapped: {error}", place=file.name
         ) from error
-    return np.frombuffer(pages, f"<u{info.dtype.itemsize}", offset=before)
+    return np.frombuffer(pages, dtype, offset=before)
 
 
 def tensor_shapes(layout: list[FileLayout]) -> Records:

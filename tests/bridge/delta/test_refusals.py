@@ -203,6 +203,20 @@ def test_a_delta_of_other_tensors(
     assert weights_of(target) == weights_of(versions[0])
 
 
+def test_files_of_different_deltas(
+    tmp_path: Path, versions: list[Path], deltas: list[Path], copy: Copy
+) -> None:
+    # Given two deltas that make version 2, and a folder with one file of each
+    write_delta(versions[0], versions[2], tmp_path / "mixed")
+    name = sorted(deltas[1].iterdir())[1].name
+    (tmp_path / "mixed" / name).write_bytes((deltas[1] / name).read_bytes())
+    # When, then
+    target = copy(versions[0])
+    with pytest.raises(UserError, match="mixed: its files are of different deltas"):
+        apply_deltas(target, [tmp_path / "mixed"], records(versions[2]))
+    assert weights_of(target) == weights_of(versions[0])
+
+
 def test_a_version_of_other_tensors(versions: list[Path], deltas: list[Path], copy: Copy) -> None:
     target = copy(versions[0])
     wanted = records(versions[1])
