@@ -20,6 +20,7 @@ from typing import Any
 
 from broadcast import layout
 from broadcast.chunk_files import new_chunks
+from broadcast.given_roles import check_newest, publishers_of
 from broadcast.manifest import (
     FILE_NAME,
     MAX_BYTES,
@@ -32,7 +33,6 @@ from broadcast.manifest import (
 from broadcast.pins import Pins
 from broadcast.retention import kept
 from runspec.common import latest as latest_format
-from runspec.common import roles as roles_format
 from runspec.common.canonical import MalformedJson, parse_object
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded, remove_leftovers, write_atomic
@@ -85,17 +85,19 @@ def publish(
     Raises:
         UserError: the version was published with other contents or by another key, or is older
             than the newest and pruned; the base or its delta is missing; an unusable file name;
-            another publisher is at work; disk full (then nothing new stays in the store).
+            a newer roles.json is in the store; another publisher is at work; disk full (then
+            nothing new stays in the store).
     """
     if not layout.is_run(run) or not layout.is_version(version):
         raise UserError(f"run {run!r} or version {version} is malformed", place=str(directory))
     if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
         raise UserError(f"chunk_bytes {chunk_bytes} is not in 1 to {MAX_CHUNK_BYTES}")
-    publishers = _publishers(roles, run, key)
+    publishers = publishers_of(roles, run, key)
     model_digest, tensors, files = _tensors(directory / TENSORS_NAME)
     if base is not None or not whole:
         _check_delta(directory, version, files, base)
     with _locked(store, run, lock_deadline_s):
+        check_newest(store / layout.roles_name(run), roles)
         if base is not None:
             _check_base(store, run, base, version, files, publishers)
         newest = newest_version(store, run=run)
@@ -143,6 +145,7 @@ def refresh_latest(store: Path, *, run: str, key: SigningKey, roles: bytes | Non
         if newest is None:
             return
         if roles is not None:
+            check_newest(store / layout.roles_name(run), roles)
             write_atomic(store / layout.roles_name(run), roles)
         digest = digest_bytes(read_bounded(store / layout.manifest_name(run, newest), MAX_BYTES))
         write_atomic(
@@ -220,26 +223,6 @@ def _stored_manifest(store: Path, run: str, version: int) -> WeightsManifest:
         raise UserError(
             f"damaged: {error}", place=str(path), remedy="remove the version's folder"
         ) from error
-
-
-def _publishers(roles: bytes, run: str, key: SigningKey) -> list[str]:
-    """The publishers' keys; early and clear, what every client would say later.
-
-    (The root key is theirs to check.)
-    """
-    try:
-        payload = open_document(
-            roles, kind=roles_format.KIND, keys=None, max_bytes=roles_format.MAX_BYTES
-        ).payload
-        publishers: list[str] = payload["roles"]["publisher"] if payload["run"] == run else []
-    except (BadSignature, KeyError, TypeError) as error:
-        raise UserError(f"cannot read roles.json: {error}", remedy="sign a new one") from error
-    if key.public_hex not in publishers:
-        raise UserError(
-            f"roles.json does not name {key.public_hex[:16]} a publisher of run {run!r}",
-            remedy="publish with a publisher's key, or sign a roles.json that names this one",
-        )
-    return publishers
 
 
 def _check_delta(directory: Path, version: int, files: Collection[str], base: int | None) -> None:

@@ -112,9 +112,12 @@ def test_after_revocation_relays_and_clients_refuse_the_old_publisher(run: Run) 
     (directory / "model.safetensors").write_bytes(b"bad")
     with pytest.raises(UserError, match="does not name"):
         publish(run.store, directory, run="demo", version=2, key=stolen, roles=run.roles)
+    with pytest.raises(UserError, match="newer than the one to publish with"):
+        publish(run.store, directory, run="demo", version=2, key=stolen, roles=old_roles)
+    (run.store / "demo" / "roles.json").unlink()  # as one would who has the store as well
     publish(run.store, directory, run="demo", version=2, key=stolen, roles=old_roles)
 
-    # then neither relay nor client take the version, nor does one that never heard of the thief
+    # then neither relay nor client take the version
     with pytest.raises(UserError):
         client.fetch(2, manifest_digest=None, deadline_s=2)
     latest = client.latest(0, 2)

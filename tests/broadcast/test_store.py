@@ -14,7 +14,7 @@ import pytest
 
 from broadcast.manifest import MAX_BYTES, WeightsManifest, open_manifest
 from broadcast.pins import Pins
-from broadcast.store import newest_version, prune, publish
+from broadcast.store import newest_version, prune, publish, refresh_latest
 from runspec.common.errors import UserError
 from runspec.common.keys import SigningKey
 from runspec.common.roles import sign_roles
@@ -229,6 +229,32 @@ def test_a_base_must_be_one_that_followers_will_believe(run: Run) -> None:
     with pytest.raises(UserError, match=r"base 0 will not be believed.*\n.*anchor"):
         run.publish(1, weights(seed=1), base=0, delta=DELTA)
     run.publish(1, weights(seed=1))
+
+
+def test_an_older_roles_file_does_not_replace_a_newer_one(run: Run) -> None:
+    # given a store whose roles.json revokes a key that the one before named
+    run.publish(0, weights())
+    old, key = run.roles, run.key
+    name_publishers(run, SigningKey.generate())
+    refresh_latest(run.store, run="demo", key=key, roles=run.roles)
+    stored_roles = (run.store / "demo" / "roles.json").read_bytes()
+    assert stored_roles == run.roles
+
+    # when somebody publishes or refreshes with the old one, then nothing changes
+    (run.keys / "roles.json").write_bytes(old)
+    with pytest.raises(UserError, match="newer than the one to publish with"):
+        run.publish(1, weights(seed=1))
+    with pytest.raises(UserError, match="newer than the one to publish with"):
+        refresh_latest(run.store, run="demo", key=key, roles=old)
+    assert (run.store / "demo" / "roles.json").read_bytes() == stored_roles
+    assert newest_version(run.store, run="demo") == 0
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"x" * 100_000])
+def test_roles_that_cannot_be_read_publish_nothing(run: Run, text: bytes) -> None:
+    (run.keys / "roles.json").write_bytes(text)
+    with pytest.raises(UserError, match=r"cannot read roles\.json"):
+        run.publish(0, weights())
 
 
 @pytest.mark.parametrize(
