@@ -19,7 +19,9 @@ from runspec.common.files import read_bounded
 from runspec.common.hashing import digest_bytes, is_digest
 
 _MAX_TENSORS_BYTES = 64 * 1024 * 1024
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux: maps all pages at once, not one a fault
+# Linux: all pages at once. Written ones would come one a fault; read ones come by sixteen, and not
+# while Python's lock is held.
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 Records = dict[str, dict[str, Any]]
 """For each tensor {dtype, shape, blake3}, as a manifest says them."""
 
@@ -87,7 +89,7 @@ def mapped_bits(
         pages = mmap.mmap(
             file.fileno(),
             cut.stop - cut.start + before,
-            flags=mmap.MAP_SHARED | _POPULATE,
+            flags=mmap.MAP_SHARED | (_POPULATE if writable else 0),
             prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
             offset=cut.start - before,
         )
