@@ -10,6 +10,7 @@ GET /metrics  /healthz
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -151,7 +152,7 @@ def _guard(admission: Admission, metrics: Metrics) -> Callable[..., Awaitable[we
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         what = request.match_info.route.name or "other"
-        status = _GONE
+        status = 500
         try:
             with cast(Connection, request.protocol).answering():
                 response = await admitted(request, what, handler)
@@ -160,6 +161,9 @@ def _guard(admission: Admission, metrics: Metrics) -> Callable[..., Awaitable[we
         except web.HTTPException as error:
             error.headers["Cache-Control"] = "no-store"  # it may be there the next time
             status = error.status
+            raise
+        except asyncio.CancelledError:
+            status = _GONE
             raise
         finally:
             metrics.answered(what, status)
