@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 
 MAX_METADATA_BYTES = 64 * 1024 * 1024
-AHEAD_BYTES = 32 * 1024 * 1024
+AHEAD, AHEAD_BYTES = 4, 32 * 1024 * 1024
+"""Pieces that are read ahead, and their bytes, at most."""
 TREE_METADATA = "_METADATA"
 _REMEDY = "point at a whole directory that Orbax wrote of the parameters alone"
 
@@ -91,8 +93,8 @@ def read_pieces(
 ) -> Iterator[tuple[Piece, np.ndarray]]:
     """Reads leaves piece by piece, each layer's pieces together, no stored chunk twice.
 
-    While a piece is used the next are being read. In memory are the pieces that fit into
-    `ahead_bytes` together, or one.
+    While a piece is used the next are being read, into buffers that are used again: memory that is
+    always new costs more than the reading. They have `ahead_bytes` together, or one piece.
 
     Args:
         stores: of `open_leaves`.
@@ -101,25 +103,29 @@ def read_pieces(
         ahead_bytes: how much is read ahead.
 
     Yields:
-        A piece, and its numbers as they are stored, C-contiguous.
+        A piece, and its numbers as they are stored, C-contiguous; good until the next is asked for.
 
     Raises:
         UserError: data missing or damaged.
     """
-    pending: deque[tuple[Piece, ts.Future]] = deque()
-    held = 0
+    pieces = [piece for entry in entries for piece in _pieces(stores[entry.path], entry)]
+    largest = max(piece.nbytes for piece in pieces)
+    count = min(AHEAD, max(1, ahead_bytes // largest))
+    buffers = itertools.cycle([np.empty(largest, np.uint8) for _ in range(count)])
+    pending: deque[tuple[Piece, np.ndarray, ts.WriteFutures]] = deque()
 
     def oldest() -> tuple[Piece, np.ndarray]:
-        piece, data = pending.popleft()
-        return piece, _arrived(piece.entry.path, data, place)
+        piece, data, read = pending.popleft()
+        with _named(piece.entry.path, place):
+            read.result()
+        return piece, data
 
-    for entry in entries:
-        for piece in _pieces(stores[entry.path], entry):
-            while pending and held + piece.nbytes > ahead_bytes:
-                held -= pending[0][0].nbytes
-                yield oldest()
-            pending.append((piece, stores[entry.path][piece.index].read()))
-            held += piece.nbytes
+    for piece in pieces:
+        if len(pending) == count:
+            yield oldest()
+        source = stores[piece.entry.path][piece.index][ts.d[:].translate_to[0]]
+        data = next(buffers)[: piece.nbytes].view(source.dtype.numpy_dtype).reshape(source.shape)
+        pending.append((piece, data, ts.array(data, copy=False).write(source)))
     while pending:
         yield oldest()
 
@@ -130,7 +136,8 @@ def read_leaf(store: ts.TensorStore, path: LeafPath, *, place: Path) -> np.ndarr
     Raises:
         UserError: data missing or damaged.
     """
-    return _arrived(path, store.read(), place)
+    with _named(path, place):
+        return store.read().result()
 
 
 def _pieces(store: ts.TensorStore, entry: Entry) -> Iterator[Piece]:
@@ -153,9 +160,10 @@ def _pieces(store: ts.TensorStore, entry: Entry) -> Iterator[Piece]:
         yield Piece(entry, index, corner[inside] == last[inside], nbytes)
 
 
-def _arrived(path: LeafPath, data: ts.Future, place: Path) -> np.ndarray:
+@contextmanager
+def _named(path: LeafPath, place: Path) -> Iterator[None]:
     try:
-        return data.result()
+        yield
     except ValueError as error:  # what TensorStore raises for all that is wrong with the data
         raise UserError(
             f"leaf {'.'.join(path)} cannot be read: {error}",

@@ -11,6 +11,7 @@ import math
 import operator
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ MAX_HEADER_BYTES = 64 * 1024 * 1024
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_DIMENSIONS = 8
+_SYNCED_BYTES = 64 * 1024 * 1024
 _CODES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"]}
 
 
@@ -198,12 +200,21 @@ def write_safetensors(
     """
     records = {}
     code = next(code for code, known in _CODES.items() if known == dtype)
-    with path.open("xb") as file:
+    with path.open("xb") as file, ThreadPoolExecutor(1) as thread:
         file.write(file_header(shapes, code, dtype.itemsize))
+        synced = 0
+        sync: Future[None] | None = None
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise ValueError(f"{name}: {tensor.dtype}{tensor.shape}, not {dtype}{shape}")
             records[name] = tensor_record(tensor, file.write)
+            # The disk works while more is made, so that little is left to sync at the end.
+            if file.tell() - synced >= _SYNCED_BYTES and (sync is None or sync.done()):
+                if sync is not None:
+                    sync.result()
+                synced, sync = file.tell(), thread.submit(os.fdatasync, file.fileno())
+        if sync is not None:
+            sync.result()
         file.flush()
         os.fsync(file.fileno())
     return records

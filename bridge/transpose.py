@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 
-_COLUMNS = 128
-_ROWS = 4096
+_COLUMNS = 256
+_ROWS = 256
 _PADDING = 8
 
 
@@ -16,7 +16,7 @@ def copy_into(target: np.ndarray, source: np.ndarray) -> None:
 
     Where one is transposed, numpy alone goes through one of them in steps of whole rows, which fall
     on few lines of the cache. Blocks that go by way of a small buffer, its rows padded, are copied
-    six times as fast.
+    three to ten times as fast.
     """
     down, across = _fastest(target), _fastest(source)
     if down == across:

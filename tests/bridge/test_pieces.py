@@ -30,7 +30,7 @@ def stored(folder: Path, leaf: Entry, chunk: list[int]) -> tuple[ts.TensorStore,
     return store, numbers
 
 
-@pytest.mark.parametrize("ahead_bytes", [0, 100, 10**6])
+@pytest.mark.parametrize("ahead_bytes", [0, 300, 10**6])
 @pytest.mark.parametrize("chunk", [[1, 2, 3], [1, 7, 7], [2, 2, 3], [3, 7, 7]], ids=str)
 def test_every_number_comes_once_and_layers_one_after_another(
     tmp_path: Path, chunk: list[int], ahead_bytes: int
