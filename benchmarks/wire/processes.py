@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -67,13 +68,14 @@ class Started:
 
 
 class Processes:
-    """Starts processes in a folder; all end with the block, and the folder goes.
+    """Starts processes in a folder; all end with the block (or SIGTERM), and the folder goes.
 
     Args:
         parent: where to make the folder; `/dev/shm` is memory.
     """
 
     def __init__(self, parent: Path) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         self._stack = ExitStack()
         made = tempfile.TemporaryDirectory(prefix="broadcast-bench-", dir=parent)
         self.folder = Path(self._stack.enter_context(made))
