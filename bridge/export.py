@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,9 +43,9 @@ def export_checkpoint(
 ) -> None:
     """Writes a checkpoint's parameters as a Hugging Face directory, which appears by one rename.
 
-    Memory: the largest tensor twice, and stored chunks of `orbax_io.AHEAD_BYTES` together; one
-    chunk, where the checkpoint's are larger. The bytes written are a function of the parameters,
-    the config and `dtype` alone.
+    Memory: stored chunks of `orbax_io.AHEAD_BYTES` together, or one where they are larger; and
+    twice the largest tensor whose chunks are not runs of its bytes, or the largest chunk. The bytes
+    written are a function of the parameters, the config and `dtype` alone.
 
     Args:
         orbax_dir: what `orbax.checkpoint.v1.save` or `import_model` wrote of the parameters.
@@ -94,14 +94,13 @@ def _write_weights(
     """Writes the safetensors file or files; returns each tensor's record by name."""
     shards = plan_shards(dict(hf_shapes(config)), dtype.itemsize, max_shard_bytes)
     records: dict[str, dict[str, Any]] = {}
-    stream = _one_ahead(_tensors(orbax_dir, stores, config, dtype))
+    stream = _one_ahead(_blocks(orbax_dir, stores, config, dtype))
     index = {}
     for number, shapes in enumerate(shards, 1):
         name = SINGLE_NAME
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        mine = itertools.islice(stream, len(shapes))
-        records |= write_safetensors(folder / name, shapes, dtype, mine)
+        records |= write_safetensors(folder / name, shapes, dtype, stream)
         index.update(dict.fromkeys(shapes, name))
         _LOG.info("exported %s: %d tensors", name, len(shapes))
     if len(shards) > 1:
@@ -111,27 +110,46 @@ def _write_weights(
     return records
 
 
-def _tensors(
+def _blocks(
     orbax_dir: Path, stores: dict[LeafPath, ts.TensorStore], config: ModelConfig, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
-    """Every Hugging Face tensor in the map's order, C-contiguous, in the target dtype.
+    """The elements of every Hugging Face tensor in the map's order, cast, in runs of C order.
 
-    They lie in two buffers in turn: one is good until the next but one is asked for.
+    A run is what was read at once, where that lacks nothing but rows of the tensor; else a whole
+    tensor, put together. They lie in two buffers in turn: good until the next but one is asked for.
     """
-    entries = weight_map(config)
-    largest = max(math.prod(entry.hf_shape) for entry in entries)
-    buffers = itertools.cycle([np.empty(largest, dtype), np.empty(largest, dtype)])
+    buffers = itertools.cycle([_Buffer(dtype), _Buffer(dtype)])
     tensor = None
-    for piece, data in read_pieces(stores, entries, place=orbax_dir):
+    for piece, data in read_pieces(stores, weight_map(config), place=orbax_dir):
         entry, stacked = piece.entry, piece.entry.layers is not None
+        index = piece.index[1:] if stacked else piece.index
         for part in data if stacked else [data]:
+            if all(part.shape[axis] == entry.shape[axis] for axis in entry.axes[1:]):
+                run = next(buffers).array([part.shape[axis] for axis in entry.axes])
+                copy_into(run.transpose(entry.inverse_axes()), part.astype(dtype, copy=False))
+                yield run.reshape(-1)
+                continue
             if tensor is None:
-                tensor = next(buffers)[: math.prod(entry.hf_shape)].reshape(entry.hf_shape)
-            target = entry.to_tree(tensor)[piece.index[1:] if stacked else piece.index]
-            copy_into(target, part.astype(dtype, copy=False))
+                tensor = next(buffers).array(entry.hf_shape)
+            copy_into(entry.to_tree(tensor)[index], part.astype(dtype, copy=False))
             if piece.completes:
                 yield tensor
                 tensor = None
+
+
+class _Buffer:
+    """Memory that is used again: what is always new costs more than the copy."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._memory = np.empty(0, dtype)
+
+    def array(self, shape: Sequence[int]) -> np.ndarray:
+        """An array whose elements are whatever they are."""
+        size = math.prod(shape)
+        if size > self._memory.size:
+            self._memory = np.empty(0, self._memory.dtype)  # the old goes before the new comes
+            self._memory = np.empty(size, self._memory.dtype)
+        return self._memory[:size].reshape(shape)
 
 
 def _one_ahead(items: Iterator[T]) -> Iterator[T]:

@@ -82,7 +82,8 @@ def write_metadata(checkpoint: Path, paths: Iterable[LeafPath]) -> None:
 
 
 def _chunk_shape(entry: Entry, itemsize: int) -> list[int]:
-    first, *rest = entry.shape
-    rows = CHUNK_BYTES // (itemsize * math.prod(rest))
-    part = [min(first, max(1, rows)), *rest]
+    """Cut where the tensor's first dimension is, so that a chunk is a run of the tensor's bytes."""
+    part = list(entry.shape)
+    row = itemsize * math.prod(part) // part[entry.axes[0]]
+    part[entry.axes[0]] = min(part[entry.axes[0]], max(1, CHUNK_BYTES // row))
     return part if entry.layers is None else [1, *part]

@@ -2,7 +2,7 @@
 
 The format: 8 bytes little-endian length, a JSON header {name: {dtype, shape, data_offsets}}, then
 the tensors' bytes without gaps (https://github.com/huggingface/safetensors). The header is known
-before any data is, so tensors are written as they come, one in memory at a time.
+before any data is, so tensors are written as they come.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+from blake3 import blake3
 
 from bridge.shards import file_header
-from bridge.tensors import DTYPES, tensor_record
+from bridge.tensors import DTYPES, record, tensor_bytes
 from runspec.common.canonical import MalformedJson, parse_object
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
@@ -29,6 +30,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_DIMENSIONS = 8
 _SYNCED_BYTES = 64 * 1024 * 1024
+_CACHED_BYTES = 256 * 1024
 _CODES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"]}
 
 
@@ -183,9 +185,9 @@ def write_safetensors(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
-    tensors: Iterable[np.ndarray],
+    blocks: Iterable[np.ndarray],
 ) -> dict[str, dict[str, Any]]:
-    """Writes a file header first, then the tensors as they come: one at a time in memory.
+    """Writes a file header first, then the tensors as they come: one block at a time in memory.
 
     The bytes are a function of the arguments alone. The file is synced to disk.
 
@@ -193,31 +195,48 @@ def write_safetensors(
         path: must not exist.
         shapes: name and shape of every tensor, in the order in which they will come.
         dtype: of all of them.
-        tensors: yields them in that order.
+        blocks: the tensors in that order, each whole, or as 1-D runs of its elements in
+            C order.
 
     Returns:
         The record of each tensor by name, as `bridge.tensors.tensor_record` makes it.
     """
-    records = {}
     code = next(code for code, known in _CODES.items() if known == dtype)
+    records, stream = {}, iter(blocks)
     with path.open("xb") as file, ThreadPoolExecutor(1) as thread:
         file.write(file_header(shapes, code, dtype.itemsize))
         synced = 0
         sync: Future[None] | None = None
-        for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
-            if tensor.shape != shape or tensor.dtype != dtype:
-                raise ValueError(f"{name}: {tensor.dtype}{tensor.shape}, not {dtype}{shape}")
-            records[name] = tensor_record(tensor, file.write)
+        for name, shape in shapes.items():
+            digest, left = blake3(), math.prod(shape)
+            for block in stream:
+                left -= block.size
+                if block.dtype != dtype or left < 0 or block.shape not in (shape, (block.size,)):
+                    raise ValueError(f"{name}: {block.dtype}{block.shape}, not {dtype}{shape}")
+                _write(file, digest, tensor_bytes(block))
+                if not left:
+                    break
+            records[name] = record(dtype, shape, digest)
             # The disk works while more is made, so that little is left to sync at the end.
             if file.tell() - synced >= _SYNCED_BYTES and (sync is None or sync.done()):
                 if sync is not None:
                     sync.result()
                 synced, sync = file.tell(), thread.submit(os.fdatasync, file.fileno())
+            if left:
+                raise ValueError(f"{name}: {left} elements are missing")
         if sync is not None:
             sync.result()
         file.flush()
         os.fsync(file.fileno())
     return records
+
+
+def _write(file: IO[bytes], digest: blake3, data: memoryview) -> None:
+    """Hashes and writes, bit by bit, while the bytes lie in the processor's cache."""
+    for start in range(0, len(data), _CACHED_BYTES):
+        part = data[start : start + _CACHED_BYTES]
+        digest.update(part)
+        file.write(part)
 
 
 def listed(names: Iterable[str], limit: int = 5) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -21,7 +21,6 @@ DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 """The types that weights may be stored in, by the name that spec and config.json use."""
-_BLOCK_BYTES = 1 << 18
 
 
 def dtype_named(name: str) -> np.dtype:
@@ -52,26 +51,14 @@ def tensor_digest(array: np.ndarray) -> str:
     return digest_bytes(tensor_bytes(array))
 
 
-def tensor_record(
-    array: np.ndarray, write: Callable[[memoryview], object] | None = None
-) -> dict[str, Any]:
-    """What a weights manifest says of a tensor: {dtype, shape, blake3}.
+def tensor_record(array: np.ndarray) -> dict[str, Any]:
+    """What a weights manifest says of a tensor: {dtype, shape, blake3}."""
+    return record(array.dtype, array.shape, blake3(tensor_bytes(array)))
 
-    Args:
-        array: the tensor.
-        write: gets its bytes, block by block, while they lie in the processor's cache.
-    """
-    data, digest = tensor_bytes(array), blake3()
-    for start in range(0, len(data), _BLOCK_BYTES):
-        block = data[start : start + _BLOCK_BYTES]
-        digest.update(block)
-        if write is not None:
-            write(block)
-    return {
-        "dtype": dtype_name(array.dtype),
-        "shape": list(array.shape),
-        "blake3": digest.hexdigest(),
-    }
+
+def record(dtype: np.dtype, shape: tuple[int, ...], digest: blake3) -> dict[str, Any]:
+    """The record of a tensor whose bytes were hashed."""
+    return {"dtype": dtype_name(dtype), "shape": list(shape), "blake3": digest.hexdigest()}
 
 
 def model_digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:
