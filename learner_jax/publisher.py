@@ -22,7 +22,7 @@ from bridge.delta import write_delta
 from bridge.export import export_checkpoint
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
-from broadcast.manifest import open_manifest
+from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import DELTA_NAME, prune, publish, refresh_latest
 from learner_jax.layout import (
     PARAMS_NAME,
@@ -109,26 +109,16 @@ class Publisher:
                 model_dir=self._initial,
                 dtype=self._spec.broadcast.dtype,
             )
-        if self._is_published(version, directory):
-            # Left as it is: a delta from another base would make another manifest of it.
+        stored = self._stored(version)
+        if stored is not None and stored.model_digest == _model_digest(directory):
+            self._mend(stored, directory)
             self._served.add(version)
-            self._log.info("version %d is published already", version)
             return
         times.append(time.monotonic())
         base = self._write_delta(version, directory)
         whole = base is None or version % self._spec.broadcast.anchor_every == 0
         times.append(time.monotonic())
-        digest = publish(
-            self._store,
-            directory,
-            run=self._spec.name,
-            version=version,
-            key=self._key,
-            roles=self._roles,
-            chunk_bytes=self._spec.broadcast.chunk_bytes,
-            base=base,
-            whole=whole,
-        )
+        digest = self._put(version, directory, base=base, whole=whole)
         self._served.add(version)
         times.append(time.monotonic())
         exported, compared, published = (b - a for a, b in pairwise(times))
@@ -143,20 +133,38 @@ class Publisher:
             published,
         )
 
-    def _is_published(self, version: int, directory: Path) -> bool:
-        """Whether these very weights are in the store under their number."""
+    def _stored(self, version: int) -> WeightsManifest | None:
+        """What is in the store under a number, whoever signed it."""
         path = self._store / manifest_name(self._spec.name, version)
         try:
-            manifest = open_manifest(
-                read_bounded(path, MAX_MANIFEST_BYTES),
-                run=self._spec.name,
-                publishers={self._key.public_hex},
-            )
-            exported = read_bounded(directory / TENSORS_FILE, MAX_MANIFEST_BYTES)
-            digest = parse_object(exported, max_bytes=MAX_MANIFEST_BYTES)["model_digest"]
-        except (FileNotFoundError, BadSignature, MalformedJson, KeyError):
-            return False  # what is not as it should be, `publish` names
-        return manifest.model_digest == digest
+            data = read_bounded(path, MAX_MANIFEST_BYTES)
+            return open_manifest(data, run=self._spec.name, publishers=None)
+        except (FileNotFoundError, BadSignature):
+            return None  # what is not as it should be, `publish` names
+
+    def _mend(self, stored: WeightsManifest, directory: Path) -> None:
+        """Publishes a version again as it was: its chunks are not synced, and a power cut may have
+        cost some of them. A delta from another base would make another version of it."""
+        remove_leftovers(directory)
+        try:
+            self._put(stored.version, directory, base=stored.base, whole=stored.is_anchor)
+        except UserError as error:  # as where its delta or its base is gone: it may still be whole
+            self._log.warning("version %d stays as it is in the store: %s", stored.version, error)
+            return
+        self._log.info("version %d is published already", stored.version)
+
+    def _put(self, version: int, directory: Path, *, base: int | None, whole: bool) -> str:
+        return publish(
+            self._store,
+            directory,
+            run=self._spec.name,
+            version=version,
+            key=self._key,
+            roles=self._roles,
+            chunk_bytes=self._spec.broadcast.chunk_bytes,
+            base=base,
+            whole=whole,
+        )
 
     def _write_delta(self, version: int, directory: Path) -> int | None:
         """Writes what changed beside the weights, and returns since which version; None where
@@ -203,6 +211,14 @@ class Publisher:
         for version in versions_in(self._weights)[: -self._spec.broadcast.keep_versions]:
             _remove(self._weights / f"v{version}")
         prune(self._store, run=self._spec.name, keep_versions=self._spec.broadcast.keep_versions)
+
+
+def _model_digest(directory: Path) -> str | None:
+    try:
+        data = read_bounded(directory / TENSORS_FILE, MAX_MANIFEST_BYTES)
+        return parse_object(data, max_bytes=MAX_MANIFEST_BYTES)["model_digest"]
+    except (FileNotFoundError, MalformedJson, KeyError):
+        return None  # `publish` names it
 
 
 def _remove(directory: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bridge.delta import apply_deltas
-from broadcast.layout import latest_name, manifest_name
+from broadcast.layout import chunk_name, latest_name, manifest_name
 from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import newest_version
 from learner_jax.checkpoint import save_params
@@ -236,3 +236,17 @@ def test_old_weights_go_and_the_anchor_stays_in_the_store(run: Run) -> None:
     publish_each(run, 4, 5, 6)
     stored = {int(p.name) for p in (run.path / "store/origin/tiny/versions").iterdir()}
     assert stored == {4, 5, 6}
+
+
+def test_what_a_power_cut_took_of_a_published_version_is_put_back(run: Run) -> None:
+    # given a stored chunk that is not what it was: manifests are synced, chunks are not
+    publish_each(run, 0, 1)
+    (info,) = manifest(run, 1).delta.values()
+    chunk = run.path / "store" / "origin" / chunk_name("tiny", info.chunks[0].blake3)
+    delta = chunk.read_bytes()
+    chunk.write_bytes(b"")
+    before = signed(run, 1)
+    # when the publisher starts again
+    Publisher(run.path, run.spec, LOG).publish_new()
+    # then the version can be had again, and is the same
+    assert (chunk.read_bytes(), signed(run, 1)) == (delta, before)
