@@ -15,6 +15,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 
@@ -133,12 +134,14 @@ class Publisher:
             published,
         )
 
-    def _stored(self, version: int) -> WeightsManifest | None:
-        """What is in the store under a number, whoever signed it."""
+    def _stored(
+        self, version: int, *, publishers: Collection[str] | None = None
+    ) -> WeightsManifest | None:
+        """What is in the store under a number, by these publishers or by anyone."""
         path = self._store / manifest_name(self._spec.name, version)
         try:
             data = read_bounded(path, MAX_MANIFEST_BYTES)
-            return open_manifest(data, run=self._spec.name, publishers=None)
+            return open_manifest(data, run=self._spec.name, publishers=publishers)
         except (FileNotFoundError, BadSignature):
             return None  # what is not as it should be, `publish` names
 
@@ -196,12 +199,15 @@ class Publisher:
         return None
 
     def _base(self, version: int) -> int | None:
-        """The newest older version that is published and whose weights are still here."""
+        """The newest older version that this key published and whose weights are still here."""
         if self._spec.broadcast.format == "full":
             return None
         here = set(versions_in(self._weights))
-        published = stored_versions(self._store, self._spec.name)
-        return max((v for v in published if v < version and v in here), default=None)
+        older = [v for v in stored_versions(self._store, self._spec.name) if v < version]
+        # What a revoked key signed nobody believes: it is nothing to start from.
+        mine = {self._key.public_hex}
+        believed = (v for v in reversed(older) if v in here and self._stored(v, publishers=mine))
+        return next(believed, None)
 
     def _clean_up(self) -> None:
         """Keeps the newest parameters, and the newest `keep_versions` weights."""

@@ -250,3 +250,18 @@ def test_what_a_power_cut_took_of_a_published_version_is_put_back(run: Run) -> N
     Publisher(run.path, run.spec, LOG).publish_new()
     # then the version can be had again, and is the same
     assert (chunk.read_bytes(), signed(run, 1)) == (delta, before)
+
+
+def test_a_renewed_key_goes_on_with_an_anchor(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    # given a publisher's key that was revoked for a new one, and so all that it had signed
+    publish_each(run, 0, 1)
+    before = signed(run, 1)
+    shutil.rmtree(run.path / "keys")
+    renewed = Run(run.path, run.spec, root=run.root)
+    # when it goes on
+    publish_each(renewed, 2, 3)
+    # then the next version needs nothing of what nobody believes, and the old one is left alone
+    assert (manifest(renewed, 2).base, manifest(renewed, 2).is_anchor) == (None, True)
+    assert manifest(renewed, 3).base == 2
+    assert signed(run, 1) == before
+    assert "version 1 stays as it is in the store" in caplog.text
