@@ -2,18 +2,18 @@
 
     python -m benchmarks.bridge_export [--layers 36] [--stored bfloat16] [--directory DIR]
 
-The model is Qwen3-4B (8.0 GB of bf16, its largest tensor 0.78 GB), random, written leaf by leaf in
-chunks like the learner's. Each command is a process of its own, timed from start to end; its peak
-is the kernel's VmHWM. The copy is of the exported safetensors files, by the kernel within this
-process, and synced as the export's are. Both sides run with the page cache emptied of what they
-read (`cold`) and full of it (`warm`). DIR needs room for three times the model.
+The model is Qwen3-4B (8.0 GB of bf16, its largest tensor 0.78 GB), random, written leaf by leaf as
+`import` does. Each command is a process of its own, timed from start to end; its peak is the
+kernel's VmHWM. The copy is of the exported safetensors files, by the kernel within this process,
+and synced as the export's are. Both sides run with the page cache emptied of what they read
+(`cold`) and full of it (`warm`). DIR needs room for three times the model.
 
-Limits, before anything is measured. Memory: two tensors, one being made while the other is
-hashed and written, and 32 MiB of chunks under way: 2.0 largest tensors and 0.1 GB, bound 2.5 and
-0.3 GB. Speed: a copy reads and writes each byte once. The export also transposes (measured here
-2 GB/s a core), hashes (5 GB/s) and assembles what it reads (2 GB/s): 1.2 s of one core for each GB,
-half of it beside the rest. Where the disk takes longer than 0.7 s for a GB, the disk is the limit
-and the ratio 1.
+Limits, before anything is measured. Memory: 32 MiB of chunks that are read, two of 8 MiB that are
+made and written, and the interpreter with its libraries, 0.1 GB: 0.2 GB, whatever the largest
+tensor; the bound is 2.5 of it and 0.3 GB. Speed: a copy reads and writes each byte once. The
+export also assembles what it reads (measured here 3.5 GB/s a core), transposes (4 GB/s) and hashes
+(5 GB/s) before it writes (3.5 GB/s): 1.0 s of a core for each GB, in threads that run beside one
+another. On two cores a disk that takes longer than 0.5 s for a GB is the limit, and the ratio 1.
 """
 
 from __future__ import annotations
