@@ -62,16 +62,19 @@ class Cache:
         """The manifest digest of a version that is here; its bytes were checked as they came.
 
         Raises:
-            UserError: something lies there that is no version.
+            UserError: something lies there that is no version of the run.
         """
         whole = self.whole(version)
         if not whole.exists():
             return None
         try:
-            return digest_bytes(read_bounded(whole / FILE_NAME, MAX_BYTES))
-        except OSError as error:
+            data = read_bounded(whole / FILE_NAME, MAX_BYTES)
+            open_manifest(data, run=self._run, publishers=None)
+            return digest_bytes(data)
+        except (OSError, BadSignature) as error:
+            said = error.strerror if isinstance(error, OSError) else None
             raise UserError(
-                f"exists, and is no version that was fetched: {error.strerror or error}",
+                f"exists, and is no version that was fetched: {said or error}",
                 place=str(whole),
                 remedy="remove it, or name another directory",
             ) from error

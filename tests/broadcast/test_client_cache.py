@@ -62,6 +62,20 @@ def test_a_version_held_with_another_manifest_is_replaced(
     assert any("version 0 is here as" in line for line in warnings(caplog))
 
 
+def test_another_runs_version_passes_for_none_of_this_run(
+    run: Run, other_run: Run, counted: Counted
+) -> None:
+    # given a folder with another run's version of the same number
+    run.publish(0, weights())
+    other_run.publish(0, weights(seed=1))
+    theirs = fetch(other_run.client(other_run.static().url), 0)
+    shutil.copytree(theirs, run.folder / "cache" / "v0")
+    # when this run's is fetched there, then it is neither returned nor removed
+    with pytest.raises(UserError, match=r"cache/v0: .* of run 'other', not 'demo'"):
+        fetch(run.client(counted.url), 0)
+    assert contents(run.folder / "cache" / "v0") == weights(seed=1)
+
+
 @pytest.mark.parametrize("is_file", [True, False])
 def test_what_is_no_version_is_not_touched(run: Run, counted: Counted, is_file: bool) -> None:
     run.publish(0, weights())
