@@ -5,6 +5,13 @@ that applying it again, after a crash or by mistake, is harmless. docs/deltas.md
 """
 
 from bridge.delta.apply import apply_deltas, delta_tensors
-from bridge.delta.write import DeltaSummary, TensorChange, write_delta
+from bridge.delta.write import DamagedWeights, DeltaSummary, TensorChange, write_delta
 
-__all__ = ["DeltaSummary", "TensorChange", "apply_deltas", "delta_tensors", "write_delta"]
+__all__ = [
+    "DamagedWeights",
+    "DeltaSummary",
+    "TensorChange",
+    "apply_deltas",
+    "delta_tensors",
+    "write_delta",
+]

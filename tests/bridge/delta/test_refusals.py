@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.delta import apply_deltas, delta_tensors, write_delta
+from bridge.delta import DamagedWeights, apply_deltas, delta_tensors, write_delta
 from bridge.records import TENSORS_NAME
 from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, read_header
 from runspec.common.canonical import canonical_json
@@ -73,6 +73,25 @@ def test_a_delta_is_never_written_over(tmp_path: Path, versions: list[Path]) -> 
     write_delta(versions[0], versions[1], tmp_path / "delta")
     with pytest.raises(UserError, match="delta: exists already"):
         write_delta(versions[1], versions[2], tmp_path / "delta")
+
+
+@pytest.mark.parametrize(("damaged", "error"), [(0, UserError), (1, DamagedWeights)])
+def test_no_delta_of_damaged_weights(
+    tmp_path: Path, versions: list[Path], damaged: int, error: type[UserError]
+) -> None:
+    # Given a bit that is not what `tensors.json` was made of, in one of the versions
+    for version in versions[:2]:
+        list_tensors(version)
+    file = versions[damaged] / "model-00002-of-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    # When, then: nobody could apply that
+    said = rf"v{damaged}/model-00002-of-00002\.safetensors: tensor head: its bits are not those"
+    with pytest.raises(UserError, match=said) as raised:
+        write_delta(versions[0], versions[1], tmp_path / "delta")
+    assert raised.type is error
+    assert not (tmp_path / "delta").exists()
 
 
 def test_a_full_disk(tmp_path: Path, rng: np.random.Generator) -> None:
