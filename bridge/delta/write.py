@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from blake3 import blake3
+
 from bridge.delta.changes import changed_indices
 from bridge.delta.container import SUFFIX, DeltaHeader, DeltaTensor
 from bridge.delta.layout import (
@@ -23,12 +25,13 @@ from bridge.delta.layout import (
 from bridge.delta.segments import encode
 from bridge.records import TENSORS_NAME
 from bridge.safetensors_io import TensorInfo, listed
-from bridge.tensors import model_digest, tensor_digest
+from bridge.tensors import model_digest
 from runspec.common.errors import UserError
 from runspec.common.files import new_directory
 
 _AHEAD = 8
 """Segments a thread that may be coded before the first of them is written."""
+_READ_BYTES = 1024 * 1024
 
 
 class DamagedWeights(UserError):
@@ -71,9 +74,10 @@ def write_delta(base_dir: Path, new_dir: Path, out_dir: Path, *, threads: int = 
     """Writes what turns the weights of `base_dir` into those of `new_dir`.
 
     The bytes are a function of both directories' weights alone, whatever `threads` is. Digests are
-    taken from `tensors.json` where one lies beside the weights, else computed, and all tensors are
-    held against them: a delta of damaged weights nobody could apply. In memory are a few segments
-    (`bridge.delta.segments`) a thread.
+    taken from `tensors.json` where one lies beside the weights, else computed. The newer tensors
+    are held against them: what damaged ones give nobody could apply. The older need not be: a wrong
+    bit there is one more change, unless it should happen to be the new one. In memory are a few
+    segments (`bridge.delta.segments`) a thread.
 
     Args:
         base_dir: Hugging Face directory of the older version.
@@ -82,22 +86,23 @@ def write_delta(base_dir: Path, new_dir: Path, out_dir: Path, *, threads: int = 
         threads: that compare and compress.
 
     Raises:
-        DamagedWeights: those of `new_dir`.
-        UserError: unreadable or damaged weights, another layout (names, types, shapes, files),
-            `out_dir` exists or cannot be written.
+        DamagedWeights: the newer ones.
+        UserError: unreadable weights, another layout (names, types, shapes, files), `out_dir`
+            exists or cannot be written.
     """
     base, new = read_layout(base_dir), read_layout(new_dir)
     _check_same_layout(base, new)
-    base_records, records = read_records(base_dir, base), read_records(new_dir, new)
-    digests = model_digest(base_records), model_digest(records)
+    records = read_records(new_dir, new)
+    digests = model_digest(read_records(base_dir, base)), model_digest(records)
     changes: list[TensorChange] = []
     delta_bytes = 0
     try:
         with new_directory(out_dir) as folder, ThreadPoolExecutor(threads) as pool:
             for old_file, new_file in zip(base, new, strict=True):
                 with tempfile.TemporaryFile(dir=folder) as blocks:
-                    sides = _Side(old_file, base_records), _Side(new_file, records, DamagedWeights)
-                    written = _write_blocks(blocks, *sides, pool, _AHEAD * threads)
+                    written = _write_blocks(
+                        blocks, old_file, new_file, records, pool, _AHEAD * threads
+                    )
                     header = DeltaHeader(*digests, new_file.digest, _sizes(written, records))
                     path = folder / (new_file.path.name + SUFFIX)
                     _write_file(path, header, blocks)
@@ -144,35 +149,38 @@ def _write_file(path: Path, header: DeltaHeader, blocks: IO[bytes]) -> None:
         os.fsync(file.fileno())
 
 
-@dataclass(frozen=True)
-class _Side:
-    """A weights file, and what its tensors must be."""
-
-    file: FileLayout
-    records: Records
-    error: type[UserError] = UserError
-
-    def check(self, file: IO[bytes], info: TensorInfo) -> None:
-        bits = mapped_bits(file, info, slice(info.offset, info.offset + info.nbytes))
-        if tensor_digest(bits) != self.records[info.name]["blake3"]:
-            raise self.error(
-                f"tensor {info.name}: its bits are not those that {TENSORS_NAME} names",
-                place=str(self.file.path),
-                remedy="the file is damaged: export this version again",
-            )
+def _check(info: TensorInfo, expected: str) -> None:
+    digest, left = blake3(), info.nbytes
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with info.file.open("rb", buffering=0) as file:
+        file.seek(info.offset)
+        while count := file.readinto(buffer[:left]):
+            digest.update(buffer[:count])
+            left -= count
+    if digest.hexdigest() != expected:
+        raise DamagedWeights(
+            f"tensor {info.name}: its bits are not those that {TENSORS_NAME} names",
+            place=str(info.file),
+            remedy="the file is damaged: export this version again",
+        )
 
 
 def _write_blocks(
-    blocks: IO[bytes], base: _Side, new: _Side, pool: ThreadPoolExecutor, ahead: int
+    blocks: IO[bytes],
+    base: FileLayout,
+    new: FileLayout,
+    records: Records,
+    pool: ThreadPoolExecutor,
+    ahead: int,
 ) -> list[TensorChange]:
-    """Writes each tensor's segments, `ahead` of them coded at a time; beside that, both versions'
-    tensors are checked, while what was read of them is still in memory."""
-    segments = [(info, cut) for info in new.file.tensors for cut in tensor_segments(info)]
-    changed = dict.fromkeys((info.name for info in new.file.tensors), 0)
+    """Writes each tensor's segments, `ahead` of them coded at a time. Meanwhile the new tensors are
+    checked, each while what was read of it is still in memory.
+    """
+    segments = [(info, cut) for info in new.tensors for cut in tensor_segments(info)]
+    changed = dict.fromkeys((info.name for info in new.tensors), 0)
     nbytes = dict(changed)
-    newer: list[Future[None]] = []
-    older: list[Future[None]] = []
-    with base.file.path.open("rb") as old_file, new.file.path.open("rb") as new_file:
+    checks: list[Future[None]] = []
+    with base.path.open("rb") as old_file, new.path.open("rb") as new_file:
 
         def code(segment: tuple[TensorInfo, slice]) -> tuple[int, bytes]:
             old_bits, new_bits = (mapped_bits(file, *segment) for file in (old_file, new_file))
@@ -181,18 +189,17 @@ def _write_blocks(
 
         for first in range(0, len(segments), ahead):
             window = segments[first : first + ahead]
-            coded = pool.map(code, window)
+            coding = pool.map(code, window)
             begun = [info for info, cut in window if cut.start == info.offset]
-            newer += [pool.submit(new.check, new_file, info) for info in begun]
-            older += [pool.submit(base.check, old_file, info) for info in begun]
-            for (info, _), (count, segment) in zip(window, coded, strict=True):
+            checks += [pool.submit(_check, info, records[info.name]["blake3"]) for info in begun]
+            for (info, _), (count, coded) in zip(window, coding, strict=True):
                 changed[info.name] += count
-                nbytes[info.name] += blocks.write(segment)
-        for check in [*newer, *older]:
+                nbytes[info.name] += blocks.write(coded)
+        for check in checks:
             check.result()
     return [
         TensorChange(
             info.name, info.nbytes // info.dtype.itemsize, changed[info.name], nbytes[info.name]
         )
-        for info in new.file.tensors
+        for info in new.tensors
     ]
