@@ -23,6 +23,10 @@ class Announcement:
             async with self._changed:
                 self._changed.notify_all()
 
+    def withdraw(self) -> None:
+        """Nothing is newest any more, as far as one knows."""
+        self.data, self.version = None, -1
+
     async def newer_than(self, after: int | None, wait_s: float) -> bytes | None:
         if after is not None and wait_s > 0 and self.version <= after:
             self.waiting += 1

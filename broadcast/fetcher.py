@@ -101,6 +101,7 @@ class Fetcher:
     async def latest(self, after: int | None, wait_s: float) -> Latest | None:
         """The newest latest.json that names a version newer than `after`; None if none comes.
 
+        Any, where the version seen as the newest is forgotten meanwhile: its key was revoked.
         All servers are polled at once, so that a stale one cannot hide what another knows.
 
         Raises:
@@ -214,7 +215,7 @@ class Fetcher:
         What goes wrong here makes no difference to whom chunks are asked of, lies aside.
         """
         floor = -1 if after is None else after
-        failures = 0
+        seen, failures = self.seen_version, 0
         while True:
             asked = time.monotonic()
             hold_s = min(POLL_S, max(0.0, deadline - asked))
@@ -222,7 +223,7 @@ class Fetcher:
                 latest = await self._latest_of(upstream, floor, hold_s, deadline + _LAST_GRACE_S)
                 failures = 0
                 answered.add(upstream)
-                if latest.version > floor:
+                if latest.version > floor or self.seen_version < seen:
                     return latest
                 # One that answers before its time without news is a plain file server.
                 pause_s = _STATIC_POLL_S if time.monotonic() - asked < hold_s / 2 else 0.0
@@ -264,7 +265,7 @@ class Fetcher:
     async def _checked(self, upstream: Upstream, check: Callable[[Roles], T], deadline: float) -> T:
         """Runs a check with the roles; where it fails, once more with the newest roles."""
         roles = self.roles
-        if roles is None or time.time() > roles.expires + CLOCK_SKEW_S:
+        if roles is None or _is_expired(roles):
             roles = await self._newest_roles(upstream, deadline)
         try:
             return check(roles)
@@ -298,13 +299,37 @@ class Fetcher:
         if self.roles is None or roles.issued > self.roles.issued:
             write_atomic(self._roles_path, data)
             self.roles = roles
+            self._forget_revoked()
+        elif _is_expired(self.roles):
+            raise Fault("offers a roles.json older than one seen before, which has expired")
         return self.roles
+
+    def _forget_revoked(self) -> None:
+        """What a revoked key called the newest binds nobody: it may be a number never reached."""
+        if self.latest_bytes is None or self.roles is None:
+            return
+        try:
+            open_document(
+                self.latest_bytes,
+                kind=latest_format.KIND,
+                keys=self.roles.publisher,
+                max_bytes=latest_format.MAX_BYTES,
+            )
+        except BadSignature as error:
+            _LOG.warning("version %d is not the newest any more: %s", self.seen_version, error)
+            self._latest_path.unlink(missing_ok=True)
+            self.latest_bytes, self._issued = None, 0.0
+            self.seen_version, self.seen_digest = -1, ""
 
     def _recall(self) -> None:
         """Takes up what the last process of this folder had checked and written."""
         try:
             data = read_bounded(self._roles_path, roles_format.MAX_BYTES)
-            self.roles = open_roles(data, root_public_key=self._root, run=self._run)
+            # Perhaps expired by now, still good to know that nothing issued earlier is believed.
+            issued = open_document(
+                data, kind=roles_format.KIND, keys={self._root}, max_bytes=roles_format.MAX_BYTES
+            ).payload.get("issued")
+            self.roles = open_roles(data, root_public_key=self._root, run=self._run, now=issued)
         except FileNotFoundError:
             pass
         except (BadSignature, UserError) as error:
@@ -324,6 +349,7 @@ class Fetcher:
         if latest.run == self._run:
             self.latest_bytes, self._issued = data, latest.issued
             self.seen_version, self.seen_digest = latest.version, latest.manifest_digest
+            self._forget_revoked()
 
 
 async def for_each(
@@ -343,6 +369,10 @@ async def for_each(
         for task in workers:
             task.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
+
+
+def _is_expired(roles: Roles) -> bool:
+    return time.time() > roles.expires + CLOCK_SKEW_S
 
 
 def _within(deadline: float, limit_s: float) -> float:

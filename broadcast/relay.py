@@ -49,7 +49,8 @@ class Mirror:
         self._said = Recent(_SAY_AGAIN_S)
         self._transfers = Transfers(fetcher, shelf, complain=self._complain)
         self._announced = Announcement()
-        self._recalled = False
+        self._believed: frozenset[str] | None = None
+        """The publishers' keys by which what is on the shelf was judged; None: nothing yet."""
         self._lookups: dict[int, asyncio.Task[bool]] = {}
         self._missed = Recent(MISSED_S)
         """Versions that no upstream had."""
@@ -60,7 +61,7 @@ class Mirror:
 
     async def recall(self) -> None:
         """Takes up what is on disk, so that a restarted relay serves with its upstreams away."""
-        self._recall_once()
+        self._heed_roles()
         await self._announce()
 
     async def roles(self, run: str) -> Path | None:
@@ -96,6 +97,7 @@ class Mirror:
         """Follows the upstreams' latest.json; a newer version takes over from an unfinished one."""
         while True:
             try:
+                self._heed_roles()
                 latest = await self._fetcher.latest(self._announced.version, _POLL_S)
                 if latest is not None:
                     deadline = time.monotonic() + _MANIFEST_DEADLINE_S
@@ -116,11 +118,21 @@ class Mirror:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._transfers.close()
 
-    def _recall_once(self) -> None:
-        """What is on disk is believed as soon as roles.json says whose manifests are."""
-        if not self._recalled and self._fetcher.roles is not None:
-            self._recalled = True
-            self._shelf.recall(self._fetcher.roles.publisher)
+    def _heed_roles(self) -> None:
+        """What is on disk is believed as soon, and as long, as roles.json names who signed it."""
+        roles = self._fetcher.roles
+        if roles is None or roles.publisher == self._believed:
+            return
+        if self._believed is None:
+            self._shelf.recall(roles.publisher)
+        else:
+            self._shelf.keep_signed(roles.publisher)
+        self._believed = roles.publisher
+        if self._filling is not None and self._filling[0] not in self._shelf.manifests:
+            self._filling[1].cancel()
+            self._filling = None
+        if self._announced.version not in self._shelf.manifests:
+            self._announced.withdraw()
 
     async def _announce(self) -> None:
         version, data = self._fetcher.seen_version, self._fetcher.latest_bytes
@@ -133,11 +145,11 @@ class Mirror:
     async def _take(
         self, version: int, digest: str | None, deadline: float, *, patient: bool = True
     ) -> None:
-        self._recall_once()
+        self._heed_roles()
         if version in self._shelf.manifests:
             return
         manifest, data = await self._fetcher.manifest(version, digest, deadline, patient=patient)
-        self._recall_once()
+        self._heed_roles()
         if version not in self._shelf.manifests:
             self._shelf.adopt(manifest, data)
 

@@ -81,6 +81,19 @@ class Shelf:
         while self._max_bytes is not None and self._used > self._max_bytes and self.manifests:
             self._drop([min(self.manifests)])
 
+    def keep_signed(self, publishers: Collection[str]) -> None:
+        """Drops the versions whose manifests none of these keys signed: one was revoked."""
+        revoked = []
+        for version in self.manifests:
+            path = self.manifest_path(version)
+            try:
+                data = read_bounded(path, MAX_BYTES)
+                open_manifest(data, run=self._run, publishers=publishers)
+            except (BadSignature, OSError, UserError) as error:
+                self._log.warning("%s: removed: %s", path, error)
+                revoked.append(version)
+        self._drop(revoked)
+
     def manifest_path(self, version: int) -> Path:
         return self._store / layout.manifest_name(self._run, version)
 

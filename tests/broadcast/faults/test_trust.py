@@ -7,23 +7,29 @@ import shutil
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
+from broadcast.layout import MAX_VERSION
 from runspec.common.canonical import canonical_json
 from runspec.common.errors import UserError
 from runspec.common.keys import SigningKey
 from runspec.common.latest import KIND
 from runspec.common.roles import sign_roles
 from runspec.common.signed import sign_document
+from tests.waiting import eventually
 
 from ..conftest import Run, contents, weights
 
 
-def sign_new_roles(run: Run, *publishers: SigningKey, valid_s: float = 1000) -> None:
+def sign_new_roles(
+    run: Run, *publishers: SigningKey, valid_s: float = 1000, ago_s: float = 0
+) -> None:
     """A newer roles.json of the run's root, beside its keys."""
     keys = {"publisher": [k.public_hex for k in publishers], "coordinator": [], "validator": []}
     root = SigningKey.load(run.keys / "root.key")
-    (run.keys / "roles.json").write_bytes(sign_roles(run.name, keys, root, valid_s=valid_s))
+    roles = sign_roles(run.name, keys, root, valid_s=valid_s, now=time.time() - ago_s)
+    (run.keys / "roles.json").write_bytes(roles)
 
 
 def test_an_expired_latest_is_refused(run: Run) -> None:
@@ -84,6 +90,52 @@ def test_a_revoked_key_stays_revoked(run: Run) -> None:
         run.client(run.static(old).url).fetch(0, manifest_digest=None, deadline_s=0.3)
 
 
+def test_expired_roles_give_way_to_no_older_ones(run: Run) -> None:
+    """Those that revoked a key may expire before those that still name it."""
+    # given a client's folder with a roles.json that revoked the publisher's key, expired since
+    sign_new_roles(run, run.key, ago_s=2000, valid_s=10_000)
+    run.publish(0, weights())
+    sign_new_roles(run, SigningKey.generate(), ago_s=1000, valid_s=600)
+    (run.folder / "cache").mkdir()
+    (run.folder / "cache" / "roles.json").write_bytes(run.roles)
+    client = run.client(run.static().url)
+    # when a server offers the older one, which has not expired, then it is refused
+    with pytest.raises(UserError, match=r"roles\.json older than one seen before"):
+        client.latest(None, 0.3)
+    with pytest.raises(UserError, match=r"roles\.json older than one seen before"):
+        client.fetch(0, manifest_digest=None, deadline_s=0.3)
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["running", "restarted"])
+def test_what_a_thief_called_the_newest_is_forgotten_with_the_key(
+    run: Run, restarted: bool
+) -> None:
+    # given a relay and a client that saw the highest of all versions, by a key that was stolen
+    run.publish(MAX_VERSION - 1, weights())
+    server = run.static()
+    relay = run.relay(server.url)
+    client = run.client(relay.url)
+    assert client.latest(MAX_VERSION - 2, 10) is not None
+    # when the key is revoked and the new one publishes
+    if restarted:
+        relay.stop()
+    shutil.rmtree(run.store / "demo")
+    run.key = SigningKey.generate()
+    sign_new_roles(run, run.key)
+    digest = run.publish(1, weights(seed=1))
+    if restarted:
+        relay = run.relay(server.url)
+        client = run.client(relay.url)
+    # then that is what the relay announces and the client goes on with
+    announced = f"{relay.url}/demo/latest.json"
+    eventually(lambda: b'"version":1}' in httpx.get(announced).content, "version 1 announced")
+    latest = client.latest(None, 10)
+    assert latest is not None and latest.version == 1
+    assert contents(client.fetch(1, manifest_digest=digest, deadline_s=10)) == weights(seed=1)
+    # and nothing of the thief's is left at the relay
+    assert [p.name for p in (run.folder / "relay/demo/versions").iterdir()] == ["1"]
+
+
 def test_a_relay_that_restarts_keeps_nothing_of_a_revoked_key(run: Run) -> None:
     # given a relay with a version by a key that is revoked while it is down
     run.publish(0, weights())
@@ -100,8 +152,9 @@ def test_a_relay_that_restarts_keeps_nothing_of_a_revoked_key(run: Run) -> None:
     # then the new publisher's version goes through it, and the old one's is not believed
     assert latest is not None and latest.version == 1
     assert contents(client.fetch(1, manifest_digest=None, deadline_s=10)) == weights(seed=1)
-    with pytest.raises(UserError, match="weights: signed by"):
+    with pytest.raises(UserError, match="manifest of version 0"):
         client.fetch(0, manifest_digest=None, deadline_s=0.5)
+    assert not (run.folder / "relay/demo/versions/0").exists()
 
 
 def test_new_publishers_are_learnt_from_newer_roles(run: Run) -> None:
