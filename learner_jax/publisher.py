@@ -5,7 +5,7 @@ order. Every act may be repeated, so a publisher killed anywhere simply starts a
 
 With `format: delta` a version goes out as what changed since its base, the newest published one
 whose weights are still here. It goes out whole too where it is an anchor (every `anchor_every`
-versions), and whole alone where there is no base or the delta is not smaller.
+versions), and whole alone where no base is sound or the delta is not smaller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 
-from bridge.delta import write_delta
+from bridge.delta import DamagedWeights, write_delta
 from bridge.export import export_checkpoint
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
@@ -45,6 +45,8 @@ from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import RunSpec
 
 POLL_S = 0.03
+_MAX_THREADS = 8
+"""That compare versions: each may hold 200 MB where everything changed."""
 
 
 def publish_versions(run_dir: Path, log: logging.Logger, stop: threading.Event) -> None:
@@ -179,9 +181,15 @@ class Publisher:
         base = self._base(version)
         if base is None:
             return None
-        summary = write_delta(
-            self._weights / f"v{base}", directory, folder, threads=os.cpu_count() or 1
-        )
+        threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        try:
+            summary = write_delta(self._weights / f"v{base}", directory, folder, threads=threads)
+        except DamagedWeights:
+            _remove(directory)  # the next publisher exports it again
+            raise
+        except UserError as error:  # the base is damaged, or lies otherwise
+            self._log.warning("version %d goes out whole: %s", version, error)
+            return None
         smaller = summary.delta_bytes < summary.weights_bytes
         self._log.info(
             "version %d: %.3g %% of the elements changed since version %d: "

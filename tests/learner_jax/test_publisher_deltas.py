@@ -160,6 +160,33 @@ def test_weights_that_are_damaged_on_this_disk_are_named(run: Run) -> None:
         Publisher(run.path, run.spec, LOG).publish_new()
 
 
+def test_weights_with_a_wrong_bit_are_exported_again(run: Run) -> None:
+    # given a version that was exported and not published, and a bit of it that is wrong
+    publish_each(run, 0, 1)
+    weights = weights_folder(run.path) / "v1" / "model.safetensors"
+    sound = weights.read_bytes()
+    shutil.rmtree(run.path / "store" / "origin" / "tiny" / "versions" / "1")
+    (run.path / "store" / "origin" / latest_name("tiny")).unlink()
+    weights.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    # when the publisher starts, then it says so and publishes nothing of it
+    with pytest.raises(UserError, match=r"v1/model\.safetensors: tensor .*: its bits are not"):
+        Publisher(run.path, run.spec, LOG).publish_new()
+    # and when it starts again, the weights are what the learner saved
+    assert Publisher(run.path, run.spec, LOG).publish_new() == [1]
+    assert (weights.read_bytes(), manifest(run, 1).base) == (sound, 0)
+
+
+def test_with_a_damaged_base_a_version_goes_out_whole(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish_each(run, 0, 1)
+    (weights_folder(run.path) / "v1" / "model.safetensors").write_bytes(b"")
+    publish_each(run, 2, 3)
+    assert (manifest(run, 2).base, manifest(run, 2).is_anchor) == (None, True)
+    assert (manifest(run, 3).base, manifest(run, 3).is_anchor) == (2, False)
+    assert "version 2 goes out whole" in caplog.text and "header is cut off" in caplog.text
+
+
 def test_without_a_base_a_version_goes_out_whole(run: Run) -> None:
     # given weights that are gone from this disk, for whatever reason
     publish_each(run, 0, 1)
