@@ -62,16 +62,16 @@ class AsyncWeightsClient:
         deadline = time.monotonic() + deadline_s
         if manifest_digest is None and version == self._fetcher.seen_version:
             manifest_digest = self._fetcher.seen_digest
-        held = self._cache.digest(version)
-        if held is not None and manifest_digest in (None, held):
-            return self._cache.whole(version)
+        if held := self._held(version, manifest_digest):
+            return held
         async with self._cache.making(version, deadline):
-            held = self._cache.digest(version)  # perhaps someone else has just fetched it
-            if held is not None and manifest_digest in (None, held):
-                return self._cache.whole(version)
-            if held is not None:
-                _LOG.warning("version %d is here as %s: fetching anew", version, held[:16])
+            if held := self._held(version, manifest_digest):  # someone else has just fetched it
+                return held
+            if digest := self._cache.digest(version):
+                as_what = "damaged" if version in self._distrusted else f"as {digest[:16]}"
+                _LOG.warning("version %d is here %s: fetching anew", version, as_what)
                 self._cache.remove(version)
+                self._distrusted.discard(version)
             with self._cache.reading() as versions:
                 return await self._obtain(version, manifest_digest, versions, deadline)
 
@@ -81,6 +81,13 @@ class AsyncWeightsClient:
     async def close(self) -> None:
         await self._fetcher.close()
 
+    def _held(self, version: int, digest: str | None) -> Path | None:
+        """Where a version lies that may be handed out."""
+        held = self._cache.digest(version)
+        if held is None or digest not in (None, held) or version in self._distrusted:
+            return None
+        return self._cache.whole(version)
+
     async def _obtain(
         self, version: int, digest: str | None, held: Manifests, deadline: float
     ) -> Path:
@@ -89,6 +96,7 @@ class AsyncWeightsClient:
         manifest, data = await self._fetcher.manifest(version, digest, deadline)
         usable = held.keys() - self._distrusted
         patience = Patience(deadline)
+        blamed: int | None = None
         while True:
             recipe = await self._recipe(manifest, data, held, usable, deadline)
             assembly = Assembly(recipe, self._cache, patience)
@@ -108,9 +116,12 @@ class AsyncWeightsClient:
                     _LOG.warning("what a killed fetch left: %s; making it anew", error)
                 elif recipe.base is not None:
                     _LOG.warning("%s; not building on that any more, fetching an anchor", error)
-                    self._distrusted.add(recipe.start.version)
+                    blamed = recipe.start.version
+                    self._distrusted.add(blamed)
                     usable = set()
-                else:
+                else:  # not from an anchor either: it was not the base
+                    if blamed is not None:
+                        self._distrusted.discard(blamed)
                     raise
         path = self._cache.whole(version)
         _LOG.info(

@@ -17,9 +17,6 @@ from .model_versions import ModelVersions
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-
-
 @pytest.fixture
 def counted(run: Run) -> Counted:
     return Counted(run)
@@ -169,6 +166,41 @@ def test_a_damaged_base_is_named_and_an_anchor_taken_instead(
     versions.publish(3, base=1)
     assert contents(fetch(client, 3)) == versions.files(3)
     assert len(warnings(caplog)) == 1
+
+
+def test_a_damaged_base_is_fetched_anew_when_it_is_asked_for(run: Run, counted: Counted) -> None:
+    # given a held version of which the next one has shown that it is damaged
+    versions = ModelVersions(run)
+    client = run.client(counted.url)
+    versions.publish(0)
+    versions.publish(1, base=0)
+    held = fetch(client, 1)
+    versions.publish(2, base=1)
+    flip_a_bit(held / "model.safetensors")
+    fetch(client, 2)
+    # when a lease still names it, then what is handed out is right
+    assert contents(fetch(client, 1)) == versions.files(1)
+    # and it may be built on again
+    counted.moved()
+    versions.publish(3, base=1)
+    fetch(client, 3)
+    assert counted.moved() < versions.weights_bytes(0)
+
+
+def test_a_base_that_was_not_at_fault_is_kept(run: Run, counted: Counted) -> None:
+    # given a delta that makes no version of anything
+    versions = ModelVersions(run)
+    client = run.client(counted.url)
+    versions.publish(0)
+    held = fetch(client, 0)
+    versions.write(99)
+    versions.publish(1, base=0, delta_from=99)
+    with pytest.raises(UserError, match="does not become version 1"):
+        fetch(client, 1)
+    # when the version that it starts from is asked for, then nothing of it is fetched
+    counted.moved()
+    assert fetch(client, 0) == held
+    assert counted.moved() == 0
 
 
 def test_a_base_without_its_files_is_no_base(
