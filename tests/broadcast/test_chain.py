@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from broadcast.chain import MAX_LINKS, Chain, Link, Unknown, cheapest
 from runspec.common.errors import UserError
+from runspec.spec.schema.samplers import Broadcast
 
 Links = dict[int, Link | None]
 
@@ -127,3 +128,12 @@ def test_an_endless_chain_is_given_up() -> None:
 
     with pytest.raises(UserError, match=f"no anchor within {MAX_LINKS} deltas"):
         cheapest(2 * MAX_LINKS - 1, links, held=())
+
+
+def test_no_run_makes_chains_that_are_given_up() -> None:
+    """Anchors are the multiples of `anchor_every`; where it is changed in a run, the way to the
+    next may be as long as both together."""
+    most = MAX_LINKS // 2
+    assert Broadcast(anchor_every=most).anchor_every == most
+    with pytest.raises(ValueError, match="less than or equal"):
+        Broadcast(anchor_every=most + 1)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 DELTAS = {
     "broadcast.format": "delta",
-    "broadcast.anchor_every": 1000,  # so that a joiner never meets a fresh anchor
+    "broadcast.anchor_every": 128,  # so that a joiner never meets a fresh anchor
     # Of bf16 weights a small rate changes few; of float32 ones it would change them all.
     "broadcast.dtype": "bfloat16",
     "samplers.volunteers.dtype": "bfloat16",

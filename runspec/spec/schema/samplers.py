@@ -128,9 +128,9 @@ class Broadcast(Block):
     the one before, and all of it where that is not smaller or an anchor is due."""
     keep_versions: Annotated[Count, Unit("versions")] = 5
     """Newest versions that origin and relays keep."""
-    anchor_every: Annotated[Count, Unit("versions"), ROLLING, SITE] = 20
+    anchor_every: Annotated[int, Field(gt=0, le=128), Unit("versions"), ROLLING, SITE] = 20
     """Of format `delta`: versions from one full copy (anchor) to the next; the latest, and all
-    deltas after it, are kept for those who join."""
+    deltas after it, are kept for those who join, and apply 256 at most."""
     chunk_bytes: Annotated[Count, Unit("bytes"), NEWRUN] = 16 * 1024 * 1024
     """Of an object; each is hashed by itself. A version that was published in other pieces would
     be another version."""

@@ -342,7 +342,7 @@ RULES = {
     "anchor-distance": Mutation(
         put(
             broadcast__format="delta",
-            broadcast__anchor_every=1000,
+            broadcast__anchor_every=100,
             estimate={"changed_share": 0.01},
         )
     ),

@@ -229,16 +229,16 @@ def test_a_delta_that_every_update_fills_gains_nothing() -> None:
 
 def test_an_anchor_is_due_before_the_deltas_outweigh_it() -> None:
     # given deltas of 1 %, 66 of which are a version
-    [found] = find(FLEET, "broadcast={format: delta, anchor_every: 200}")
+    [found] = find(FLEET, "broadcast={format: delta, anchor_every: 100}")
     assert (found.code, found.path) == ("anchor-distance", "broadcast.anchor_every")
-    joiner = found.numbers["version_bytes"] + 199 * found.numbers["delta_bytes"]
+    joiner = found.numbers["version_bytes"] + 99 * found.numbers["delta_bytes"]
     assert found.numbers["joiner_bytes"] == pytest.approx(joiner)
     # when what is suggested is done, then it is right, and one more would not be
     assert found.suggestion == "anchor_every: 67 or less"
     assert find(FLEET, "broadcast={format: delta, anchor_every: 67}") == []
     assert len(find(FLEET, "broadcast={format: delta, anchor_every: 68}")) == 1
     # nor is it spoken of where no deltas are sent
-    assert find(FLEET, "broadcast.anchor_every=200") == []
+    assert find(FLEET, "broadcast.anchor_every=100") == []
 
 
 def test_what_is_suggested_is_enough() -> None:
