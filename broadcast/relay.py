@@ -18,6 +18,7 @@ from pathlib import Path
 from broadcast import layout
 from broadcast.announcement import Announcement
 from broadcast.fetcher import NO_TOKEN, Fetcher
+from broadcast.lock import locked
 from broadcast.manifest import Chunk, WeightsManifest
 from broadcast.metrics import Metrics
 from broadcast.recent import Recent
@@ -33,6 +34,8 @@ _MANIFEST_DEADLINE_S = 30.0
 _ON_DEMAND_S = 5.0
 _MAX_LOOKUPS = 16
 _SAY_AGAIN_S = 60.0
+_LOCK_DEADLINE_S = 2.0
+"""One that was told to end lets go of its folder within a second."""
 
 
 class Mirror:
@@ -278,7 +281,7 @@ async def run_relay(
         options: who may read what, how fast, and over what.
 
     Raises:
-        UserError: `run` names none, or nothing would be kept.
+        UserError: `run` names none, nothing would be kept, or another relay has the folder.
     """
     if not layout.is_run(run):
         raise UserError(f"{run!r} is not the name of a run")
@@ -286,25 +289,25 @@ async def run_relay(
         raise UserError(f"--keep-versions {keep_versions}: at least 1 is needed")
     if max_bytes is not None and max_bytes < 1:
         raise UserError(f"--max-bytes {max_bytes}: at least 1 is needed")
-    (store / run).mkdir(parents=True, exist_ok=True)
-    metrics = Metrics(store)
-    fetcher = Fetcher(
-        upstreams, run=run, root_public_key=root_public_key, folder=store / run, access=access
-    )
-    shelf = Shelf(store, run, keep_versions=keep_versions, max_bytes=max_bytes, log=log)
-    metrics.report_versions(run, shelf.shares)
-    mirror = Mirror(fetcher, metrics, shelf, run=run, log=log)
-    try:
-        await mirror.recall()
-        await serve(
-            mirror,
-            metrics,
-            host=host,
-            port=port,
-            log=log,
-            started=started,
-            options=options,
+    with locked(store, run, _LOCK_DEADLINE_S):
+        metrics = Metrics(store)
+        fetcher = Fetcher(
+            upstreams, run=run, root_public_key=root_public_key, folder=store / run, access=access
         )
-    finally:
-        await mirror.close()
-        await fetcher.close()
+        shelf = Shelf(store, run, keep_versions=keep_versions, max_bytes=max_bytes, log=log)
+        metrics.report_versions(run, shelf.shares)
+        mirror = Mirror(fetcher, metrics, shelf, run=run, log=log)
+        try:
+            await mirror.recall()
+            await serve(
+                mirror,
+                metrics,
+                host=host,
+                port=port,
+                log=log,
+                started=started,
+                options=options,
+            )
+        finally:
+            await mirror.close()
+            await fetcher.close()

@@ -9,18 +9,15 @@ synced; chunks are not, and proven before they are served (`chunk_files`).
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
-import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from broadcast import layout
 from broadcast.chunk_files import new_chunks
 from broadcast.given_roles import check_newest, publishers_of
+from broadcast.lock import locked
 from broadcast.manifest import (
     FILE_NAME,
     MAX_BYTES,
@@ -96,7 +93,7 @@ def publish(
     model_digest, tensors, files = _tensors(directory / TENSORS_NAME)
     if base is not None or not whole:
         _check_delta(directory, version, files, base)
-    with _locked(store, run, lock_deadline_s):
+    with locked(store, run, lock_deadline_s):
         check_newest(store / layout.roles_name(run), roles)
         if base is not None:
             _check_base(store, run, base, version, files, publishers)
@@ -140,7 +137,7 @@ def refresh_latest(store: Path, *, run: str, key: SigningKey, roles: bytes | Non
         key: a publisher's key.
         roles: the signed roles.json to serve from now on; None leaves the one that is there.
     """
-    with _locked(store, run):
+    with locked(store, run, LOCK_DEADLINE_S):
         newest = max(layout.stored_versions(store, run), default=None)
         if newest is None:
             return
@@ -162,7 +159,7 @@ def prune(store: Path, *, run: str, keep_versions: int) -> None:
     Raises:
         UserError: a stored manifest is damaged; nothing was removed.
     """
-    with _locked(store, run):
+    with locked(store, run, LOCK_DEADLINE_S):
         newest = newest_version(store, run=run)
         if newest is None:
             return
@@ -339,28 +336,3 @@ def _files(directory: Path) -> list[Path]:
     if not paths:
         raise UserError("nothing to publish", place=str(directory), remedy="export a version")
     return paths
-
-
-@contextmanager
-def _locked(store: Path, run: str, deadline_s: float = LOCK_DEADLINE_S) -> Iterator[None]:
-    """Only one process changes a run's part of a store at a time; a killed one lets go."""
-    folder = store / run
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        deadline = time.monotonic() + deadline_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"another publisher has held this store for {deadline_s:g} s",
-                        place=str(folder),
-                        remedy="let one process publish a run",
-                    ) from None
-                time.sleep(0.02)
-        yield
-    finally:
-        os.close(descriptor)

@@ -14,7 +14,8 @@ import pytest
 
 from broadcast.manifest import WeightsManifest, read_manifest
 from broadcast.recent import Recent
-from broadcast.relay import light, to_rebuild
+from broadcast.relay import light, run_relay, to_rebuild
+from runspec.common.errors import UserError
 from tests.waiting import eventually
 
 from .conftest import Run, contents, weights
@@ -339,3 +340,23 @@ def test_how_much_of_each_version_is_here_is_measured(run: Run) -> None:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+async def test_two_relays_do_not_share_a_folder(run: Run) -> None:
+    # given a relay at work
+    run.publish(0, weights())
+    relay = run.relay(run.static().url)
+    client = run.client(relay.url)
+    # when another one is started on its folder, then it says so and touches nothing
+    with pytest.raises(UserError, match="relay/demo: another publisher or relay has held"):
+        await run_relay(
+            run.folder / "relay",
+            run=run.name,
+            upstreams=["http://127.0.0.1:1"],
+            root_public_key=run.root,
+            keep_versions=1,
+            host="127.0.0.1",
+            port=0,
+            log=logging.getLogger("second"),
+        )
+    assert contents(client.fetch(0, manifest_digest=None, deadline_s=10)) == weights()
