@@ -1,6 +1,11 @@
-"""JAX under test: eight virtual CPU devices. The flags count only before the first JAX import."""
+"""JAX under test: eight virtual CPU devices. The flags count only before the first JAX import.
+
+Hypothesis under test: no example is too slow, for machines are busy.
+"""
 
 import os
+
+from hypothesis import settings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
@@ -11,3 +16,5 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_backend_optimization_level=0",
     ]
 )
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
