@@ -194,9 +194,7 @@ def test_a_second_publisher_waits_and_then_says_who_is_in_the_way(run: Run, tmp_
     directory = files_in(tmp_path / "files", weights(seed=1))
     with (run.store / "demo" / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(
-            UserError, match=r"another publisher .* held this store for 0\.1 s"
-        ):
+        with pytest.raises(UserError, match=r"another publisher .* held this store for 0\.1 s"):
             publish(
                 run.store,
                 directory,
