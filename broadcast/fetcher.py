@@ -20,7 +20,7 @@ from broadcast.chunk_pool import THREADS, ChunkPool
 from broadcast.connection import Transfer
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
 from broadcast.transport import Access, Fault, Lie, base_url, get, new_session
-from broadcast.upstreams import Upstream, pause_after
+from broadcast.upstreams import PATIENCE_S, Upstream, pause_after
 from runspec.common import latest as latest_format
 from runspec.common import roles as roles_format
 from runspec.common.errors import UserError
@@ -149,7 +149,8 @@ class Fetcher:
 
         async def get_it(attempt: Attempt) -> tuple[WeightsManifest, bytes]:
             upstream = attempt.upstream
-            timeout_s = _within(deadline, _SMALL_TIMEOUT_S)
+            others = set(self.upstreams.all) - attempt.wanted.shunned - {upstream}
+            timeout_s = _within(deadline, PATIENCE_S if others else _SMALL_TIMEOUT_S)
             url = f"{upstream.url}/{layout.manifest_name(self._run, version)}"
             data = await get(self._session, url, max_bytes=MAX_BYTES, timeout_s=timeout_s)
             if digest is not None and (found := digest_bytes(data)) != digest:

@@ -39,7 +39,7 @@ class Busy(Fault):
 
 
 class TooSlow(Fault):
-    """So slow that asking another server was the better bet."""
+    """So slow that asking another server is the better bet."""
 
 
 class Lie(Fault):
@@ -165,7 +165,8 @@ async def get(
     Raises:
         NotThere: status 404.
         Busy: status 429.
-        Fault: anything else that is not 200 with such a body in time.
+        TooSlow: it was not here in time.
+        Fault: anything else that is not 200 with such a body.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
     try:
@@ -181,6 +182,6 @@ async def get(
                     raise Fault(f"more than the {max_bytes} bytes expected")
             return bytes(body)
     except TimeoutError as error:
-        raise Fault(f"no whole answer within {timeout_s:.1f} s") from error
+        raise TooSlow(f"no whole answer within {timeout_s:.1f} s") from error
     except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError, ValueError) as error:
         raise Fault(f"{type(error).__name__}: {str(error)[:200]}") from error

@@ -131,7 +131,8 @@ class Upstream:
         if self.rate is None and self.success == 1.0:  # to be tried, by one request at first
             return math.inf if self.in_flight else 0.0
         rate = max(self.rate or 0.0, _SLOWEST)
-        return (self.in_flight_bytes + size) / (rate * self.success * self._hope(now))
+        # What is small comes from the best, too, not from whoever is idle.
+        return (self.in_flight_bytes + max(size, 1)) / (rate * self.success * self._hope(now))
 
     def has_room(self, size: int) -> bool:
         """Whether another chunk should be asked for before one of those under way is here."""

@@ -69,6 +69,21 @@ def test_who_never_ends_is_left_for_an_honest_server(
     assert contents(path) == weights()
 
 
+def test_a_manifest_is_asked_of_another_where_one_is_silent(run: Run, fake: Fake) -> None:
+    # given a server that says nothing when a manifest is asked of it, named before a good one
+    run.publish(0, weights())
+    liar, server = fake(), run.static()
+    liar.answer("/manifest.json", lies.silent)
+    client = run.client(liar.url, server.url)
+    # when a client fetches, then the good one is asked long before all patience is gone
+    path = client.fetch(0, manifest_digest=None, deadline_s=10)
+    assert contents(path) == weights() and liar.asked("/versions/0/") == 1
+    # and for the next version it is asked first
+    run.publish(1, weights(seed=1))
+    assert contents(client.fetch(1, manifest_digest=None, deadline_s=10)) == weights(seed=1)
+    assert liar.asked("/versions/1/") == 0
+
+
 @pytest.mark.parametrize("lie", [*QUICK, *LASTING], ids=named)
 def test_with_a_liar_alone_the_fetch_ends_in_time_and_names_relay_and_chunk(
     run: Run, fake: Fake, within: Within, lie: Answer
