@@ -117,8 +117,10 @@ class ProvenChunks:
 
     async def _hash(self, path: Path) -> bool:
         identity = _identity(path)
-        right = await asyncio.to_thread(_digest, path) == path.name
-        if identity is not None:
+        digest = await asyncio.to_thread(_digest, path)
+        right = digest == path.name
+        # What could not be read may be read the next time: too many files may be open just now.
+        if identity is not None and digest is not None:
             self._note(path, identity, right)
         return right
 

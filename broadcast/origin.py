@@ -47,7 +47,7 @@ class StoreSource:
         self._log = log
         self._runs: dict[str, _StoredRun] = {}
         self._proven = ProvenChunks()
-        self._damaged = Recent(_SAY_AGAIN_S)
+        self._said = Recent(_SAY_AGAIN_S)
         self._polls = 0
         self._asked = asyncio.Event()
 
@@ -83,8 +83,8 @@ class StoreSource:
             stored.pins.touch(version)
         if await self._proven.prove(path):
             return path
-        if path not in self._damaged:
-            self._damaged.note(path)
+        if path not in self._said:
+            self._said.note(path)
             self._log.error("%s: damaged, not served; publish the version again to mend it", path)
         return None
 
@@ -121,12 +121,18 @@ class StoreSource:
             seen = (status.st_ino, status.st_mtime_ns)
             if stored.seen == seen:
                 return
-            stored.seen = seen
             data = read_bounded(path, MAX_BYTES)
+            stored.seen = seen
             version = latest_version(data, place=path)
         except FileNotFoundError:
             return
+        except OSError as error:  # too many open files, say: the next look may be luckier
+            if path not in self._said:
+                self._said.note(path)
+                self._log.error("%s: cannot be read: %s", path, error)
+            return
         except UserError as error:  # said once: it is looked at again when it is another file
+            stored.seen = seen
             self._log.error("%s", error)
             return
         self._metrics.announced(run, version)

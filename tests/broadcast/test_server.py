@@ -114,6 +114,26 @@ def test_a_damaged_latest_is_said_once_and_the_next_one_is_served(
     assert httpx.get(url, params={"after": 0, "wait": 10}).content == refreshed
 
 
+def test_an_origin_outlives_a_latest_that_it_cannot_read(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given an origin that has served version 0
+    run.publish(0, weights())
+    url = f"{run.origin().url}/demo/latest.json"
+    good = httpx.get(url).content
+    # when the system refuses to read latest.json while someone waits for a newer one
+    latest = run.store / "demo" / "latest.json"
+    latest.unlink()
+    latest.mkdir()
+    held = httpx.get(url, params={"after": 0, "wait": 0.5})
+    # then the last good one is served, it is said once, and the next one comes
+    assert held.content == good
+    assert ["cannot be read" in r.getMessage() for r in caplog.records] == [True]
+    latest.rmdir()
+    run.publish(1, weights(seed=1))
+    assert httpx.get(url, params={"after": 0, "wait": 10}).json()["payload"]["version"] == 1
+
+
 def test_prune_keeps_what_kept_versions_need(run: Run) -> None:
     for version in range(4):
         run.publish(version, weights(seed=version))

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from broadcast.chunk_files import ProvenChunks
 from broadcast.manifest import MAX_BYTES, WeightsManifest, open_manifest
 from broadcast.pins import Pins
 from broadcast.store import newest_version, prune, publish, refresh_latest
 from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
 from runspec.common.keys import SigningKey
 from runspec.common.roles import sign_roles
 
@@ -101,6 +103,21 @@ def test_publishing_again_mends_what_a_power_cut_left(run: Run, damage: str) -> 
     run.publish(0, weights())
 
     assert {path: path.read_bytes() for path in run.chunks()} == whole
+
+
+async def test_a_chunk_that_could_not_be_read_is_not_damaged_for_ever(tmp_path: Path) -> None:
+    # given a good chunk, and a moment in which no more files may be opened
+    path = tmp_path / digest_bytes(b"chunk")
+    path.write_bytes(b"chunk")
+    proven = ProvenChunks()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        assert not await proven.prove(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    # then it is served once it can be read
+    assert await proven.prove(path)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "zeroed", "flipped"])
