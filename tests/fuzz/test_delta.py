@@ -22,6 +22,7 @@ from bridge.safetensors_io import SINGLE_NAME, read_header
 from runspec.common.errors import UserError
 from tests.bridge.delta.hostile import full, packed, raw, sparse, u32, write_blocks
 from tests.bridge.delta.weights import BF16, F32, normal, nudged, records, write_weights
+from tests.fuzz.campaign import campaign
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -123,6 +124,7 @@ def changed(data: bytes, rng: random.Random, others: list[bytes]) -> bytes:
     return data if rng.random() < 0.2 else (data + bytes(length))[:length]
 
 
+@campaign
 @given(which=st.integers(0, 2), seed=st.integers(0, 2**48))
 def test_changed_deltas(setting: Setting, which: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -156,6 +158,7 @@ def segment(rng: random.Random, elements: int, itemsize: int) -> bytes:
     return sparse(changes, symbols, shift, *(stream(rng, size) for size in sizes))
 
 
+@campaign
 @given(seed=st.integers(0, 2**48))
 def test_made_up_segments(setting: Setting, seed: int) -> None:
     """Beneath a sound header, where a change of a valid file seldom comes."""
@@ -168,6 +171,7 @@ def test_made_up_segments(setting: Setting, seed: int) -> None:
     try_it(setting, setting.steps[0])
 
 
+@campaign
 @given(data=st.binary(max_size=300))
 def test_any_bytes(setting: Setting, data: bytes) -> None:
     (setting.folder / (SINGLE_NAME + SUFFIX)).write_bytes(data)

@@ -21,6 +21,7 @@ from broadcast.manifest import (
 from runspec.common.hashing import is_digest
 from runspec.common.keys import SigningKey
 from runspec.common.signed import BadSignature, sign_document
+from tests.fuzz.campaign import campaign
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -126,6 +127,7 @@ def check_bounds(manifest: WeightsManifest) -> None:
             assert all(manifest.chunks()[c.blake3] == c for c in info.chunks)
 
 
+@campaign
 @given(payload=payloads())
 def test_signed_payloads(payload: dict[str, Any]) -> None:
     data = sign_document(KIND, payload, KEY)
@@ -137,6 +139,7 @@ def test_signed_payloads(payload: dict[str, Any]) -> None:
     assert open_manifest(sign_manifest(manifest, KEY), run="demo", publishers=None) == manifest
 
 
+@campaign
 @given(case=damaged())
 def test_damaged_bytes(case: tuple[bytes, WeightsManifest]) -> None:
     data, original = case
@@ -147,6 +150,7 @@ def test_damaged_bytes(case: tuple[bytes, WeightsManifest]) -> None:
     assert manifest == original, "no other bytes are the publisher's word on something else"
 
 
+@campaign
 @given(data=st.binary(max_size=300))
 def test_manifest_of_any_bytes(data: bytes) -> None:
     with pytest.raises(BadSignature):

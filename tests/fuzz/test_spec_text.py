@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runspec.cli import main
+from tests.fuzz.campaign import campaign
 from tests.fuzz.spec_texts import spec_texts
 from tests.runspec.lint.generated import valid_spec
 
@@ -65,6 +66,7 @@ def elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+@campaign
 @given(text=spec_texts(), command=st.sampled_from(COMMANDS))
 def test_spec_texts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, command: list[str]
@@ -76,6 +78,7 @@ def test_spec_texts(
     assert code == DONE or printed, "a failure says why"
 
 
+@campaign
 @given(data=st.binary(max_size=200))
 def test_any_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     (folder / "spec.yaml").write_bytes(data)

@@ -1,4 +1,7 @@
-"""Campaigns: properties over drawn inputs, 2,000 seeded cases each, a million in `make fuzz`."""
+"""Campaigns: properties over drawn inputs, 2,000 seeded cases each, a million in `make fuzz`.
+
+No profile: one that is loaded counts for all modules that are imported after it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ import os
 from hypothesis import HealthCheck, settings
 
 CASES = int(os.environ.get("FUZZ_CASES", "2000"))
-settings.register_profile(
-    "campaign",
+campaign = settings(
     max_examples=CASES,
     deadline=None,
     # In `make test` the same cases every time; `make fuzz` names a new seed for each batch.
@@ -16,4 +18,3 @@ settings.register_profile(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-settings.load_profile("campaign")
