@@ -85,6 +85,7 @@ class Fetcher:
         self.roles: Roles | None = None
         self._issued = 0.0
         self._roles_asked: dict[Upstream, float] = {}
+        self._opening = asyncio.Lock()
         self._run = run
         self._root = root_public_key
         self._roles_path = folder / "roles.json"
@@ -155,11 +156,15 @@ class Fetcher:
             data = await get(self._session, url, max_bytes=MAX_BYTES, timeout_s=timeout_s)
             if digest is not None and (found := digest_bytes(data)) != digest:
                 raise Lie(f"its digest is {found[:16]}, not {digest[:16]}")
-            manifest = await self._checked(
-                upstream,
-                lambda roles: open_manifest(data, run=self._run, publishers=roles.publisher),
-                deadline,
-            )
+
+            async def check(roles: Roles) -> WeightsManifest:
+                # It may take a second, and 256 MB: beside the event loop, one at a time.
+                async with self._opening:
+                    return await asyncio.to_thread(
+                        open_manifest, data, run=self._run, publishers=roles.publisher
+                    )
+
+            manifest = await self._checked(upstream, check, deadline)
             if manifest.version != version:
                 raise Lie(f"is of version {manifest.version}")
             return manifest, data
@@ -245,11 +250,12 @@ class Fetcher:
         url = f"{upstream.url}/{layout.latest_name(self._run)}?{query}"
         timeout_s = _within(deadline, hold_s + GRACE_S)
         data = await get(self._session, url, max_bytes=latest_format.MAX_BYTES, timeout_s=timeout_s)
-        latest = await self._checked(
-            upstream,
-            lambda roles: open_latest(data, run=self._run, publishers=roles.publisher),
-            deadline,
-        )
+
+        async def check(roles: Roles) -> Latest:
+            return open_latest(data, run=self._run, publishers=roles.publisher)
+
+        latest = await self._checked(upstream, check, deadline)
+        # From here to the end nothing is awaited: no other poll changes what was seen.
         if latest.version < self.seen_version:
             # A relay that lags is no liar, but it must not take us back.
             raise Fault(
@@ -263,20 +269,22 @@ class Fetcher:
             self.seen_version, self.seen_digest = latest.version, latest.manifest_digest
         return latest
 
-    async def _checked(self, upstream: Upstream, check: Callable[[Roles], T], deadline: float) -> T:
+    async def _checked(
+        self, upstream: Upstream, check: Callable[[Roles], Awaitable[T]], deadline: float
+    ) -> T:
         """Runs a check with the roles; where it fails, once more with the newest roles."""
         roles = self.roles
         if roles is None or _is_expired(roles):
             roles = await self._newest_roles(upstream, deadline)
         try:
-            return check(roles)
+            return await check(roles)
         except BadSignature as error:
             newest = await self._newest_roles(upstream, deadline)
             if newest == roles:
                 raise Lie(str(error)) from error
             roles = newest
         try:
-            return check(roles)
+            return await check(roles)
         except BadSignature as error:
             raise Lie(str(error)) from error
 
