@@ -90,11 +90,13 @@ def renew_keys(directory: Path, names: Sequence[str], *, valid_s: float = VALID_
             f"cannot be renewed: {error}", place=str(path), remedy="put back the newest roles.json"
         ) from error
     named: dict[str, list[str]] = payload["roles"]
+    places = {role: (role, 0) for role in ("publisher", "coordinator") if named[role]}
+    places |= {f"validator-{i}": ("validator", i) for i in range(len(named["validator"]))}
     new = {name: SigningKey.generate() for name in names}
     for name, key in new.items():
-        role, index = _place(name)
-        if index >= len(named.get(role, [])):
+        if name not in places:
             raise UserError(f"there is no key {name!r}", place=str(path))
+        role, index = places[name]
         named[role][index] = key.public_hex
     for name, key in new.items():
         waiting = directory / f"{name}.new"
@@ -104,11 +106,3 @@ def renew_keys(directory: Path, names: Sequence[str], *, valid_s: float = VALID_
     write_atomic(path, sign_roles(payload["run"], named, root, valid_s=valid_s, now=issued))
     for name in new:
         (directory / f"{name}.new").rename(directory / f"{name}.key")
-
-
-def _place(name: str) -> tuple[str, int]:
-    """The role of a key by its file's name, and where it stands among that role's keys."""
-    role, _, number = name.partition("-")
-    if role == "validator" and number.isdecimal():
-        return role, int(number)
-    return name, 0

@@ -69,7 +69,10 @@ def test_a_clock_that_was_set_back_does_not_keep_an_old_key(tmp_path: Path) -> N
     assert issued == sorted(set(issued))
 
 
-@pytest.mark.parametrize("name", ["root", "validator-1", "validator-x", "../publisher", ""])
+@pytest.mark.parametrize(
+    "name",
+    ["root", "validator", "validator-1", "validator-x", "validator-00", "../publisher", ""],
+)
 def test_no_such_key(tmp_path: Path, name: str) -> None:
     make_keys(tmp_path, run="demo")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
