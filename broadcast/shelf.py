@@ -22,7 +22,8 @@ class Shelf:
     """What a relay has, and what goes when something else is to come.
 
     A version displaces only older ones: not those that are being read (`pins`), nor what the
-    newest is rebuilt from. The newest displaces every other, those that are being read last.
+    newest is rebuilt from. The newest displaces every other: those that are being read last, and
+    of the rest what it is rebuilt from.
 
     Args:
         store: the relay's directory.
@@ -189,12 +190,11 @@ class Shelf:
         newest = max(self.manifests, default=version)
         others = sorted(v for v in self.manifests if v != version)
         pinned = self.pins.newest_first()[: self._keep_versions]
-        unread = [v for v in others if v not in pinned]
+        needed = with_bases([newest], self._bases(), self._anchors())
         if version >= newest:
-            victims = unread + [v for v in others if v in pinned]
+            victims = sorted(others, key=lambda v: (v in pinned, v in needed, v))
         else:
-            needed = with_bases([newest], self._bases(), self._anchors())
-            victims = [v for v in unread if v < version and v not in needed]
+            victims = [v for v in others if v < version and v not in needed and v not in pinned]
         if not victims:
             return False
         self._log.info("version %d goes: version %d needs the room", victims[0], version)

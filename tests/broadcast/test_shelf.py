@@ -39,9 +39,10 @@ def whole(version: int, chunks: int = 4) -> WeightsManifest:
     return WeightsManifest("demo", version, None, None, {}, ("w",), objects, {})
 
 
-def delta(version: int) -> WeightsManifest:
+def delta(version: int, base: int | None = None) -> WeightsManifest:
     small, parts = {"c": info(version, range(1))}, {"w.delta": info(version, range(1, 2))}
-    return WeightsManifest("demo", version, version - 1, None, {}, ("w",), small, parts)
+    base = version - 1 if base is None else base
+    return WeightsManifest("demo", version, base, None, {}, ("w",), small, parts)
 
 
 def on_disk(folder: Path) -> int:
@@ -114,6 +115,14 @@ def test_what_the_newest_is_rebuilt_from_makes_no_room_for_older_ones(tmp_path: 
         put(shelf, manifest)
     assert not shelf.drop_one(2)
     assert set(shelf.manifests) == {1, 2, 3}
+
+
+def test_what_the_newest_is_rebuilt_from_goes_after_older_versions(tmp_path: Path) -> None:
+    shelf = shelf_of(tmp_path, 21_000)
+    put(shelf, whole(0))
+    for version in range(1, 5):
+        put(shelf, delta(version, base=0))
+    assert set(shelf.manifests) == {0, 3, 4}
 
 
 def test_what_cannot_fit_makes_nothing_go(tmp_path: Path) -> None:
