@@ -27,7 +27,13 @@ from runspec.local.processes import Machine
 from runspec.local.starting_model import require_fitting
 from runspec.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
 from runspec.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.spec.role_names import elsewhere, placeable, relay_names
+from runspec.spec.role_names import (
+    elsewhere,
+    placeable,
+    relay_names,
+    validator_names,
+    worker_names,
+)
 from runspec.spec.run_files import numbered, state_folder
 from runspec.spec.schema import Hardware, RunSpec
 
@@ -301,10 +307,12 @@ def disk_bytes(spec: RunSpec, facts: Facts) -> int:
 
     Weights as directories, `keep_versions` + 1 of them, with their deltas where the run sends such;
     as many bytes of whole versions at the origin and at each relay. Where they hold deltas, that is
-    those of `keep_versions` and of the way back to the newest anchor, and the anchors on it. Full
-    states (masters and two moments of what is trained, 12 P in float32, P parameters),
-    `checkpoints.keep` + 1 of them; and room for logs and rollouts. Room alone where the model's
-    shape is not known. Left out: versions that are kept longer because somebody reads them.
+    those of `keep_versions` and of the way back to the newest anchor, and the anchors on it. What
+    readers have: a sampler the current version and the newest, a validator `async_level` + 2, and
+    each one more that is on its way. Full states (masters and two moments of what is trained, 12 P
+    in float32, P parameters), `checkpoints.keep` + 1 of them; and room for logs and rollouts. Room
+    alone where the model's shape is not known. Left out: versions that are kept longer because
+    somebody reads them.
     """
     config = _config(spec, facts)
     if config is None:
@@ -316,9 +324,12 @@ def disk_bytes(spec: RunSpec, facts: Facts) -> int:
         directories += round(versions * size.delta)
         anchors = min(versions, spec.broadcast.keep_versions // every + 2)
         store = anchors * size.whole + (spec.broadcast.keep_versions + every) * size.delta
-    relays_here = set(relay_names(spec)) - elsewhere(spec)
-    stores = round(store) * (1 + len(relays_here))
-    return directories + stores + states_bytes(spec, facts) + _ROOM_BYTES
+    away = elsewhere(spec)
+    stores = round(store) * (1 + len(set(relay_names(spec)) - away))
+    samplers = len(set(worker_names(spec)) - away)
+    validators = len(set(validator_names(spec)) - away)
+    read = (3 * samplers + (spec.algorithm.async_level + 3) * validators) * size.whole
+    return directories + stores + read + states_bytes(spec, facts) + _ROOM_BYTES
 
 
 def states_bytes(spec: RunSpec, facts: Facts) -> int:
