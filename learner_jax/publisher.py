@@ -114,8 +114,9 @@ class Publisher:
             )
         stored = self._stored(version)
         if stored is not None and stored.model_digest == _model_digest(directory):
-            self._mend(stored, directory)
             self._served.add(version)
+            self.refresh()  # it may have expired, and mending a whole version takes a while
+            self._mend(stored, directory)
             return
         times.append(time.monotonic())
         base = self._write_delta(version, directory)

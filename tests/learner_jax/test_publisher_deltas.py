@@ -128,7 +128,6 @@ def test_a_version_that_was_stored_and_not_announced_is_announced(run: Run) -> N
     # when another starts
     publisher = Publisher(run.path, run.spec, LOG)
     publisher.publish_new()
-    publisher.refresh()
     # then it says what is newest, and changes nothing of it
     assert newest_version(store, run="tiny") == 1
     assert signed(run, 1) == before
