@@ -92,6 +92,8 @@ class Asker:
 
     async def _next(self, wanted: Wanted, deadline: float) -> Attempt | None:
         """A server to ask now, in the books already; None where none is before the deadline."""
+        if time.monotonic() >= deadline:  # the time-out below ends waits, and there may be none
+            return None
         with suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):  # the loop's clock is the monotonic one
                 while True:

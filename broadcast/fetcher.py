@@ -151,7 +151,9 @@ class Fetcher:
         async def get_it(attempt: Attempt) -> tuple[WeightsManifest, bytes]:
             upstream = attempt.upstream
             others = set(self.upstreams.all) - attempt.wanted.shunned - {upstream}
-            timeout_s = _within(deadline, PATIENCE_S if others else _SMALL_TIMEOUT_S)
+            # A relay may have to ask for it itself: who does not insist leaves it that time.
+            limit_s = PATIENCE_S if others and patient else _SMALL_TIMEOUT_S
+            timeout_s = _within(deadline, limit_s)
             url = f"{upstream.url}/{layout.manifest_name(self._run, version)}"
             data = await get(self._session, url, max_bytes=MAX_BYTES, timeout_s=timeout_s)
             if digest is not None and (found := digest_bytes(data)) != digest:
