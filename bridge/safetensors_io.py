@@ -29,6 +29,7 @@ MAX_HEADER_BYTES = 64 * 1024 * 1024
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_DIMENSIONS = 8
+_READ_BYTES = 1024 * 1024
 _SYNCED_BYTES = 64 * 1024 * 1024
 _CACHED_BYTES = 256 * 1024
 _CODES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"]}
@@ -169,6 +170,26 @@ def read_slice(info: TensorInfo, index: tuple[slice, ...]) -> np.ndarray:
     return out
 
 
+def stored_digest(info: TensorInfo) -> str:
+    """BLAKE3 of a tensor's bytes as they lie in its file, read piece by piece.
+
+    Raises:
+        UserError: the file is gone, unreadable or shorter than its header said.
+    """
+    digest, buffer = blake3(), memoryview(bytearray(min(_READ_BYTES, info.nbytes)))
+    try:
+        with info.file.open("rb", buffering=0) as file:
+            for at in range(0, info.nbytes, _READ_BYTES):
+                part = buffer[: info.nbytes - at]
+                _read_into(file.fileno(), part, info.offset + at, info)
+                digest.update(part)
+    except OSError as error:
+        raise UserError(
+            f"tensor {info.name}: cannot read: {error.strerror}", place=str(info.file)
+        ) from error
+    return digest.hexdigest()
+
+
 def _read_into(descriptor: int, target: memoryview, offset: int, info: TensorInfo) -> None:
     done = 0
     while done < len(target):
@@ -199,7 +220,7 @@ def write_safetensors(
             C order.
 
     Returns:
-        The record of each tensor by name, as `bridge.tensors.tensor_record` makes it.
+        The record {dtype, shape, blake3} of each tensor by name.
     """
     code = next(code for code, known in _CODES.items() if known == dtype)
     records, stream = {}, iter(blocks)

@@ -11,8 +11,8 @@ import numpy as np
 
 from bridge.delta.segments import SEGMENT_ELEMENTS
 from bridge.records import TENSORS_NAME
-from bridge.safetensors_io import TensorInfo, read_headers, read_tensor
-from bridge.tensors import dtype_name, tensor_digest
+from bridge.safetensors_io import TensorInfo, read_headers, stored_digest
+from bridge.tensors import dtype_name
 from runspec.common.canonical import MalformedJson, parse_object
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
@@ -119,7 +119,7 @@ def read_records(directory: Path, layout: list[FileLayout]) -> Records:
     shapes = tensor_shapes(layout)
     if not path.exists():
         infos = [info for file in layout for info in file.tensors]
-        return {i.name: {**shapes[i.name], "blake3": tensor_digest(read_tensor(i))} for i in infos}
+        return {info.name: {**shapes[info.name], "blake3": stored_digest(info)} for info in infos}
     try:
         data = read_bounded(path, _MAX_TENSORS_BYTES)
         records = parse_object(data, max_bytes=_MAX_TENSORS_BYTES)["tensors"]

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from blake3 import blake3
-
 from bridge.delta.changes import changed_indices
 from bridge.delta.container import SUFFIX, DeltaHeader, DeltaTensor
 from bridge.delta.layout import (
@@ -24,14 +22,13 @@ from bridge.delta.layout import (
 )
 from bridge.delta.segments import encode
 from bridge.records import TENSORS_NAME
-from bridge.safetensors_io import TensorInfo, listed
+from bridge.safetensors_io import TensorInfo, listed, stored_digest
 from bridge.tensors import model_digest
 from runspec.common.errors import UserError
 from runspec.common.files import new_directory
 
 _AHEAD = 8
 """Segments a thread that may be coded before the first of them is written."""
-_READ_BYTES = 1024 * 1024
 
 
 class DamagedWeights(UserError):
@@ -150,14 +147,7 @@ def _write_file(path: Path, header: DeltaHeader, blocks: IO[bytes]) -> None:
 
 
 def _check(info: TensorInfo, expected: str) -> None:
-    digest, left = blake3(), info.nbytes
-    buffer = memoryview(bytearray(_READ_BYTES))
-    with info.file.open("rb", buffering=0) as file:
-        file.seek(info.offset)
-        while count := file.readinto(buffer[:left]):
-            digest.update(buffer[:count])
-            left -= count
-    if digest.hexdigest() != expected:
+    if stored_digest(info) != expected:
         raise DamagedWeights(
             f"tensor {info.name}: its bits are not those that {TENSORS_NAME} names",
             place=str(info.file),

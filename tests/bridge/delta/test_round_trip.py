@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bridge.compare import differences
 from bridge.delta import apply_deltas, delta_tensors, write_delta
 from bridge.delta.segments import SEGMENT_ELEMENTS
 from bridge.records import TENSORS_NAME
@@ -138,6 +140,24 @@ def test_the_bytes_follow_from_the_weights_alone(
         for name in ("one", "four", "given")
     )
     assert one == four == given
+
+
+def test_no_tensor_is_read_whole(tmp_path: Path, rng: np.random.Generator) -> None:
+    # Given a tensor of 32 MB, a bit of it changed, and no list of digests
+    old = {"a": normal(rng, (8192, 1024), F32)}
+    before = write_weights(tmp_path / "old", old)
+    bits(old["a"])[-1] ^= 1
+    after = write_weights(tmp_path / "new", old)
+    # When the versions are compared, both ways
+    tracemalloc.start()
+    try:
+        write_delta(before, after, tmp_path / "delta")
+        (line,) = differences(before, after)
+        # Then
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert line.startswith("a: blake3 ")
 
 
 def test_one_per_cent_of_changes_is_forty_times_smaller(
