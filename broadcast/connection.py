@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from broadcast.http1 import MAX_HEAD_BYTES, Address, Head, parse_head
 from broadcast.manifest import Chunk
+from broadcast.names import look_up
 from broadcast.transport import Fault, Lie, refusal
 
 _CONNECT_S = 5.0
@@ -146,7 +147,7 @@ async def connect(address: Address, tls: ssl.SSLContext) -> Connection:
     """
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        found = await look_up(address.host, address.port)
     except (OSError, UnicodeError) as error:
         raise Fault(_said(error)) from error
     failures = []

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from broadcast.names import Resolver
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 
@@ -102,7 +103,7 @@ class Access:
 def new_session(access: Access) -> aiohttp.ClientSession:
     """A session that follows no proxy of the environment, keeps no cookie, inflates nothing."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=64, ssl=access.ssl_context),
+        connector=aiohttp.TCPConnector(limit=64, ssl=access.ssl_context, resolver=Resolver()),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers=access.headers(),
         auto_decompress=False,

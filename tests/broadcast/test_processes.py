@@ -230,3 +230,35 @@ def test_bad_numbers_are_bad_usage(
 
     assert stopped.value.code == 2
     assert f"error: argument {said}" in capsys.readouterr().err
+
+
+SLOW_NAMES = """
+import socket, sys, threading
+known = socket.getaddrinfo
+def getaddrinfo(host, *rest, **named):
+    if host == "slow.invalid":  # as where no name server answers, only longer
+        threading.Event().wait(600)
+    return known(host, *rest, **named)
+socket.getaddrinfo = getaddrinfo
+from broadcast.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_name_that_is_looked_up_for_ever_keeps_no_process(run: Run, processes: Processes) -> None:
+    url = "http://slow.invalid:1"
+    common = ("--run", "demo", "--public-key", run.root)
+    command = (sys.executable, "-c", SLOW_NAMES)
+    # a fetch ends at its deadline
+    fetch = (*command, "fetch", url, *common, "--out", run.folder / "out", "--deadline", "0.5")
+    ended = subprocess.run([*map(str, fetch)], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1 and url in ended.stderr
+    # and a relay when it is told to
+    relay = processes.start(
+        *("relay", *common, "--upstream", url, "--store", run.folder / "relay"),
+        *("--listen", "127.0.0.1:0"),
+        command=command,
+    )
+    processes.url(relay)
+    relay.terminate()
+    assert relay.wait(timeout=30) == 0
