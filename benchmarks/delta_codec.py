@@ -7,8 +7,8 @@ moves by one unit in the last place. Gigabytes are of the version's whole weight
 CPU seconds: what one core does, whatever else runs; `wall` by the clock. Best of the repeats.
 
 Limits, measured or computed in the same run before anything else:
-- writing reads both versions once: `compare`, a block-wise comparison of words that looks for
-  nothing, of files that it maps as all here do;
+- writing reads both versions once, and hashes the newer: `compare`, a block-wise comparison of
+  words that looks for nothing, of files that it maps as all here do, and `blake3`;
 - applying touches the pages that hold a change, nearly all of them: `copy`, out of the weights;
   with digests `blake3` of them;
 - bytes: `ratio_limit`, from the entropy of the places (H(p) / p bits a change) and of the two bytes
