@@ -246,7 +246,8 @@ class WeightsClient:
     def latest(self, after: int | None, wait_s: float) -> Latest | None:
         """The newest version where it is newer than `after` (any, where None), else None.
 
-        Waits up to `wait_s` for one to be announced. Never goes back behind what was seen before.
+        Waits up to `wait_s` for one to be announced. Never goes back behind what was seen before,
+        but where the key that called that the newest is revoked: then any version is news.
 
         Raises:
             UserError: within `wait_s` no URL gave an answer that could be believed.
