@@ -184,17 +184,18 @@ def test_a_full_disk_leaves_the_store_as_it_was(run: Run, tmp_path: Path) -> Non
     before = tree(run.store)
     directory = files_in(tmp_path / "files", {"a": b"small", "b": b"x" * 30_000})
 
-    def limited() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    limited = (
+        "import resource, signal, sys; from broadcast.__main__ import main; "
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); sys.exit(main())"
+    )
 
     # when it is published
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "broadcast", "publish", str(run.store), str(directory)),
+            *(sys.executable, "-c", limited, "publish", str(run.store), str(directory)),
             *("--run", "demo", "--version", "1", "--key", str(run.keys / "publisher.key")),
         ],
-        preexec_fn=limited,
         capture_output=True,
         text=True,
         timeout=60,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from learner_jax.compile_cache import cache_folder, keep_compiled
+from learner_jax.compile_cache import DIGESTS_NAME, cache_folder, keep_compiled
 from runspec.common.errors import UserError
 from tests.learner_jax.conftest import tiny_spec
 
@@ -17,17 +17,19 @@ PROGRAM = """
 import logging, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-from learner_jax.compile_cache import CompileCounter, keep_compiled
+from learner_jax.compile_cache import CompileCounter, keep_compiled, note_compiled
 logging.basicConfig()
 keep_compiled(Path(sys.argv[1]))
 counter = CompileCounter()
 print(jax.jit(lambda x: jnp.sin(x @ x).sum())(jnp.eye(3)), counter)
+if "killed" not in sys.argv:
+    note_compiled(Path(sys.argv[1]))
 """
 
 
-def restart(folder: Path) -> tuple[str, str]:
+def restart(folder: Path, *how: str) -> tuple[str, str]:
     """Runs the program in a process of its own; (what it printed, what it logged)."""
-    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    command = [sys.executable, "-c", PROGRAM, str(folder), *how]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return done.stdout, done.stderr
 
@@ -51,11 +53,26 @@ def test_a_restart_compiles_nothing_again_unless_the_cache_is_damaged(
     # when it starts again, then every program comes from there
     assert f"{count} of {count} programs" in restart(folder)[0]
     # and when every entry is damaged, it says so and compiles them
-    for entry in folder.iterdir():
+    entries = list(folder.glob("*-cache"))
+    assert len(entries) == count
+    for entry in entries:
         entry.write_bytes(damage(entry.read_bytes()))
     again, log = restart(folder)
     assert again.startswith(value + " compiled") and f"0 of {count} programs" in again
-    assert "Error reading persistent compilation cache entry" in log
+    assert log.count("damaged, compiling it again") == count
+    # and the start after that takes them from there again
+    assert f"{count} of {count} programs" in restart(folder)[0]
+
+
+@pytest.mark.slow
+def test_what_a_killed_start_wrote_is_compiled_again(tmp_path: Path) -> None:
+    folder = tmp_path / "compiled"
+    restart(folder, "killed")
+    assert ", 0 of " in restart(folder)[0]
+    # nor is anything taken whose digests cannot be read
+    (folder / DIGESTS_NAME).write_bytes(b"{")
+    printed, log = restart(folder)
+    assert ", 0 of " in printed and "compiling everything" in log
 
 
 def test_the_cache_lies_in_the_run_directory_or_where_the_spec_says(tmp_path: Path) -> None:
