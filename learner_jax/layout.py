@@ -18,7 +18,6 @@ from runspec.spec.run_files import (
 __all__ = [
     "PARAMS_NAME",
     "PROBE_FILE",
-    "TENSORS_FILE",
     "clear_unfinished",
     "initial_model",
     "numbered",
@@ -32,7 +31,6 @@ PARAMS_NAME = "params"
 """The Orbax checkpoint in v<N>/."""
 PROBE_FILE = "probe.json"
 """Beside it."""
-TENSORS_FILE = "tensors.json"
 
 
 def clear_unfinished(folder: Path, log: logging.Logger) -> None:

@@ -21,13 +21,13 @@ from pathlib import Path
 
 from bridge.delta import DamagedWeights, write_delta
 from bridge.export import export_checkpoint
+from bridge.records import TENSORS_NAME, damage
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
 from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import DELTA_NAME, prune, publish, refresh_latest
 from learner_jax.layout import (
     PARAMS_NAME,
-    TENSORS_FILE,
     clear_unfinished,
     initial_model,
     params_folder,
@@ -105,19 +105,19 @@ class Publisher:
     def _publish(self, version: int) -> None:
         times = [time.monotonic()]
         directory = self._weights / f"v{version}"
-        if not directory.exists():
-            export_checkpoint(
-                self._params / f"v{version}" / PARAMS_NAME,
-                directory,
-                model_dir=self._initial,
-                dtype=self._spec.broadcast.dtype,
-            )
+        found = directory.exists()
+        if not found:
+            self._export(version, directory)
         stored = self._stored(version)
         if stored is not None and stored.model_digest == _model_digest(directory):
             self._served.add(version)
             self.refresh()  # it may have expired, and mending a whole version takes a while
             self._mend(stored, directory)
             return
+        if found and (wrong := damage(directory)):
+            self._log.warning("%s: %s; it is exported again", directory, wrong)
+            _remove(directory)
+            self._export(version, directory)
         times.append(time.monotonic())
         base = self._write_delta(version, directory)
         whole = base is None or version % self._spec.broadcast.anchor_every == 0
@@ -135,6 +135,14 @@ class Publisher:
             exported,
             compared,
             published,
+        )
+
+    def _export(self, version: int, directory: Path) -> None:
+        export_checkpoint(
+            self._params / f"v{version}" / PARAMS_NAME,
+            directory,
+            model_dir=self._initial,
+            dtype=self._spec.broadcast.dtype,
         )
 
     def _stored(
@@ -230,7 +238,7 @@ class Publisher:
 
 def _model_digest(directory: Path) -> str | None:
     try:
-        data = read_bounded(directory / TENSORS_FILE, MAX_MANIFEST_BYTES)
+        data = read_bounded(directory / TENSORS_NAME, MAX_MANIFEST_BYTES)
         return parse_object(data, max_bytes=MAX_MANIFEST_BYTES)["model_digest"]
     except (FileNotFoundError, MalformedJson, KeyError):
         return None  # `publish` names it

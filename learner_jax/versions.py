@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from bridge.config import ModelConfig
+from bridge.records import TENSORS_NAME
 from bridge.tensors import tree_digests
 from learner_jax.checkpoint import load_params, save_params
 from learner_jax.distributed import Peers
 from learner_jax.fingerprint import same_bits
-from learner_jax.layout import TENSORS_FILE, params_folder, versions_in, weights_folder
+from learner_jax.layout import params_folder, versions_in, weights_folder
 from learner_jax.leaves import HostLeaves
 from learner_jax.leaves import load_params as load_weights
 from learner_jax.metrics import JsonLines
@@ -191,7 +192,7 @@ class VersionWriter:
 
     def _digests(self, version: int) -> dict[str, str]:
         """Digests by Hugging Face name, as the export wrote them."""
-        records = json.loads((self._weights / f"v{version}" / TENSORS_FILE).read_bytes())
+        records = json.loads((self._weights / f"v{version}" / TENSORS_NAME).read_bytes())
         return {name: record["blake3"] for name, record in records["tensors"].items()}
 
 

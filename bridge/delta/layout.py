@@ -10,7 +10,7 @@ from typing import IO, Any
 import numpy as np
 
 from bridge.delta.segments import SEGMENT_ELEMENTS
-from bridge.records import TENSORS_NAME
+from bridge.records import MAX_BYTES, TENSORS_NAME
 from bridge.safetensors_io import TensorInfo, read_headers, stored_digest
 from bridge.tensors import dtype_name
 from runspec.common.canonical import MalformedJson, parse_object
@@ -18,7 +18,6 @@ from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 from runspec.common.hashing import digest_bytes, is_digest
 
-_MAX_TENSORS_BYTES = 64 * 1024 * 1024
 # Linux: all pages at once. Written ones would come one a fault; read ones come by sixteen, and not
 # while Python's lock is held.
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
@@ -121,8 +120,8 @@ def read_records(directory: Path, layout: list[FileLayout]) -> Records:
         infos = [info for file in layout for info in file.tensors]
         return {info.name: {**shapes[info.name], "blake3": stored_digest(info)} for info in infos}
     try:
-        data = read_bounded(path, _MAX_TENSORS_BYTES)
-        records = parse_object(data, max_bytes=_MAX_TENSORS_BYTES)["tensors"]
+        data = read_bounded(path, MAX_BYTES)
+        records = parse_object(data, max_bytes=MAX_BYTES)["tensors"]
         said = {name: {k: v for k, v in r.items() if k != "blake3"} for name, r in records.items()}
         if said != shapes or not all(is_digest(r["blake3"]) for r in records.values()):
             raise MalformedJson("not of the weights beside it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from learner_jax.layout import params_folder, versions_in, weights_folder
 from learner_jax.model import init_params
 from learner_jax.publisher import Publisher
 from learner_jax.warm_start import model_config
-from runspec.common.errors import UserError
 from tests.learner_jax.conftest import Run, write_initial_model
 
 LOG = logging.getLogger("test")
@@ -152,27 +152,39 @@ def test_the_same_versions_have_the_same_manifests(run: Run, tmp_path: Path) -> 
     assert manifest(run, 1) == manifest(again, 1)
 
 
-def test_weights_that_are_damaged_on_this_disk_are_named(run: Run) -> None:
+@pytest.mark.parametrize("form", ["full", "delta"])
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1]), "is not what was"),
+        ("model.safetensors", lambda data: data[:100], "cut off"),
+        ("tensors.json", lambda data: b"{", "tensors.json cannot be read"),
+    ],
+)
+def test_weights_damaged_before_they_were_published_are_exported_again(
+    run: Run,
+    caplog: pytest.LogCaptureFixture,
+    form: str,
+    name: str,
+    damage: Callable[[bytes], bytes],
+    said: str,
+) -> None:
+    # given a version that was exported and not published, and a file of it that is damaged
     publish_each(run, 0, 1)
-    (weights_folder(run.path) / "v1" / "tensors.json").write_bytes(b"{")
-    with pytest.raises(UserError, match=r"v1/tensors\.json"):
-        Publisher(run.path, run.spec, LOG).publish_new()
-
-
-def test_weights_with_a_wrong_bit_are_exported_again(run: Run) -> None:
-    # given a version that was exported and not published, and a bit of it that is wrong
-    publish_each(run, 0, 1)
-    weights = weights_folder(run.path) / "v1" / "model.safetensors"
-    sound = weights.read_bytes()
+    exported = weights_folder(run.path) / "v1"
+    sound = [(exported / part).read_bytes() for part in ("model.safetensors", "tensors.json")]
     shutil.rmtree(run.path / "store" / "origin" / "tiny" / "versions" / "1")
     (run.path / "store" / "origin" / latest_name("tiny")).unlink()
-    weights.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
-    # when the publisher starts, then it says so and publishes nothing of it
-    with pytest.raises(UserError, match=r"v1/model\.safetensors: tensor .*: its bits are not"):
-        Publisher(run.path, run.spec, LOG).publish_new()
-    # and when it starts again, the weights are what the learner saved
+    (exported / name).write_bytes(damage((exported / name).read_bytes()))
+    # when the publisher starts
+    with_broadcast(run, format=form)
     assert Publisher(run.path, run.spec, LOG).publish_new() == [1]
-    assert (weights.read_bytes(), manifest(run, 1).base) == (sound, 0)
+    # then it says so, and publishes what the learner saved
+    assert sound == [
+        (exported / part).read_bytes() for part in ("model.safetensors", "tensors.json")
+    ]
+    assert said in caplog.text and "exported again" in caplog.text
+    assert manifest(run, 1).base == (None if form == "full" else 0)
 
 
 def test_with_a_damaged_base_a_version_goes_out_whole(
