@@ -6,12 +6,12 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.waiting import eventually
+from tests.waiting import eventually, one_ended
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET_SHORT = ROOT / "specs" / "target_short.yaml"
@@ -102,15 +102,21 @@ class LiveRun:
         whole = path.read_text().rpartition("\n")[0]
         return [json.loads(line) for line in whole.splitlines()]
 
-    def wait_until(self, condition: Callable[[], Any], what: str, deadline_s: float = 240) -> None:
-        """Waits for a condition while the run is alive."""
+    def wait_until(
+        self,
+        condition: Callable[[], Any],
+        what: str,
+        deadline_s: float = 240,
+        others: Sequence[subprocess.Popen[bytes]] = (),
+    ) -> None:
+        """Waits for a condition while the run and the `others` are alive."""
         assert self.process is not None
-        ended = self.process.poll
+        needed = [self.process, *others]
         eventually(
             condition,
             what,
             deadline_s=deadline_s,
-            hopeless=lambda: "" if ended() is None else "the run ended",
+            hopeless=lambda: one_ended(needed),
             context=self.output,
             poll_s=0.1,
         )

@@ -51,8 +51,10 @@ class TokenEditor(Worker):
 
     def _edit(self, rollout: Rollout) -> Rollout:
         tokens = rollout.output_tokens.copy()
+        if len(tokens) <= 2:
+            return rollout
         tokens[0] = tokens[1] if tokens[1] != tokens[0] else rollout.prompt_tokens[0]
-        return replace(rollout, output_tokens=tokens) if len(tokens) > 2 else rollout
+        return replace(rollout, output_tokens=tokens)
 
 
 def main() -> int:

@@ -63,10 +63,11 @@ def test_perturbed_weights_and_edited_tokens_are_rejected(tmp_path):
         run.wait_for_step(1)
         cheats = {mode: start_cheat(run, mode) for mode in ("perturbed", "edited")}
         try:
-            for mode, (key, _) in cheats.items():
+            for mode, (key, process) in cheats.items():
                 run.wait_until(
                     lambda key=key: len(verdicts_on(run, key)) >= 3,
                     f"three verdicts on the {mode} worker",
+                    others=[process],
                 )
             step = len(run.metrics())
             run.wait_for_step(step + 3)  # anything of theirs that was let through trains by then
