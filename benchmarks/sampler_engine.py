@@ -22,9 +22,9 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is first imported
 
 from runspec.spec.schema import SamplerPool
-from sampler.engine import Engine
-from sampler.proofs import prove
-from sampler.requests import SampleRequest
+from sampler.engine.engine import Engine
+from sampler.engine.proofs import prove
+from sampler.engine.requests import SampleRequest
 from tests.sampler.engine.models import END_TOKEN, VOCABULARY, save_version
 from verify.noise import noise_key
 

@@ -36,7 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
 def _work(options: argparse.Namespace, log: logging.Logger) -> None:
     stop = stop_event()
     threading.Thread(target=_leave, args=(stop,), daemon=True).start()
-    from sampler.worker import WorkerOptions, work  # after the signals: its imports take seconds
+    from sampler.worker.worker import (  # after the signals: its imports take seconds
+        WorkerOptions,
+        work,
+    )
 
     values = vars(options)
     work(WorkerOptions(**{k: v for k, v in values.items() if k != "command"}), log, stop)

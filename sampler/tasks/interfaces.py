@@ -1,11 +1,11 @@
 """What sources and reward terms offer, and how they are found: entry points by kind.
 
 [project.entry-points."runspec.sources"]
-reasoning_gym = "sampler.tasks.gym:GymSource"
+reasoning_gym = "sampler.tasks.sources.gym:GymSource"
 
 [project.entry-points."runspec.rewards"]
-reasoning_gym = "sampler.tasks.gym:GymReward"
-target_length = "sampler.tasks.target_length:TargetLengthReward"
+reasoning_gym = "sampler.tasks.rewards.gym:GymReward"
+target_length = "sampler.tasks.rewards.target_length:TargetLengthReward"
 """
 
 from __future__ import annotations

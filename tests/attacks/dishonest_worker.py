@@ -16,9 +16,9 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from runspec.common.process import run_role, stop_event
-from sampler.engine import Engine
-from sampler.requests import LoadReport
-from sampler.worker import Worker, WorkerOptions, work
+from sampler.engine.engine import Engine
+from sampler.engine.requests import LoadReport
+from sampler.worker.worker import Worker, WorkerOptions, work
 from verify.formats.submission import Rollout
 
 RELATIVE_NOISE = 0.1

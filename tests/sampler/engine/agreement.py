@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sampler.engine import Engine
+from sampler.engine.engine import Engine
 from tests.sampler.engine.requests import batch
 
 Text = tuple[list[int], list[int]]

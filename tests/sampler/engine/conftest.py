@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runspec.spec.schema import SamplerPool
-from sampler.engine import Engine
+from sampler.engine.engine import Engine
 from tests.sampler.engine.models import MAX_MODEL_LEN, MAX_NEW_TOKENS, save_version
 
 # On a busy machine threads that wait for each other at every operator cost a hundredfold. vLLM

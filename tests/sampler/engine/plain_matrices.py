@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm import _custom_ops
 
-from sampler.worker_extension import SamplerExtension
+from sampler.engine.worker_extension import SamplerExtension
 
 # Read when a layer's weights were loaded; each rank imports its extension before that.
 _custom_ops._supports_onednn = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sampler.requests import SampleRequest
+from sampler.engine.requests import SampleRequest
 from tests.sampler.engine.models import END_TOKEN, MAX_NEW_TOKENS, VOCABULARY
 from verify.noise import noise_key
 

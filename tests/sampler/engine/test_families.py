@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from runspec.common.errors import UserError
-from sampler.engine import Engine
+from sampler.engine.engine import Engine
 from tests.sampler.engine.agreement import assert_follows
 from tests.sampler.engine.conftest import cpu_pool
 from tests.sampler.engine.families import FAMILIES, Learner

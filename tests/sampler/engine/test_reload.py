@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runspec.common.errors import UserError
-from sampler.engine import Engine
+from sampler.engine.engine import Engine
 from tests.sampler.engine.agreement import assert_follows
 from tests.sampler.engine.models import (
     WEIGHT_GROUPS,

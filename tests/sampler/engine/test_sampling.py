@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from sampler.requests import GenerationAborted
+from sampler.engine.requests import GenerationAborted
 from tests.sampler.engine.models import END_TOKEN, HIDDEN, MAX_NEW_TOKENS, VOCABULARY, Reference
 from tests.sampler.engine.requests import batch
 from verify.noise import gumbel

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runspec.common.errors import UserError
-from sampler.engine import Engine
+from sampler.engine.engine import Engine
 from tests.sampler.engine.conftest import cpu_pool
 from tests.sampler.engine.models import Reference, perturbed_version
 from tests.sampler.engine.requests import batch

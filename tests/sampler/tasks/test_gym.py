@@ -11,7 +11,7 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from runspec.common.errors import UserError
-from sampler.tasks.gym import REFUSED
+from sampler.tasks.sources.gym import REFUSED
 from sampler.tasks.task_set import build_task_set
 from tests.sampler.tasks.conftest import laptop_spec
 

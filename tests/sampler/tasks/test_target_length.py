@@ -6,7 +6,7 @@ import pytest
 
 from runspec.common.errors import UserError
 from runspec.spec.schema import Reward
-from sampler.tasks.target_length import TargetLengthReward
+from sampler.tasks.rewards.target_length import TargetLengthReward
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from pathlib import Path
 from runspec.common.errors import UserError
 from runspec.common.keys import SigningKey
 from runspec.spec.schema import RunSpec, SamplerPool
-from sampler.engine import Engine
-from sampler.meter import Meter
-from sampler.proofs import prove
-from sampler.requests import GenerationAborted, Sampled
-from sampler.rollouts import PlannedRollout, claim_rewards, make_rollouts, plan_rollouts
-from sampler.submitter import Submitter
-from sampler.versions import Versions
+from sampler.engine.engine import Engine
+from sampler.engine.proofs import prove
+from sampler.engine.requests import GenerationAborted, Sampled
+from sampler.worker.meter import Meter
+from sampler.worker.rollouts import PlannedRollout, claim_rewards, make_rollouts, plan_rollouts
+from sampler.worker.submitter import Submitter
+from sampler.worker.versions import Versions
 from verify.client import CoordinatorClient, RunFinished
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission

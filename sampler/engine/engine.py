@@ -24,10 +24,10 @@ from bridge.config import load_config
 from runspec.common.errors import UserError
 from runspec.estimate.sampler import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
 from runspec.spec.schema import SamplerPool
-from sampler.probe import FILE_NAME as PROBE_FILE
-from sampler.probe import LIMITS as PROBE_LIMITS
-from sampler.probe import probe_difference, read_probe
-from sampler.requests import GenerationAborted, LoadReport, Recorded, Sampled, SampleRequest
+from sampler.engine.probe import FILE_NAME as PROBE_FILE
+from sampler.engine.probe import LIMITS as PROBE_LIMITS
+from sampler.engine.probe import probe_difference, read_probe
+from sampler.engine.requests import GenerationAborted, LoadReport, Recorded, Sampled, SampleRequest
 from verify.thresholds import precision_of
 
 _RELOAD_REMEDY = "restart the worker; if it happens again, report it with vLLM's version"
@@ -141,7 +141,7 @@ class Engine:
         """
         from vllm import SamplingParams
 
-        from sampler.seeded import sampling_arguments
+        from sampler.engine.seeded import sampling_arguments
 
         params = [
             SamplingParams(
@@ -234,8 +234,8 @@ class Engine:
             "skip_tokenizer_init": True,  # tokens in, tokens out
             "generation_config": "vllm",  # not the model's own taste in temperature and top-p
             "hf_overrides": {"head_dtype": "float32"},  # logits unrounded, as the learner's are
-            "logits_processors": ["sampler.seeded:SeededSampler"],
-            "worker_extension_cls": "sampler.worker_extension.SamplerExtension",
+            "logits_processors": ["sampler.engine.seeded:SeededSampler"],
+            "worker_extension_cls": "sampler.engine.worker_extension.SamplerExtension",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }

@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from sampler.recorder import TokenRecorder
+from sampler.engine.recorder import TokenRecorder
 from verify.noise import gumbel
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from sampler.readback import compare_weights
-from sampler.requests import LoadReport, Recorded
-from sampler.seeded import SeededSampler
+from sampler.engine.readback import compare_weights
+from sampler.engine.requests import LoadReport, Recorded
+from sampler.engine.seeded import SeededSampler
 
 
 class SamplerExtension:
@@ -50,7 +50,7 @@ class SamplerExtension:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
     def compare_weights(self, weights_dir: str) -> LoadReport:
-        """Reads the weights back and compares them with the files; see `sampler.readback`."""
+        """Reads the weights back and compares them with the files; see `readback`."""
         return compare_weights(self._model(), Path(weights_dir))
 
     def _model(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sampler.requests import Sampled
+from sampler.engine.requests import Sampled
 from verify.toploc import build_proofs_batch
 
 

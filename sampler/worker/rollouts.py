@@ -12,7 +12,7 @@ import numpy as np
 
 from runspec.common.errors import UserError
 from runspec.spec.schema import SamplerPool
-from sampler.requests import Sampled, SampleRequest
+from sampler.engine.requests import Sampled, SampleRequest
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import Rollout
 from verify.noise import noise_key

@@ -9,9 +9,9 @@ import pytest
 
 from runspec.common.errors import UserError
 from runspec.spec.schema import SamplerPool
-from sampler.proofs import prove
-from sampler.requests import Sampled
-from sampler.rollouts import claim_rewards, make_rollouts, plan_rollouts
+from sampler.engine.proofs import prove
+from sampler.engine.requests import Sampled
+from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import decode_rollouts, encode_rollouts
 from verify.noise import noise_key

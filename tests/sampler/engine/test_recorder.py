@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def recorder():
-    from sampler.recorder import TokenRecorder
+    from sampler.engine.recorder import TokenRecorder
 
     return TokenRecorder()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from sampler.meter import Meter
+from sampler.worker.meter import Meter
 
 
 def test_a_new_worker_has_done_nothing():

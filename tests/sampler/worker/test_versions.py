@@ -19,7 +19,7 @@ from bridge.safetensors_io import write_safetensors
 from broadcast.keygen import make_keys
 from broadcast.store import publish
 from runspec.common.keys import SigningKey
-from sampler.versions import Versions
+from sampler.worker.versions import Versions
 from tests.waiting import eventually
 
 DEADLINE_S = 20.0

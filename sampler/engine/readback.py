@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bridge.safetensors_io import read_headers, read_tensor
-from sampler.requests import LoadReport
+from sampler.engine.requests import LoadReport
 
 _PLAIN = (torch.float32, torch.bfloat16)
 """Types in which a parameter holds the bits of the files; any other is a quantised one."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sampler.requests import Recorded
+from sampler.engine.requests import Recorded
 
 
 @dataclass(frozen=True)

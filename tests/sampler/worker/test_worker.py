@@ -32,7 +32,7 @@ from verify.toploc import verify_proofs
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GROUPS, SIZE = 2, 4
 DEADLINE_S = 90.0
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from sampler.submitter import MAX_IN_FLIGHT, Submitter
+from sampler.worker.submitter import MAX_IN_FLIGHT, Submitter
 from verify.client import RunFinished, SubmissionRefused
 
 LOG = logging.getLogger("test")

@@ -1,0 +1,1 @@
+"""The loop: lease -> version -> rollouts -> rewards and proofs -> submission."""
