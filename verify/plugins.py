@@ -37,7 +37,7 @@ class Problem:
     """Names the reward that grades it."""
     prompt: str
     verification: Mapping[str, Any]
-    """What the grader needs, and the policy never sees."""
+    """What the grader needs, and the policy never sees: plain JSON data, for it crosses a pipe."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,25 @@ class Graded:
     length_penalty: float
     reward: float
     reason: str = ""
+    repeatable: bool = True
+    """Whether grading again must give the same task reward. False where time or the model's own
+    program has a say: an honest claim may then differ from what a validator finds."""
 
 
 class GraderFault(Exception):
     """The grader itself failed: the group is dropped and nobody is blamed."""
+
+
+@dataclass(frozen=True)
+class GradeItem:
+    """One output to grade."""
+
+    problem: int
+    """Index into the task set."""
+    target: int | None
+    """Length that the prompt asked for, in tokens."""
+    output_tokens: Sequence[int]
+    """The end token included."""
 
 
 class TaskSet(Protocol):
@@ -69,12 +84,19 @@ class TaskSet(Protocol):
     def prompt_tokens(self, index: int, target: int | None) -> list[int]:
         """The tokens that the policy is given."""
 
-    def grade(self, index: int, target: int | None, output_tokens: Sequence[int]) -> Graded:
-        """Grades an output, its end token included.
+    def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
+        """Grades outputs, in the order given; several threads may ask at once.
+
+        Returns:
+            For each a grade or, where the grader raised, hung, died or returned no finite number,
+            the fault.
 
         Raises:
-            GraderFault: the grader raised or returned no finite number.
+            UserError: nothing can be graded on this machine.
         """
+
+    def close(self) -> None:
+        """Ends what grades; nothing is graded after."""
 
 
 @dataclass(frozen=True)

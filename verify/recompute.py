@@ -13,6 +13,7 @@ from verify.formats.submission import Rollout
 from verify.noise import noise_key
 from verify.plugins import (
     Graded,
+    GradeItem,
     GraderFault,
     PrefillEngine,
     PrefillInput,
@@ -101,17 +102,19 @@ def grade(
     Returns:
         The grades (None in groups whose grader failed), and why those groups are dropped.
     """
+    items = [
+        GradeItem(given[r.group].problem, given[r.group].target, r.output_tokens.tolist())
+        for r in rollouts
+    ]
+    results = task_set.grade_all(items)
     faults: dict[int, str] = {}
-    grades: list[Graded | None] = []
-    for rollout in rollouts:
-        task = given[rollout.group]
-        try:
-            graded = task_set.grade(task.problem, task.target, rollout.output_tokens.tolist())
-        except GraderFault as fault:
-            faults[rollout.group] = str(fault)
-            graded = None
-        grades.append(graded)
-    kept = [None if r.group in faults else g for r, g in zip(rollouts, grades, strict=True)]
+    for rollout, result in zip(rollouts, results, strict=True):
+        if isinstance(result, GraderFault):
+            faults.setdefault(rollout.group, str(result))
+    kept = [
+        None if isinstance(result, GraderFault) or rollout.group in faults else result
+        for rollout, result in zip(rollouts, results, strict=True)
+    ]
     return kept, faults
 
 

@@ -11,6 +11,7 @@ target_length = "sampler.tasks.rewards.target_length:TargetLengthReward"
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -39,12 +40,33 @@ class ProblemSource(Protocol):
         """The problem at 0 <= index < len(self)."""
 
 
+@dataclass(frozen=True)
+class Score:
+    """What a task term says of an answer."""
+
+    value: float
+    """T, the task reward."""
+    reason: str = ""
+    """Why it is not more, for people to read."""
+
+
 class TaskTerm(Protocol):
-    """Grades answers: the task reward T. Made as `kind(reward)`."""
+    """Grades answers: the task reward T. Made as `kind(reward)`, cheaply: every process of a run
+    makes one, and only graders call it. The attributes but `role` may be left out; what is said
+    here is then taken."""
 
     role: ClassVar[Literal["task", "length"]]
+    isolated: ClassVar[bool] = True
+    """Whether `score` runs in a grader process (`sampler.grading`): no network, no environment,
+    nothing to write to. Without it, in a thread of the caller, for terms that start a sandbox of
+    their own."""
+    repeatable: ClassVar[bool] = True
+    """Whether the same answer gets the same score on any machine at any time."""
+    limits_blame_answer: ClassVar[bool] = False
+    """What an answer gets on which the grader process runs out of time or memory: a reward of 0
+    where the answer alone decides how much work there is, else no reward but a fault."""
 
-    def score(self, problem: Problem, answer: str) -> float:
+    def score(self, problem: Problem, answer: str) -> Score | float:
         """T of an answer (the text after `</think>`). What it raises counts as a fault of its own,
         not of the answer."""
 

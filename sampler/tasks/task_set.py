@@ -17,12 +17,13 @@ from sampler.tasks.interfaces import (
     Keep,
     LengthTerm,
     ProblemSource,
+    Score,
     TaskTerm,
     make_source,
     make_term,
 )
 from sampler.tasks.prompts import PromptCodec
-from verify.plugins import Graded, GraderFault, Problem
+from verify.plugins import Graded, GradeItem, GraderFault, Problem
 
 Split = Literal["train", "held_out"]
 _HELD_OUT_ONE_IN = 10
@@ -92,30 +93,33 @@ class RunTask:
     def prompt_tokens(self, index: int, target: int | None) -> list[int]:
         return self._codec.prompt_tokens(self.problem(index).prompt, target)
 
-    def grade(self, index: int, target: int | None, output_tokens: Sequence[int]) -> Graded:
+    def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
         """R = T + P: T of the answer, P of the length of all output tokens, the end included."""
-        problem = self.problem(index)
-        answer = self._codec.answer(output_tokens)
-        if answer is None:
-            task_reward, reason = 0.0, "no </think> with an answer and the end token after it"
-        else:
-            task_reward = self._score(problem, answer)
-            reason = "" if task_reward > 0 else f"answered {answer[:80]!r}"
-        penalty = 0.0
-        if self._length_term is not None and target is not None:
-            penalty = self._length_term.penalty(task_reward, target, len(output_tokens))
-        if not math.isfinite(penalty):
-            raise GraderFault(f"{problem.problem_id}: length penalty {penalty}")
-        return Graded(task_reward, penalty, task_reward + penalty, reason)
+        return [self._grade(item) for item in items]
 
-    def _score(self, problem: Problem, answer: str) -> float:
-        try:
-            score = self._task_terms[problem.task_type].score(problem, answer)
-        except Exception as error:
-            raise GraderFault(f"{problem.problem_id}: {type(error).__name__}: {error}") from error
-        if not math.isfinite(score):
-            raise GraderFault(f"{problem.problem_id}: the grader returned {score}")
-        return float(score)
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _grade(self, item: GradeItem) -> Graded | GraderFault:
+        problem = self.problem(item.problem)
+        answer = self._codec.answer(item.output_tokens)
+        if answer is None:
+            score = Score(0.0, "no </think> with an answer and the end token after it")
+        else:
+            try:
+                given = self._task_terms[problem.task_type].score(problem, answer)
+                value = float(given.value if isinstance(given, Score) else given)
+            except Exception as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
+                return GraderFault(f"{problem.problem_id}: {type(error).__name__}: {error}")
+            if not math.isfinite(value):
+                return GraderFault(f"{problem.problem_id}: the grader returned {value}")
+            score = Score(value, "" if value > 0 else f"answered {answer[:80]!r}")
+        penalty = 0.0
+        if self._length_term is not None and item.target is not None:
+            penalty = self._length_term.penalty(score.value, item.target, len(item.output_tokens))
+        if not math.isfinite(penalty):
+            return GraderFault(f"{problem.problem_id}: length penalty {penalty}")
+        return Graded(score.value, penalty, score.value + penalty, score.reason)
 
 
 def target_lengths(spec: RunSpec) -> list[int]:

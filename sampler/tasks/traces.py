@@ -69,7 +69,7 @@ class WarmStartTraces:
     def _trace(self, rng: np.random.Generator, problems: Problems, index: int) -> Trace:
         problem = problems.problem(index)
         target = int(rng.choice(self._targets)) if self._targets else None
-        answer = self._codec.encode(problem.verification["entry"]["answer"])
+        answer = self._codec.encode(problem.verification["answer"])
         length = self._length(rng, target, shortest=len(answer) + 2)
         thinking = length - len(answer) - 2
         draft = [*answer, *self._codec.encode(",")]

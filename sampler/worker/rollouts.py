@@ -16,7 +16,7 @@ from sampler.engine.requests import Sampled, SampleRequest
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import Rollout
 from verify.noise import noise_key
-from verify.plugins import Graded, GraderFault, TaskSet
+from verify.plugins import Graded, GradeItem, GraderFault, TaskSet
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,16 @@ def claim_rewards(
     plan: Sequence[PlannedRollout], sampled: Sequence[Sampled], tasks: TaskSet
 ) -> list[Graded]:
     """Grades each rollout. Where the grader fails it claims 0: the validator drops the group."""
-    return [_grade(tasks, planned, result) for planned, result in zip(plan, sampled, strict=True)]
+    results = tasks.grade_all(
+        [
+            GradeItem(planned.problem, planned.target, result.output_tokens.tolist())
+            for planned, result in zip(plan, sampled, strict=True)
+        ]
+    )
+    return [
+        Graded(0.0, 0.0, 0.0, reason=str(result)) if isinstance(result, GraderFault) else result
+        for result in results
+    ]
 
 
 def make_rollouts(
@@ -111,10 +120,3 @@ def make_rollouts(
         )
         for planned, result, claim, proof in zip(plan, sampled, graded, proofs, strict=True)
     ]
-
-
-def _grade(tasks: TaskSet, planned: PlannedRollout, result: Sampled) -> Graded:
-    try:
-        return tasks.grade(planned.problem, planned.target, result.output_tokens.tolist())
-    except GraderFault as fault:
-        return Graded(0.0, 0.0, 0.0, reason=str(fault))

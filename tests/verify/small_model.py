@@ -21,7 +21,14 @@ from runspec.spec.schema import RunSpec
 from verify.formats.lease import Assignment, Lease, assignments, lease_digest
 from verify.formats.submission import Rollout
 from verify.noise import gumbel, noise_key
-from verify.plugins import Graded, GraderFault, PrefillInput, PrefillOutput, Problem
+from verify.plugins import (
+    Graded,
+    GradeItem,
+    GraderFault,
+    PrefillInput,
+    PrefillOutput,
+    Problem,
+)
 from verify.toploc import build_proofs
 
 VOCAB, HIDDEN, EOS = 48, 64, 0
@@ -136,6 +143,7 @@ class ParityTask:
     targets: list[int] = field(default_factory=lambda: [8, 24])
     faulty: frozenset[int] = frozenset()
     """Problems on which the grader fails."""
+    repeatable: bool = True
     prompts: int = 30
 
     def __len__(self) -> int:
@@ -148,13 +156,20 @@ class ParityTask:
         assert target is not None
         return [1 + index % (VOCAB - 1), 1 + index * 7 % (VOCAB - 1), target]
 
-    def grade(self, index: int, target: int | None, output_tokens: Sequence[int]) -> Graded:
-        if index in self.faulty:
-            raise GraderFault(f"the grader of problem {index} hung")
-        assert target is not None
-        task = sum(token % 2 == 0 for token in output_tokens) / len(output_tokens)
-        length = -0.01 * abs(target - len(output_tokens))
-        return Graded(task, length, task + length)
+    def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
+        return [self._grade(item) for item in items]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _grade(self, item: GradeItem) -> Graded | GraderFault:
+        if item.problem in self.faulty:
+            return GraderFault(f"the grader of problem {item.problem} hung")
+        assert item.target is not None
+        tokens = item.output_tokens
+        task = sum(token % 2 == 0 for token in tokens) / len(tokens)
+        length = -0.01 * abs(item.target - len(tokens))
+        return Graded(task, length, task + length, repeatable=self.repeatable)
 
 
 @dataclass
@@ -250,7 +265,9 @@ class Worker:
         prompt = self.task_set.prompt_tokens(task.problem, task.target)
         tokens = self.sample(prompt, noise_key(lease.seed, task.group, sample))
         claims = self.explain(prompt, tokens)
-        graded = self.task_set.grade(task.problem, task.target, tokens)
+        (graded,) = self.task_set.grade_all([GradeItem(task.problem, task.target, tokens)])
+        if isinstance(graded, GraderFault):
+            graded = Graded(0.0, 0.0, 0.0, reason=str(graded))
         return Rollout(
             run=lease.run,
             step=lease.step,

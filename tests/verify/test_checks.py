@@ -327,6 +327,31 @@ def test_a_fault_of_the_grader_drops_its_group_without_blame(tmp_path: Path) -> 
     assert [row.reward for row in verdict.rows[4:]] == [0.0] * 4
 
 
+def test_a_claim_on_what_cannot_be_graded_again_alike_is_not_compared(tmp_path: Path) -> None:
+    # given a term in which time has a say, and a worker whose programs ran out of it
+    bench = Bench(tmp_path)
+    rollouts = [replace(r, task_reward=0.0) for r in bench.honest()]
+    refused = bench.verdict(rollouts)
+    bench.task_set.repeatable = False
+
+    # when the validator finds other task rewards
+    verdict = bench.verdict(rollouts)
+
+    # then nobody is blamed, and what trains is the validator's own; a repeatable term rejects
+    assert verdict.accepted
+    assert any(row.task_reward > 0 for row in verdict.rows)
+    assert not refused.accepted and refused.reason.startswith("reward: row 0")
+
+
+def test_a_false_length_penalty_is_compared_whatever_the_term(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.task_set.repeatable = False
+
+    verdict = bench.verdict([replace(r, length_penalty=0.0) for r in bench.honest()])
+
+    assert not verdict.accepted and verdict.reason.startswith("reward: row 0")
+
+
 # --- several at once ----------------------------------------------------------------------------
 
 

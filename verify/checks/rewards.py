@@ -8,7 +8,12 @@ from verify.thresholds import REWARD_TOLERANCE
 
 
 class RewardCheck:
-    """max(|T - T'|, |P - P'|) between claimed and re-graded task reward and length penalty."""
+    """max(|T - T'|, |P - P'|) between claimed and re-graded task reward and length penalty.
+
+    Where a grade is not repeatable (a slower machine may run out of time on the same program), T
+    is not compared, and P only where the two agree on T, for some forms of P depend on it. The
+    rewards that train are the re-graded ones either way.
+    """
 
     name = "reward"
 
@@ -20,6 +25,11 @@ class RewardCheck:
                 continue
             task = abs(row.task_reward - graded.task_reward)
             length = abs(row.length_penalty - graded.length_penalty)
+            if not graded.repeatable and task > REWARD_TOLERANCE:
+                results.append(
+                    CheckResult(self.name, True, 0.0, REWARD_TOLERANCE, "not repeatable")
+                )
+                continue
             results.append(
                 at_most(self.name, max(task, length), REWARD_TOLERANCE, "claimed against re-graded")
             )

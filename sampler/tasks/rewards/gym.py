@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
-from typing import ClassVar, Literal
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
 
 from runspec.spec.schema import Reward
 from verify.plugins import Problem
+
+_KEPT_DATASETS = 64
 
 
 class GymReward:
     """The scorer of the problem's own generator, made binary: full credit or none.
 
-    Partial credit would pay for guesses: a word that ends in the right letters, say.
+    Partial credit would pay for guesses: a word that ends in the right letters, say. The
+    verification names the generator (`dataset`, `params`, `seed`, `size`) and the problem's
+    `index`; the problem is made again from them.
     """
 
     role: ClassVar[Literal["task", "length"]] = "task"
@@ -26,6 +32,27 @@ class GymReward:
 
         Full credit is exactly 1: scorers that add up shares reach 1.0000000000000002 for a long
         answer that only begins right.
+
+        Raises:
+            ValueError: the verification names none of the generators that may score.
         """
-        score = float(problem.verification["score_answer"](answer, problem.verification["entry"]))
+        known = problem.verification
+        dataset = _dataset(
+            str(known["dataset"]),
+            json.dumps(known["params"]),
+            int(known["seed"]),
+            int(known["size"]),
+        )
+        score = float(dataset.score_answer(answer, dataset[int(known["index"])]))
         return float(score == 1.0) if math.isfinite(score) else score
+
+
+@lru_cache(_KEPT_DATASETS)
+def _dataset(name: str, params: str, seed: int, size: int) -> Any:
+    import reasoning_gym  # seconds, and only what grades needs it
+
+    from sampler.tasks.sources.gym import REFUSED
+
+    if name in REFUSED:
+        raise ValueError(f"the scorer of {name!r} evaluates answers as code")
+    return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(params))

@@ -47,6 +47,12 @@ class GymSource:
         self._size = source.size or 0
         self._keep = keep
         self._seed = int.from_bytes(hash_parts("source", seed, source.name)[:4], "big")
+        self._made_by = {
+            "dataset": source.dataset,
+            "params": source.params,
+            "seed": self._seed,
+            "size": self._size,
+        }
         place = f"data.sources.{source.name}"
         if source.dataset is None or not self._size:
             raise UserError("kind reasoning_gym needs dataset and size", place=place)
@@ -84,7 +90,7 @@ class GymSource:
                     problem_id=f"{self._name}-{index}",
                     task_type=TASK_TYPE,
                     prompt=entry["question"],
-                    verification={"entry": entry, "score_answer": self._dataset.score_answer},
+                    verification={**self._made_by, "index": candidate, "answer": entry["answer"]},
                 )
             word = hash_parts("replacement", self._seed, index, attempt)[:8]
             candidate = int.from_bytes(word, "big") % self._size

@@ -18,7 +18,7 @@ from runspec.spec.plugins import missing_plugins
 from runspec.spec.resolved import dump_resolved
 from sampler.tasks.task_set import RunTask, build_task_set, split_of
 from tests.sampler.tasks.conftest import SPECS, laptop_spec
-from verify.plugins import GraderFault, load_task_set
+from verify.plugins import Graded, GradeItem, GraderFault, load_task_set
 
 FAULTY_ENTRY_POINTS = """\
 [runspec.sources]
@@ -58,8 +58,15 @@ def output(tokenizer_dir: Path, text: str, *, end: bool = True) -> list[int]:
     return [*ids, tokenizer.token_to_id("<eos>")] if end else ids
 
 
+def grade(task: RunTask, problem: int, target: int | None, tokens: list[int]) -> Graded:
+    (graded,) = task.grade_all([GradeItem(problem, target, tokens)])
+    if isinstance(graded, GraderFault):
+        raise graded
+    return graded
+
+
 def answer_of(task: RunTask, index: int) -> str:
-    return str(task.problem(index).verification["entry"]["answer"])
+    return str(task.problem(index).verification["answer"])
 
 
 def test_a_right_answer_earns_the_task_reward_and_length_counts_every_token(
@@ -71,13 +78,13 @@ def test_a_right_answer_earns_the_task_reward_and_length_counts_every_token(
     assert len(tokens) == 2 + 1 + len(right) + 1
 
     # When it is graded against a target three tokens longer
-    graded = task.grade(5, len(tokens) + 3, tokens)
+    graded = grade(task, 5, len(tokens) + 3, tokens)
 
     # Then R = T + P with P = -alpha 3
     assert graded.task_reward == 1.0
     assert graded.length_penalty == pytest.approx(-0.15)
     assert graded.reward == pytest.approx(0.85)
-    assert task.grade(5, None, tokens).reward == 1.0
+    assert grade(task, 5, None, tokens).reward == 1.0
 
 
 def test_whatever_is_not_the_whole_answer_earns_nothing(task: RunTask, tokenizer_dir: Path) -> None:
@@ -97,10 +104,10 @@ def test_whatever_is_not_the_whole_answer_earns_nothing(task: RunTask, tokenizer
         "only the end": output(tokenizer_dir, ""),
         "tokens that do not exist": [10**6, -1, *output(tokenizer_dir, f"</think>{right}")],
     }  # fmt: skip
-    rewards = {name: task.grade(5, 8, tokens).task_reward for name, tokens in wrong.items()}
+    rewards = {name: grade(task, 5, 8, tokens).task_reward for name, tokens in wrong.items()}
     assert rewards == dict.fromkeys(wrong, 0.0)
     # The length term does not depend on being right.
-    assert task.grade(5, 8, wrong["empty"]).length_penalty == pytest.approx(-0.05 * (8 - 3))
+    assert grade(task, 5, 8, wrong["empty"]).length_penalty == pytest.approx(-0.05 * (8 - 3))
 
 
 def test_a_long_answer_that_only_begins_right_gets_no_credit(tokenizer_dir: Path) -> None:
@@ -108,8 +115,8 @@ def test_a_long_answer_that_only_begins_right_gets_no_credit(tokenizer_dir: Path
     params = "data.sources.spell_backward.params={min_word_len: 9, max_word_len: 9}"
     task = build_task_set(laptop_spec(params), tokenizer_dir)
     right = answer_of(task, 0)
-    assert task.grade(0, None, output(tokenizer_dir, f"</think>{right}")).task_reward == 1.0
-    assert task.grade(0, None, output(tokenizer_dir, f"</think>{right}s")).task_reward == 0.0
+    assert grade(task, 0, None, output(tokenizer_dir, f"</think>{right}")).task_reward == 1.0
+    assert grade(task, 0, None, output(tokenizer_dir, f"</think>{right}s")).task_reward == 0.0
 
 
 def test_every_process_builds_the_same_task(tmp_path: Path, tokenizer_dir: Path) -> None:
@@ -151,7 +158,7 @@ def test_over_long_prompts_are_left_out_and_an_impossible_limit_is_an_error(
         shown = tight.problem(index).prompt.removesuffix("\n").split()[-1]
         right = output(tokenizer_dir, f"</think>{answer_of(tight, index)}")
         assert answer_of(tight, index).lower() == shown.lower()[::-1]
-        assert tight.grade(index, 8, right).task_reward == 1.0
+        assert grade(tight, index, 8, right).task_reward == 1.0
     hopeless = build_task_set(laptop_spec("data.max_prompt_tokens=10"), tokenizer_dir)
     with pytest.raises(UserError, match="none of 1000 problems fits"):
         hopeless.problem(0)
@@ -231,6 +238,6 @@ def test_a_grader_that_fails_is_a_fault_of_its_own(
     task = build_task_set(spec, tokenizer_dir)
 
     # When it grades, then a number is a reward and everything else is its own fault
-    assert task.grade(0, None, output(tokenizer_dir, "</think>0.5")).reward == 0.5
+    assert grade(task, 0, None, output(tokenizer_dir, "</think>0.5")).reward == 0.5
     with pytest.raises(GraderFault, match=fault):
-        task.grade(0, 8, output(tokenizer_dir, f"</think>{answer}"))
+        grade(task, 0, 8, output(tokenizer_dir, f"</think>{answer}"))

@@ -13,7 +13,7 @@ from sampler.tasks.task_set import RunTask, split_of
 from sampler.tasks.tokenizer import SPECIAL, build_tokenizer
 from sampler.tasks.traces import WarmStartTraces, build_warm_start_data
 from tests.sampler.tasks.conftest import laptop_spec
-from verify.plugins import load_warm_start_data
+from verify.plugins import GradeItem, load_warm_start_data
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +25,7 @@ def test_boilerplate_is_whole_words_and_the_word_to_spell_is_letters(
     task: RunTask, tokenizer: Tokenizer
 ) -> None:
     prompt = [tokenizer.id_to_token(i) for i in task.prompt_tokens(3, 16)]
-    word = task.problem(3).verification["entry"]["metadata"]["word"].lower()
+    word = task.problem(3).verification["answer"].lower()[::-1]
     assert prompt == [
         *["spell", " this", " word", " backward", " ", "(", "example", ":", " sun", " ", "-", ">"],
         *[" nus", ")", ":", " ", *word, "\n"],
@@ -92,14 +92,16 @@ def test_traces_are_graded_right_by_the_runs_own_task(
     # Given traces of the train split and the run's problems by their prompts
     wanted = {tuple(task.prompt_tokens(i, t)): (i, t) for i in range(2000) for t in task.targets}
     traces = data.traces(np.random.default_rng(1), 200, "train")
-    graded = [
-        task.grade(*wanted[key], trace.output_tokens)
-        for trace in traces
-        if (key := tuple(trace.prompt_tokens)) in wanted
-    ]
+    graded = task.grade_all(
+        [
+            GradeItem(*wanted[key], trace.output_tokens)
+            for trace in traces
+            if (key := tuple(trace.prompt_tokens)) in wanted
+        ]
+    )
     # Then the answers of those that meet are all right
     assert len(graded) > 5
-    assert {grade.task_reward for grade in graded} == {1.0}
+    assert {getattr(grade, "task_reward", grade) for grade in graded} == {1.0}
 
 
 def test_splits_share_no_problem_and_draws_repeat(

@@ -15,7 +15,7 @@ from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import decode_rollouts, encode_rollouts
 from verify.noise import noise_key
-from verify.plugins import Graded, GraderFault, Problem
+from verify.plugins import Graded, GradeItem, GraderFault, Problem
 from verify.toploc import verify_proofs
 
 GROUPS, SIZE = 3, 2
@@ -36,10 +36,17 @@ class CountingTask:
     def prompt_tokens(self, index: int, target: int | None) -> list[int]:
         return [100 + index, target or 0]
 
-    def grade(self, index: int, target: int | None, output_tokens: Sequence[int]) -> Graded:
-        if 13 in output_tokens:
-            raise GraderFault("thirteen")
-        task, penalty = float(index in output_tokens), -0.1 * abs(target - len(output_tokens))
+    def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
+        return [self._grade(item) for item in items]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _grade(self, item: GradeItem) -> Graded | GraderFault:
+        if 13 in item.output_tokens:
+            return GraderFault("thirteen")
+        task = float(item.problem in item.output_tokens)
+        penalty = -0.1 * abs(item.target - len(item.output_tokens))
         return Graded(task, penalty, task + penalty)
 
 
