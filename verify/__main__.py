@@ -19,6 +19,13 @@ def main(arguments: list[str] | None = None) -> int:
     coordinator.add_argument("run_dir", type=Path, help="run directory with spec.json and keys/")
     coordinator.add_argument("--listen", required=True, metavar="HOST:PORT")
     coordinator.add_argument("--weights", required=True, metavar="URL", help="origin or relay")
+    coordinator.add_argument(
+        "--public-weights",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="relay or origin that volunteers are told of; may be repeated",
+    )
     validator = commands.add_parser("validator", help="check submissions until the run is finished")
     validator.add_argument("--run", required=True, help="the run's name")
     validator.add_argument("--coordinator", required=True, metavar="URL")
@@ -46,6 +53,7 @@ def _coordinator(options: argparse.Namespace, log: logging.Logger) -> None:
             host=host,
             port=port,
             weights=options.weights,
+            public_weights=options.public_weights,
             root_public_key=options.public_key,
         )
     )

@@ -11,8 +11,9 @@ import base64
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,8 +26,11 @@ from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.common.roles import Roles, open_roles
 from runspec.common.signed import BadSignature
 from runspec.spec.schema import RunSpec
+from verify.checked_file import write_checked
+from verify.formats import site as site_format
 from verify.formats import spec as spec_format
 from verify.formats.lease import lease_digest, open_lease
+from verify.formats.site import Site, SiteFile, open_site
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
 from verify.limits import largest_submission_bytes
@@ -138,8 +142,9 @@ class CoordinatorClient:
     def lease(self, wait_s: float) -> bytes | None:
         """A signed lease (checked), or None when there was no work within `wait_s` seconds.
 
-        A worker may hold two leases, to sample one while the submission of the other travels. What
-        a process held when it ended comes again to the next one: the same bytes, until they are
+        A worker may hold a few leases (`verify.coordinator.filling.MAX_OPEN_LEASES`), to sample
+        one while the last sequences of another end and the submission of a third travels. What a
+        process held when it ended comes again to the next one: the same bytes, until they are
         answered or expire.
 
         Raises:
@@ -176,6 +181,54 @@ class CoordinatorClient:
             self._forget(self._leases, lease)
             raise
         self._forget(self._leases, lease)
+
+    def release(self, leases: Collection[str]) -> None:
+        """Gives open leases back that the caller will not answer; doing it again is harmless.
+
+        Others may be leased their groups at once. The caller gains nothing: until a lease expires
+        it counts as one of the few that the caller may hold, and then as withheld.
+
+        Args:
+            leases: digests.
+        """
+        self._post("/v1/release", {"leases": sorted(leases)})
+        for lease in leases:
+            self._forget(self._leases, lease)
+
+    def site(self) -> Site:
+        """Where weights are served, and the files of the data, as the coordinator signed it."""
+        data = self._call("GET", "/v1/site", max_bytes=site_format.MAX_BYTES).content
+        try:
+            return open_site(data, coordinators=self.roles().coordinator, run=self._run)
+        except BadSignature as error:
+            raise self._not_believed(error) from error
+
+    def fetch_data(self, file: SiteFile, path: Path) -> None:
+        """Fetches a file of the data, checked against its digest; a whole file or none.
+
+        Raises:
+            UserError: the disk is full, or the file there is not the one that was listed.
+        """
+        request = f"/v1/data/{file.digest}"
+        deadline, pause = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                with self._http.stream("GET", request) as answer:
+                    if answer.is_success:
+                        write_checked(path, answer.iter_raw(), size=file.bytes, digest=file.digest)
+                        return
+                    trouble = f"answers {answer.status_code}"
+            except httpx.TransportError as error:
+                trouble = str(error) or type(error).__name__
+            if time.monotonic() + pause > deadline:
+                raise UserError(
+                    f"GET {request}: {trouble}",
+                    place=f"coordinator {self._url}",
+                    remedy="check that the coordinator runs and that its address is right",
+                )
+            _log.warning("waiting for the coordinator %s: %s", self._url, trouble)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def heartbeat(self, state: Mapping[str, Any]) -> None:
         """Says that the caller lives, and what it has done since its process began.

@@ -127,7 +127,9 @@ class _Roles:
                 )
 
     def coordinator(self) -> RoleSpec:
-        weights = ("--weights", self._endpoints.origin)
+        served = [*self._relays.values(), self._endpoints.origin]
+        weights = [option for url in served for option in ("--public-weights", url)]
+        weights += ["--weights", self._endpoints.origin]
         command = ("verify", "coordinator", str(self._run_dir), *weights, *self._root)
         return self._server("coordinator", *command)
 

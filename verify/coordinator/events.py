@@ -59,7 +59,23 @@ class LeaseGranted:
 
 @dataclass(frozen=True)
 class LeaseExpired:
-    """No submission came in time: withheld."""
+    """No submission came in time: withheld. One that was released ends so too."""
+
+    at: float
+    lease: str
+
+
+@dataclass(frozen=True)
+class LeaseReleased:
+    """Its holder leaves and says so: others may be leased the groups at once."""
+
+    at: float
+    lease: str
+
+
+@dataclass(frozen=True)
+class LeaseResumed:
+    """The holder came back in time, and the groups are still needed: the same lease again."""
 
     at: float
     lease: str
@@ -143,6 +159,8 @@ Event = (
     | NonceDrawn
     | LeaseGranted
     | LeaseExpired
+    | LeaseReleased
+    | LeaseResumed
     | SubmissionReceived
     | SubmissionJudged
     | StepClosed

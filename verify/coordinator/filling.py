@@ -10,6 +10,11 @@ The rules (DESIGN, "Filling a step"):
 - A step opens when a worker asks and nothing below it needs groups. Its nonce is drawn then, over
   the keys that are registered. A key registered later is covered by a draw of its own: no key can
   be chosen to suit a nonce, and no step depends on the workers that happened to come first.
+- A worker that leaves gives its open leases back (`released`), and others are leased the groups at
+  once. It gains no choice by that: the index stays used, the lease stays one of the few that the
+  worker may hold until it expires, and then counts as withheld. Seeds that it does not like cost it
+  as much time as leases that it never answers. Where it comes back before that, and the groups are
+  still needed, it is granted the same lease again.
 - A worker that had a whole step's worth of groups rejected is leased no more of that step, so that
   a single bad worker cannot use up `max_groups`. Withheld leases do not count: `lease_timeout`
   limits them already, and the only worker of a run may have been down with the coordinator.
@@ -17,7 +22,7 @@ The rules (DESIGN, "Filling a step"):
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from verify.coordinator.events import TrainedGroup
@@ -25,13 +30,23 @@ from verify.coordinator.state import LeaseRecord, OpenStep, State
 
 IDLE_DEADLINE_S = 900.0
 """The least that a run waits for its first worker or next version: engines start slowly."""
-MAX_OPEN_LEASES = 2
-"""A worker samples one lease while the submission of another is on its way."""
+MAX_OPEN_LEASES = 3
+"""One that fills the engine, one whose last sequences are still being sampled, and one whose
+submission is on its way: with fewer the engine runs dry at the end of each lease. More would only
+tie groups to one worker, and rollouts to versions that are older than they need be. A step has
+never more groups leased than it needs, so that three leases are no more than that either."""
 
 
 @dataclass(frozen=True)
 class Held:
     """The worker holds this lease already."""
+
+    record: LeaseRecord
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The worker gave this lease back and may go on with it: record that, then ask again."""
 
     record: LeaseRecord
 
@@ -73,7 +88,7 @@ class Stalled:
 
 def decide_lease(
     state: State, key: str, now: float, *, holding: Collection[str] = ()
-) -> Held | NonceNeeded | Grant | None:
+) -> Held | Resume | NonceNeeded | Grant | None:
     """What to answer a worker that asks for work; None: nothing now.
 
     Args:
@@ -87,11 +102,16 @@ def decide_lease(
     mine = [
         record
         for record in state.leases.values()
-        if record.lease.worker == key and record.status == "open" and record.lease.expires > now
+        if record.lease.worker == key
+        and record.status in ("open", "released")
+        and record.lease.expires > now
     ]
     for record in mine:
-        if record.digest not in holding:
+        if record.status == "open" and record.digest not in holding:
             return Held(record)
+    for record in mine:
+        if record.status == "released" and _still_needed(state, record):
+            return Resume(record)
     if len(mine) >= MAX_OPEN_LEASES:
         return None
     for number in range(state.next_close, policy.steps):
@@ -129,9 +149,15 @@ def leasable_groups(state: State, number: int) -> int:
     return min(needed_groups(state, number), room)
 
 
+def _still_needed(state: State, record: LeaseRecord) -> bool:
+    """Whether a lease that was given back may be taken up again: nobody else got its groups."""
+    number = record.lease.step
+    return number in state.steps and needed_groups(state, number) >= record.lease.groups
+
+
 def expired_leases(state: State, now: float) -> list[LeaseRecord]:
-    """Open leases whose time has run out."""
-    return [r for r in state.leases.values() if r.status == "open" and r.lease.expires <= now]
+    """Unanswered leases whose time has run out."""
+    return [r for r in _unanswered(state) if r.lease.expires <= now]
 
 
 def decide_close(state: State, now: float) -> Close | Stalled | None:
@@ -159,7 +185,11 @@ def next_due(state: State) -> float | None:
         return None
     step = state.steps.get(state.next_close)
     closing = step.since + state.policy.deadline_s if step else state.progress + _idle_s(state)
-    return min([closing, *(r.lease.expires for r in state.leases.values() if r.status == "open")])
+    return min([closing, *(record.lease.expires for record in _unanswered(state))])
+
+
+def _unanswered(state: State) -> Iterator[LeaseRecord]:
+    return (r for r in state.leases.values() if r.status in ("open", "released"))
 
 
 def _groups_in_lease_order(state: State, *, past_outstanding: bool) -> tuple[TrainedGroup, ...]:

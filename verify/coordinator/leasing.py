@@ -14,6 +14,8 @@ from runspec.spec.schema import RunSpec
 from verify.coordinator import filling
 from verify.coordinator.events import (
     LeaseGranted,
+    LeaseReleased,
+    LeaseResumed,
     NonceDrawn,
     SubmissionReceived,
     WorkerRegistered,
@@ -92,6 +94,8 @@ class Leasing:
                     self._journal.record(
                         NonceDrawn(now, step, nonce, len(self._journal.state.workers))
                     )
+                case filling.Resume(record):
+                    self._journal.record(LeaseResumed(now, record.digest))
                 case filling.Grant():
                     self._journal.record(self._sign_lease(key, decision, now))
                 case filling.Held(record):
@@ -115,6 +119,22 @@ class Leasing:
         )
         document = sign_lease(lease, self._key)
         return LeaseGranted(now, lease, lease_digest(document), document.decode())
+
+    def release(self, key: str, digests: Collection[str]) -> None:
+        """Takes back leases that their holder will not answer: others may have the groups at once.
+
+        What is no open lease of the caller's, or is being answered just now, stays as it is.
+
+        Args:
+            key: the worker's.
+            digests: of the leases.
+        """
+        for digest in digests:
+            record = self._journal.state.leases.get(digest)
+            if record is None or record.lease.worker != key or record.status != "open":
+                continue
+            if digest not in self._uploading:
+                self._journal.record(LeaseReleased(self._journal.clock(), digest))
 
     async def submit(
         self, envelope: SubmissionEnvelope, signed: bytes, chunks: AsyncIterator[bytes]
@@ -175,5 +195,7 @@ class Leasing:
             raise Finished
         if record.status == "expired" or record.lease.expires <= self._journal.clock():
             raise Refusal(409, "the lease has expired")
+        if record.status == "released":
+            raise Refusal(409, "the lease was given back")
         if record.status != "open":
             raise Refusal(409, "the lease was answered already, with other bytes")

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from runspec.spec.schema import RunSpec
 from verify.coordinator.activity import Activity
 from verify.coordinator.claims import CLAIM_TIMEOUT_S
 from verify.coordinator.closing import Closing
+from verify.coordinator.data import SiteDesk
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.leasing import Leasing
@@ -44,6 +45,7 @@ async def serve(
     port: int,
     weights: str,
     root_public_key: str,
+    public_weights: Sequence[str] = (),
     claim_timeout_s: float = CLAIM_TIMEOUT_S,
     started: Callable[[int], None] = lambda port: None,
 ) -> None:
@@ -54,6 +56,7 @@ async def serve(
         host, port: where to listen; port 0 picks a free one.
         weights: URL of the origin or relay that serves latest.json.
         root_public_key: the pinned root key (hex).
+        public_weights: URLs of relays and origin that volunteers are told; `weights` when empty.
         claim_timeout_s: after which a validator's unanswered claim is offered again.
         started: called with the port once requests are answered.
 
@@ -69,10 +72,12 @@ async def serve(
     leasing = Leasing(journal, spec, key, roles)
     judging = Judging(journal, spec.name, claim_timeout_s=claim_timeout_s)
     closing = Closing(journal, spec.name, key, workers)
+    site = SiteDesk(spec, key, public_weights or [weights])
     api = Api(
         journal=journal,
         leasing=leasing,
         judging=judging,
+        site=site,
         status=Status(spec.name, journal, judging, workers, validators),
         workers=workers,
         validators=validators,
@@ -109,6 +114,7 @@ async def serve(
             task.result()
     finally:
         journal.stop()
+        site.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,6 +21,7 @@ from runspec.common.hashing import digest_bytes, is_digest
 from runspec.common.roles import Roles
 from runspec.common.signed import BadSignature
 from verify.coordinator.activity import Activity, scalars
+from verify.coordinator.data import SiteDesk
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.judging import Judging
@@ -49,6 +50,7 @@ class Api:
     Args:
         journal: the run's.
         leasing, judging: the two desks.
+        site: what volunteers need besides the spec.
         status: what to tell of the run.
         workers, validators: told who was heard of.
         checker: of request signatures.
@@ -62,6 +64,7 @@ class Api:
         journal: Journal,
         leasing: Leasing,
         judging: Judging,
+        site: SiteDesk,
         status: Status,
         workers: Activity,
         validators: Activity,
@@ -71,6 +74,7 @@ class Api:
         spec_document: bytes,
     ) -> None:
         self._journal, self._leasing, self._judging = journal, leasing, judging
+        self._site = site
         self._status, self._workers, self._validators = status, workers, validators
         self._checker, self._roles = checker, roles
         self._roles_document, self._spec_document = roles_document, spec_document
@@ -83,12 +87,15 @@ class Api:
             [
                 web.get("/v1/spec", self._spec),
                 web.get("/v1/roles", self._get_roles),
+                web.get("/v1/site", self._get_site),
+                web.get("/v1/data/{digest:[0-9a-f]{64}}", self._get_data),
                 web.get("/v1/status", self._get_status),
                 web.get("/metrics", self._metrics),
                 web.get("/healthz", self._healthz),
                 web.post("/v1/workers", self._register),
                 web.post("/v1/heartbeat", self._heartbeat),
                 web.post("/v1/leases", self._lease),
+                web.post("/v1/release", self._release),
                 web.post("/v1/submissions", self._submit),
                 web.post("/v1/validator/next", self._next),
                 web.get("/v1/submissions/{digest:[0-9a-f]{64}}", self._download),
@@ -104,6 +111,15 @@ class Api:
 
     async def _get_roles(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._roles_document, content_type="application/json")
+
+    async def _get_site(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=await self._site.document(), content_type="application/json")
+
+    async def _get_data(self, request: web.Request) -> web.StreamResponse:
+        path = await self._site.path(request.match_info["digest"])
+        if path is None:
+            raise Refusal(404, "no file of the data has this digest")
+        return web.FileResponse(path)
 
     async def _get_status(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(self._status.report())
@@ -153,6 +169,12 @@ class Api:
         if lease is None:
             return web.Response(status=204)
         return web.Response(body=lease, content_type="application/json")
+
+    async def _release(self, request: web.Request) -> web.StreamResponse:
+        caller = self._caller(request)
+        leases = _digests("leases", (await _json(request, caller, {"leases"}))["leases"])
+        self._leasing.release(caller.key, leases)
+        return web.json_response({})
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
         caller = self._caller(request)
@@ -267,14 +289,18 @@ async def _json(request: web.Request, caller: SignedRequest, fields: set[str]) -
 
 
 def _wait_and_holding(body: dict[str, Any]) -> tuple[float, list[str]]:
-    wait, holding = body["wait"], body["holding"]
+    wait, holding = body["wait"], _digests("holding", body["holding"])
     if type(wait) not in (int, float) or not math.isfinite(wait) or wait < 0:
         raise Refusal(400, "wait must be a number of seconds")
-    if not isinstance(holding, list) or len(holding) > _MAX_HOLDING:
-        raise Refusal(400, f"holding must be a list of at most {_MAX_HOLDING} digests")
-    if not all(is_digest(digest) for digest in holding):
-        raise Refusal(400, "holding must be a list of digests")
     return min(float(wait), MAX_WAIT_S), holding
+
+
+def _digests(name: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or len(value) > _MAX_HOLDING:
+        raise Refusal(400, f"{name} must be a list of at most {_MAX_HOLDING} digests")
+    if not all(is_digest(digest) for digest in value):
+        raise Refusal(400, f"{name} must be a list of digests")
+    return value
 
 
 def _envelope(request: web.Request) -> bytes:

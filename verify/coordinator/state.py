@@ -21,6 +21,8 @@ from verify.coordinator.events import (
     GroupGrade,
     LeaseExpired,
     LeaseGranted,
+    LeaseReleased,
+    LeaseResumed,
     NonceDrawn,
     RolledBack,
     StepClosed,
@@ -114,7 +116,7 @@ class LeaseRecord:
     lease: Lease
     digest: str
     document: str
-    status: Literal["open", "submitted", "accepted", "rejected", "expired"] = "open"
+    status: Literal["open", "released", "submitted", "accepted", "rejected", "expired"] = "open"
     submission: str | None = None
     verdict: str | None = None
     usable: tuple[int, ...] = ()
@@ -203,6 +205,10 @@ def apply(state: State, event: Event) -> State:
             return _grant(state, event)
         case LeaseExpired():
             return _expire(state, event)
+        case LeaseReleased():
+            return _release(state, event)
+        case LeaseResumed():
+            return _resume(state, event)
         case SubmissionReceived():
             record = _record(state, event.lease, "open")
             return _with_lease(
@@ -253,7 +259,7 @@ def _grant(state: State, event: LeaseGranted) -> State:
 
 
 def _expire(state: State, event: LeaseExpired) -> State:
-    record = _record(state, event.lease, "open")
+    record = _record(state, event.lease, "open", "released")
     state = _with_lease(state, replace(record, status="expired"))
     worker = state.workers[record.lease.worker]
     worker = replace(worker, withheld_leases=worker.withheld_leases + 1)
@@ -262,6 +268,17 @@ def _expire(state: State, event: LeaseExpired) -> State:
     return _with_tally(
         state, record, replace(tally, expired_groups=tally.expired_groups + record.lease.groups)
     )
+
+
+def _release(state: State, event: LeaseReleased) -> State:
+    """Only who may be leased the groups changes: the lease still counts as withheld at its end."""
+    return _with_lease(state, replace(_record(state, event.lease, "open"), status="released"))
+
+
+def _resume(state: State, event: LeaseResumed) -> State:
+    record = _record(state, event.lease, "released")
+    _require(record.lease.step in state.steps, "a lease of a step that is closed")
+    return _with_lease(state, replace(record, status="open"))
 
 
 def _judge(state: State, event: SubmissionJudged) -> State:
@@ -337,10 +354,10 @@ def _with_rejected_groups(state: State, record: LeaseRecord) -> State:
     return replace(state, steps={**state.steps, record.lease.step: step})
 
 
-def _record(state: State, lease: str, status: str) -> LeaseRecord:
+def _record(state: State, lease: str, *statuses: str) -> LeaseRecord:
     record = state.leases.get(lease)
-    if record is None or record.status != status:
-        raise IllegalTransition(f"lease {lease[:16]} is not {status}")
+    if record is None or record.status not in statuses:
+        raise IllegalTransition(f"lease {lease[:16]} is not {' or '.join(statuses)}")
     return record
 
 

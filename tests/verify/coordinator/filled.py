@@ -13,6 +13,8 @@ from verify.coordinator.events import (
     GroupGrade,
     LeaseExpired,
     LeaseGranted,
+    LeaseReleased,
+    LeaseResumed,
     NonceDrawn,
     StepClosed,
     SubmissionJudged,
@@ -20,7 +22,7 @@ from verify.coordinator.events import (
     VersionPublished,
     WorkerRegistered,
 )
-from verify.coordinator.filling import Close, Grant, Held, NonceNeeded, Stalled
+from verify.coordinator.filling import Close, Grant, Held, NonceNeeded, Resume, Stalled
 from verify.coordinator.state import LeaseRecord, Policy, State, apply
 from verify.formats.lease import Lease
 
@@ -81,11 +83,16 @@ class Filled:
                     return None
                 case Held(record):
                     return record
+                case Resume(record):
+                    self.record(LeaseResumed(self.now, record.digest))
                 case NonceNeeded(step):
                     draw = digest("nonce", step, len(self.events))
                     self.record(NonceDrawn(self.now, step, draw, len(self.state.workers)))
                 case Grant():
                     self.record(self._granted(name, decision))
+
+    def release(self, record: LeaseRecord) -> None:
+        self.record(LeaseReleased(self.now, record.digest))
 
     def submit(self, record: LeaseRecord) -> None:
         self.record(SubmissionReceived(self.now, record.digest, digest("s", record.digest), 1))

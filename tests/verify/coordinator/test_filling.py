@@ -15,6 +15,7 @@ from verify.coordinator.events import (
     VersionPublished,
     WorkerRegistered,
 )
+from verify.coordinator.filling import MAX_OPEN_LEASES
 from verify.coordinator.state import IllegalTransition, apply
 
 
@@ -118,7 +119,10 @@ def test_an_open_lease_comes_again_until_the_worker_says_that_it_holds_it():
     assert run.lease("x") == first
     second = run.lease("x", holding=[first.digest])
     assert (second.lease.step, second.lease.index) == (0, 1)
-    assert run.lease("x", holding=[first.digest, second.digest]) is None  # two are all it may hold
+    third = run.lease("x", holding=[first.digest, second.digest])
+    assert (third.lease.step, third.lease.index) == (1, 0)
+    all_three = [first.digest, second.digest, third.digest]
+    assert run.lease("x", holding=all_three) is None  # they are all that it may hold
     assert run.lease("x", holding=[second.digest]) == first
 
 
@@ -151,6 +155,67 @@ def test_an_expired_lease_counts_as_withheld_and_is_replaced():
     assert replacement.lease.seed != withheld.lease.seed
     run.answer(replacement)
     assert len(run.advance()) == 1
+
+
+def test_the_groups_of_a_lease_that_was_given_back_are_leased_to_others_at_once():
+    run = started(groups=2)
+    given_back = run.lease("x")
+    assert run.lease("y").lease.step == 1  # all of step 0 is held
+
+    run.release(given_back)
+
+    other = run.lease("y", holding=[r.digest for r in run.state.leases.values()])
+    assert (other.lease.step, other.lease.groups) == (0, 2)
+    run.answer(other)
+    assert [c.step for c in run.advance()] == [0]
+
+
+def test_a_lease_that_was_given_back_comes_again_while_it_is_needed():
+    run = started()
+    given_back = run.lease("x")
+    run.release(given_back)
+
+    assert run.lease("x").document == given_back.document
+    assert run.state.leases[given_back.digest].status == "open"
+    run.answer(run.state.leases[given_back.digest])
+    assert run.state.workers[key("x")].withheld_leases == 0
+
+
+def test_a_lease_that_was_given_back_and_replaced_buys_no_other_seed():
+    # given a worker that gave back all that it may hold, and others who took its groups
+    run = started(async_level=3, max_groups=100)
+    held: list[str] = []
+    for _ in range(MAX_OPEN_LEASES):
+        held.append(run.lease("x", holding=held).digest)
+    for digest in held:
+        run.release(run.state.leases[digest])
+    for _ in range(2):
+        run.work("y")
+    while (record := run.lease("y")) and record.lease.step < 2:
+        run.answer(record)
+
+    # when it asks for more, then it gets none until those have expired, as if it had kept silent
+    assert run.lease("x") is None
+    run.now += 31.0
+    run.advance()
+    assert run.state.workers[key("x")].withheld_leases == len(held)
+    fresh = run.lease("x")
+    assert fresh is not None
+    assert fresh.digest not in held
+    assert fresh.lease.seed not in {run.state.leases[d].lease.seed for d in held}
+
+
+def test_a_lease_that_was_given_back_holds_nothing_back():
+    run = started()
+    first, second = run.lease("x"), run.lease("y")
+    run.answer(second)
+    run.release(first)
+    replacement = run.lease("y")
+    run.answer(replacement)
+
+    (closed,) = run.advance()
+
+    assert [g.lease for g in closed.groups] == [second.digest] * 2 + [replacement.digest] * 2
 
 
 @pytest.mark.parametrize("outcome", ["filtered", "dropped"])

@@ -1,5 +1,7 @@
 """Filling a step, whatever happens: the invariants that every sequence of events keeps."""
 
+from collections import Counter
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -69,6 +71,11 @@ class Filling(RuleBasedStateMachine):
     @rule(data=st.data())
     def submit(self, data):
         self.run.submit(data.draw(st.sampled_from(self.of("open"))))
+
+    @precondition(lambda self: self.of("open"))
+    @rule(data=st.data())
+    def release(self, data):
+        self.run.release(data.draw(st.sampled_from(self.of("open"))))
 
     @precondition(lambda self: self.of("submitted"))
     @rule(data=st.data(), accepted=st.sampled_from([True, True, True, False]))
@@ -157,6 +164,15 @@ class Filling(RuleBasedStateMachine):
         for lease in leases:
             indices.setdefault((lease.worker, lease.step), []).append(lease.index)
         assert all(found == list(range(len(found))) for found in indices.values())
+
+    @invariant()
+    def a_worker_ties_up_only_so_many_leases_whether_it_gives_them_back_or_not(self):
+        tied_up = Counter(
+            record.lease.worker
+            for record in (*self.of("open"), *self.of("released"))
+            if record.lease.expires > self.run.now
+        )
+        assert max(tied_up.values(), default=0) <= filling.MAX_OPEN_LEASES
 
     @invariant()
     def every_nonce_was_drawn_after_its_workers_key_was_known(self):
