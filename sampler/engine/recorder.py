@@ -1,9 +1,14 @@
-"""Keeps, for every token sampled, its log-prob and the hidden state that produced it.
+"""Keeps, for every token sampled, its log-prob, its version, and what a proof needs of its state.
 
 vLLM computes rows that never become tokens: each chunk of a chunked prefill but the last samples
-one that is thrown away, and a preempted request is prefilled again. So rows are keyed by (slot,
-position), position being the number of output tokens that the request has, and the last row of a
-key is the one that counts.
+one that is thrown away, a preempted request is prefilled again, and an asynchronous scheduler runs
+a row ahead of an end that it has not seen. So rows are keyed by (slot, position), position being
+the number of output tokens that the sequence has, and a row takes the place of the rows from its
+position on: what a sequence is continued from counts, nothing else.
+
+Hidden states never leave the device. A ring holds the last rows of each slot; once 32 make a chunk
+of TOPLOC, the 128 largest magnitudes are selected there, and those alone travel. Nothing in
+`record` waits for the device.
 """
 
 from __future__ import annotations
@@ -14,23 +19,54 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sampler.engine.requests import Recorded
+from sampler.engine.recorded import Recorded
+from verify.toploc import CHUNK_ROWS, TOP_K
+from verify.toploc.selection import MAGNITUDE
+
+RUN_AHEAD = 4
+"""How far a sequence may be set back behind the furthest row that was computed for it. vLLM's
+schedulers run one row ahead of what they know."""
+_RING = CHUNK_ROWS + RUN_AHEAD
 
 
 @dataclass(frozen=True)
-class _Step:
-    slots: np.ndarray
-    positions: np.ndarray
-    tokens: torch.Tensor
-    logprobs: torch.Tensor
-    hidden: torch.Tensor
+class _Selected:
+    """Chunks that were completed in one step, on their way to the host."""
+
+    indices: torch.Tensor
+    """i32 [C, 128]."""
+    bits: torch.Tensor
+    """i16 [C, 128]."""
 
 
 class TokenRecorder:
-    """Rows of the generation under way; they stay on the device until `take`."""
+    """The records of the sequences under way, a slot each.
 
-    def __init__(self) -> None:
-        self._steps: list[_Step] = []
+    Memory on the device: slots x (36 D x 2 + max_new_tokens x 8) bytes; on the host 28 bytes a
+    token (768 a chunk, and versions) until its slot is forgotten.
+
+    Args:
+        slots: sequences at once.
+        max_new_tokens: output tokens of a sequence, at most.
+        hidden_size: D.
+        device: where hidden states are.
+    """
+
+    def __init__(
+        self, slots: int, max_new_tokens: int, hidden_size: int, device: torch.device
+    ) -> None:
+        self.version = 0
+        """Stamped on the tokens that are sampled from now on."""
+        self._device, self._hidden_size, self._longest = device, hidden_size, max_new_tokens
+        self._ring = torch.zeros((slots, _RING, hidden_size), dtype=torch.bfloat16, device=device)
+        # One column more takes rows that run past the longest output.
+        shape = (slots, max_new_tokens + 1)
+        self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._versions = np.zeros(shape, np.int32)
+        self._length = np.zeros(slots, np.int64)
+        self._furthest = np.full(slots, -1, np.int64)
+        self._selected: list[dict[int, tuple[_Selected, int]]] = [{} for _ in range(slots)]
 
     def record(
         self,
@@ -43,46 +79,111 @@ class TokenRecorder:
         """Adds the rows of one engine step.
 
         Args:
-            slots, positions: i64 [R].
+            slots, positions: i64 [R], no slot twice.
             tokens: i64 [R], the tokens sampled.
             logprobs: f32 [R].
             hidden: [R, D], of the engine's dtype; rounded to bf16 here.
         """
-        bits = hidden.to(torch.bfloat16, copy=True)
-        self._steps.append(_Step(slots, positions, tokens, logprobs, bits))
+        columns = np.minimum(positions, self._longest)
+        slot, place, column = self._on_device(np.stack([slots, positions % _RING, columns]))
+        self._ring[slot, place] = hidden.to(torch.bfloat16)
+        self._tokens[slot, column] = tokens.to(torch.int32)
+        self._logprobs[slot, column] = logprobs
+        self._versions[slots, columns] = self.version
+        self._advance(slots, positions)
+        whole = np.flatnonzero(
+            (positions % CHUNK_ROWS == CHUNK_ROWS - 1) & (positions < self._longest)
+        )
+        if whole.size:
+            starts = positions[whole] - (CHUNK_ROWS - 1)
+            found = self._select(slots[whole], starts, None)
+            for row, (of, start) in enumerate(zip(slots[whole], starts, strict=True)):
+                self._selected[of][int(start) // CHUNK_ROWS] = (found, row)
 
-    def take(self, lengths: Sequence[int]) -> Recorded:
-        """Returns the rows of slots 0 .. len(lengths) - 1 and forgets everything.
+    def take(self, slots: Sequence[int], lengths: Sequence[int]) -> Recorded:
+        """Returns the records of some slots and forgets them.
 
         Args:
-            lengths: output tokens of each slot.
+            slots: in the order of the reply.
+            lengths: output tokens of each; rows past the end are left out.
 
         Raises:
             RuntimeError: a token has no row.
         """
-        steps, self._steps = self._steps, []
-        wanted = np.asarray(lengths, dtype=np.int64)
-        row_of = np.full((len(wanted), int(wanted.max(initial=0)) + 1), -1, dtype=np.int64)
-        slots = np.concatenate([s.slots for s in steps] or [wanted[:0]])
-        positions = np.concatenate([s.positions for s in steps] or [wanted[:0]])
-        # A row past a request's end is one that an asynchronous scheduler ran ahead for.
-        (kept,) = np.nonzero(positions < wanted[slots])
-        row_of[slots[kept], positions[kept]] = kept  # of equal keys the last one stays
-        rows = row_of[np.arange(row_of.shape[1])[None, :] < wanted[:, None]]
-        if (rows < 0).any():
-            raise RuntimeError(f"{int((rows < 0).sum())} sampled tokens were not recorded")
-        if not len(rows):
-            return Recorded(b"", b"", b"")
-        index = torch.from_numpy(rows)
+        at, wanted = np.asarray(slots, np.int64), np.asarray(lengths, np.int64)
+        missing = np.maximum(wanted - self._length[at], 0)
+        if missing.any():
+            raise RuntimeError(f"{int(missing.sum())} sampled tokens were not recorded")
+        # Whole chunks travelled when they were complete, the last ones follow now.
+        left = np.flatnonzero(wanted % CHUNK_ROWS)
+        starts = wanted[left] // CHUNK_ROWS * CHUNK_ROWS
+        if (self._furthest[at[left]] >= starts + _RING).any():
+            raise RuntimeError(f"a sequence was set back by more than {RUN_AHEAD} rows")
+        partial = self._select(at[left], starts, wanted[left] - starts) if left.size else None
+        index = self._on_device(at)
+        longest = int(wanted.max(initial=0))
+        tokens = self._tokens[index, :longest].cpu().numpy()
+        logprobs = self._logprobs[index, :longest].cpu().numpy()  # waits for all copies before it
+        of_partial = {int(sequence): row for row, sequence in enumerate(left)}
+        chunks = []
+        for sequence, (slot, length) in enumerate(zip(at, wanted, strict=True)):
+            chunks += [self._selected[slot][number] for number in range(length // CHUNK_ROWS)]
+            if partial is not None and sequence in of_partial:
+                chunks.append((partial, of_partial[sequence]))
+        present = np.arange(longest) < wanted[:, None]
+        recorded = Recorded(
+            tokens=tokens[present].tobytes(),
+            logprobs=logprobs[present].tobytes(),
+            versions=self._versions[at, :longest][present].tobytes(),
+            indices=b"".join(found.indices[row].numpy().tobytes() for found, row in chunks),
+            bits=b"".join(found.bits[row].numpy().tobytes() for found, row in chunks),
+            hidden_size=self._hidden_size,
+        )
+        self.forget(slots)
+        return recorded
 
-        def gather(parts: list[torch.Tensor]) -> np.ndarray:
-            return torch.cat(parts).cpu()[index].numpy()
+    def forget(self, slots: Sequence[int]) -> None:
+        """Makes slots free for other sequences."""
+        for slot in slots:
+            self._length[slot], self._furthest[slot] = 0, -1
+            self._selected[slot] = {}
 
-        return Recorded(
-            tokens=gather([s.tokens for s in steps]).astype(np.int32).tobytes(),
-            logprobs=gather([s.logprobs for s in steps]).tobytes(),
-            hidden=gather([s.hidden.view(torch.int16) for s in steps]).tobytes(),
+    def _advance(self, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Notes how long each sequence is now; one with a hole stays short, which `take` reports."""
+        furthest = np.where(positions == 0, 0, np.maximum(self._furthest[slots], positions))
+        starts = positions // CHUNK_ROWS * CHUNK_ROWS
+        joined = (positions <= self._length[slots]) & (furthest < starts + _RING)
+        self._length[slots] = np.where(
+            joined, positions + 1, np.minimum(self._length[slots], starts)
+        )
+        self._furthest[slots] = furthest
+
+    def _select(self, slots: np.ndarray, starts: np.ndarray, rows: np.ndarray | None) -> _Selected:
+        """The largest magnitudes of chunks that lie in the ring.
+
+        Args:
+            slots, starts: i64 [C]: the chunk's slot and its first position.
+            rows: i64 [C]: how many rows count; None for all 32.
+        """
+        places = (starts[:, None] + np.arange(CHUNK_ROWS)) % _RING
+        index = self._on_device(slots[:, None] * _RING + places)
+        chunks = self._ring.view(-1, self._hidden_size)[index].view(torch.int16)  # [C, 32, D]
+        magnitudes = chunks & MAGNITUDE
+        if rows is not None:
+            beyond = self._on_device(np.arange(CHUNK_ROWS) >= rows[:, None])
+            magnitudes = magnitudes.masked_fill(beyond[:, :, None], -1)
+        count = min(TOP_K, CHUNK_ROWS * self._hidden_size)
+        indices = magnitudes.flatten(1).topk(count, dim=1).indices
+        bits = chunks.flatten(1).gather(1, indices)
+        wanted = torch.nn.functional.pad(indices.to(torch.int32), (0, TOP_K - count))
+        return _Selected(
+            wanted.to("cpu", non_blocking=True),
+            torch.nn.functional.pad(bits, (0, TOP_K - count)).to("cpu", non_blocking=True),
         )
 
-    def clear(self) -> None:
-        self._steps = []
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        # From pinned memory the copy waits for nothing that the device has still to do.
+        return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -67,7 +67,8 @@ class SeededSampler(LogitsProcessor):
         self._hidden: torch.Tensor | None = None
         # Every tensor-parallel rank samples the same tokens; one of them keeps the books.
         self.records = vllm_config.parallel_config.rank == 0
-        self.recorder = TokenRecorder()
+        self.recorder: TokenRecorder | None = None
+        """On the rank that keeps the books, from `SamplerExtension.start_capture` on."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -97,14 +98,15 @@ class SeededSampler(LogitsProcessor):
             torch.arange(logits.shape[-1], dtype=torch.int32, device=self._device)[None, :],
         )
         tokens = (scaled + noise).argmax(dim=-1, keepdim=True)
-        if self.records:
-            self._record(logits, rows, positions, scaled, tokens)
+        if self.recorder is not None:
+            self._record(self.recorder, logits, rows, positions, scaled, tokens)
         # One winner and no ties: what is recorded is what vLLM's argmax picks.
         logits[rows.index] = torch.full_like(scaled, -torch.inf).scatter_(1, tokens, 0.0)
         return logits
 
     def _record(
         self,
+        recorder: TokenRecorder,
         logits: torch.Tensor,
         rows: _Rows,
         positions: np.ndarray,
@@ -115,7 +117,7 @@ class SeededSampler(LogitsProcessor):
         if hidden is None or len(hidden) != len(logits):
             raise RuntimeError("hidden states and logits of this step do not match")
         logprobs = scaled.gather(1, tokens)[:, 0] - scaled.logsumexp(dim=-1)
-        self.recorder.record(rows.slots, positions, tokens[:, 0], logprobs, hidden[rows.index])
+        recorder.record(rows.slots, positions, tokens[:, 0], logprobs, hidden[rows.index])
 
     def _arrange(self, batch: int) -> _Rows:
         indices = sorted(self._requests)

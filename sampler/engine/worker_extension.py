@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from sampler.engine.readback import compare_weights
-from sampler.engine.requests import LoadReport, Recorded
+from sampler.engine.recorded import Recorded
+from sampler.engine.recorder import TokenRecorder
+from sampler.engine.requests import LoadReport
 from sampler.engine.seeded import SeededSampler
 
 
@@ -19,25 +21,43 @@ class SamplerExtension:
     model_runner: Any
     device: torch.device
 
-    def start_capture(self) -> None:
-        """Shows the sampling processor the hidden states from which each step's logits are made."""
+    def start_capture(self, slots: int, max_new_tokens: int) -> None:
+        """Makes room for records, and shows the sampler the states behind each step's logits.
+
+        Args:
+            slots: sequences at once; a request's `slot` is below it.
+            max_new_tokens: output tokens of a sequence, at most.
+        """
         if self.device.type == "cpu":
             # vLLM compiles small helpers even in eager mode; a CPU may have no compiler at hand.
             torch.compiler.set_stance("force_eager")
-        processor = self._processor()
+        processor, model = self._processor(), self._model()
+        if not processor.records:
+            return
+        hidden_size = self.model_runner.model_config.get_hidden_size()
+        processor.recorder = TokenRecorder(slots, max_new_tokens, hidden_size, self.device)
 
         def see(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             processor.see_hidden(args[1])  # forward(lm_head, hidden_states)
 
-        self._model().logits_processor.register_forward_pre_hook(see)
+        model.logits_processor.register_forward_pre_hook(see)
 
-    def take_recorded(self, lengths: Sequence[int]) -> Recorded | None:
+    def take_recorded(self, slots: Sequence[int], lengths: Sequence[int]) -> Recorded | None:
         """See `TokenRecorder.take`; None on ranks that keep no record."""
-        processor = self._processor()
-        return processor.recorder.take(lengths) if processor.records else None
+        recorder = self._processor().recorder
+        return None if recorder is None else recorder.take(slots, lengths)
 
-    def clear_recorded(self) -> None:
-        self._processor().recorder.clear()
+    def forget(self, slots: Sequence[int]) -> None:
+        """Drops the records of sequences that were aborted; their slots are free."""
+        recorder = self._processor().recorder
+        if recorder is not None:
+            recorder.forget(slots)
+
+    def set_version(self, version: int) -> None:
+        """Names the policy version of the tokens that are sampled from now on."""
+        recorder = self._processor().recorder
+        if recorder is not None:
+            recorder.version = version
 
     def repack_tied_head(self) -> None:
         """Makes the head's packed copy anew where it shares the embedding's tensor.

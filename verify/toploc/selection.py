@@ -21,7 +21,11 @@ _BLOCK_CHUNKS = 32
 
 @dataclass(frozen=True)
 class Selection:
-    """The largest activations of C chunks, in order of decreasing magnitude."""
+    """The largest activations of C chunks.
+
+    Those of `select` are in order of decreasing magnitude, then position; of chunks with fewer than
+    128 elements only the first k count. Those of a sampler's device come in any order.
+    """
 
     indices: np.ndarray
     """i64 [C, 128]: positions in the flattened chunk."""
@@ -39,6 +43,9 @@ class Selection:
     def used(self) -> np.ndarray:
         """bool [C, 128]."""
         return np.arange(TOP_K) < self.k[:, None]
+
+    def __getitem__(self, chunks: slice) -> Selection:
+        return Selection(self.indices[chunks], self.bits[chunks], self.sizes[chunks])
 
 
 def split(hidden: np.ndarray) -> list[np.ndarray]:

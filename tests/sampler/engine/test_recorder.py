@@ -1,84 +1,234 @@
-"""Rows of engine steps become rows of output tokens, whatever else the engine computed."""
+"""Rows of engine steps become the record of each sequence, whatever else the engine computed."""
 
 from __future__ import annotations
 
-import ml_dtypes
+import random
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sampler.engine.recorded import split_recorded
+from verify.toploc import CHUNK_ROWS, build_proofs, build_proofs_of
+
+SLOTS, LONGEST, HIDDEN = 4, 100, 8
 
 
-@pytest.fixture
-def recorder():
+def new_recorder(hidden=HIDDEN):
+    import torch
+
     from sampler.engine.recorder import TokenRecorder
 
-    return TokenRecorder()
+    return TokenRecorder(SLOTS, LONGEST, hidden, torch.device("cpu"))
 
 
-def record(recorder, rows):
+class PlainRecord:
+    """Every row of every slot in a list: what the recorder must come to."""
+
+    def __init__(self):
+        self.rows = {slot: [] for slot in range(SLOTS)}
+
+    def write(self, slot, position, row):
+        self.rows[slot][position:] = [row]
+
+
+def state_of(token, hidden=HIDDEN):
+    """The hidden state that goes with a token, as u16 bits; no magnitude comes twice in a chunk."""
+    place = token * hidden + np.arange(hidden)
+    signs = (place % 3 == 0).astype(np.uint16) << 15
+    return (place * 12347 % 0x7F00).astype(np.uint16) | signs
+
+
+def record(recorder, rows, hidden=HIDDEN):
     """Rows (slot, position, token); log-prob and hidden state are told from the token."""
     import torch
 
     slots, positions, tokens = (np.array(column) for column in zip(*rows, strict=True))
-    values = torch.tensor(tokens, dtype=torch.float32)
+    states = np.stack([state_of(int(token), hidden) for token in tokens]).view(np.int16)
     recorder.record(
-        slots, positions, torch.tensor(tokens), -values, values[:, None].repeat(1, 3) + 0.001
+        slots,
+        positions,
+        torch.from_numpy(tokens),
+        -torch.from_numpy(tokens).float(),
+        torch.from_numpy(states).view(torch.bfloat16),
     )
 
 
-def taken(recorder, lengths):
-    recorded = recorder.take(lengths)
-    return (
-        np.frombuffer(recorded.tokens, np.int32).tolist(),
-        np.frombuffer(recorded.logprobs, np.float32).tolist(),
-        np.frombuffer(recorded.hidden, np.uint16).view(ml_dtypes.bfloat16).astype(np.float32),
-    )
+def write_all(recorder, slot, tokens):
+    for position, token in enumerate(tokens):
+        record(recorder, [(slot, position, token)])
 
 
-def test_rows_come_back_by_slot_and_position_with_hidden_states_rounded_to_bf16(recorder):
+def taken(recorder, slots, lengths):
+    return split_recorded(recorder.take(slots, lengths), lengths)
+
+
+def proofs_of_tokens(tokens, hidden=HIDDEN):
+    return build_proofs(np.stack([state_of(token, hidden) for token in tokens]))
+
+
+def test_rows_come_back_by_slot_and_position():
+    recorder = new_recorder()
     record(recorder, [(1, 0, 10), (0, 0, 20)])
     record(recorder, [(0, 1, 21), (1, 1, 11)])
 
-    tokens, logprobs, hidden = taken(recorder, [2, 2])
+    first, second = taken(recorder, [1, 0], [2, 1])
 
-    assert tokens == [20, 21, 10, 11]
-    assert logprobs == [-20.0, -21.0, -10.0, -11.0]
-    assert hidden.tolist() == [20.0] * 3 + [21.0] * 3 + [10.0] * 3 + [11.0] * 3
+    assert first.tokens.tolist() == [10, 11]
+    assert first.logprobs.tolist() == [-10.0, -11.0]
+    assert second.tokens.tolist() == [20]
+    assert build_proofs_of([first.selection, second.selection]) == [
+        proofs_of_tokens([10, 11]),
+        proofs_of_tokens([20]),
+    ]
 
 
-def test_the_last_row_of_a_position_counts(recorder):
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 95, LONGEST])
+@pytest.mark.parametrize("hidden", [1, 3, HIDDEN, 64])
+def test_selections_make_the_proofs_of_all_hidden_states(length, hidden):
+    recorder = new_recorder(hidden)
+    tokens = list(range(1000, 1000 + length))
+    for position, token in enumerate(tokens):
+        record(recorder, [(2, position, token)], hidden)
+
+    (found,) = taken(recorder, [2], [length])
+
+    assert found.selection.sizes.sum() == length * hidden
+    assert build_proofs_of([found.selection]) == [proofs_of_tokens(tokens, hidden)]
+
+
+def test_chunks_that_several_sequences_complete_in_one_step_stay_apart():
+    recorder = new_recorder()
+    for position in range(CHUNK_ROWS):
+        record(recorder, [(slot, position, 100 * slot + position) for slot in range(SLOTS)])
+
+    found = taken(recorder, list(range(SLOTS)), [CHUNK_ROWS] * SLOTS)
+
+    for slot, sequence in enumerate(found):
+        expected = proofs_of_tokens([100 * slot + p for p in range(CHUNK_ROWS)])
+        assert build_proofs_of([sequence.selection]) == [expected]
+
+
+def test_the_last_row_of_a_position_counts():
     """Chunks of a prefill sample tokens that are thrown away; a preempted request starts again."""
+    recorder = new_recorder()
     record(recorder, [(0, 0, 5), (1, 0, 1)])
     record(recorder, [(0, 0, 6), (1, 1, 2)])
     record(recorder, [(0, 1, 7), (1, 1, 3)])
 
-    assert taken(recorder, [2, 2])[0] == [6, 7, 1, 3]
+    first, second = taken(recorder, [0, 1], [2, 2])
+
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([6, 7], [1, 3])
+    assert build_proofs_of([second.selection]) == [proofs_of_tokens([1, 3])]
 
 
-def test_rows_past_the_end_are_left_out(recorder):
+@pytest.mark.parametrize("length", [31, 32, 33])
+def test_rows_past_the_end_are_left_out(length):
+    """An asynchronous scheduler computes a row more before it has seen the end token."""
+    recorder = new_recorder()
+    tokens = list(range(length))
+    write_all(recorder, 0, [*tokens, 900, 901])
+
+    (found,) = taken(recorder, [0], [length])
+
+    assert found.tokens.tolist() == tokens
+    assert build_proofs_of([found.selection]) == [proofs_of_tokens(tokens)]
+
+
+def test_a_row_past_the_longest_output_is_left_out():
+    recorder = new_recorder()
+    tokens = list(range(LONGEST))
+    write_all(recorder, 0, [*tokens, 900, 901])
+
+    assert taken(recorder, [0], [LONGEST])[0].tokens.tolist() == tokens
+
+
+def test_each_token_has_the_version_that_sampled_it():
+    recorder = new_recorder()
+    recorder.version = 3
     record(recorder, [(0, 0, 5), (1, 0, 8)])
-    record(recorder, [(0, 1, 6), (1, 1, 9)])
+    recorder.version = 4
+    record(recorder, [(0, 1, 6), (1, 0, 9)])
 
-    assert taken(recorder, [1, 2])[0] == [5, 8, 9]
+    first, second = taken(recorder, [0, 1], [2, 1])
+
+    assert first.versions.tolist() == [3, 4]
+    assert second.versions.tolist() == [4]
 
 
-def test_a_token_without_a_row_is_an_error(recorder):
-    record(recorder, [(0, 0, 5), (0, 2, 7)])
+def test_a_token_without_a_row_is_an_error():
+    recorder = new_recorder()
+    record(recorder, [(0, 0, 5)])
+    record(recorder, [(0, 2, 7)])
+
+    with pytest.raises(RuntimeError, match="sampled tokens were not recorded"):
+        recorder.take([0], [3])
+
+
+def test_a_sequence_set_back_beyond_the_ring_is_an_error():
+    recorder = new_recorder()
+    write_all(recorder, 0, range(60))
+    record(recorder, [(0, 20, 7)])
+
+    with pytest.raises(RuntimeError, match="not recorded"):
+        recorder.take([0], [21])
+
+
+@pytest.mark.parametrize("free", [lambda r: r.take([0], [40]), lambda r: r.forget([0])])
+def test_a_slot_is_as_new_after_take_or_forget(free):
+    recorder = new_recorder()
+    write_all(recorder, 0, range(40))
+
+    free(recorder)
 
     with pytest.raises(RuntimeError, match="1 sampled tokens were not recorded"):
-        recorder.take([3])
+        recorder.take([0], [1])
+    write_all(recorder, 0, range(500, 534))
+    (found,) = taken(recorder, [0], [34])
+    assert build_proofs_of([found.selection]) == [proofs_of_tokens(range(500, 534))]
 
 
-def test_nothing_is_left_after_take_or_clear(recorder):
-    record(recorder, [(0, 0, 5)])
-    recorder.clear()
-    record(recorder, [(0, 0, 6)])
-
-    assert taken(recorder, [1])[0] == [6]
-    with pytest.raises(RuntimeError):
-        recorder.take([1])
+def test_no_requests_no_rows():
+    assert taken(new_recorder(), [], []) == []
 
 
-def test_no_requests_no_rows(recorder):
-    recorded = recorder.take([])
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, 90))
+def test_any_schedule_records_what_a_list_of_all_rows_does(seed, steps):
+    """Sequences come and go in slots, wait, are set back a row or to junk of a chunked prefill."""
+    draw = random.Random(seed)
+    recorder, plain, token = new_recorder(), PlainRecord(), 0
+    for _ in range(steps):
+        recorder.version = draw.randrange(3)
+        rows = []
+        for slot in range(SLOTS):
+            length = len(plain.rows[slot])
+            what = draw.random()
+            if what < 0.1:
+                continue  # preempted, or not scheduled
+            if what < 0.12 and length:
+                kept = draw.randint(max(0, length - 2), length)
+                compare(recorder, plain, slot, kept)
+                length = 0
+            # Back by one: a token in flight was discarded, or a prefill goes on.
+            position = max(0, length - 1) if 0.12 <= what < 0.3 else length
+            token += 1
+            rows.append((slot, position, token))
+            plain.write(slot, position, (token, recorder.version))
+        if rows:
+            record(recorder, draw.sample(rows, len(rows)))
+    for slot in range(SLOTS):
+        compare(recorder, plain, slot, len(plain.rows[slot]))
 
-    assert (recorded.tokens, recorded.logprobs, recorded.hidden) == (b"", b"", b"")
+
+def compare(recorder, plain, slot, length):
+    """Takes a sequence from both; the slot is free afterwards."""
+    rows = plain.rows[slot][:length]
+    (found,) = taken(recorder, [slot], [length])
+    plain.rows[slot] = []
+    assert found.tokens.tolist() == [token for token, _ in rows]
+    assert found.versions.tolist() == [version for _, version in rows]
+    if rows:
+        expected = proofs_of_tokens([token for token, _ in rows])
+        assert build_proofs_of([found.selection]) == [expected]
