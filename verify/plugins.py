@@ -75,6 +75,8 @@ class TaskSet(Protocol):
     eos_token_id: int
     targets: list[int]
     """Target lengths of the run, empty where it has none."""
+    data_digest: str
+    """Of what the problems are made from (`runspec.spec.source_files.data_digest`)."""
 
     def __len__(self) -> int:
         """Problems left after the filters (solve rate, over-long prompts)."""
@@ -187,14 +189,15 @@ class PrefillEngine(Protocol):
         """Lets go of connections; the engine is not used after."""
 
 
-def load_task_set(spec: RunSpec, tokenizer_dir: Path) -> TaskSet:
+def load_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = None) -> TaskSet:
     """The run's task, by the entry point `default` of `runspec.tasks`.
 
     Args:
         spec: the resolved spec.
         tokenizer_dir: holds tokenizer.json and tokenizer_config.json; any weights directory does.
+        data_dir: holds the sources' files as <source>/<name>; None: they lie where `uri` says.
     """
-    task_set: TaskSet = _load(TASK_GROUP, "default")(spec, tokenizer_dir)
+    task_set: TaskSet = _load(TASK_GROUP, "default")(spec, tokenizer_dir, data_dir)
     return task_set
 
 

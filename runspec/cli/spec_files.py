@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from runspec.common.errors import UserError
+from runspec.common.files import expand_user
 from runspec.lint.check import check_spec
 from runspec.lock.check import require_lock
 from runspec.plan.saved import read_plan
@@ -21,10 +22,10 @@ class Unreadable(UserError):
 
 
 def located(spec: RunSpec, folder: Path) -> RunSpec:
-    """The spec with local models by their whole paths: the run's roles may run elsewhere.
+    """The spec with local models and data by their whole paths: the run's roles may run elsewhere.
 
     Args:
-        spec: its `model.hf` and `model.tokenizer.hf` may be directories beside it.
+        spec: its `model.hf`, `model.tokenizer.hf` and sources' `uri` may lie beside it.
         folder: of the spec's file, where relative paths start from.
     """
     model = spec.model
@@ -33,7 +34,14 @@ def located(spec: RunSpec, folder: Path) -> RunSpec:
     if model.tokenizer is not None:
         tokenizer = {"hf": _whole(model.tokenizer.hf, folder)}
         model = model.model_copy(update={"tokenizer": model.tokenizer.model_copy(update=tokenizer)})
-    return spec.model_copy(update={"model": model})
+    sources = [
+        source
+        if source.uri is None or "://" in source.uri
+        else source.model_copy(update={"uri": _rows(source.uri, folder)})
+        for source in spec.data.sources
+    ]
+    data = spec.data.model_copy(update={"sources": sources})
+    return spec.model_copy(update={"model": model, "data": data})
 
 
 def _whole(name: str, folder: Path) -> str:
@@ -42,6 +50,13 @@ def _whole(name: str, folder: Path) -> str:
         return str(path.resolve()) if path.is_dir() else name
     except OSError:  # a name that can be no path
         return name
+
+
+def _rows(uri: str, folder: Path) -> str:
+    """Local data: from where the command runs if it is there, as the lock has it, else beside the
+    spec."""
+    path = expand_user(Path(uri))
+    return str((path if path.exists() else folder / path).absolute())
 
 
 def sound_spec(files: SpecFiles) -> RunSpec:

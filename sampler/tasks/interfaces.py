@@ -10,9 +10,9 @@ target_length = "sampler.tasks.rewards.target_length:TargetLengthReward"
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Literal, Protocol
 
 from runspec.common.errors import UserError
@@ -20,12 +20,22 @@ from runspec.spec.plugins import REWARD_GROUP, SOURCE_GROUP, installed_kinds
 from runspec.spec.schema import Reward, Source
 from verify.plugins import Problem
 
-Keep = Callable[[str], bool]
-"""Whether a problem, by its text, belongs to the run: not over-long, and of the right split."""
+
+class Keep(Protocol):
+    """Whether a problem, by its text, belongs to the run: not over-long, and of the right split."""
+
+    digest: str
+    """Of all that the answers depend on, so that they can be kept."""
+
+    def __call__(self, problem: str) -> bool: ...
+
+    def many(self, problems: Sequence[str]) -> list[bool]:
+        """The same of several problems, which is faster."""
 
 
 class ProblemSource(Protocol):
-    """Problems by index. Made as `kind(source, seed, keep)`, and deterministic in those.
+    """Problems by index. Made as `kind(source, seed, keep)`, and deterministic in those and in the
+    contents of the source's files (`runspec.spec.source_files`), whatever folder they lie in.
 
     A source leaves out the problems that `keep` refuses: a file drops the rows, a generator makes
     another problem.
@@ -62,6 +72,9 @@ class TaskTerm(Protocol):
     their own."""
     repeatable: ClassVar[bool] = True
     """Whether the same answer gets the same score on any machine at any time."""
+    timeout_s: ClassVar[float] = 10.0
+    """Longest time for one answer where the spec gives no `timeout`. A grader process that takes
+    longer is ended."""
     limits_blame_answer: ClassVar[bool] = False
     """What an answer gets on which the grader process runs out of time or memory: a reward of 0
     where the answer alone decides how much work there is, else no reward but a fault."""
@@ -69,6 +82,10 @@ class TaskTerm(Protocol):
     def score(self, problem: Problem, answer: str) -> Score | float:
         """T of an answer (the text after `</think>`). What it raises counts as a fault of its own,
         not of the answer."""
+
+    def prepare(self) -> None:
+        """What takes time before the first answer (imports, tables). A grader process calls it
+        once, before any deadline runs. May be left out."""
 
 
 class LengthTerm(Protocol):
@@ -89,10 +106,23 @@ def make_source(source: Source, seed: int, keep: Keep) -> ProblemSource:
 
 def make_term(reward: Reward) -> Any:
     """A `TaskTerm` or a `LengthTerm`; its `role` says which."""
-    return _plugin(REWARD_GROUP, reward.kind, f"reward.{reward.name}")(reward)
+    return reward_entry_point(reward).load()(reward)
+
+
+def reward_entry_point(reward: Reward) -> EntryPoint:
+    """Where the class of a reward's kind is found.
+
+    Raises:
+        UserError: no installed package offers the kind.
+    """
+    return _entry_point(REWARD_GROUP, reward.kind, f"reward.{reward.name}")
 
 
 def _plugin(group: str, kind: str, place: str) -> Any:
+    return _entry_point(group, kind, place).load()
+
+
+def _entry_point(group: str, kind: str, place: str) -> EntryPoint:
     found = {point.name: point for point in entry_points(group=group)}
     if kind not in found:
         raise UserError(
@@ -101,4 +131,4 @@ def _plugin(group: str, kind: str, place: str) -> Any:
             place=place,
             remedy=f"install a package with an entry point {kind!r} in {group}",
         )
-    return found[kind].load()
+    return found[kind]

@@ -2,101 +2,153 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
+from runspec.common.hashing import digest_bytes, hash_parts
+from runspec.spec.schema import Data
+from sampler.tasks.chat_template import ChatTemplate, Message
+from sampler.tasks.tokenizer_files import TokenizerFiles
 
-MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
-MAX_CONFIG_BYTES = 4 * 1024 * 1024
-THINK_END = "</think>"
+THINK, THINK_END = "<think>", "</think>"
 
 
-def user_message(problem: str, target: int | None, length_prompt: str) -> str:
-    """The problem and, where a length is asked for, the length prompt on a line of its own."""
-    if target is None:
-        return problem
-    return f"{problem}\n{length_prompt.replace('{target}', str(target))}"
+@dataclass(frozen=True)
+class PromptForm:
+    """How a problem is put to the policy: the fields of `data` that say so."""
+
+    length_prompt: str
+    """`{target}` is filled in."""
+    length_role: Literal["user", "system"] = "user"
+    """Whose message says the length."""
+    system_prompt: str | None = None
+    """First in the system's message."""
+    think_prefill: bool = False
+    """Whether the prompt opens the thinking where the template does not."""
+
+    @classmethod
+    def of(cls, data: Data) -> PromptForm:
+        """The form that a spec asks for."""
+        return cls(
+            data.length_prompt, data.length_prompt_role, data.system_prompt, data.think_prefill
+        )
+
+    def messages(self, problem: str, target: int | None) -> list[Message]:
+        """The system's message where there is anything to say in it, then the user's.
+
+        Each length prompt stands on a line of its own; without a target there is none.
+        """
+        length = None if target is None else self.length_prompt.replace("{target}", str(target))
+        in_system = length if self.length_role == "system" else None
+        in_user = length if self.length_role == "user" else None
+        system = "\n".join(text for text in (self.system_prompt, in_system) if text)
+        user = problem if in_user is None else f"{problem}\n{in_user}"
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        return [*messages, {"role": "user", "content": user}]
+
+    def text(self, problem: str, target: int | None) -> str:
+        """The messages without a template: one below the other."""
+        return "\n".join(message["content"] for message in self.messages(problem, target))
 
 
 class PromptCodec:
     """A model's tokenizer and chat template.
 
     Args:
-        tokenizer: as `tokenizers` reads tokenizer.json.
-        config: tokenizer_config.json, with the chat template where the model has one.
-        length_prompt: appended to the problem on a line of its own, `{target}` filled in.
-        place: where they come from, for messages.
+        files: of a model directory.
+        form: how a problem is put.
 
     Raises:
-        UserError: a broken template, or no end token.
+        UserError: a broken template, one that takes no system message where there is one, or no
+            end token.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, config: Mapping[str, Any], *, length_prompt: str, place: str
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._config = config
-        self._length_prompt = length_prompt
-        self._place = place
-        source = config.get("chat_template")
-        try:
-            self._template = None if source is None else _environment().from_string(source)
-        except (TemplateError, TypeError) as error:
-            raise UserError(f"broken chat template: {error}", place=place) from error
-        eos = self._special("eos_token")
+    def __init__(self, files: TokenizerFiles, form: PromptForm) -> None:
+        self._tokenizer: Tokenizer = files.tokenizer
+        self._form = form
+        self._place = files.place
+        self._template = ChatTemplate.of(files)
+        eos = files.special_tokens.get("eos_token")
         eos_id = None if eos is None else self._tokenizer.token_to_id(eos)
         if eos_id is None:
             raise UserError(
                 f"eos_token {eos!r} is not in the vocabulary",
-                place=place,
+                place=files.place,
                 remedy="name the end token in tokenizer_config.json",
             )
         self.eos_token_id: int = eos_id
+        self._size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # What is set on a tokenizer for training would cut or pad prompts in silence.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        if self._template is not None and (form.system_prompt or form.length_role == "system"):
+            self._template.require_system_message()
 
     @classmethod
-    def read(cls, directory: Path, *, length_prompt: str) -> PromptCodec:
-        """Reads tokenizer.json, tokenizer_config.json and, where there is one,
-        chat_template.jinja of a model directory.
+    def read(cls, directory: Path, form: PromptForm) -> PromptCodec:
+        """Of a model directory.
 
         Raises:
-            UserError: a file that is missing or malformed.
+            UserError: a file that is missing or malformed, or what the class says.
         """
-        config = _read_config(directory / "tokenizer_config.json")
-        template = directory / "chat_template.jinja"
-        if template.is_file():
-            source = read_bounded(template, MAX_CONFIG_BYTES).decode(errors="replace")
-            config = {**config, "chat_template": source}
-        tokenizer = _read_tokenizer(directory / "tokenizer.json")
-        return cls(tokenizer, config, length_prompt=length_prompt, place=str(directory))
+        return cls(TokenizerFiles.read(directory), form)
+
+    @property
+    def digest(self) -> str:
+        """Of all that a prompt's tokens depend on beside the problem and the target."""
+        form = self._form
+        template = self._template
+        parts = [
+            digest_bytes(self._tokenizer.to_str().encode()),
+            "" if template is None else template.source,
+            repr(sorted(template.special_tokens.items())) if template else "",
+            form.length_prompt,
+            form.length_role,
+            form.system_prompt or "",
+            str(form.think_prefill),
+            *(f"{package} {version(package)}" for package in ("tokenizers", "jinja2")),
+        ]
+        return hash_parts(*parts).hex()
+
+    def prompt_text(self, problem: str, target: int | None) -> str:
+        """What is encoded: the messages in the chat template, and the opened thinking."""
+        if self._template is None:
+            text = self._form.text(problem, target)
+            opening = f"\n{THINK}\n"
+        else:
+            text = self._template.render(self._form.messages(problem, target))
+            opening = f"{THINK}\n"
+        if self._form.think_prefill and not text.rstrip().endswith(THINK):
+            text += opening
+        return text
 
     def prompt_tokens(self, problem: str, target: int | None) -> list[int]:
-        """The message in the chat template, encoded."""
-        message = user_message(problem, target, self._length_prompt)
-        if self._template is None:
-            return self._tokenizer.encode(message).ids
-        try:
-            rendered = self._template.render(
-                messages=[{"role": "user", "content": message}],
-                add_generation_prompt=True,
-                bos_token=self._special("bos_token"),
-                eos_token=self._special("eos_token"),
-            )
-        except Exception as error:  # a template can divide by zero as well as any program
-            raise UserError(f"the chat template fails: {error}", place=self._place) from error
-        # The template writes the special tokens itself.
-        return self._tokenizer.encode(rendered, add_special_tokens=False).ids
+        """The prompt, encoded."""
+        # A template writes the special tokens itself.
+        special = self._template is None
+        ids: list[int] = self._tokenizer.encode(
+            self.prompt_text(problem, target), add_special_tokens=special
+        ).ids
+        return ids
+
+    def prompt_lengths(self, problems: Sequence[str], target: int | None) -> list[int]:
+        """Tokens of each problem's prompt; one batch, on all cores."""
+        texts = [self.prompt_text(problem, target) for problem in problems]
+        encoded = self._tokenizer.encode_batch_fast(
+            texts, add_special_tokens=self._template is None
+        )
+        return [len(one) for one in encoded]
 
     def encode(self, text: str) -> list[int]:
         """Text as the model would write it: no template, no special tokens around it."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """All the text there is, special tokens included."""
@@ -119,59 +171,8 @@ class PromptCodec:
         An output that was cut off has no answer, whatever it says so far.
         """
         tokens = [int(token) for token in output_tokens]
-        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        if not tokens or tokens[-1] != self.eos_token_id or not all(0 <= t < size for t in tokens):
+        known = all(0 <= token < self._size for token in tokens)
+        if not tokens or tokens[-1] != self.eos_token_id or not known:
             return None
         _, think_end, answer = self.decode(tokens[:-1]).partition(THINK_END)
         return answer.strip() if think_end else None
-
-    def _special(self, name: str) -> str | None:
-        value = self._config.get(name)
-        content = value.get("content") if isinstance(value, dict) else value
-        return content if isinstance(content, str) else None
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as the tokenizers' authors expect it: these settings are what templates rely on."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = to_json
-    return environment
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    remedy = "point at a model directory with a tokenizer.json"
-    try:
-        data = read_bounded(path, MAX_TOKENIZER_BYTES)
-    except OSError as error:
-        raise UserError(
-            f"cannot read the tokenizer: {error}", place=str(path), remedy=remedy
-        ) from error
-    try:
-        return Tokenizer.from_buffer(data)
-    except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"not a tokenizer: {error}", place=str(path), remedy=remedy) from error
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(read_bounded(path, MAX_CONFIG_BYTES))
-        if isinstance(config, dict):
-            return config
-        reason = "not a JSON object"
-    except (OSError, ValueError) as error:
-        reason = str(error)
-    raise UserError(
-        f"cannot read the tokenizer's configuration: {reason}",
-        place=str(path),
-        remedy="point at a model directory with a tokenizer_config.json",
-    )

@@ -3,68 +3,31 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
-from typing import Literal
 
 from runspec.common.errors import UserError
-from runspec.common.hashing import hash_parts
 from runspec.spec.schema import RunSpec
+from runspec.spec.source_files import data_digest
 from sampler.tasks.interfaces import (
-    Keep,
     LengthTerm,
-    ProblemSource,
     Score,
     TaskTerm,
-    make_source,
     make_term,
 )
-from sampler.tasks.prompts import PromptCodec
+from sampler.tasks.keep import keeper, target_lengths
+from sampler.tasks.problems import Problems
+from sampler.tasks.prompts import PromptCodec, PromptForm
 from verify.plugins import Graded, GradeItem, GraderFault, Problem
-
-Split = Literal["train", "held_out"]
-_HELD_OUT_ONE_IN = 10
-_CACHED_PROBLEMS = 1024
-
-
-def split_of(problem: str) -> Split:
-    """A tenth of all problems, by a hash of their text, is held out from training.
-
-    Case makes no difference: to a tokenizer that ignores it, `Lent` and `lent` are one problem.
-    """
-    word = int.from_bytes(hash_parts("split", problem.lower())[:8], "big")
-    return "held_out" if word % _HELD_OUT_ONE_IN == 0 else "train"
-
-
-class Problems:
-    """The problems of all sources under one index, those of the first source first."""
-
-    def __init__(self, spec: RunSpec, keep: Keep) -> None:
-        self._sources: list[ProblemSource] = [
-            make_source(source, spec.seed, keep) for source in spec.data.sources
-        ]
-        self._ends = list(accumulate(len(source) for source in self._sources))
-        self.task_types = frozenset().union(*(source.task_types for source in self._sources))
-        self.problem = lru_cache(_CACHED_PROBLEMS)(self._problem)
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def _problem(self, index: int) -> Problem:
-        if not 0 <= index < len(self):
-            raise IndexError(f"problem {index} of {len(self)}")
-        which = bisect_right(self._ends, index)
-        start = self._ends[which - 1] if which else 0
-        return self._sources[which].problem(index - start)
 
 
 class RunTask:
     """Implements `verify.plugins.TaskSet`."""
 
-    def __init__(self, spec: RunSpec, codec: PromptCodec, problems: Problems) -> None:
+    def __init__(
+        self, spec: RunSpec, codec: PromptCodec, problems: Problems, digest: str = ""
+    ) -> None:
+        self.data_digest = digest
         self.eos_token_id = codec.eos_token_id
         self.targets = target_lengths(spec)
         self._codec = codec
@@ -122,33 +85,13 @@ class RunTask:
         return Graded(score.value, penalty, score.value + penalty, score.reason)
 
 
-def target_lengths(spec: RunSpec) -> list[int]:
-    """The lengths that prompts of the run ask for, in tokens."""
-    return [target for reward in spec.reward for target in reward.targets or []]
-
-
-def keeper(spec: RunSpec, codec: PromptCodec, split: Split) -> Keep:
-    """Whether a problem belongs to a split and its prompt fits, whatever length is asked for.
-
-    Only a run that makes its own start holds problems out: there they tell learning from memory.
-    """
-    targets: list[int | None] = [*target_lengths(spec)] or [None]
-
-    def keep(problem: str) -> bool:
-        if spec.warm_start is not None and split_of(problem) != split:
-            return False
-        limit = spec.data.max_prompt_tokens
-        return all(len(codec.prompt_tokens(problem, target)) <= limit for target in targets)
-
-    return keep
-
-
-def build_task_set(spec: RunSpec, tokenizer_dir: Path) -> RunTask:
+def build_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = None) -> RunTask:
     """The run's task; see `verify.plugins.load_task_set`.
 
     Raises:
         UserError: a kind that no installed package offers, a source that cannot be read, or a
             directory without a tokenizer.
     """
-    codec = PromptCodec.read(tokenizer_dir, length_prompt=spec.data.length_prompt)
-    return RunTask(spec, codec, Problems(spec, keeper(spec, codec, "train")))
+    codec = PromptCodec.read(tokenizer_dir, PromptForm.of(spec.data))
+    problems = Problems(spec, keeper(spec, codec, "train"), data_dir)
+    return RunTask(spec, codec, problems, data_digest(spec, data_dir))

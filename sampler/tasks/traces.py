@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 from runspec.common.errors import UserError
 from runspec.common.files import write_atomic
 from runspec.spec.schema import RunSpec
-from sampler.tasks.prompts import THINK_END, PromptCodec, user_message
-from sampler.tasks.task_set import Problems, Split, keeper, split_of, target_lengths
+from sampler.tasks.keep import InSplit, Split, keeper, target_lengths
+from sampler.tasks.problems import Problems
+from sampler.tasks.prompts import THINK_END, PromptCodec, PromptForm
 from sampler.tasks.tokenizer import (
     EOS,
     PAD,
@@ -26,7 +27,8 @@ from sampler.tasks.tokenizer import (
     build_tokenizer,
     tokenizer_config,
 )
-from verify.plugins import Trace
+from sampler.tasks.tokenizer_files import TokenizerFiles
+from verify.plugins import Problem, Trace
 
 _SAMPLED_PROBLEMS = 64
 _SHORTEST = 4
@@ -40,12 +42,8 @@ class WarmStartTraces:
         self._targets = target_lengths(spec)
         self._longest = min(pool.max_new_tokens for pool in spec.samplers)
         self._tokenizer = tokenizer
-        self._codec = PromptCodec(
-            tokenizer,
-            tokenizer_config(),
-            length_prompt=spec.data.length_prompt,
-            place="the warm start's tokenizer",
-        )
+        files = TokenizerFiles(tokenizer, tokenizer_config(), "the warm start's tokenizer")
+        self._codec = PromptCodec(files, PromptForm.of(spec.data))
         splits: tuple[Split, ...] = ("train", "held_out")
         self._problems = {
             split: Problems(spec, keeper(spec, self._codec, split)) for split in splits
@@ -69,7 +67,7 @@ class WarmStartTraces:
     def _trace(self, rng: np.random.Generator, problems: Problems, index: int) -> Trace:
         problem = problems.problem(index)
         target = int(rng.choice(self._targets)) if self._targets else None
-        answer = self._codec.encode(problem.verification["answer"])
+        answer = self._codec.encode(_answer(problem))
         length = self._length(rng, target, shortest=len(answer) + 2)
         thinking = length - len(answer) - 2
         draft = [*answer, *self._codec.encode(",")]
@@ -98,6 +96,21 @@ class WarmStartTraces:
         return max(shortest, min(length, self._longest))
 
 
+def _answer(problem: Problem) -> str:
+    """The answer that a problem comes with: of a generator, or the first true one of a row."""
+    known = problem.verification
+    answer = known.get("answer", known.get("ground_truth"))
+    if isinstance(answer, list) and answer:
+        answer = answer[0]
+    if not isinstance(answer, str):
+        raise UserError(
+            f"problem {problem.problem_id} comes with no answer to write into a trace",
+            place="data.sources",
+            remedy="warm up on sources whose verification has `answer` or `ground_truth`",
+        )
+    return answer
+
+
 def build_warm_start_data(spec: RunSpec) -> WarmStartTraces:
     """The traces and the tokenizer that `spec.warm_start` trains on.
 
@@ -111,15 +124,14 @@ def build_warm_start_data(spec: RunSpec) -> WarmStartTraces:
             place="warm_start",
             remedy="give model.shape and warm_start, or a model with weights",
         )
-    problems = Problems(spec, lambda text: split_of(text) == "train")
+    problems = Problems(spec, InSplit("train"))
     sample = [problems.problem(i).prompt for i in range(min(_SAMPLED_PROBLEMS, len(problems)))]
     targets: list[int | None] = [*target_lengths(spec)] or [None]
+    form = PromptForm.of(spec.data)
     words = {
         word
         for target in targets
-        for word in boilerplate(
-            [user_message(text, target, spec.data.length_prompt) for text in sample]
-        )
+        for word in boilerplate([form.text(text, target) for text in sample])
     }
     tokenizer = build_tokenizer(sorted(words), spec.model.shape.vocab_size)
     return WarmStartTraces(spec, spec.warm_start.obey_share, tokenizer)

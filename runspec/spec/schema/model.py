@@ -115,15 +115,21 @@ class Source(Block):
     name: Name
     """Names the source in findings and overlays."""
     kind: str
-    """`reasoning_gym`, `parquet`, ...: a source that an installed package offers."""
+    """`jsonl`, `parquet`, `hf_dataset`, `gsm8k`, `reasoning_gym`, or a source that an installed
+    package offers."""
     uri: str | None = None
-    """Where the rows lie, for kinds that read files."""
+    """Where the rows lie, for kinds that read files: a file, a folder or a pattern such as
+    `train-*.parquet`; relative to the spec."""
     revision: str | None = None
     """Commit of the data's repository, where `uri` names one."""
     dataset: str | None = None
     """The generator's name, for `reasoning_gym`."""
     params: dict[str, int | float | str | bool] = {}
-    """The generator's parameters."""
+    """The generator's parameters; of kinds that read rows the columns `problem_id`, `task_type`,
+    `prompt` and `verification_info`, where they have other names, and the `split` of a
+    `hf_dataset`."""
+    task_types: dict[str, str] = {}
+    """Reward kinds by the task types that the rows say, where the two differ."""
     size: Annotated[Count, Unit("problems")] | None = None
     """How many problems a generator makes."""
     solve_rate: SolveRate | None = None
@@ -137,6 +143,13 @@ class Data(Block):
     """Longer prompts are left out, everywhere the same."""
     length_prompt: str = "Think for {target} tokens before giving a response."
     """Appended to the problem; `{target}` is the target length in tokens."""
+    length_prompt_role: Literal["user", "system"] = "user"
+    """Message that says the length: the problem's own, or the system's."""
+    system_prompt: str | None = None
+    """Text of the system's message, before the length prompt where that is there too."""
+    think_prefill: bool = False
+    """Ends the prompt with `<think>` and a line break where the chat template does not open the
+    thinking itself."""
     sources: list[Source] = Field(min_length=1)
     """Merged by name over the layers."""
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runspec.common.errors import UserError
-from sampler.tasks.prompts import PromptCodec
+from sampler.tasks.prompts import PromptCodec, PromptForm
 
 LENGTH_PROMPT = "Think for {target} tokens."
 
 
-def read(directory: Path) -> PromptCodec:
-    return PromptCodec.read(directory, length_prompt=LENGTH_PROMPT)
+def read(directory: Path, **form: Any) -> PromptCodec:
+    return PromptCodec.read(directory, PromptForm(LENGTH_PROMPT, **form))
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from runspec.lint.check import check_spec
 from runspec.spec.load import SpecFiles
 from runspec.spec.plugins import missing_plugins
 from runspec.spec.resolved import dump_resolved
-from sampler.tasks.task_set import RunTask, build_task_set, split_of
+from sampler.tasks.keep import split_of
+from sampler.tasks.task_set import RunTask, build_task_set
 from tests.sampler.tasks.conftest import SPECS, laptop_spec
 from verify.plugins import Graded, GradeItem, GraderFault, load_task_set
 

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from runspec.common.errors import UserError
-from sampler.tasks.task_set import RunTask, split_of
+from sampler.tasks.keep import split_of
+from sampler.tasks.task_set import RunTask
 from sampler.tasks.tokenizer import SPECIAL, build_tokenizer
 from sampler.tasks.traces import WarmStartTraces, build_warm_start_data
 from tests.sampler.tasks.conftest import laptop_spec

@@ -23,7 +23,7 @@ from runspec.local.identity import Identity, make_identity
 from runspec.spec.load import SpecFiles
 from runspec.spec.resolved import dump_resolved
 from runspec.spec.schema import RunSpec
-from sampler.tasks.task_set import target_lengths
+from sampler.tasks.keep import target_lengths
 from sampler.tasks.traces import build_warm_start_data
 from tests.sampler.engine.models import END_TOKEN, Reference, save_version
 from tests.waiting import eventually

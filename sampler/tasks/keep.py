@@ -1,0 +1,86 @@
+"""Which problems belong to a run: those of the right split whose prompts fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from runspec.common.hashing import hash_parts
+from runspec.spec.schema import RunSpec
+from sampler.tasks.prompts import PromptCodec
+
+Split = Literal["train", "held_out"]
+_HELD_OUT_ONE_IN = 10
+
+
+def split_of(problem: str) -> Split:
+    """A tenth of all problems, by a hash of their text, is held out from training.
+
+    Case makes no difference: to a tokenizer that ignores it, `Lent` and `lent` are one problem.
+    """
+    word = int.from_bytes(hash_parts("split", problem.lower())[:8], "big")
+    return "held_out" if word % _HELD_OUT_ONE_IN == 0 else "train"
+
+
+def target_lengths(spec: RunSpec) -> list[int]:
+    """The lengths that prompts of the run ask for, in tokens."""
+    return [target for reward in spec.reward for target in reward.targets or []]
+
+
+class InSplit:
+    """Keeps the problems of a split, however long."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+        self.digest = hash_parts("keep", split).hex()
+
+    def __call__(self, problem: str) -> bool:
+        return split_of(problem) == self._split
+
+    def many(self, problems: Sequence[str]) -> list[bool]:
+        """The same of several."""
+        return [self(problem) for problem in problems]
+
+
+class Fitting:
+    """Keeps the problems of a split whose prompts fit, whatever length is asked for.
+
+    Args:
+        codec: renders and encodes.
+        targets: lengths that prompts may ask for; empty: none do.
+        limit: longest prompt, in tokens.
+        split: None keeps those of both.
+    """
+
+    def __init__(
+        self, codec: PromptCodec, targets: Sequence[int], limit: int, split: Split | None
+    ) -> None:
+        self._codec = codec
+        self._targets: list[int | None] = [*targets] or [None]
+        self._limit = limit
+        self._split = split
+        parts = ("keep", split or "", limit, codec.digest, *targets)
+        self.digest = hash_parts(*parts).hex()
+        """Of all that the answers depend on."""
+
+    def __call__(self, problem: str) -> bool:
+        return self.many([problem])[0]
+
+    def many(self, problems: Sequence[str]) -> list[bool]:
+        """The same of several, encoded as one batch a target."""
+        kept = [self._split in (None, split_of(problem)) for problem in problems]
+        for target in self._targets:
+            left = [i for i, keep in enumerate(kept) if keep]
+            lengths = self._codec.prompt_lengths([problems[i] for i in left], target)
+            for i, length in zip(left, lengths, strict=True):
+                kept[i] = length <= self._limit
+        return kept
+
+
+def keeper(spec: RunSpec, codec: PromptCodec, split: Split) -> Fitting:
+    """Whether a problem belongs to a split and its prompt fits.
+
+    Only a run that makes its own start holds problems out: there they tell learning from memory.
+    """
+    of_split = split if spec.warm_start is not None else None
+    return Fitting(codec, target_lengths(spec), spec.data.max_prompt_tokens, of_split)

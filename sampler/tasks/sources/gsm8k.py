@@ -1,0 +1,59 @@
+"""Rows of GSM8K: `question`, and `answer` with the final number behind `####`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runspec.common.errors import UserError
+from runspec.spec.schema import Source
+from sampler.tasks.sources.jsonl import JsonlSource
+from sampler.tasks.sources.rows import solve_rate, text
+from verify.plugins import Problem
+
+TASK_TYPE = "math"
+_MARK = "####"
+
+
+class Gsm8kRows:
+    """A `RowReader` of GSM8K's columns; problem n of source `s` is called s-n, from 0."""
+
+    def __init__(self, source: Source) -> None:
+        if source.params:
+            raise UserError(
+                f"unknown: {', '.join(sorted(source.params))}",
+                place=f"data.sources.{source.name}.params",
+                remedy="kind gsm8k has none",
+            )
+        self._source = source.name
+        self._task_type = source.task_types.get(TASK_TYPE, TASK_TYPE)
+        self._rate = None if source.solve_rate is None else source.solve_rate.field
+        self.columns = ["question", "answer", *([self._rate] if self._rate is not None else ())]
+
+    def problem(self, row: Mapping[str, Any], number: int, place: str) -> Problem:
+        """See `RowReader`."""
+        solution, mark, answer = text(row, "answer", place).rpartition(_MARK)
+        if not mark or not answer.strip():
+            raise UserError(
+                f"answer has no number behind {_MARK}: {solution[-60:]!r}",
+                place=place,
+                remedy="end the answer with `#### 42`",
+            )
+        return Problem(
+            problem_id=f"{self._source}-{number}",
+            task_type=self._task_type,
+            prompt=text(row, "question", place),
+            verification={"ground_truth": answer.strip().replace(",", "")},
+        )
+
+    def rate(self, row: Mapping[str, Any], place: str) -> float | None:
+        """See `RowReader`."""
+        return solve_rate(row, self._rate, place)
+
+
+class Gsm8kSource(JsonlSource):
+    """`kind: gsm8k`: GSM8K's JSON Lines files."""
+
+    def reader(self, source: Source) -> Gsm8kRows:
+        """See `FileSource`."""
+        return Gsm8kRows(source)

@@ -1,0 +1,108 @@
+"""Rows of JSON Lines files: one object a line."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runspec.common.errors import UserError
+from sampler.tasks.sources.file_source import BATCH_ROWS, MAX_ROW_BYTES, FileSource
+from sampler.tasks.sources.unchanged import Stamp
+
+_BLOCK_BYTES = 16 * 1024 * 1024
+
+
+class JsonLines:
+    """A `Table` of JSON Lines files; it holds where each line ends, 8 bytes a row.
+
+    Raises:
+        UserError: a line of more than 64 MiB.
+    """
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._names = list(files)
+        self._stamps = [Stamp(path) for path in files.values()]
+        self._ends = [_line_ends(path, name) for name, path in files.items()]
+        self._starts = [0, *accumulate(len(ends) for ends in self._ends)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """See `Table`."""
+        file, line = self._find(number)
+        ends = self._ends[file]
+        begin = int(ends[line - 1]) if line else 0
+        with self._stamps[file].open() as stream:
+            stream.seek(begin)
+            return self._parse(stream.read(int(ends[line]) - begin), number)
+
+    def batches(self) -> Iterator[list[Mapping[str, Any]]]:
+        """See `Table`."""
+        for file, ends in enumerate(self._ends):
+            with self._stamps[file].open() as stream:
+                begin, first = 0, self._starts[file]
+                for at in range(0, len(ends), BATCH_ROWS):
+                    batch = []
+                    for line, end in enumerate(ends[at : at + BATCH_ROWS].tolist(), start=at):
+                        batch.append(self._parse(stream.read(end - begin), first + line))
+                        begin = end
+                    yield batch
+
+    def place(self, number: int) -> str:
+        """See `Table`."""
+        file, line = self._find(number)
+        return f"{self._names[file]}:{line + 1}"
+
+    def _find(self, number: int) -> tuple[int, int]:
+        file = bisect_right(self._starts, number) - 1
+        return file, number - self._starts[file]
+
+    def _parse(self, line: bytes, number: int) -> Mapping[str, Any]:
+        try:
+            row = json.loads(line)
+            if isinstance(row, dict):
+                return row
+            reason = "no JSON object" if line.strip() else "an empty line"
+        except (ValueError, RecursionError) as error:
+            reason = f"no JSON: {error}" if line.strip() else "an empty line"
+        raise UserError(reason, place=self.place(number), remedy="write one object a line")
+
+
+def _line_ends(path: Path, name: str) -> np.ndarray:
+    """i64 [lines]: the offset behind each line; the last one may lack its line break."""
+    size = path.stat().st_size
+    if size == 0:
+        return np.zeros(0, dtype=np.int64)
+    found = []
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for begin in range(0, size, _BLOCK_BYTES):
+            block = np.frombuffer(data[begin : begin + _BLOCK_BYTES], dtype=np.uint8)
+            found.append(np.flatnonzero(block == ord("\n")) + (begin + 1))
+    ends = np.concatenate(found)
+    if not len(ends) or ends[-1] != size:
+        ends = np.append(ends, size)
+    longest = int(np.diff(ends, prepend=0).max())
+    if longest > MAX_ROW_BYTES:
+        line = int(np.diff(ends, prepend=0).argmax()) + 1
+        raise UserError(
+            f"{longest} bytes, more than the {MAX_ROW_BYTES} that a row may have",
+            place=f"{name}:{line}",
+            remedy="leave the row out",
+        )
+    return ends.astype(np.int64)
+
+
+class JsonlSource(FileSource):
+    """`kind: jsonl`: one file, a folder of them, or a pattern."""
+
+    def table(self, files: Mapping[str, Path], columns: list[str]) -> JsonLines:
+        """See `FileSource`."""
+        return JsonLines(files)

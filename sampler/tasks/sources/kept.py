@@ -1,0 +1,173 @@
+"""Which rows of a source are kept: looked through once, remembered on disk by what decides it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded, write_atomic
+from runspec.common.hashing import digest_bytes, hash_parts
+from runspec.spec.schema import Source
+from runspec.spec.source_files import file_digest
+from sampler.tasks.interfaces import Keep
+from sampler.tasks.sources.rows import RowReader
+from verify.plugins import Problem
+
+if TYPE_CHECKING:
+    from sampler.tasks.sources.file_source import Table
+
+_log = logging.getLogger(__name__)
+_PROGRESS_S = 5.0
+_MAX_CACHED_BYTES = 1 << 32
+_VERSION = "kept rows 1"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The rows that belong to a run."""
+
+    rows: np.ndarray
+    """u32 [n]: their numbers, ascending."""
+    task_types: list[str]
+    """Of these rows, sorted."""
+
+
+@dataclass
+class _Counts:
+    rows: int = 0
+    off_rate: int = 0
+    no_rate: int = 0
+    not_kept: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} rows, of which are left out {self.off_rate} by their solve rate, "
+            f"{self.no_rate} without one, and {self.not_kept} whose prompt is over-long or of the "
+            "held-out split"
+        )
+
+
+def kept_rows(
+    source: Source, files: Mapping[str, Path], table: Table, rows: RowReader, keep: Keep
+) -> Kept:
+    """The rows with a solve rate in bounds that `keep` accepts; the same in every process.
+
+    The cache lies in `$XDG_CACHE_HOME/runspec/problems` (`~/.cache`), a file for each set of
+    (file contents, columns, filters, tokenizer, template, targets). Without one it works too.
+
+    Raises:
+        UserError: a malformed row, two equal ids, or no row is left.
+    """
+    key = hash_parts(
+        *(_VERSION, source.kind, source.name),
+        *(file_digest(path) for path in files.values()),
+        source.model_dump_json(include={"params", "task_types", "solve_rate"}),
+        keep.digest,
+    ).hex()
+    path = _cache_path(key)
+    kept = None if path is None else _read(path, len(table))
+    if kept is None:
+        kept = _look_through(source, table, rows, keep)
+        if path is not None:
+            _write(path, kept)
+    return kept
+
+
+def _look_through(source: Source, table: Table, rows: RowReader, keep: Keep) -> Kept:
+    started = said = time.monotonic()
+    counts, kept = _Counts(), list[int]()
+    types, ids = set[str](), dict[bytes, int]()
+    bounds = source.solve_rate
+    for batch in table.batches():
+        problems: list[tuple[int, Problem]] = []
+        for row in batch:
+            number, place = counts.rows, table.place(counts.rows)
+            counts.rows += 1
+            problem = rows.problem(row, number, place)
+            _refuse_second(ids, problem.problem_id, number, table)
+            rate = rows.rate(row, place)
+            if bounds is not None and rate is None:
+                counts.no_rate += 1
+            elif bounds is not None and rate is not None and not bounds.min <= rate <= bounds.max:
+                counts.off_rate += 1
+            else:
+                problems.append((number, problem))
+        for (number, problem), good in zip(
+            problems, keep.many([problem.prompt for _, problem in problems]), strict=True
+        ):
+            if good:
+                kept.append(number)
+                types.add(problem.task_type)
+            else:
+                counts.not_kept += 1
+        if time.monotonic() - said > _PROGRESS_S:
+            said = time.monotonic()
+            _log.info("source %s: %d of %d rows looked at", source.name, counts.rows, len(table))
+    took = time.monotonic() - started
+    _log.info("source %s: %d kept of %s (%.1f s)", source.name, len(kept), counts, took)
+    if not kept:
+        raise UserError(
+            f"no problem is left: {counts}",
+            place=f"data.sources.{source.name}",
+            remedy="widen solve_rate, or raise data.max_prompt_tokens",
+        )
+    return Kept(np.array(kept, dtype=np.uint32), sorted(types))
+
+
+def _refuse_second(ids: dict[bytes, int], problem_id: str, number: int, table: Table) -> None:
+    """Ids are kept as 16 bytes of their hash: of long ones only that much is held."""
+    first = ids.setdefault(hash_parts(problem_id)[:16], number)
+    if first != number:
+        raise UserError(
+            f"problem_id {problem_id[:80]!r} is that of {table.place(first)} too",
+            place=table.place(number),
+            remedy="give every problem an id of its own",
+        )
+
+
+def _cache_path(key: str) -> Path | None:
+    """Where the rows of a key are remembered; None where no cache can be."""
+    said = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        root = Path(said) if Path(said).is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return root / "runspec" / "problems" / key
+
+
+def _write(path: Path, kept: Kept) -> None:
+    """A line of JSON, then the row numbers, little-endian."""
+    data = kept.rows.astype("<u4").tobytes()
+    head = {"task_types": kept.task_types, "rows": len(kept.rows), "digest": digest_bytes(data)}
+    try:
+        write_atomic(path, json.dumps(head).encode() + b"\n" + data)
+    except UserError as error:
+        _log.warning("which problems are kept is not remembered: %s", error)
+
+
+def _read(path: Path, rows: int) -> Kept | None:
+    """What was remembered; None where nothing was, or what is there is not whole."""
+    try:
+        head, _, data = read_bounded(path, _MAX_CACHED_BYTES).partition(b"\n")
+    except (OSError, UserError):
+        return None
+    try:
+        said = json.loads(head)
+        types, count, digest = said["task_types"], said["rows"], said["digest"]
+        numbers = np.frombuffer(data, dtype="<u4").astype(np.uint32)
+        whole = digest_bytes(data) == digest and len(numbers) == count > 0 and numbers[-1] < rows
+    except (ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        _log.warning("%s is damaged: the rows are looked through again", path)
+        return None
+    return Kept(numbers, [str(name) for name in types])

@@ -1,0 +1,147 @@
+"""From a row of a file to a problem, strictly: what is malformed is named with its file and row."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn, Protocol
+
+from runspec.common.errors import UserError
+from runspec.spec.schema import Source
+from verify.plugins import Problem
+
+COLUMNS = ("problem_id", "task_type", "prompt", "verification_info")
+MAX_ID_CHARS = 512
+_REMEDY = "mend the row, or name the columns under params (docs/tasks.md)"
+
+
+class RowReader(Protocol):
+    """What a row means."""
+
+    columns: list[str]
+    """The file's columns that are read."""
+
+    def problem(self, row: Mapping[str, Any], number: int, place: str) -> Problem:
+        """The problem of a row.
+
+        Args:
+            row: the columns that are there.
+            number: of the row, from 0, over all files.
+            place: file and row, for messages.
+
+        Raises:
+            UserError: a column is missing or malformed.
+        """
+
+    def rate(self, row: Mapping[str, Any], place: str) -> float | None:
+        """The recorded solve rate; None where it is null.
+
+        Raises:
+            UserError: there is no such column, or it is no share.
+        """
+
+
+class ProblemRows:
+    """Rows of `problem_id`, `task_type`, `prompt` and `verification_info` (an object, or JSON text
+    of one), under these names or those of `source.params`."""
+
+    def __init__(self, source: Source) -> None:
+        place = f"data.sources.{source.name}.params"
+        known = {*COLUMNS, *({"split"} if source.kind == "hf_dataset" else ())}
+        if unknown := source.params.keys() - known:
+            raise UserError(
+                f"unknown: {', '.join(sorted(unknown))}",
+                place=place,
+                remedy=f"of kind {source.kind} they are {', '.join(sorted(known))}",
+            )
+        self._names = {column: str(source.params.get(column, column)) for column in COLUMNS}
+        self._task_types = source.task_types
+        self._rate = None if source.solve_rate is None else source.solve_rate.field
+        self.columns = [*self._names.values(), *([self._rate] if self._rate is not None else ())]
+
+    def problem(self, row: Mapping[str, Any], number: int, place: str) -> Problem:
+        """See `RowReader`."""
+        problem_id = self._text(row, "problem_id", place)
+        if len(problem_id) > MAX_ID_CHARS:
+            _malformed(f"a problem_id of {len(problem_id)} characters", place)
+        task_type = self._text(row, "task_type", place)
+        return Problem(
+            problem_id=problem_id,
+            task_type=self._task_types.get(task_type, task_type),
+            prompt=self._text(row, "prompt", place),
+            verification=verification(row, self._names["verification_info"], place),
+        )
+
+    def rate(self, row: Mapping[str, Any], place: str) -> float | None:
+        """See `RowReader`."""
+        return solve_rate(row, self._rate, place)
+
+    def _text(self, row: Mapping[str, Any], column: str, place: str) -> str:
+        return text(row, self._names[column], place)
+
+
+def text(row: Mapping[str, Any], name: str, place: str) -> str:
+    """A column that is text and not empty.
+
+    Raises:
+        UserError: it is not there, or something else.
+    """
+    value = row.get(name)
+    if not isinstance(value, str) or not value:
+        _malformed(f"{name} is {_shown(value, row, name)}, not a text", place)
+    return value
+
+
+def verification(row: Mapping[str, Any], name: str, place: str) -> dict[str, Any]:
+    """A column that is an object, or JSON text of one.
+
+    Raises:
+        UserError: it is not there, or something else.
+    """
+    value = row.get(name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            _malformed(f"{name} is no JSON: {error}", place)
+    if not isinstance(value, dict):
+        _malformed(f"{name} is {_shown(value, row, name)}, not an object", place)
+    return value
+
+
+def solve_rate(row: Mapping[str, Any], name: str | None, place: str) -> float | None:
+    """A column that is a share from 0 to 1, or null; None too where no column is asked for.
+
+    Raises:
+        UserError: it is not there, or something else.
+    """
+    if name is None:
+        return None
+    if name not in row:
+        raise UserError(
+            f"no column {name!r} with a solve rate",
+            place=place,
+            remedy="`python -m sampler solve-rates` measures and writes one",
+        )
+    value = row[name]
+    if value is None:
+        return None
+    number = type(value) in (int, float) and math.isfinite(value)
+    if not number or not 0 <= value <= 1:
+        _malformed(f"{name} is {_shown(value, row, name)}, not a share from 0 to 1", place)
+    return float(value)
+
+
+def _shown(value: Any, row: Mapping[str, Any], name: str) -> str:
+    if name not in row:
+        return f"missing (columns: {', '.join(map(str, row))[:200]})"
+    return repr(value)[:80]
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _malformed(what: str, place: str) -> NoReturn:
+    raise UserError(what, place=place, remedy=_REMEDY)
