@@ -11,8 +11,10 @@ from pathlib import Path
 
 from runspec.common.process import run_role, stop_event
 
-GRACE_S = 2.0
-"""Longest time from SIGTERM to the end: a worker killed anywhere loses nothing."""
+GRACE_S = 3.0
+"""Longest time from SIGTERM to the end. The worker needs half of it to hand in what is done and to
+give the rest back; a process that still starts, or waits for a server, is ended here. A worker
+killed anywhere loses nothing."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,6 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     work.add_argument("--key", required=True, type=Path, metavar="FILE", help="the worker's own")
     work.add_argument("--dir", required=True, type=Path, help="keeps fetched versions")
     work.add_argument("--pool", required=True, metavar="NAME", help="sampler pool of the spec")
+    work.add_argument(
+        "--data", type=Path, metavar="DIR", help="the sources' files, where the spec's paths fail"
+    )
     options = parser.parse_args(arguments)
     return run_role(f"sampler {options.pool}", lambda log: _work(options, log))
 
@@ -36,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _work(options: argparse.Namespace, log: logging.Logger) -> None:
     stop = stop_event()
     threading.Thread(target=_leave, args=(stop,), daemon=True).start()
-    from sampler.worker.worker import (  # after the signals: its imports take seconds
+    from sampler.worker.start import (  # after the signals: its imports take seconds
         WorkerOptions,
         work,
     )

@@ -4,49 +4,64 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class Meter:
-    """Seconds of sampling and tokens sampled since the process began. Thread-safe."""
+    """Seconds of sampling, tokens sampled and versions loaded since the process began. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._started = time.monotonic()
+        self._leases = 0
         self._busy_s = 0.0
-        self._busy_since: float | None = None
+        self._busy_since = 0.0
         self._tokens = 0
         self._version = -1
+        self._loads = 0
+        self._pause_s = 0.0
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Counts the time of the block, also while it still runs."""
+    def lease_began(self) -> None:
+        """A lease is being sampled; time in which at least one is counts as busy."""
         with self._lock:
-            self._busy_since = time.monotonic()
-        try:
-            yield
-        finally:
-            with self._lock:
+            if self._leases == 0:
+                self._busy_since = time.monotonic()
+            self._leases += 1
+
+    def lease_ended(self, tokens: int = 0) -> None:
+        """It is sampled, or given up.
+
+        Args:
+            tokens: its output tokens.
+        """
+        with self._lock:
+            self._leases -= 1
+            self._tokens += tokens
+            if self._leases == 0:
                 self._busy_s += time.monotonic() - self._busy_since
-                self._busy_since = None
 
-    def add_tokens(self, count: int) -> None:
-        with self._lock:
-            self._tokens += count
+    def loaded(self, version: int, pause_s: float) -> None:
+        """A version was loaded.
 
-    def set_version(self, version: int) -> None:
+        Args:
+            version: its number.
+            pause_s: seconds in which nothing could be sampled for it.
+        """
         with self._lock:
             self._version = version
+            self._loads += 1
+            self._pause_s += pause_s
 
     def state(self) -> dict[str, int | float]:
-        """The heartbeat: `version` (-1 before the first), `busy_s`, `tokens`, `uptime_s`."""
+        """The heartbeat: `version` (-1 before the first), `busy_s`, `tokens`, `loads`, `pause_s` (of
+        all loads together), `uptime_s`."""
         with self._lock:
             now = time.monotonic()
-            running = 0.0 if self._busy_since is None else now - self._busy_since
+            running = now - self._busy_since if self._leases else 0.0
             return {
                 "version": self._version,
                 "busy_s": self._busy_s + running,
                 "tokens": self._tokens,
+                "loads": self._loads,
+                "pause_s": self._pause_s,
                 "uptime_s": now - self._started,
             }

@@ -59,6 +59,8 @@ def plan_rollouts(
                 end_token=tasks.eos_token_id,
                 temperature=pool.sampling.temperature,
                 noise_key=key,
+                top_p=pool.sampling.top_p,
+                top_k=pool.sampling.top_k,
             )
             plan.append(
                 PlannedRollout(

@@ -1,4 +1,4 @@
-"""Hands submissions in behind the sampling: the next lease samples while the last one travels."""
+"""Hands submissions in behind the sampling: the next leases sample while the last one travels."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ from collections.abc import Callable
 
 from verify.client import SubmissionRefused
 
-MAX_IN_FLIGHT = 2
-
 
 class Submitter:
-    """One thread that finishes leases in order.
+    """One thread that finishes leases in order; the coordinator bounds how many are open.
 
     Args:
         log: told of refused submissions.
+        done: told the digest of each lease that is dealt with, on that thread.
     """
 
-    def __init__(self, log: logging.Logger) -> None:
-        self._log = log
-        # One being worked on and the rest waiting.
-        self._queue: queue.Queue[tuple[str, Callable[[], None]]] = queue.Queue(MAX_IN_FLIGHT - 1)
+    def __init__(self, log: logging.Logger, done: Callable[[str], None] = lambda lease: None):
+        self._log, self._done = log, done
+        self._queue: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._open: set[str] = set()
         self._failure: BaseException | None = None
         threading.Thread(target=self._work, name="submit", daemon=True).start()
 
     def add(self, lease: str, finish: Callable[[], None]) -> None:
-        """Queues the rest of a lease's work; blocks while `MAX_IN_FLIGHT` are under way.
+        """Queues the rest of a lease's work.
 
         Args:
             lease: its digest.
@@ -43,16 +41,6 @@ class Submitter:
         """Raises what a submission failed with, a `RunFinished` included."""
         if self._failure is not None:
             raise self._failure
-
-    def is_open(self, lease: str) -> bool:
-        """Whether a lease is queued or being handed in."""
-        with self._changed:
-            return lease in self._open
-
-    def wait(self, lease: str, timeout_s: float) -> None:
-        """Waits until a lease is handed in, but no longer than `timeout_s` seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: lease not in self._open, timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
         """Waits, no longer than `timeout_s` seconds, until nothing is open; whether that came."""
@@ -71,3 +59,4 @@ class Submitter:
             with self._changed:
                 self._open.discard(lease)
                 self._changed.notify_all()
+            self._done(lease)

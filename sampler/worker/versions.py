@@ -25,7 +25,7 @@ class Versions:
     Args:
         urls: of relays or origins.
         run, root_public_key: whose versions are believed.
-        cache_dir: where they are kept; only the current and the newest stay.
+        cache_dir: where they are kept; only what `keep` names and the newest stay.
         fetch_s: seconds after which a fetch is given up.
         log: told of what keeps the prefetch waiting.
     """
@@ -70,28 +70,38 @@ class Versions:
         self._thread.start()
         return latest.version, path
 
-    def get(self, version: int, manifest_digest: str) -> Path:
+    @property
+    def newest(self) -> int:
+        """The newest version that is here; -1 where none is."""
+        return self._newest
+
+    def get(self, version: int, manifest_digest: str | None) -> Path:
         """The directory of a version: at once where it is here.
+
+        Args:
+            version: its number.
+            manifest_digest: what a lease says of it; None for one that the publisher announced.
 
         Raises:
             UserError: not there in time, or not the version that the digest names.
         """
-        if here := self._here.get((version, manifest_digest)):
-            return here  # whatever else is being fetched
+        for (number, digest), here in list(self._here.items()):
+            if number == version and manifest_digest in (digest, None):
+                return here  # whatever else is being fetched
         with self._fetching:
             path = self._client.fetch(
                 version, manifest_digest=manifest_digest, deadline_s=self._fetch_s
             )
-            self._here[version, manifest_digest] = path
+            self._here[version, manifest_digest or ""] = path
             self._newest = max(version, self._newest)
             return path
 
-    def keep(self, version: int) -> None:
-        """Removes every version but this one and the newest; leaves that to the next call where a
+    def keep(self, *versions: int) -> None:
+        """Removes every version but these and the newest; leaves that to the next call where a
         fetch is under way, which would lose its parts, and may take as long as a step."""
         if self._fetching.acquire(blocking=False):
             try:
-                kept = {version, self._newest}
+                kept = {*versions, self._newest}
                 for key in [key for key in self._here if key[0] not in kept]:
                     del self._here[key]
                 self._client.prune(kept)

@@ -1,52 +1,47 @@
 """A sampling worker: lease -> policy version -> rollouts -> rewards and proofs -> submission.
 
 The worker chooses nothing and keeps nothing: killed at any time, it asks again, gets its open
-lease back and samples the same rollouts. Grading, proving and handing in run behind the sampling.
+leases back and samples the same rollouts. Asking, fetching, grading, proving and handing in run
+beside the sampling; `schedule` decides, this loop does.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from runspec.common.errors import UserError
 from runspec.common.keys import SigningKey
 from runspec.spec.schema import RunSpec, SamplerPool
-from sampler.engine.engine import Engine
+from sampler.engine.engine import Engine, EngineDied
 from sampler.engine.proofs import prove
 from sampler.engine.requests import GenerationAborted, Sampled
+from sampler.worker.asker import Asker
+from sampler.worker.held import Dealt, Ended, Failed, Granted, Happening, HeldLease, NoLease
 from sampler.worker.meter import Meter
 from sampler.worker.rollouts import PlannedRollout, claim_rewards, make_rollouts, plan_rollouts
+from sampler.worker.schedule import Ask, Load, Situation, Submit, Wait, next_action
 from sampler.worker.submitter import Submitter
 from sampler.worker.versions import Versions
 from verify.client import CoordinatorClient, RunFinished
-from verify.formats.lease import Lease, lease_digest, open_lease
+from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
-from verify.plugins import TaskSet, load_task_set
+from verify.plugins import TaskSet
 
-LEASE_POLL_S = 1.0
-"""How long one question for a lease stays open; SIGTERM is looked at in between."""
-HEARTBEAT_S = 2.0
 LAST_SUBMISSIONS_S = 5.0
 """How long a finished run's last submissions may take to be made and handed in."""
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """What a worker is told on its command line."""
-
-    run: str
-    coordinator: str
-    weights: list[str]
-    public_key: str
-    key: Path
-    dir: Path
-    pool: str
+FINISH_S = 1.0
+"""How long, once told to end, what is nearly done may take to be handed in."""
+RELEASE_S = 0.5
+"""How long giving the other leases back may take."""
+_LOOK_S = 0.05
+"""Between two looks at the engine and at `stop`."""
 
 
 class Worker:
@@ -79,17 +74,24 @@ class Worker:
         self._client, self._key, self._versions = client, key, versions
         self._engine, self._tasks, self._spec, self._pool = engine, tasks, spec, pool
         self._meter, self._log = meter, log
-        self._submitter = Submitter(log)
+        self._happenings: queue.SimpleQueue[Happening] = queue.SimpleQueue()
+        self._held: dict[str, HeldLease] = {}
+        self._asking = False
+        self._loaded = (-1, Path())
+        self._asker = Asker(client, versions, pool, plan=self._plan, tell=self._happenings.put)
+        self._submitter = Submitter(log, lambda digest: self._happenings.put(Dealt(digest)))
 
     def run(self, stop: threading.Event) -> None:
         """Works until `stop` is set or the run is finished.
 
         Raises:
-            UserError: the coordinator or the weights cannot be had, a load failed its checks.
+            UserError: the coordinator or the weights cannot be had, a load failed its checks, the
+                engine died twice under one lease.
         """
         try:
             while not stop.is_set():
-                self._work(stop)
+                self._act()
+            self._leave()
         except RunFinished:
             # What is sampled already still goes out, unless the coordinator refuses it.
             if not self._submitter.drain(LAST_SUBMISSIONS_S):
@@ -99,70 +101,161 @@ class Worker:
             with suppress(RunFinished):  # the coordinator's answer to what came too late
                 self._submitter.check()
             self._log.info("the run is finished")
-        except GenerationAborted:
-            self._log.info("stopped while sampling; the lease will be granted again")
 
     def load(self, version: int, path: Path) -> None:
         """Switches the engine to a version and checks the load."""
-        started = time.monotonic()
-        report = self._engine.load(path, version)
-        self._meter.set_version(version)
+        try:
+            report = self._engine.load(path, version)
+        except EngineDied as error:
+            self._log.warning("the engine died in a load, starting it again: %s", error)
+            report = self._engine.load(path, version)
+        self._loaded = (version, path)
+        self._meter.loaded(version, report.pause_s)
         self._log.info(
-            "version %d loaded in %.2f s: %d tensors compared, %d repacked ones probed",
-            version,
-            time.monotonic() - started,
-            len(report.compared),
-            len(report.repacked),
+            "version %d loaded in %.2f s, sampling paused for %.2f s: %d tensors compared, "
+            "%d repacked ones probed",
+            *(version, report.load_s, report.pause_s),
+            *(len(report.compared), len(report.repacked)),
         )
-        self._versions.keep(version)
+        waiting = [h.lease.version for h in self._held.values() if h.stage == "waiting"]
+        self._versions.keep(version, *waiting)
 
     def finish(self, rollouts: list[Rollout]) -> list[Rollout]:
         """The last look at a submission before it is signed: an honest worker changes nothing."""
         return rollouts
 
-    def _work(self, stop: threading.Event) -> None:
-        data = self._client.lease(LEASE_POLL_S)
+    def _act(self) -> None:
+        """One action, or one thing that happened."""
         self._submitter.check()
-        if data is None:
-            return
-        digest = lease_digest(data)
-        if self._submitter.is_open(digest):  # granted again because its answer is on its way
-            self._submitter.wait(digest, LEASE_POLL_S)
-            return
-        lease = open_lease(data, coordinators=self._client.roles().coordinator)
-        if lease.pool != self._pool.name or lease.groups > self._pool.groups_per_submission:
-            raise UserError(
-                f"a lease of {lease.groups} groups for pool {lease.pool!r}",
-                place="coordinator",
-                remedy=f"this worker serves {self._pool.name!r}: check --pool and --key",
-            )
-        if lease.version != self._engine.version:
-            path = self._versions.get(lease.version, lease.manifest_digest)
-            self.load(lease.version, path)
-        self._sample(lease, digest, stop)
+        match next_action(self._situation()):
+            case Ask():
+                self._asking = True
+                self._asker.ask()
+            case Load(version):
+                self._switch(version)
+            case Submit(digest):
+                self._sample(self._held[digest])
+            case Wait():
+                with suppress(queue.Empty):
+                    self._take(self._happenings.get(timeout=_LOOK_S))
 
-    def _sample(self, lease: Lease, digest: str, stop: threading.Event) -> None:
-        group_size = self._spec.algorithm.group_size
-        plan = plan_rollouts(lease, self._tasks, self._pool, group_size=group_size)
-        started = time.monotonic()
-        with self._meter.busy():
-            sampled = self._engine.generate([p.request for p in plan], stop=stop)
-        tokens = sum(len(s.output_tokens) for s in sampled)
-        self._meter.add_tokens(tokens)
-        seconds = time.monotonic() - started
-        self._log.info(
-            "step %d lease %d: %d rollouts of version %d, %d tokens, %.0f tokens/s",
-            lease.step,
-            lease.index,
-            len(plan),
-            lease.version,
-            tokens,
-            tokens / seconds,
+    def _situation(self) -> Situation:
+        return Situation(
+            leases=[held.seen() for held in self._held.values()],
+            loaded=self._engine.version,
+            running=self._engine.running,
+            capacity=self._engine.capacity,
+            asking=self._asking,
+            in_flight=self._pool.in_flight_updates,
+            newest=self._versions.newest,
         )
-        self._submitter.add(digest, lambda: self._submit(lease, digest, plan, sampled))
+
+    def _take(self, happening: Happening) -> None:
+        match happening:
+            case Granted(lease, digest, plan):
+                self._asking = False
+                # One that is here already was granted again while its answer was on its way.
+                self._held.setdefault(digest, HeldLease(lease, digest, plan))
+            case NoLease():
+                self._asking = False
+            case Ended(digest, future):
+                held = self._held.get(digest)
+                if held is not None and held.future is future:  # else it was sampled again
+                    self._sampled(held, future)
+            case Dealt(digest):
+                self._held.pop(digest, None)
+            case Failed(error):
+                raise error
+
+    def _plan(self, lease: Lease) -> list[PlannedRollout]:
+        size = self._spec.algorithm.group_size
+        return plan_rollouts(lease, self._tasks, self._pool, group_size=size)
+
+    def _switch(self, version: int) -> None:
+        leases = [h.lease for h in self._held.values() if h.lease.version == version]
+        digest = leases[0].manifest_digest if leases else None
+        self.load(version, self._versions.get(version, digest))
+
+    def _sample(self, held: HeldLease) -> None:
+        held.stage, held.since = "sampling", time.monotonic()
+        self._meter.lease_began()
+        self._submit_requests(held)
+
+    def _submit_requests(self, held: HeldLease) -> None:
+        held.future = self._engine.submit([planned.request for planned in held.plan])
+
+        def tell(future: Future[list[Sampled]]) -> None:
+            self._happenings.put(Ended(held.digest, future))
+
+        held.future.add_done_callback(tell)
+
+    def _sampled(self, held: HeldLease, future: Future[list[Sampled]]) -> None:
+        try:
+            sampled = future.result()
+        except EngineDied as error:
+            self._revive(error)
+            return
+        except GenerationAborted:  # only `_leave` asks for that
+            return
+        tokens = sum(len(s.output_tokens) for s in sampled)
+        self._meter.lease_ended(tokens)
+        seconds, lease = time.monotonic() - held.since, held.lease
+        self._log.info(
+            "step %d lease %d: %d rollouts of version %d, %d tokens in %.1f s",
+            *(lease.step, lease.index, len(sampled), lease.version, tokens, seconds),
+        )
+        held.stage = "finishing"
+        self._submitter.add(
+            held.digest, lambda: self._submit(lease, held.digest, held.plan, sampled)
+        )
+
+    def _revive(self, error: EngineDied) -> None:
+        """Starts the engine again after a death, with the same leases and so the same tokens."""
+        dead = [held for held in self._held.values() if held.stage == "sampling"]
+        for held in dead:
+            held.deaths += 1
+            if held.deaths > 1:
+                lease = held.lease
+                self._log.error("the second death under step %d lease %d", lease.step, lease.index)
+                raise error
+        self._log.warning(
+            "the engine died, sampling %d leases again with a new one: %s", len(dead), error
+        )
+        self.load(*self._loaded)
+        for held in dead:
+            self._submit_requests(held)
+
+    def _leave(self) -> None:
+        """Hands in what is done within the grace, and gives the other leases back."""
+        ends = time.monotonic() + FINISH_S
+        try:
+            while self._under_way() and (left := ends - time.monotonic()) > 0:
+                with suppress(queue.Empty):
+                    self._take(self._happenings.get(timeout=left))
+                self._submitter.check()
+        except UserError as error:
+            self._log.warning("while stopping: %s", error)
+        self._engine.abort()
+        if not self._held:
+            self._log.info("stopped with nothing left open")
+            return
+        releasing = threading.Thread(target=self._release, name="release", daemon=True)
+        releasing.start()
+        releasing.join(RELEASE_S)
+
+    def _under_way(self) -> bool:
+        return any(held.stage != "waiting" for held in self._held.values())
+
+    def _release(self) -> None:
+        try:
+            self._client.release(list(self._held))
+        except (UserError, RunFinished) as error:
+            self._log.warning("the leases were not given back, they will expire: %s", error)
+        else:
+            self._log.info("stopped; %d leases were given back", len(self._held))
 
     def _submit(
-        self, lease: Lease, digest: str, plan: list[PlannedRollout], sampled: list[Sampled]
+        self, lease: Lease, digest: str, plan: Sequence[PlannedRollout], sampled: list[Sampled]
     ) -> None:
         rollouts = make_rollouts(
             lease,
@@ -179,105 +272,3 @@ class Worker:
             table, run=lease.run, step=lease.step, index=lease.index, lease=digest, key=self._key
         )
         self._client.submit(envelope, table)
-
-
-def work(
-    options: WorkerOptions,
-    log: logging.Logger,
-    stop: threading.Event,
-    *,
-    worker: Callable[..., Worker] = Worker,
-    engine: Callable[..., Engine] = Engine,
-) -> None:
-    """Brings a worker up and lets it work.
-
-    Args:
-        options: the command line.
-        log: the role's.
-        stop: ends the work between two pieces of it.
-        worker, engine: what to make them with.
-
-    Raises:
-        UserError: something that a person can mend; the message names it.
-    """
-    key = SigningKey.load(options.key)
-    client = CoordinatorClient(
-        options.coordinator, key, run=options.run, root_public_key=options.public_key
-    )
-    spec = client.spec()
-    pool = find_pool(spec, options.pool)
-    client.register(pool.name, {"engine": pool.engine, "dtype": pool.dtype})
-    meter = Meter()
-    threading.Thread(
-        target=_heartbeats, args=(client, meter, stop, log), name="heartbeat", daemon=True
-    ).start()
-    versions = Versions(
-        options.weights,
-        run=options.run,
-        root_public_key=options.public_key,
-        cache_dir=options.dir / "weights",
-        fetch_s=spec.verify.lease_timeout,
-        log=log,
-    )
-    try:
-        made = engine(pool)
-        version, path = versions.first()
-        tasks = load_task_set(spec, path)
-        log.info("starting vLLM with version %d, %d problems", version, len(tasks))
-        member = worker(
-            client=client,
-            key=key,
-            versions=versions,
-            engine=made,
-            tasks=tasks,
-            spec=spec,
-            pool=pool,
-            meter=meter,
-            log=log,
-        )
-        member.load(version, path)
-        member.run(stop)
-    finally:
-        versions.close()
-
-
-def find_pool(spec: RunSpec, name: str) -> SamplerPool:
-    """The pool of the spec that a worker serves.
-
-    Raises:
-        UserError: there is none of the name, its sampling cannot be checked yet, or it asks for
-            what is not built.
-    """
-    pools = {pool.name: pool for pool in spec.samplers}
-    if name not in pools:
-        raise UserError(
-            f"no sampler pool {name!r}",
-            place="--pool",
-            remedy=f"the spec has: {', '.join(sorted(pools))}",
-        )
-    sampling = pools[name].sampling
-    if sampling.top_p < 1.0 or sampling.top_k > 0:
-        raise UserError(
-            "top_p and top_k cut the distribution that validators recompute",
-            place=f"samplers.{name}.sampling",
-            remedy="set top_p: 1.0 and top_k: -1",
-        )
-    if pools[name].in_flight_updates:
-        raise UserError(
-            "a worker cannot take over a version in the middle of a rollout yet",
-            place=f"samplers.{name}.in_flight_updates",
-            remedy="set it to false",
-        )
-    return pools[name]
-
-
-def _heartbeats(
-    client: CoordinatorClient, meter: Meter, stop: threading.Event, log: logging.Logger
-) -> None:
-    while not stop.wait(HEARTBEAT_S):
-        try:
-            client.heartbeat(meter.state())
-        except RunFinished:
-            return
-        except UserError as error:
-            log.warning("heartbeat: %s", error)

@@ -18,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 from runspec.common.process import run_role, stop_event
 from sampler.engine.engine import Engine
 from sampler.engine.requests import LoadReport
-from sampler.worker.worker import Worker, WorkerOptions, work
+from sampler.worker.start import WorkerOptions, work
+from sampler.worker.worker import Worker
 from verify.formats.submission import Rollout
 
 RELATIVE_NOISE = 0.1

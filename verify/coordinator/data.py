@@ -1,27 +1,24 @@
 """The files of the spec's sources, for volunteers who have no copy: by digest, and no others.
 
-What is served is fixed when the coordinator starts: the regular files at each `data.sources[].uri`
-that lies on this machine. A request names a digest, never a path.
+What is served is fixed when the coordinator starts: what `source_files` says that the sources read.
+A request names a digest, never a path.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from blake3 import blake3
-
-from runspec.common.files import expand_user
+from runspec.common.errors import UserError
 from runspec.common.keys import SigningKey
 from runspec.spec.schema import RunSpec
+from runspec.spec.source_files import data_digest, file_digest, source_files
 from verify.coordinator.intake import Refusal
-from verify.formats.site import MAX_FILES, Site, SiteFile, is_inside, sign_site
+from verify.formats.site import MAX_FILES, Site, SiteFile, sign_site
 
 _log = logging.getLogger(__name__)
-_BLOCK_BYTES = 1 << 22
 
 
 class SiteDesk:
@@ -42,12 +39,12 @@ class SiteDesk:
         """The signed site; waits until the files are hashed.
 
         Raises:
-            Refusal: a file cannot be read, or there are too many.
+            Refusal: a file went away meanwhile.
         """
         try:
             return await asyncio.shield(self._ready)
-        except (OSError, ValueError) as error:
-            raise Refusal(404, f"the data cannot be served: {error}") from error
+        except OSError as error:
+            raise Refusal(404, f"the data cannot be read: {error}") from error
 
     async def path(self, digest: str) -> Path | None:
         """The file of a digest; None where the site lists none."""
@@ -58,41 +55,28 @@ class SiteDesk:
         self._ready.cancel()
 
     def _look(self) -> bytes:
-        files = []
-        for source in self._spec.data.sources:
-            for name, path in _source_files(source.uri):
-                if len(files) == MAX_FILES:
-                    raise ValueError(f"more than {MAX_FILES} files")
-                digest, size = _digest(path)
-                self._paths[digest] = path
-                files.append(SiteFile(source.name, name, size, digest))
+        try:
+            files, digest = self._files(), data_digest(self._spec)
+        except UserError as error:
+            # Workers that have the data find it themselves; those that have none say so.
+            _log.warning("volunteers cannot fetch the data here: %s", error)
+            files, digest = [], ""
         if files:
             total = sum(file.bytes for file in files)
             _log.info("volunteers can fetch %d files of data, %d bytes", len(files), total)
-        return sign_site(Site(self._spec.name, self._weights, files), self._key)
+        return sign_site(Site(self._spec.name, self._weights, files, digest), self._key)
 
-
-def _source_files(uri: str | None) -> Iterator[tuple[str, Path]]:
-    """Name below the source, and resolved path, of each regular file; none of what is not here."""
-    if uri is None or "://" in uri:
-        return
-    root = expand_user(Path(uri)).resolve()
-    if root.is_file():
-        yield "", root
-        return
-    for folder, folders, names in os.walk(root):
-        folders.sort()
-        for name in sorted(names):
-            path = Path(folder, name)
-            relative = path.relative_to(root).as_posix()
-            if path.is_file() and is_inside(relative):
-                yield relative, path.resolve()
-
-
-def _digest(path: Path) -> tuple[str, int]:
-    hasher, size = blake3(), 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            hasher.update(block)
-            size += len(block)
-    return hasher.hexdigest(), size
+    def _files(self) -> list[SiteFile]:
+        files = []
+        for source in self._spec.data.sources:
+            for name, path in source_files(source).items():
+                digest = file_digest(path)
+                self._paths[digest] = path
+                files.append(SiteFile(source.name, name, path.stat().st_size, digest))
+        if len(files) > MAX_FILES:
+            raise UserError(
+                f"{len(files)} files, volunteers can be given {MAX_FILES}",
+                place="data.sources",
+                remedy="put the rows into fewer files",
+            )
+        return files

@@ -27,7 +27,7 @@ class SiteFile:
     source: str
     """`data.sources[].name`."""
     path: str
-    """Below the source's directory, with slashes; empty where its `uri` is this file itself."""
+    """As `runspec.spec.source_files` names it, below the source's own folder."""
     bytes: int
     digest: str
     """BLAKE3."""
@@ -41,6 +41,8 @@ class Site:
     weights: list[str]
     """Base URLs of relays and origin, in no order that matters."""
     files: list[SiteFile]
+    data: str
+    """`runspec.spec.source_files.data_digest` there; empty where the coordinator has no data."""
 
 
 def sign_site(site: Site, key: SigningKey) -> bytes:
@@ -56,7 +58,10 @@ def open_site(data: bytes, *, coordinators: frozenset[str], run: str) -> Site:
     payload = open_document(data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES).payload
     try:
         site = Site(
-            payload["run"], list(payload["weights"]), [SiteFile(**f) for f in payload["files"]]
+            payload["run"],
+            list(payload["weights"]),
+            [SiteFile(**file) for file in payload["files"]],
+            payload["data"],
         )
     except (KeyError, TypeError) as error:
         raise BadSignature(f"site: {error}") from error
@@ -64,6 +69,8 @@ def open_site(data: bytes, *, coordinators: frozenset[str], run: str) -> Site:
         raise BadSignature(f"site: of run {str(site.run)[:80]!r}, not {run!r}")
     if len(site.weights) > _MAX_WEIGHTS or not all(_is_name(url) for url in site.weights):
         raise BadSignature("site: weights must be a few URLs")
+    if site.data != "" and not is_digest(site.data):
+        raise BadSignature("site: data must be a digest")
     if len(site.files) > MAX_FILES or not all(_is_file(file) for file in site.files):
         raise BadSignature("site: a file's source, path, size or digest is none")
     return site
@@ -75,6 +82,7 @@ def _is_file(file: SiteFile) -> bool:
         and isinstance(file.path, str)
         and len(file.path) <= _MAX_NAME
         and is_inside(file.path)
+        and is_inside(file.source)
         and type(file.bytes) is int
         and 0 <= file.bytes <= MAX_FILE_BYTES
         and is_digest(file.digest)
@@ -82,10 +90,10 @@ def _is_file(file: SiteFile) -> bool:
 
 
 def is_inside(path: str) -> bool:
-    """Whether a relative path stays below where it starts, however it is read."""
+    """Whether a relative path names something below where it starts, however it is read."""
     parts = PurePosixPath(path).parts
     plain = "\\" not in path and "\0" not in path
-    return plain and not path.startswith("/") and ".." not in parts
+    return plain and len(parts) > 0 and not path.startswith("/") and ".." not in parts
 
 
 def _is_name(value: object) -> bool:

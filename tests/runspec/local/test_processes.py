@@ -44,6 +44,7 @@ def test_the_laptop_profile_is_seven_processes() -> None:
         "relay-local": "python -m broadcast relay --run small --upstream http://127.0.0.1:8001 "
         f"--keep-versions 7 --store /runs/small/store/relay-local {served} --listen 127.0.0.1:8002",
         "coordinator": "python -m verify coordinator /runs/small "
+        "--public-weights http://127.0.0.1:8002 --public-weights http://127.0.0.1:8001 "
         f"--weights http://127.0.0.1:8001 {served} --listen 127.0.0.1:8000",
         "publisher": "python -m learner_jax publish /runs/small",
         "learner": "python -m learner_jax train /runs/small",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 from sampler.worker.meter import Meter
@@ -14,23 +13,14 @@ def test_a_new_worker_has_done_nothing():
     assert (state["version"], state["busy_s"], state["tokens"]) == (-1, 0.0, 0)
 
 
-def test_busy_time_counts_while_the_work_runs_and_never_more_than_the_uptime():
-    meter, running, end = Meter(), threading.Event(), threading.Event()
+def test_busy_time_counts_while_any_lease_is_sampled_and_never_more_than_the_uptime():
+    meter = Meter()
 
-    def work():
-        with meter.busy():
-            running.set()
-            end.wait(10.0)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert running.wait(10.0)
-    deadline = time.monotonic() + 10.0
-    while meter.state()["busy_s"] == 0.0:
-        assert time.monotonic() < deadline
-    during = meter.state()
-    end.set()
-    thread.join()
+    meter.lease_began()
+    meter.lease_began()
+    meter.lease_ended()
+    during = _busy_beyond(meter, 0.0)
+    meter.lease_ended()
     after = meter.state()
 
     assert 0.0 < during["busy_s"] <= during["uptime_s"]
@@ -38,11 +28,22 @@ def test_busy_time_counts_while_the_work_runs_and_never_more_than_the_uptime():
     assert meter.state()["busy_s"] == after["busy_s"]
 
 
-def test_tokens_and_version_are_told():
+def _busy_beyond(meter, seconds):
+    deadline = time.monotonic() + 10.0
+    while (state := meter.state())["busy_s"] <= seconds:
+        assert time.monotonic() < deadline
+    return state
+
+
+def test_tokens_and_loads_are_told():
     meter = Meter()
 
-    meter.add_tokens(5)
-    meter.add_tokens(7)
-    meter.set_version(3)
+    for tokens in (5, 7):
+        meter.lease_began()
+        meter.lease_ended(tokens)
+    meter.loaded(2, 0.5)
+    meter.loaded(3, 0.25)
 
-    assert (meter.state()["tokens"], meter.state()["version"]) == (12, 3)
+    state = meter.state()
+    assert (state["tokens"], state["version"]) == (12, 3)
+    assert (state["loads"], state["pause_s"]) == (2, 0.75)

@@ -17,6 +17,7 @@ from verify.formats.submission import decode_rollouts, encode_rollouts
 from verify.noise import noise_key
 from verify.plugins import Graded, GradeItem, GraderFault, Problem
 from verify.toploc import verify_proofs
+from verify.toploc.selection import select, split
 
 GROUPS, SIZE = 3, 2
 
@@ -92,10 +93,17 @@ def sampled(outputs: Sequence[Sequence[int]]) -> list[Sampled]:
             np.array(tokens, dtype=np.int32),
             -rng.random(len(tokens), dtype=np.float32),
             "stop" if tokens[-1] == 0 else "length",
-            rng.integers(0x3C00, 0x4000, (len(tokens), 16)).astype(np.uint16),
+            np.full(len(tokens), 3, dtype=np.int32),
+            select(split(hidden(len(tokens)))),
         )
         for tokens in outputs
     ]
+
+
+def hidden(length: int) -> np.ndarray:
+    """The states behind an output, bits of bf16: u16 [length, 16]."""
+    rng = np.random.default_rng(length)
+    return rng.integers(0x3C00, 0x4000, (length, 16)).astype(np.uint16)
 
 
 def test_the_plan_is_the_lease_spelt_out():
@@ -110,6 +118,15 @@ def test_the_plan_is_the_lease_spelt_out():
         assert rollout.request.prompt_tokens == [100 + assignment.problem, assignment.target]
         assert rollout.request.noise_key == noise_key(lease().seed, rollout.group, rollout.sample)
         assert (rollout.request.temperature, rollout.request.end_token) == (0.5, 0)
+        assert (rollout.request.top_p, rollout.request.top_k) == (1.0, -1)
+
+
+def test_the_pools_truncation_reaches_the_engine():
+    cut = pool(sampling={"top_p": 0.9, "top_k": 40})
+
+    planned = plan_rollouts(lease(), TASKS, cut, group_size=SIZE)
+
+    assert {(p.request.top_p, p.request.top_k) for p in planned} == {(0.9, 40)}
 
 
 def test_the_same_lease_gives_the_same_plan_and_no_two_leases_share_noise():
@@ -156,7 +173,7 @@ def test_rollouts_survive_parquet_with_claims_and_proofs():
         assert row.task_reward == 1.0
         penalty = -0.1 * abs(want.target - len(result.output_tokens))
         assert row.length_penalty == pytest.approx(penalty)
-        statistics = verify_proofs(result.hidden, row.proofs)
+        statistics = verify_proofs(hidden(len(result.output_tokens)), row.proofs)
         assert len(statistics) == -(-len(result.output_tokens) // 32)
         assert all(s.exponent_mismatches == 0 and s.error_median == 0 for s in statistics)
 

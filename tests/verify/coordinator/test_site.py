@@ -69,7 +69,7 @@ def test_nothing_but_the_listed_files_is_served(site: Site, name: str):
 def test_a_document_whose_paths_lead_elsewhere_is_not_believed(path: str):
     key = SigningKey.generate()
     files = [SiteFile("s", path, 1, "0" * 64)]
-    document = sign_site(SiteDocument(RUN, ["http://x"], files), key)
+    document = sign_site(SiteDocument(RUN, ["http://x"], files, ""), key)
 
     with pytest.raises(BadSignature, match="path"):
         open_site(document, coordinators=frozenset({key.public_hex}), run=RUN)

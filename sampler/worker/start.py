@@ -1,0 +1,145 @@
+"""Brings a worker up: key, spec, registration, weights, tasks, engine; and takes all down again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from runspec.common.errors import UserError
+from runspec.common.keys import SigningKey
+from runspec.spec.schema import RunSpec, SamplerPool
+from runspec.spec.source_files import compare_data_digests
+from sampler.engine.engine import Engine
+from sampler.worker.meter import Meter
+from sampler.worker.versions import Versions
+from sampler.worker.worker import Worker
+from verify.client import CoordinatorClient, RunFinished
+from verify.plugins import load_task_set
+
+HEARTBEAT_S = 2.0
+COORDINATOR_PATIENCE_S = 900.0
+"""How long a worker waits for a coordinator that is away."""
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker is told on its command line."""
+
+    run: str
+    coordinator: str
+    weights: list[str]
+    public_key: str
+    key: Path
+    dir: Path
+    pool: str
+    data: Path | None = None
+    """Holds the sources' files as <source>/<name>; None: they lie where the spec says."""
+
+
+def work(
+    options: WorkerOptions,
+    log: logging.Logger,
+    stop: threading.Event,
+    *,
+    worker: Callable[..., Worker] = Worker,
+    engine: Callable[..., Engine] = Engine,
+) -> None:
+    """Brings a worker up and lets it work.
+
+    Args:
+        options: the command line.
+        log: the role's.
+        stop: ends the work between two pieces of it.
+        worker, engine: what to make them with.
+
+    Raises:
+        UserError: something that a person can mend; the message names it.
+    """
+    key = SigningKey.load(options.key)
+    client = CoordinatorClient(
+        options.coordinator,
+        key,
+        run=options.run,
+        root_public_key=options.public_key,
+        deadline_s=COORDINATOR_PATIENCE_S,
+    )
+    spec = client.spec()
+    pool = find_pool(spec, options.pool)
+    client.register(pool.name, {"engine": pool.engine, "dtype": pool.dtype})
+    meter = Meter()
+    threading.Thread(
+        target=_heartbeats, args=(client, meter, stop, log), name="heartbeat", daemon=True
+    ).start()
+    versions = Versions(
+        options.weights,
+        run=options.run,
+        root_public_key=options.public_key,
+        cache_dir=options.dir / "weights",
+        fetch_s=spec.verify.lease_timeout,
+        log=log,
+    )
+    try:
+        made = engine(pool)
+        try:
+            version, path = versions.first()
+            tasks = load_task_set(spec, path, options.data)
+            try:
+                _compare_data(client, tasks.data_digest)
+                log.info("starting vLLM with version %d, %d problems", version, len(tasks))
+                member = worker(
+                    client=client,
+                    key=key,
+                    versions=versions,
+                    engine=made,
+                    tasks=tasks,
+                    spec=spec,
+                    pool=pool,
+                    meter=meter,
+                    log=log,
+                )
+                member.load(version, path)
+                member.run(stop)
+            finally:
+                tasks.close()
+        finally:
+            made.close()
+    finally:
+        versions.close()
+
+
+def find_pool(spec: RunSpec, name: str) -> SamplerPool:
+    """The pool of the spec that a worker serves.
+
+    Raises:
+        UserError: there is none of the name.
+    """
+    pools = {pool.name: pool for pool in spec.samplers}
+    if name not in pools:
+        raise UserError(
+            f"no sampler pool {name!r}",
+            place="--pool",
+            remedy=f"the spec has: {', '.join(sorted(pools))}",
+        )
+    return pools[name]
+
+
+def _compare_data(client: CoordinatorClient, ours: str) -> None:
+    """Other data would make another problem of each lease, and all work be rejected."""
+    theirs = client.site().data
+    if theirs:
+        compare_data_digests(ours, theirs, whose="the coordinator")
+
+
+def _heartbeats(
+    client: CoordinatorClient, meter: Meter, stop: threading.Event, log: logging.Logger
+) -> None:
+    while not stop.wait(HEARTBEAT_S):
+        try:
+            client.heartbeat(meter.state())
+        except RunFinished:
+            return
+        except UserError as error:
+            log.warning("heartbeat: %s", error)
