@@ -1,0 +1,124 @@
+"""The launcher: started for each isolated program, its supervisor until the end.
+
+It reads its order from a socket that stays open as long as the parent wants the program: the end
+of the socket, for whatever reason, is the program's end. It answers with what it started or why it
+could not, and at last with how it ended.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from . import guard, kernel, limits, namespaces, wire
+from .order import NAMESPACES, Order, unpack
+from .watch import Watch
+
+_TICK_S = 0.05
+_END_S = 10.0
+"""Longest wait for the guard to end what is below it."""
+
+
+def main(control: int) -> None:
+    """Runs the order that comes over the descriptor `control`; returns once nothing is left."""
+    os.set_inheritable(control, False)
+    message = wire.read(control)
+    if message is None:
+        return
+    order = unpack(message)
+    started = time.monotonic()
+    ready, go = os.pipe()
+    failures, failures_in = os.pipe()
+    report, report_in = os.pipe()
+    user = limits.spare_user()
+    contained = order.isolates(NAMESPACES)
+    try:
+        child = kernel.clone(namespaces.FLAGS) if contained else os.fork()
+    except OSError as error:
+        wire.write(control, [("failed", str(error).encode())])
+        return
+    if child == 0:
+        for descriptor in (control, go, failures, report):
+            os.close(descriptor)
+        guard.guard(order, user, ready, failures_in, report_in)
+    for descriptor in (ready, failures_in, report_in):
+        os.close(descriptor)
+    problem = _let_go(order, child, user, go)
+    problem = problem or _text(failures)
+    if problem:
+        _end(child, contained=contained)
+        wire.write(control, [("failed", problem)])
+        return
+    first = wire.read(report)  # the guard's name for the program
+    wire.write(control, [("started", b"")])
+    _supervise(order, control, child, report, int(first[0][1]) if first else 0, started)
+
+
+def _let_go(order: Order, child: int, user: int, go: int) -> bytes:
+    """Maps the child's ids and lets it go on; says what went wrong."""
+    try:
+        if order.isolates(NAMESPACES):
+            namespaces.map_ids(child, user, user if os.geteuid() == 0 else os.getegid())
+        elif order.scratch and user != os.geteuid():
+            os.chown(order.scratch, user, user)
+        os.write(go, b"1")
+    except OSError as error:
+        return f"ids of a user namespace: {error}".encode()
+    finally:
+        os.close(go)
+    return b""
+
+
+def _text(descriptor: int) -> bytes:
+    """All that comes until the descriptor's other ends are closed."""
+    text = b""
+    while part := os.read(descriptor, 4096):
+        text += part
+    os.close(descriptor)
+    return text
+
+
+def _supervise(
+    order: Order, control: int, child: int, report: int, program: int, started: float
+) -> None:
+    """Waits for the end of the program, of the parent's interest or of a limit."""
+    import select  # only now: the program has started meanwhile
+
+    silent = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    for stream in (0, 1, 2):
+        os.dup2(silent, stream, inheritable=False)
+    watch = Watch(order, child, started)
+    poll = select.poll()
+    poll.register(control, select.POLLIN | select.POLLHUP)
+    poll.register(report, select.POLLIN | select.POLLHUP)
+    verdict = ""
+    while not verdict:
+        events = dict(poll.poll(watch.wait_ms(_TICK_S)))
+        if report in events:
+            break
+        verdict = "killed" if control in events else watch.look()
+    ending = [] if verdict else wire.read(report) or []
+    peak = watch.peak
+    _end(child, contained=order.isolates(NAMESPACES), program=program)
+    wall = time.monotonic() - started
+    try:
+        fields = [("verdict", verdict.encode()), ("wall_s", b"%f" % wall), ("seen", b"%d" % peak)]
+        wire.write(control, [*fields, *ending])
+    except OSError:
+        return  # the parent has closed its end: nobody asks
+
+
+def _end(child: int, *, contained: bool, program: int = 0) -> None:
+    """Ends the guard and all below it, and waits for that."""
+    try:
+        os.kill(child, kernel.SIGKILL if contained else kernel.SIGTERM)
+        end = time.monotonic() + _END_S
+        while os.waitpid(child, os.WNOHANG)[0] == 0:
+            if time.monotonic() > end:
+                os.kill(child, kernel.SIGKILL)
+                if program and not contained:
+                    os.killpg(program, kernel.SIGKILL)
+                end = time.monotonic() + _END_S
+            time.sleep(0.001)
+    except (ProcessLookupError, ChildProcessError):
+        return

@@ -1,0 +1,128 @@
+"""What the kernel's limits do not bound: the sums over all processes of a program.
+
+Between two looks a program can go past a sum; the limits of each process hold all the while.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from .order import NAMESPACES, Order
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_MAX_ENTRIES = 4096
+"""Files and directories in a scratch directory that is not a file system of its own."""
+
+
+class Watch:
+    """Looks at everything below a guard.
+
+    Args:
+        order: the limits.
+        guard: process id of the guard, which is not counted.
+        started: `time.monotonic()` from which the wall clock counts.
+    """
+
+    def __init__(self, order: Order, guard: int, started: float) -> None:
+        self._order = order
+        self._guard = guard
+        self._end = started + order.wall_s if order.wall_s else float("inf")
+        self.peak = 0
+
+    def wait_ms(self, tick_s: float) -> int:
+        """Milliseconds until the next look is due."""
+        return max(
+            0, min(int(tick_s * 1e3), int(1e3 * min(self._end - time.monotonic(), 3600)) + 1)
+        )
+
+    def look(self) -> str:
+        """The limit that has been passed: time, cpu, memory, processes, files; or nothing."""
+        if time.monotonic() >= self._end:
+            return "time"
+        cpu, anonymous, tasks, pids = self._sums()
+        self.peak = max(self.peak, anonymous)
+        if self._order.cpu_s and cpu > self._order.cpu_s:
+            return "cpu"
+        if anonymous > self._order.memory and self._proportional(pids) > self._order.memory:
+            return "memory"
+        if tasks > self._order.processes:
+            return "processes"
+        if not self._order.isolates(NAMESPACES) and self._scratch_is_full():
+            return "files"
+        return ""
+
+    def _sums(self) -> tuple[float, int, int, list[int]]:
+        """CPU seconds, bytes of memory that no file backs, tasks, and process ids, of all below
+        the guard (what a process shares with its children counts for each)."""
+        pages = tasks = 0
+        cpu = self._collected()
+        pids = descendants(self._guard)
+        for pid in pids:
+            try:
+                with open(f"/proc/{pid}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+                with open(f"/proc/{pid}/statm", "rb") as file:
+                    memory = file.read().split()
+            except OSError:
+                continue  # ended meanwhile
+            cpu += sum(int(field) for field in fields[11:15])
+            tasks += int(fields[17])
+            pages += max(0, int(memory[1]) - int(memory[2]))
+        return cpu / _TICKS, pages * _PAGE, tasks, pids
+
+    def _collected(self) -> int:
+        """Clock ticks of the processes that ended, fell to the guard and were collected by it."""
+        try:
+            with open(f"/proc/{self._guard}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            return 0  # ended meanwhile
+        return int(fields[13]) + int(fields[14])
+
+    def _proportional(self, pids: list[int]) -> int:
+        """Bytes of memory, what is shared divided among those who share it."""
+        total = 0
+        for pid in pids:
+            try:
+                with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+                    rows = dict(row.split(b":", 1) for row in file.read().splitlines()[1:])
+                total += int(rows[b"Pss_Anon"].split()[0]) << 10
+            except (OSError, KeyError):
+                continue  # ended meanwhile
+        return total
+
+    def _scratch_is_full(self) -> bool:
+        total = entries = 0
+        stack = [os.fsencode(self._order.scratch)]
+        while stack:
+            try:
+                with os.scandir(stack.pop()) as rows:
+                    for row in rows:
+                        entries += 1
+                        if entries > _MAX_ENTRIES:
+                            return True
+                        if row.is_dir(follow_symlinks=False):
+                            stack.append(row.path)
+                        else:
+                            total += row.stat(follow_symlinks=False).st_blocks * 512
+            except OSError:
+                continue  # gone meanwhile
+        return total > self._order.file_bytes
+
+
+def descendants(root: int) -> list[int]:
+    """Process ids of all below `root`, which orphans fall to; ended ones that wait among them."""
+    found, stack = [], [root]
+    while stack:
+        pid = stack.pop()
+        try:
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                    children = [int(word) for word in file.read().split()]
+                found += children
+                stack += children
+        except OSError:
+            continue  # ended meanwhile
+    return found

@@ -1,0 +1,101 @@
+"""How much an isolated program may use, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal[
+    "exit", "signal", "time", "cpu", "memory", "processes", "files", "output", "killed"
+]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one isolated program.
+
+    Attributes:
+        wall_s: seconds from its start; None is no limit.
+        cpu_s: seconds of CPU of all its processes together; None is no limit.
+        memory_bytes: address space of each process, and memory of all together. The sum is looked
+            at every 50 ms; between two looks the bound is `processes * memory_bytes`.
+        processes: processes and threads at a time.
+        file_bytes: of a file, and of everything in the scratch directory.
+        output_bytes: of stdout and of stderr each, where `run` reads them.
+    """
+
+    wall_s: float | None = 10.0
+    cpu_s: float | None = 10.0
+    memory_bytes: int = 512 << 20
+    processes: int = 32
+    file_bytes: int = 16 << 20
+    output_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How an isolated program ended.
+
+    Attributes:
+        outcome: `exit` by itself, `signal` (a crash), or the limit that it hit: `time`, `cpu`,
+            `memory`, `processes`, `files`, `output`; `killed` by whoever started it. A limit that
+            the program notices and ends of (MemoryError, no further process) is told by the last
+            line of stderr: a program can claim one, to no use, as it has failed either way.
+        code: exit status with `exit`; minus the signal's number with `signal`; else -9.
+        stdout: what it wrote, cut at the limit; empty after `start`.
+        stderr: the same after `run`; the last 64 KiB after `start`.
+        wall_s, cpu_s: seconds, CPU time of all processes that ended by themselves.
+        peak_bytes: most memory seen, of one process or of all.
+    """
+
+    outcome: Outcome
+    code: int
+    stdout: bytes = b""
+    stderr: bytes = b""
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended by itself with status 0."""
+        return self.outcome == "exit" and self.code == 0
+
+
+def judge(message: dict[str, bytes], stderr: bytes, limits: Limits) -> Finished:
+    """Makes sense of the launcher's last message (`verdict`, `wall_s`, `seen`, and where the
+    program ended by itself `status`, `cpu_s`, `peak`)."""
+    status = int(message.get("status", b"9"))
+    signal = status & 0x7F
+    code = -signal if signal else status >> 8
+    verdict = message.get("verdict", b"killed").decode()
+    if not verdict and "status" not in message:
+        verdict = "killed"  # the guard itself was, from outside
+    cpu_s = float(message.get("cpu_s", b"0"))
+    outcome = verdict or _by_status(code, cpu_s, stderr, limits)
+    return Finished(
+        outcome,  # type: ignore[arg-type]  # the launcher speaks of these alone
+        -9 if verdict else code,
+        stderr=stderr,
+        wall_s=float(message.get("wall_s", b"0")),
+        cpu_s=cpu_s,
+        peak_bytes=max(int(message.get("peak", b"0")), int(message.get("seen", b"0"))),
+    )
+
+
+_SIGXCPU = 24
+_LAST_WORDS: dict[Outcome, tuple[bytes, ...]] = {
+    "memory": (b"MemoryError", b"terminate called after throwing an instance of 'std::bad_alloc"),
+    "processes": (b"BlockingIOError: [Errno 11]", b"RuntimeError: can't start new thread"),
+    "files": (b"OSError: [Errno 27]", b"OSError: [Errno 28]"),
+}
+
+
+def _by_status(code: int, cpu_s: float, stderr: bytes, limits: Limits) -> Outcome:
+    if code == -_SIGXCPU or (code == -9 and limits.cpu_s and cpu_s > limits.cpu_s):
+        return "cpu"
+    last = stderr.rstrip().rpartition(b"\n")[2]
+    for outcome, words in _LAST_WORDS.items():
+        if code != 0 and last.startswith(words):
+            return outcome
+    return "signal" if code < 0 else "exit"

@@ -1,0 +1,122 @@
+"""Which mechanisms work on this machine, found by using each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from runspec.common.errors import UserError
+from sampler.sandbox import filter as seccomp
+from sampler.sandbox.inside import landlock
+from sampler.sandbox.inside.order import LANDLOCK, NAMESPACES, SECCOMP
+from sampler.sandbox.limits import Limits
+from sampler.sandbox.process import PYTHON, SET_A, SET_B, NotIsolated, start
+
+_TRIAL = Limits(wall_s=30.0)
+REMEDIES = {
+    "namespaces": "allow user namespaces (docs/sandbox.md has the setting of each distribution), "
+    "and in a container start it with them allowed",
+    "landlock": "boot Linux 5.13 or newer with `landlock` among the LSMs (lsm=landlock,...)",
+    "seccomp": "run on x86_64 or aarch64 with a kernel that has CONFIG_SECCOMP_FILTER",
+}
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """One mechanism: whether it works here, and what was seen."""
+
+    name: str
+    works: bool
+    seen: str
+
+    @property
+    def remedy(self) -> str:
+        """What to do so that it works; empty where it does."""
+        return "" if self.works else REMEDIES[self.name]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What works here.
+
+    Attributes:
+        namespaces: user, PID, network, mount, IPC and UTS namespaces, and mounts in them (set A).
+        landlock, seccomp: set B, where both work.
+    """
+
+    namespaces: Mechanism
+    landlock: Mechanism
+    seccomp: Mechanism
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """All of them."""
+        return (self.namespaces, self.landlock, self.seccomp)
+
+    @property
+    def working(self) -> tuple[str, ...]:
+        """Names of those that work."""
+        return tuple(mechanism.name for mechanism in self.mechanisms if mechanism.works)
+
+    @property
+    def isolates(self) -> bool:
+        """Whether one of the two sets works."""
+        return set(self.working) >= set(SET_A) or set(self.working) >= set(SET_B)
+
+
+@cache
+def probe() -> Report:
+    """Tries each mechanism on a program of nothing; the answer is kept."""
+    alone = _try(SET_A)
+    namespaces = Mechanism(NAMESPACES, not alone, alone or "a root of its own was built")
+    base = SET_A if namespaces.works else ()
+    abi = landlock.abi()
+    why = "no Landlock in this kernel"
+    if abi:
+        why = _try((*base, LANDLOCK)) if base else _try(SET_B)
+    found = Mechanism(LANDLOCK, not why, why or f"ABI {abi}")
+    why = "no table of system calls for this architecture"
+    if seccomp.supported():
+        why = _try((*base, SECCOMP)) if base else _try(SET_B)
+    return Report(namespaces, found, Mechanism(SECCOMP, not why, why or "the filter holds"))
+
+
+def _try(mechanisms: tuple[str, ...]) -> str:
+    """Why a program does not start under these mechanisms; empty where it does."""
+    command = [*PYTHON, "-S", "-c", "pass"]
+    try:
+        finished = start(command, limits=_TRIAL, mechanisms=mechanisms).wait(None)
+    except NotIsolated as error:
+        return str(error)
+    return "" if finished.ok else finished.stderr.decode(errors="replace")[-500:]
+
+
+def working() -> tuple[str, ...]:
+    """The mechanisms to apply: all that work.
+
+    Raises:
+        UserError: they do not isolate.
+    """
+    require("sandbox")
+    return probe().working
+
+
+def require(place: str) -> None:
+    """Makes sure that what a model wrote can be run here.
+
+    Args:
+        place: what needs it: a pool, a reward.
+
+    Raises:
+        UserError: neither set of mechanisms works.
+    """
+    report = probe()
+    if report.isolates:
+        return
+    broken = [f"{m.name} ({m.seen})" for m in report.mechanisms if not m.works]
+    raise UserError(
+        f"code that a model wrote cannot be isolated on this machine: {'; '.join(broken)}",
+        place=place,
+        remedy=f"{REMEDIES['namespaces']}; or {REMEDIES['landlock']}. "
+        "`python -m sampler.sandbox` tells when it works",
+    )

@@ -1,0 +1,316 @@
+"""Starting an isolated program, and holding on to it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from sampler.sandbox import filter as seccomp
+from sampler.sandbox import paths, scratch
+from sampler.sandbox.inside import wire
+from sampler.sandbox.inside.landlock import abi
+from sampler.sandbox.inside.order import LANDLOCK, NAMESPACES, SECCOMP, Order, pack
+from sampler.sandbox.limits import Finished, Limits, judge
+
+PYTHON = [sys.executable, "-I"]
+"""How to start this interpreter in isolation; its arguments follow."""
+SET_A = (NAMESPACES,)
+SET_B = (LANDLOCK, SECCOMP)
+"""Either is enough: with namespaces there is nothing else to see, with Landlock and seccomp
+nothing else to open and no call to reach it with."""
+
+START_S = 60.0
+END_S = 30.0
+STDERR_TAIL_BYTES = 64 << 10
+_HERE = str(Path(__file__).parent)
+_LAUNCH = "import sys; sys.path.insert(0, sys.argv[1]); from inside.launcher import main; "
+_LAUNCH += "main(int(sys.argv[2]))"
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LC_ALL": "C.UTF-8",
+    # A pool of threads for each core counts against the limits, before anything is computed.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
+
+
+class NotIsolated(RuntimeError):
+    """The program was not started: a mechanism does not work here, or a path is not there."""
+
+
+class Isolated:
+    """A running isolated program. Use it in a `with`, or call `kill`.
+
+    Attributes:
+        pid: of its supervisor, outside; killing that ends the program.
+        stdin, stdout: binary pipes. Whoever reads bounds what is read.
+    """
+
+    def __init__(
+        self, supervisor: subprocess.Popen[bytes], control: socket.socket, limits: Limits
+    ) -> None:
+        assert supervisor.stdin and supervisor.stdout and supervisor.stderr
+        self.pid = supervisor.pid
+        self.stdin: IO[bytes] = supervisor.stdin
+        self.stdout: IO[bytes] = supervisor.stdout
+        self.limits = limits
+        self._supervisor = supervisor
+        self._control = control
+        self._lock = threading.Lock()
+        self._finished: Finished | None = None
+        self._scratch: Path | None = None
+        self._stderr = _Tail(supervisor.stderr)
+
+    @property
+    def stderr(self) -> bytes:
+        """The last 64 KiB of what it wrote there so far."""
+        return self._stderr.text()
+
+    def watch_stderr(self, limit: int, passed: Callable[[], None]) -> None:
+        """Calls `passed` once stderr is longer than `limit` bytes."""
+        self._stderr.watch(limit, passed)
+
+    def alive(self) -> bool:
+        """Whether its supervisor still runs."""
+        return self._supervisor.poll() is None
+
+    def stop(self) -> None:
+        """Lets the supervisor end the program, without waiting for it."""
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_WR)
+
+    def kill(self) -> Finished:
+        """Ends the program with all its descendants; returns once none is left."""
+        self.stop()
+        try:
+            return self.wait(END_S)
+        except TimeoutError:
+            self._supervisor.kill()
+            return self.wait(END_S)
+
+    def wait(self, timeout_s: float | None) -> Finished:
+        """How the program ended, once nothing of it is left.
+
+        Raises:
+            TimeoutError: it has not ended in time.
+        """
+        with self._lock:
+            if self._finished is None:
+                self._finished = self._collect(timeout_s)
+            return self._finished
+
+    def _collect(self, timeout_s: float | None) -> Finished:
+        try:
+            self._supervisor.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the isolated program runs after {timeout_s} s") from None
+        self._control.setblocking(False)
+        message = None
+        with contextlib.suppress(OSError, ValueError):
+            message = wire.read(self._control.fileno())
+        self._stderr.close()
+        for stream in (self.stdin, self.stdout):
+            with contextlib.suppress(OSError):
+                stream.close()
+        self._control.close()
+        if self._scratch is not None:
+            scratch.remove(self._scratch)
+        return judge(dict(message or []), self._stderr.text(), self.limits)
+
+    def _await_start(self) -> None:
+        """Returns once the program runs.
+
+        Raises:
+            NotIsolated: it does not.
+        """
+        self._control.settimeout(START_S)
+        try:
+            message = dict(_receive(self._control) or [])
+        except TimeoutError:
+            message = {"failed": f"the launcher said nothing for {START_S:g} s".encode()}
+        if "started" in message:
+            return
+        self.kill()
+        why = message.get("failed", b"the launcher ended: " + self.stderr[-2000:])
+        raise NotIsolated(why.decode(errors="replace"))
+
+    def __enter__(self) -> Isolated:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+
+def _receive(control: socket.socket) -> list[tuple[str, bytes]] | None:
+    """A message, waited for as long as the socket's time-out says."""
+    data = b""
+    while b":" not in data:
+        part = control.recv(1)
+        if not part:
+            return None
+        data += part
+    left = int(data[:-1])
+    body = b""
+    while len(body) < left:
+        part = control.recv(left - len(body))
+        if not part:
+            return None
+        body += part
+    return wire.decode(body)
+
+
+class _Tail:
+    """Reads a stream on a thread of its own and keeps its end."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._parts: collections.deque[bytes] = collections.deque()
+        self._kept = self._total = 0
+        self._limit: int | None = None
+        self._passed: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._read, name="stderr", daemon=True)
+        self._thread.start()
+
+    def watch(self, limit: int, passed: Callable[[], None]) -> None:
+        with self._lock:
+            self._limit, self._passed = limit, passed
+        self._check()
+
+    def text(self) -> bytes:
+        with self._lock:
+            return b"".join(self._parts)[-STDERR_TAIL_BYTES:]
+
+    def close(self) -> None:
+        """Waits for the end of the stream, which the end of all its writers brings."""
+        self._thread.join(END_S)
+        if not self._thread.is_alive():
+            self._stream.close()
+
+    def _read(self) -> None:
+        while part := os.read(self._stream.fileno(), 16 << 10):
+            with self._lock:
+                self._parts.append(part)
+                self._kept += len(part)
+                self._total += len(part)
+                while self._kept - len(self._parts[0]) >= STDERR_TAIL_BYTES:
+                    self._kept -= len(self._parts.popleft())
+            self._check()
+
+    def _check(self) -> None:
+        with self._lock:
+            over = self._limit is not None and self._total > self._limit
+            passed, self._passed = (self._passed, None) if over else (None, self._passed)
+        if passed:
+            passed()
+
+
+def start(
+    command: Sequence[str],
+    *,
+    limits: Limits,
+    files: Mapping[str, bytes] | None = None,
+    readable: Sequence[Path] = (),
+    mechanisms: Sequence[str] | None = None,
+) -> Isolated:
+    """Starts a program in isolation.
+
+    It sees a scratch directory, its working directory, writable, bounded and gone afterwards;
+    read-only the interpreter with its standard library, and `readable`. It has no network, no
+    environment of the parent's and no other open file than its three streams.
+
+    Args:
+        command: absolute path of the program (mostly `[*PYTHON, ...]`) and its arguments.
+        limits: what it may use.
+        files: {path relative to the scratch directory: content} to lie there.
+        readable: further files and directories, as site-packages.
+        mechanisms: names of those to apply; all that work here where not given.
+
+    Raises:
+        NotIsolated: a mechanism fails, the program or a path is not there.
+        UserError: no set of mechanisms works here.
+    """
+    if mechanisms is None:
+        from sampler.sandbox.probe import working  # which starts programs itself
+
+        mechanisms = working()
+    order = _order(command, limits, files or {}, readable, tuple(mechanisms))
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            supervisor = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _LAUNCH, _HERE, str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                cwd="/",
+                env={},
+                start_new_session=True,
+            )
+    except OSError:
+        ours.close()
+        raise
+    process = Isolated(supervisor, ours, limits)
+    if order.scratch:
+        process._scratch = Path(os.fsdecode(order.scratch))
+    with contextlib.suppress(BrokenPipeError):  # the launcher's reason is on its stderr
+        ours.settimeout(START_S)
+        ours.sendall(wire.encode(pack(order)))
+    process._await_start()
+    return process
+
+
+def _order(
+    command: Sequence[str],
+    limits: Limits,
+    files: Mapping[str, bytes],
+    readable: Sequence[Path],
+    mechanisms: tuple[str, ...],
+) -> Order:
+    contained = NAMESPACES in mechanisms
+    if not contained and not set(SET_B) <= set(mechanisms):
+        raise ValueError(f"{mechanisms} isolate nothing: {SET_A} or {SET_B} is needed")
+    try:
+        real, links = paths.resolve([*paths.interpreter(), Path(command[0]), *readable])
+    except FileNotFoundError as error:
+        raise NotIsolated(str(error)) from None
+    order = Order()
+    order.command = [os.fsencode(word) for word in command]
+    order.environment = [(k.encode(), v.encode()) for k, v in _ENVIRONMENT.items()]
+    order.files = [(_inside(name), content) for name, content in files.items()]
+    order.readable, order.links = real, links
+    order.mechanisms = list(mechanisms)
+    if SECCOMP in mechanisms:
+        order.filter = seccomp.build(contained=contained, signals_scoped=abi() >= 6)
+    order.wall_s, order.cpu_s = limits.wall_s or 0.0, limits.cpu_s or 0.0
+    order.memory, order.processes = limits.memory_bytes, limits.processes
+    order.file_bytes = limits.file_bytes
+    if not contained:
+        order.read_all = os.geteuid() == 0 and not paths.open_to_all(real)
+        order.scratch = os.fsencode(tempfile.mkdtemp(prefix="sandbox-"))
+    return order
+
+
+def _inside(name: str) -> bytes:
+    """A file's name as bytes, once it stays below the scratch directory."""
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
+        raise ValueError(f"{name!r} is no path below the scratch directory")
+    return os.fsencode(name)
