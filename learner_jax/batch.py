@@ -58,7 +58,7 @@ class TrainingRollout:
     target: int | None
     """Length asked for, in tokens."""
     version: int
-    """The policy version that sampled it."""
+    """The policy version that sampled it; the oldest, where several did."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class _Row:
             task_reward=verdict.task_reward,
             reward=verdict.reward,
             target=verdict.target,
-            version=rollout.version,
+            version=rollout.oldest_version,
         )
 
 

@@ -8,7 +8,7 @@ token, a chunk at a time, so that [B, T, V] never exists.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from runspec.spec.run_files import versions_in
 from runspec.spec.schema import RunSpec
 from verify.noise import gumbel
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
+from verify.truncation import Truncation, judged
 
 MICROBATCH_TOKENS = 1 << 15
 IN_FLIGHT = 3
@@ -72,7 +73,12 @@ class JaxPrefill:
         return path
 
     def prefill(
-        self, version: int, inputs: Sequence[PrefillInput], *, temperature: float
+        self,
+        version: int,
+        inputs: Sequence[PrefillInput],
+        *,
+        temperature: float,
+        truncation: Truncation | None = None,
     ) -> list[PrefillOutput]:
         policy = self._policies.get(version)
         if policy is None:
@@ -81,7 +87,7 @@ class JaxPrefill:
             policy = load_policy(self._paths[version], self._learner, self._mesh)
             self._policies[version] = policy
         self._policies.move_to_end(version)
-        return prefill(policy, inputs, temperature=temperature)
+        return prefill(policy, inputs, temperature=temperature, truncation=truncation)
 
     def close(self) -> None:
         """Closes the connections to the relays."""
@@ -111,9 +117,19 @@ def load_policy(weights_dir: Path, learner: schema.Learner, mesh: Mesh) -> Polic
 
 
 def prefill(
-    policy: Policy, inputs: Sequence[PrefillInput], *, temperature: float
+    policy: Policy,
+    inputs: Sequence[PrefillInput],
+    *,
+    temperature: float,
+    truncation: Truncation | None = None,
 ) -> list[PrefillOutput]:
     """Recomputes rollouts: log-probs, final hidden states and distances from the seeded choice.
+
+    Args:
+        policy: a version.
+        inputs: the rollouts.
+        temperature: T.
+        truncation: top-k and top-p of the pool; None where nothing is cut.
 
     Raises:
         UserError: a rollout is longer than `learner.packing.tokens`.
@@ -135,6 +151,7 @@ def prefill(
             config=policy.config,
             learner=policy.learner,
             mesh=policy.mesh,
+            truncation=truncation if truncation is not None and truncation.cuts else None,
         )
         for index in range(packed.microbatches)
     )
@@ -218,7 +235,7 @@ def _queries(packed: Packed, inputs: Sequence[PrefillInput]) -> list[Query]:
     return queries
 
 
-@partial(jax.jit, static_argnames=("config", "learner", "mesh"))
+@partial(jax.jit, static_argnames=("config", "learner", "mesh", "truncation"))
 def _prefill(
     params: Any,
     batch: TokenBatch,
@@ -228,6 +245,7 @@ def _prefill(
     config: ModelConfig,
     learner: schema.Learner,
     mesh: Mesh,
+    truncation: Truncation | None,
 ) -> tuple[Float[Array, " N"], UInt16[Array, "N D"], Float[Array, " N"]]:
     """Log-probs, bits of the bf16 hidden states, seeded gaps of a microbatch's output tokens."""
     hidden = final_hidden(
@@ -240,7 +258,7 @@ def _prefill(
     )
     chosen = hidden.reshape(-1, hidden.shape[-1])[query.index]  # [N, D]
     bits = jax.lax.bitcast_convert_type(chosen.astype(jnp.bfloat16), jnp.uint16)
-    logprobs, gaps = _judge(chosen, head_weight(params), query, temperature)
+    logprobs, gaps = _judge(chosen, head_weight(params), query, temperature, truncation)
     return logprobs, bits, gaps
 
 
@@ -249,8 +267,12 @@ def _judge(
     head: Float[Array, "D V"],
     query: Query,
     temperature: Float[Array, ""],
+    truncation: Truncation | None,
 ) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
-    """Of each token log_softmax(logits / T), and max_v(logits_v / T + noise_v) minus its own."""
+    """Of each token log_softmax(logits / T), and max_v(logits_v / T + noise_v) minus its own.
+
+    Where top-k or top-p cut the distribution, both as `verify.truncation.judged` has them.
+    """
     count = hidden.shape[0]
     chunk = min(MAX_CHUNK, chunk_tokens(count, head.shape[1]), count)
     vocabulary = jnp.arange(head.shape[1], dtype=jnp.int32)[None, :]
@@ -267,10 +289,14 @@ def _judge(
             "nd,dv->nv", part, head.astype(part.dtype), preferred_element_type=jnp.float32
         )
         logits = logits / temperature  # [chunk, V]
-        noisy = logits + gumbel(jnp, key_0, key_1, position, vocabulary)
+        noise = gumbel(jnp, key_0, key_1, position, vocabulary)
         own = vocabulary == token
-        logprob = jnp.sum(jnp.where(own, logits, 0.0), -1) - jax.nn.logsumexp(logits, -1)
-        gap = jnp.max(noisy, -1) - jnp.sum(jnp.where(own, noisy, 0.0), -1)
+        if truncation is None:
+            noisy = logits + noise
+            logprob = jnp.sum(jnp.where(own, logits, 0.0), -1) - jax.nn.logsumexp(logits, -1)
+            gap = jnp.max(noisy, -1) - jnp.sum(jnp.where(own, noisy, 0.0), -1)
+        else:
+            logprob, gap = judged(jnp, logits, noise, own, truncation, repeat=_repeat)
         return (
             jax.lax.dynamic_update_slice_in_dim(out[0], logprob, start, 0),
             jax.lax.dynamic_update_slice_in_dim(out[1], gap, start, 0),
@@ -280,3 +306,7 @@ def _judge(
     chunks = (query.count + chunk - 1) // chunk
     zeros = jnp.zeros(count, jnp.float32)
     return jax.lax.fori_loop(0, chunks, one_chunk, (zeros, zeros))
+
+
+def _repeat(count: int, step: Callable[[Any], Any], state: Any) -> Any:
+    return jax.lax.fori_loop(0, count, lambda _, reached: step(reached), state)

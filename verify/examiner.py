@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from runspec.common.errors import UserError
-from runspec.spec.schema import RunSpec, SamplerPool
+from runspec.spec.schema import RunSpec
 from verify.checks import (
     GRADE_CHECKS,
     ROW_CHECKS,
@@ -20,14 +20,16 @@ from verify.checks import (
     logprob_diff,
     open_rows,
     prefill_checks,
+    several_versions,
 )
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import Rollout
 from verify.formats.verdict import RolloutVerdict
 from verify.limits import max_submission_bytes
 from verify.plugins import Graded, PrefillEngine, TaskSet
-from verify.recompute import Recomputed, grade, prefill_request, recompute
+from verify.recompute import PrefillRequest, Recomputed, grade, prefill_request, recompute
 from verify.thresholds import limits_for, precision_of
+from verify.truncation import Truncation
 
 WEIGHTS_DEADLINE_S = 600.0
 _NOT_GRADED = Graded(0.0, 0.0, 0.0)
@@ -90,8 +92,6 @@ class Examiner:
         vocab_size: int,
         wants_prefill: Callable[[str], bool],
     ) -> None:
-        for pool in spec.samplers:
-            _require_whole_distribution(pool)
         self._spec, self._task_set, self._engine = spec, task_set, engine
         self._vocab_size, self._wants_prefill = vocab_size, wants_prefill
         self._pools = {pool.name: pool for pool in spec.samplers}
@@ -157,35 +157,75 @@ class Examiner:
             limits=limits_for(
                 precision_of(pool), spec.learner.compute_dtype, spec.verify.thresholds
             ),
+            last_version=spec.steps,
         )
 
     def _after_prefill(self, cases: list[_Case]) -> list[_Case]:
         """Recomputes what is still standing and drawn for it, a version at a time."""
         done = []
-        together: dict[tuple[int, str, float], list[_Case]] = defaultdict(list)
+        together: dict[_Prefill, list[_Case]] = defaultdict(list)
         for case in cases:
-            lease, pool = case.subject.lease, case.subject.pool
             if not case.examination.reason and self._wants_prefill(case.subject.submission):
-                key = (lease.version, lease.manifest_digest, pool.sampling.temperature)
-                together[key].append(case)
+                together[_prefill_of(case.subject)].append(case)
             else:
                 done.append(case)
-        for (version, manifest, temperature), alike in together.items():
-            self._engine.ensure_version(version, manifest, deadline_s=WEIGHTS_DEADLINE_S)
+        for prefill, alike in together.items():
             requests = [
-                prefill_request(r, c.subject.lease, seeded=c.subject.pool.sampling.seeded)
+                prefill_request(row, c.subject.lease, seeded=c.subject.pool.sampling.seeded)
                 for c in alike
-                for r in c.subject.rollouts
+                for row in c.subject.rollouts
+                if row.is_of_its_version
             ]
-            found = iter(recompute(self._engine, version, requests, temperature=temperature))
+            found = iter(self._recompute(prefill, requests))
             for case in alike:
-                done.append(_against_prefill(case, [next(found) for _ in case.subject.rollouts]))
+                rows = case.subject.rollouts
+                recomputed = [next(found) if row.is_of_its_version else None for row in rows]
+                done.append(_against_prefill(case, recomputed))
         return done
 
+    def _recompute(self, prefill: _Prefill, requests: list[PrefillRequest]) -> list[Recomputed]:
+        if not requests:
+            return []
+        self._engine.ensure_version(
+            prefill.version, prefill.manifest_digest, deadline_s=WEIGHTS_DEADLINE_S
+        )
+        return recompute(
+            self._engine,
+            prefill.version,
+            requests,
+            temperature=prefill.temperature,
+            truncation=prefill.truncation,
+        )
 
-def _against_prefill(case: _Case, recomputed: list[Recomputed]) -> _Case:
+
+@dataclass(frozen=True)
+class _Prefill:
+    """What submissions that are recomputed together have in common."""
+
+    version: int
+    manifest_digest: str
+    temperature: float
+    truncation: Truncation | None
+
+
+def _prefill_of(subject: Subject) -> _Prefill:
+    lease, sampling = subject.lease, subject.pool.sampling
+    # tau is how far two values may differ relative to each other: the choice's, and the cut's.
+    rule = Truncation(sampling.top_p, sampling.top_k, margin=subject.limits.gap)
+    return _Prefill(
+        lease.version, lease.manifest_digest, sampling.temperature, rule if rule.cuts else None
+    )
+
+
+def _against_prefill(case: _Case, recomputed: list[Recomputed | None]) -> _Case:
     subject = replace(case.subject, recomputed=recomputed)
-    found = examine(prefill_checks(subject.pool), subject, case.examination)
+    rows = [number for number, found in enumerate(recomputed) if found is not None]
+    found = case.examination
+    if rows:
+        found = examine(prefill_checks(subject.pool), subject, found, rows)
+    for number, row in enumerate(subject.rollouts):
+        if recomputed[number] is None:
+            found.results[number].append(several_versions(row))
     return replace(case, subject=subject, examination=found)
 
 
@@ -220,14 +260,3 @@ def _row_verdict(case: _Case, number: int, rollout: Rollout) -> RolloutVerdict:
         logprob_diff=None if recomputed is None else logprob_diff(rollout, recomputed),
         checks=case.examination.results[number],
     )
-
-
-def _require_whole_distribution(pool: SamplerPool) -> None:
-    """The prefill gives log softmax(logits / T); truncated sampling would need another."""
-    if pool.sampling.top_p != 1.0 or pool.sampling.top_k > 0:
-        raise UserError(
-            f"pool {pool.name!r} truncates its distribution (top_p {pool.sampling.top_p}, "
-            f"top_k {pool.sampling.top_k}), whose log-probs a validator cannot recompute",
-            place="samplers[].sampling",
-            remedy="set top_p: 1.0 and top_k: -1",
-        )

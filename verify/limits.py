@@ -22,11 +22,13 @@ def max_submission_bytes(spec: RunSpec, pool: SamplerPool) -> int:
     """Bound of the Parquet bytes and of the decoded columns of a submission from `pool`.
 
     A row holds less than `max_model_len` prompt tokens as i32, and at most `max_new_tokens` of i32
-    token, f32 log-prob and their share of a proof.
+    token, f32 log-prob, i32 version (in a pool with `in_flight_updates`) and their share of a
+    proof.
     """
     prompt = 4 * pool.max_model_len
     proofs = (pool.max_new_tokens // _TOKENS_PER_PROOF + 1) * (_PROOF_BYTES + 16)
-    row = _ROW_BYTES + prompt + 8 * pool.max_new_tokens + proofs
+    token = 12 if pool.in_flight_updates else 8
+    row = _ROW_BYTES + prompt + token * pool.max_new_tokens + proofs
     # Dictionary pages may repeat what plain pages hold: twice the columns bounds both.
     return _FILE_BYTES + 2 * max_submission_rows(spec, pool) * row
 

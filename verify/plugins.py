@@ -25,6 +25,7 @@ import numpy as np
 from runspec.common.errors import UserError
 from runspec.spec.plugins import PREFILL_GROUP
 from runspec.spec.schema import RunSpec
+from verify.truncation import Truncation
 
 TASK_GROUP = "runspec.tasks"
 WARM_START_GROUP = "runspec.warm_start"
@@ -151,7 +152,7 @@ class PrefillOutput:
     """What the policy version says of each output token."""
 
     logprobs: np.ndarray
-    """f32 [n]: log_softmax(logits / T) at the output token."""
+    """f32 [n]: log_softmax(logits / T) at the output token, after top-k / top-p."""
     hidden: np.ndarray
     """u16 [n, D]: bits of the bf16 final hidden state, after the last norm, that produced it."""
     seeded_gap: np.ndarray | None
@@ -181,9 +182,22 @@ class PrefillEngine(Protocol):
         """
 
     def prefill(
-        self, version: int, inputs: Sequence[PrefillInput], *, temperature: float
+        self,
+        version: int,
+        inputs: Sequence[PrefillInput],
+        *,
+        temperature: float,
+        truncation: Truncation | None = None,
     ) -> list[PrefillOutput]:
-        """Recomputes rollouts under a version that `ensure_version` returned."""
+        """Recomputes rollouts under a version that `ensure_version` returned.
+
+        Args:
+            version: of the policy.
+            inputs: the rollouts.
+            temperature: T.
+            truncation: top-k and top-p; None where nothing is cut. With them log-probs and gaps are
+                those of `verify.truncation.judged`.
+        """
 
     def close(self) -> None:
         """Lets go of connections; the engine is not used after."""

@@ -21,6 +21,7 @@ from verify.plugins import (
     TaskSet,
 )
 from verify.toploc import ChunkStatistics, MalformedProof, verify_proofs_batch
+from verify.truncation import Truncation
 
 PORTION_TOKENS = 1 << 16
 """Tokens whose hidden states are held at once (671 MB at a hidden size of 5120)."""
@@ -33,7 +34,7 @@ class Recomputed:
     """One rollout under the policy version that the lease names."""
 
     logprobs: np.ndarray
-    """f32 [n]: log_softmax(logits / T) at the output tokens."""
+    """f32 [n]: log_softmax(logits / T) at the output tokens, after top-k / top-p."""
     seeded_gap: np.ndarray | None
     """f32 [n]: how far the token lay below the recomputed maximum; None where not seeded."""
     proof: list[ChunkStatistics] | MalformedProof
@@ -56,7 +57,12 @@ def prefill_request(rollout: Rollout, lease: Lease, *, seeded: bool) -> PrefillR
 
 
 def recompute(
-    engine: PrefillEngine, version: int, requests: Sequence[PrefillRequest], *, temperature: float
+    engine: PrefillEngine,
+    version: int,
+    requests: Sequence[PrefillRequest],
+    *,
+    temperature: float,
+    truncation: Truncation | None = None,
 ) -> list[Recomputed]:
     """Prefills rollouts in portions, so that hidden states never pile up.
 
@@ -66,7 +72,12 @@ def recompute(
     """
     results: list[Recomputed] = []
     for portion in _portions(requests):
-        outputs = engine.prefill(version, [r.input for r in portion], temperature=temperature)
+        outputs = engine.prefill(
+            version,
+            [request.input for request in portion],
+            temperature=temperature,
+            truncation=truncation,
+        )
         for output in outputs:
             _require_finite(output, version)
         proofs = verify_proofs_batch([o.hidden for o in outputs], [r.proofs for r in portion])

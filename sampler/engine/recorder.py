@@ -39,6 +39,14 @@ class _Selected:
     """i16 [C, 128]."""
 
 
+def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copies an array to a device, without waiting for what the device has still to do."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # from other memory a copy may wait
+    return tensor.to(device, non_blocking=True)
+
+
 class TokenRecorder:
     """The records of the sequences under way, a slot each.
 
@@ -85,7 +93,7 @@ class TokenRecorder:
             hidden: [R, D], of the engine's dtype; rounded to bf16 here.
         """
         columns = np.minimum(positions, self._longest)
-        slot, place, column = self._on_device(np.stack([slots, positions % _RING, columns]))
+        slot, place, column = on_device(np.stack([slots, positions % _RING, columns]), self._device)
         self._ring[slot, place] = hidden.to(torch.bfloat16)
         self._tokens[slot, column] = tokens.to(torch.int32)
         self._logprobs[slot, column] = logprobs
@@ -120,7 +128,7 @@ class TokenRecorder:
         if (self._furthest[at[left]] >= starts + _RING).any():
             raise RuntimeError(f"a sequence was set back by more than {RUN_AHEAD} rows")
         partial = self._select(at[left], starts, wanted[left] - starts) if left.size else None
-        index = self._on_device(at)
+        index = on_device(at, self._device)
         longest = int(wanted.max(initial=0))
         tokens = self._tokens[index, :longest].cpu().numpy()
         logprobs = self._logprobs[index, :longest].cpu().numpy()  # waits for all copies before it
@@ -149,7 +157,7 @@ class TokenRecorder:
             self._selected[slot] = {}
 
     def _advance(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Notes how long each sequence is now; one with a hole stays short, which `take` reports."""
+        """Notes how long each sequence is now; one with a hole is short, which `take` reports."""
         furthest = np.where(positions == 0, 0, np.maximum(self._furthest[slots], positions))
         starts = positions // CHUNK_ROWS * CHUNK_ROWS
         joined = (positions <= self._length[slots]) & (furthest < starts + _RING)
@@ -166,11 +174,11 @@ class TokenRecorder:
             rows: i64 [C]: how many rows count; None for all 32.
         """
         places = (starts[:, None] + np.arange(CHUNK_ROWS)) % _RING
-        index = self._on_device(slots[:, None] * _RING + places)
+        index = on_device(slots[:, None] * _RING + places, self._device)
         chunks = self._ring.view(-1, self._hidden_size)[index].view(torch.int16)  # [C, 32, D]
         magnitudes = chunks & MAGNITUDE
         if rows is not None:
-            beyond = self._on_device(np.arange(CHUNK_ROWS) >= rows[:, None])
+            beyond = on_device(np.arange(CHUNK_ROWS) >= rows[:, None], self._device)
             magnitudes = magnitudes.masked_fill(beyond[:, :, None], -1)
         count = min(TOP_K, CHUNK_ROWS * self._hidden_size)
         indices = magnitudes.flatten(1).topk(count, dim=1).indices
@@ -180,10 +188,3 @@ class TokenRecorder:
             wanted.to("cpu", non_blocking=True),
             torch.nn.functional.pad(bits, (0, TOP_K - count)).to("cpu", non_blocking=True),
         )
-
-    def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        # From pinned memory the copy waits for nothing that the device has still to do.
-        return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -1,9 +1,11 @@
 """Gumbel-max sampling inside vLLM, through its public interface for logits processors.
 
 token = argmax_v(logits_v / T + gumbel(key, position, v)) is a sample of softmax(logits / T)
-(Gumbel 1954; Maddison et al. 2014), and a public function of the logits and the key. Requests run
-at vLLM's temperature 0, so that its greedy argmax picks the token, and carry slot, key and T in
-`extra_args`. Log-probs are taken here because vLLM's own are at T = 1, or after the noise.
+(Gumbel 1954; Maddison et al. 2014), and a public function of the logits and the key; v runs over
+the tokens that top-k and top-p keep (`verify.truncation`). Requests run at vLLM's temperature 0,
+without its own top-k and top-p, so that its greedy argmax picks the token, and carry slot, key, T,
+top-p and top-k in `extra_args`. Log-probs are taken here because vLLM's own are at T = 1, or after
+the noise, as its mode says.
 """
 
 from __future__ import annotations
@@ -18,19 +20,34 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from sampler.engine.recorder import TokenRecorder
+from sampler.engine.recorder import TokenRecorder, on_device
 from verify.noise import gumbel
+from verify.truncation import Truncation, kept_from
 
 
-def sampling_arguments(slot: int, noise_key: tuple[int, int], temperature: float) -> dict[str, Any]:
+def sampling_arguments(
+    slot: int,
+    noise_key: tuple[int, int],
+    temperature: float,
+    *,
+    top_p: float = 1.0,
+    top_k: int = -1,
+) -> dict[str, Any]:
     """`SamplingParams.extra_args` of a request that this processor samples.
 
     Args:
-        slot: the request's number in its generation, under which its rows are recorded.
+        slot: under which the rows of the request are recorded; no other that runs has it.
         noise_key: of `verify.noise.noise_key`.
         temperature: T > 0.
+        top_p, top_k: as in `verify.truncation.Truncation`.
     """
-    return {"slot": slot, "noise_key": list(noise_key), "temperature": temperature}
+    return {
+        "slot": slot,
+        "noise_key": list(noise_key),
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+    }
 
 
 @dataclass(frozen=True)
@@ -38,6 +55,7 @@ class _Request:
     slot: int
     noise_key: tuple[int, int]
     temperature: float
+    rule: Truncation
     output_tokens: list[int]
     """vLLM's own list: it grows as tokens are sampled."""
 
@@ -54,6 +72,10 @@ class _Rows:
     key_1: torch.Tensor
     temperature: torch.Tensor
     """f32 [B, 1]."""
+    top_p: torch.Tensor | None
+    """f32 [B, 1]; None where nobody cuts."""
+    top_k: torch.Tensor | None
+    """i32 [B, 1]; None where nobody cuts."""
     outputs: list[list[int]]
 
 
@@ -89,12 +111,12 @@ class SeededSampler(LogitsProcessor):
             self._rows = self._arrange(len(logits))
         rows = self._rows
         positions = np.fromiter((len(o) for o in rows.outputs), np.int64, len(rows.outputs))
-        scaled = logits[rows.index] / rows.temperature
+        scaled = self._kept(logits[rows.index] / rows.temperature, rows)
         noise = gumbel(
             torch,
             rows.key_0,
             rows.key_1,
-            torch.from_numpy(positions).to(self._device, torch.int32)[:, None],
+            on_device(positions.astype(np.int32), self._device)[:, None],
             torch.arange(logits.shape[-1], dtype=torch.int32, device=self._device)[None, :],
         )
         tokens = (scaled + noise).argmax(dim=-1, keepdim=True)
@@ -119,6 +141,13 @@ class SeededSampler(LogitsProcessor):
         logprobs = scaled.gather(1, tokens)[:, 0] - scaled.logsumexp(dim=-1)
         recorder.record(rows.slots, positions, tokens[:, 0], logprobs, hidden[rows.index])
 
+    def _kept(self, scaled: torch.Tensor, rows: _Rows) -> torch.Tensor:
+        """The same with -inf for the tokens that top-k and top-p leave out."""
+        if rows.top_p is None and rows.top_k is None:
+            return scaled
+        threshold = kept_from(torch, scaled, top_p=rows.top_p, top_k=rows.top_k)
+        return scaled.masked_fill(scaled < threshold, -torch.inf)
+
     def _arrange(self, batch: int) -> _Rows:
         indices = sorted(self._requests)
         requests = [self._requests[i] for i in indices]
@@ -126,6 +155,10 @@ class SeededSampler(LogitsProcessor):
         def column(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=self._device)[:, None]
 
+        rules = [r.rule for r in requests]
+        everything = torch.iinfo(torch.int32).max
+        top_k = [rule.top_k if rule.top_k > 0 else everything for rule in rules]
+        top_p = [rule.top_p for rule in rules]
         return _Rows(
             # A slice is a view: no copy of the logits in the usual case that all rows are ours.
             index=slice(None)
@@ -135,6 +168,8 @@ class SeededSampler(LogitsProcessor):
             key_0=column([r.noise_key[0] for r in requests], torch.int32),
             key_1=column([r.noise_key[1] for r in requests], torch.int32),
             temperature=column([r.temperature for r in requests], torch.float32),
+            top_p=column(top_p, torch.float32) if min(top_p) < 1.0 else None,
+            top_k=column(top_k, torch.int32) if min(top_k) < everything else None,
             outputs=[r.output_tokens for r in requests],
         )
 
@@ -146,4 +181,5 @@ def _request(
     if not extra or "noise_key" not in extra:
         return None
     key_0, key_1 = extra["noise_key"]
-    return _Request(extra["slot"], (key_0, key_1), extra["temperature"], output_tokens)
+    rule = Truncation(extra["top_p"], extra["top_k"])
+    return _Request(extra["slot"], (key_0, key_1), extra["temperature"], rule, output_tokens)

@@ -17,7 +17,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from runspec.common.keys import SigningKey
-from runspec.spec.schema import RunSpec
+from runspec.spec.schema import RunSpec, SamplerPool
 from verify.formats.lease import Assignment, Lease, assignments, lease_digest
 from verify.formats.submission import Rollout
 from verify.noise import gumbel, noise_key
@@ -30,6 +30,7 @@ from verify.plugins import (
     Problem,
 )
 from verify.toploc import build_proofs
+from verify.truncation import Truncation, judged, thresholds
 
 VOCAB, HIDDEN, EOS = 48, 64, 0
 RUN = "small"
@@ -191,23 +192,39 @@ class NumpyEngine:
         return path
 
     def prefill(
-        self, version: int, inputs: Sequence[PrefillInput], *, temperature: float
+        self,
+        version: int,
+        inputs: Sequence[PrefillInput],
+        *,
+        temperature: float,
+        truncation: Truncation | None = None,
     ) -> list[PrefillOutput]:
         self.prefills.append(len(inputs))
-        return [recomputed(self.versions[version], item, temperature) for item in inputs]
+        model = self.versions[version]
+        return [recomputed(model, item, temperature, truncation) for item in inputs]
 
 
-def recomputed(model: SmallModel, item: PrefillInput, temperature: float) -> PrefillOutput:
+def recomputed(
+    model: SmallModel,
+    item: PrefillInput,
+    temperature: float,
+    truncation: Truncation | None = None,
+) -> PrefillOutput:
     state = model.read(item.prompt_tokens)
     hidden, logprobs, gaps = [], [], []
     for position, token in enumerate(item.output_tokens):
         row, logits = model.output(state)
         scaled = logits / np.float32(temperature)
         hidden.append(row)
-        logprobs.append(log_softmax(scaled)[token])
-        if item.noise_key is not None:
-            noisy = scaled + token_noise(item.noise_key, position)
+        noise = token_noise(item.noise_key or (0, 0), position)
+        if truncation is None:
+            noisy = scaled + noise
+            logprobs.append(log_softmax(scaled)[token])
             gaps.append(noisy.max() - noisy[token])
+        else:
+            found = judged(np, scaled, noise, np.arange(VOCAB) == token, truncation)
+            logprobs.append(found[0])
+            gaps.append(found[1])
         state = model.step(state, token)
     return PrefillOutput(
         logprobs=np.array(logprobs, np.float32),
@@ -225,6 +242,12 @@ def token_noise(key: tuple[int, int], position: int) -> np.ndarray:
             np.int32(position),
             np.arange(VOCAB, dtype=np.int32),
         )
+
+
+def truncation_of(pool: SamplerPool) -> Truncation | None:
+    """What a worker of the pool cuts; no margin, which is the validator's."""
+    rule = Truncation(pool.sampling.top_p, pool.sampling.top_k)
+    return rule if rule.cuts else None
 
 
 @dataclass
@@ -251,6 +274,9 @@ class Worker:
         while len(tokens) < pool.max_new_tokens and (not tokens or tokens[-1] != EOS):
             _, logits = self.model.output(state)
             scaled = logits / np.float32(pool.sampling.temperature)
+            if (rule := truncation_of(pool)) is not None:
+                least = thresholds(np, scaled, rule).kept
+                scaled = np.where(scaled >= least, scaled, -np.inf)
             tokens.append(int(np.argmax(scaled + token_noise(key, len(tokens)))))
             state = self.model.step(state, tokens[-1])
         return tokens
@@ -258,7 +284,8 @@ class Worker:
     def explain(self, prompt: list[int], tokens: list[int]) -> PrefillOutput:
         """The log-probs and hidden states that the worker claims for its tokens."""
         item = PrefillInput(np.array(prompt, np.int32), np.array(tokens, np.int32), None)
-        return recomputed(self.model, item, self.spec.samplers[0].sampling.temperature)
+        pool = self.spec.samplers[0]
+        return recomputed(self.model, item, pool.sampling.temperature, truncation_of(pool))
 
     def _rollout(self, lease: Lease, digest: str, task: Assignment, sample: int) -> Rollout:
         sampling = self.spec.samplers[0].sampling

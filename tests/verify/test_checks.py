@@ -18,6 +18,7 @@ from verify.formats.lease import assignments
 from verify.formats.submission import Rollout
 from verify.plugins import PrefillInput, PrefillOutput
 from verify.thresholds import BFLOAT16, FLOAT32, limits_for, precision_of
+from verify.truncation import Truncation
 
 Edit = Callable[[list[Rollout]], list[Rollout]]
 
@@ -43,6 +44,7 @@ def test_an_honest_submission_passes_every_check(bench: Bench) -> None:
     assert names(verdict) == [
         "assignment",
         "bounds",
+        "versions",
         "termination",
         "proof_format",
         "reward",
@@ -137,19 +139,18 @@ def test_verdicts_judge_by_the_specs_thresholds(tmp_path: Path) -> None:
     assert "logprobs_submission" in verdict.reason and "limit 1e-06" in verdict.reason
 
 
-def test_a_truncated_distribution_is_refused_before_any_work(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, sampling={"temperature": 0.8, "top_p": 0.9})
-    with pytest.raises(UserError, match="truncates its distribution"):
-        bench.examiner()
-
-
 class DamagedEngine(NumpyEngine):
     """Honest but for one number of the last rollout, as a faulty device would be."""
 
     damage: Callable[[PrefillOutput], PrefillOutput]
 
     def prefill(
-        self, version: int, inputs: Sequence[PrefillInput], *, temperature: float
+        self,
+        version: int,
+        inputs: Sequence[PrefillInput],
+        *,
+        temperature: float,
+        truncation: Truncation | None = None,
     ) -> list[PrefillOutput]:
         *whole, last = super().prefill(version, inputs, temperature=temperature)
         return [*whole, self.damage(last)]

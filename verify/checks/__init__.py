@@ -11,9 +11,10 @@ from verify.checks.prefill import (
     SubmissionLogprobCheck,
     SubmissionSamplingCheck,
     logprob_diff,
+    several_versions,
 )
 from verify.checks.rewards import RewardCheck
-from verify.checks.values import BoundsCheck, ProofFormatCheck, TerminationCheck
+from verify.checks.values import BoundsCheck, ProofFormatCheck, TerminationCheck, VersionsCheck
 
 __all__ = [
     "GRADE_CHECKS",
@@ -26,9 +27,16 @@ __all__ = [
     "logprob_diff",
     "open_rows",
     "prefill_checks",
+    "several_versions",
 ]
 
-ROW_CHECKS: list[Check] = [AssignmentCheck(), BoundsCheck(), TerminationCheck(), ProofFormatCheck()]
+ROW_CHECKS: list[Check] = [
+    AssignmentCheck(),
+    BoundsCheck(),
+    VersionsCheck(),
+    TerminationCheck(),
+    ProofFormatCheck(),
+]
 """What the rows alone must satisfy."""
 GRADE_CHECKS: list[Check] = [RewardCheck()]
 """What needs the validator's grades."""

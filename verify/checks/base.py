@@ -31,10 +31,18 @@ class Subject:
     assignments: list[Assignment]
     """Of the lease's groups, in order."""
     limits: Limits
+    last_version: int
+    """The newest that the run will ever publish."""
     grades: list[Graded | None] = field(default_factory=list)
     """Of each row, once graded; None in dropped groups."""
-    recomputed: list[Recomputed] = field(default_factory=list)
-    """Of each row, once prefilled."""
+    recomputed: list[Recomputed | None] = field(default_factory=list)
+    """Of each row, once prefilled; None where no prefill can reproduce it."""
+
+    @property
+    def prefilled(self) -> list[tuple[Rollout, Recomputed]]:
+        """The rows that were recomputed."""
+        pairs = zip(self.rollouts, self.recomputed, strict=True)
+        return [(rollout, found) for rollout, found in pairs if found is not None]
 
     def max_output(self, rollout: Rollout) -> int:
         """Output tokens after which sampling had to stop."""
@@ -62,7 +70,10 @@ class Examination:
 
 
 def examine(
-    checks: Sequence[Check], subject: Subject, before: Examination | None = None
+    checks: Sequence[Check],
+    subject: Subject,
+    before: Examination | None = None,
+    rows: Sequence[int] | None = None,
 ) -> Examination:
     """Runs checks in order, up to the first that fails a row.
 
@@ -70,17 +81,19 @@ def examine(
         checks: what to run.
         subject: the submission.
         before: what earlier checks found; where one failed already, nothing is run.
+        rows: those that these checks speak of; None for all.
     """
     if before is None:
         before = Examination([[] for _ in subject.rollouts], "")
     results, reason = [list(row) for row in before.results], before.reason
+    spoken_of = range(len(results)) if rows is None else rows
     for check in checks:
         if reason:
             break
         found = check.run(subject)
-        for row, result in zip(results, found, strict=True):
-            row.append(result)
-        reason = next((failure(r, row) for row, r in enumerate(found) if not r.passed), "")
+        for row, result in zip(spoken_of, found, strict=True):
+            results[row].append(result)
+            reason = reason or ("" if result.passed else failure(result, row))
     return Examination(results, reason)
 
 

@@ -1,4 +1,7 @@
-"""Checks against the prefill: claimed log-probs, the seeded choice of tokens, TOPLOC proofs."""
+"""Checks against the prefill: claimed log-probs, the seeded choice of tokens, TOPLOC proofs.
+
+They give a result for each rollout that was recomputed (`Subject.prefilled`), in order.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,21 @@ def logprob_diff(row: Rollout, recomputed: Recomputed) -> float:
     return float(_distances(row, recomputed).mean())
 
 
+def several_versions(row: Rollout) -> CheckResult:
+    """Says of a rollout that no prefill of the lease's version reproduces why none was tried.
+
+    The value counts the versions that sampled it. It passes: only trusted pools have such.
+    """
+    versions = np.unique(row.versions) if row.versions is not None else np.array([row.version])
+    return CheckResult(
+        "prefill",
+        True,
+        float(len(versions)),
+        float(len(versions)),
+        f"not recomputed: sampled under versions {versions[0]} to {versions[-1]}, in flight",
+    )
+
+
 class RolloutLogprobCheck:
     """(1/n) sum_t |log mu_claimed(o_t) - log pi_v(o_t)| over a rollout."""
 
@@ -26,7 +44,7 @@ class RolloutLogprobCheck:
         limit = subject.limits.logprob_rollout
         return [
             at_most(self.name, logprob_diff(*pair), limit, "claimed against recomputed log-probs")
-            for pair in zip(subject.rollouts, subject.recomputed, strict=True)
+            for pair in subject.prefilled
         ]
 
 
@@ -36,12 +54,11 @@ class SubmissionLogprobCheck:
     name = "logprobs_submission"
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        pairs = zip(subject.rollouts, subject.recomputed, strict=True)
-        mean = float(np.concatenate([_distances(*pair) for pair in pairs]).mean())
+        mean = float(np.concatenate([_distances(*pair) for pair in subject.prefilled]).mean())
         result = at_most(
             self.name, mean, subject.limits.logprob_submission, "mean over the submission"
         )
-        return [result] * len(subject.rollouts)
+        return [result] * len(subject.prefilled)
 
 
 class SeededSamplingCheck:
@@ -54,7 +71,7 @@ class SeededSamplingCheck:
     name = "seeded_sampling"
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        return [self._row(found, subject.limits) for found in subject.recomputed]
+        return [self._row(found, subject.limits) for _, found in subject.prefilled]
 
     def _row(self, recomputed: Recomputed, limits: Limits) -> CheckResult:
         gaps = _gaps(recomputed)
@@ -82,12 +99,12 @@ class SubmissionSamplingCheck:
     name = "seeded_sampling_submission"
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        gaps = np.concatenate([_gaps(found) for found in subject.recomputed])
+        gaps = np.concatenate([_gaps(found) for _, found in subject.prefilled])
         limits = subject.limits
         limit = limits.gap_mean + limits.gap / len(gaps)
         mean = float(gaps.mean(dtype=np.float64))
         result = at_most(self.name, mean, limit, "mean gap over the submission")
-        return [result] * len(subject.rollouts)
+        return [result] * len(subject.prefilled)
 
 
 class ProofCheck:
@@ -101,7 +118,7 @@ class ProofCheck:
     name = "toploc"
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        return [self._row(found, subject.limits) for found in subject.recomputed]
+        return [self._row(found, subject.limits) for _, found in subject.prefilled]
 
     def _row(self, recomputed: Recomputed, limits: Limits) -> CheckResult:
         if isinstance(recomputed.proof, MalformedProof):

@@ -32,6 +32,20 @@ class TerminationCheck:
         return [no_faults(self.name, list(_ending(r, subject))) for r in subject.rollouts]
 
 
+class VersionsCheck:
+    """Versions of single tokens, in trusted pools with `in_flight_updates` and nowhere else.
+
+    One a token, never going back, none before the lease's version, none after the last that the run
+    publishes. A nearer bound would take the clock, or the word of others: a slow worker may hand in
+    what it sampled under versions that were not there when its lease was granted.
+    """
+
+    name = "versions"
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        return [no_faults(self.name, list(_version_faults(r, subject))) for r in subject.rollouts]
+
+
 class ProofFormatCheck:
     """As many well-formed proofs as the output has chunks."""
 
@@ -72,6 +86,25 @@ def _ending(row: Rollout, subject: Subject) -> Iterator[str]:
             yield f"cut at {length} tokens, not at {longest}"
     else:
         yield f"finish reason {row.finish_reason[:40]!r}"
+
+
+def _version_faults(row: Rollout, subject: Subject) -> Iterator[str]:
+    pool, versions = subject.pool, row.versions
+    expected = pool.in_flight_updates and pool.trust == "trusted"
+    if versions is None:
+        if expected:
+            yield "no versions of tokens, from a pool that updates in flight"
+        return
+    if not expected:
+        yield "versions of tokens, from a pool that does not update in flight"
+    if len(versions) != len(row.output_tokens):
+        yield f"{len(versions)} versions for {len(row.output_tokens)} output tokens"
+    if (np.diff(versions) < 0).any():
+        yield "a token of an older version than the one before it"
+    oldest, newest = subject.lease.version, subject.last_version
+    outside = versions[(versions < oldest) | (versions > newest)]
+    if outside.size:
+        yield f"a token of version {outside[0]}, outside [{oldest}, {newest}]"
 
 
 def _proof_faults(row: Rollout) -> Iterator[str]:

@@ -45,6 +45,7 @@ SCHEMA = pa.schema(
         _required("task_reward", pa.float32()),
         _required("length_penalty", pa.float32()),
         _required("proofs", _list_of(pa.binary())),
+        pa.field("versions", _list_of(pa.int32())),
     ]
 )
 
@@ -62,6 +63,7 @@ class Rollout:
     group: int
     sample: int
     version: int
+    """That the lease names."""
     prompt_tokens: np.ndarray
     """i32 [P]."""
     output_tokens: np.ndarray
@@ -78,6 +80,19 @@ class Rollout:
     length_penalty: float
     proofs: list[bytes]
     """TOPLOC proofs, one for each 32 output tokens begun."""
+    versions: np.ndarray | None = None
+    """i32 [n]: the policy version that sampled each token. Pools with `in_flight_updates` have
+    them, and no others: there every token is of `version`."""
+
+    @property
+    def oldest_version(self) -> int:
+        """From which the lag counts."""
+        return self.version if self.versions is None else int(self.versions.min())
+
+    @property
+    def is_of_its_version(self) -> bool:
+        """Whether `version` sampled all of it, so that a prefill can reproduce it."""
+        return self.versions is None or bool((self.versions == self.version).all())
 
 
 @dataclass(frozen=True)
@@ -114,6 +129,8 @@ def decode_rollouts(data: bytes, *, max_rows: int, max_bytes: int) -> list[Rollo
             ("logprobs", np.float32),
         ):
             row[name] = np.asarray(row[name], dtype=dtype)
+        if row["versions"] is not None:
+            row["versions"] = np.asarray(row["versions"], dtype=np.int32)
         rows.append(Rollout(**row))
     return rows
 

@@ -60,7 +60,7 @@ def build_proofs_of(selections: Sequence[Selection]) -> list[list[bytes]]:
         Of each rollout C proofs of 258 bytes.
 
     Raises:
-        ValueError: an activation is not finite, or a position lies outside its chunk or comes twice.
+        ValueError: an activation is not finite; a position is outside its chunk or comes twice.
     """
     whole = Selection(
         *(

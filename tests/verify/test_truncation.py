@@ -1,0 +1,178 @@
+"""Top-k and top-p: one rule in three libraries, and what honest rounding may do to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from verify.truncation import Truncation, judged, kept_from, thresholds
+
+VOCABULARY = 300
+RULES = [
+    Truncation(0.9, -1),
+    Truncation(0.05, -1),
+    Truncation(1.0, 20),
+    Truncation(1.0, 1),
+    Truncation(0.7, 30),
+    Truncation(0.99, 1000),
+]
+
+
+def logits(rows: int = 200, seed: int = 0) -> np.ndarray:
+    return (3 * np.random.default_rng(seed).normal(size=(rows, VOCABULARY))).astype(np.float32)
+
+
+def arguments(rule: Truncation) -> dict[str, Any]:
+    return {
+        "top_p": rule.top_p if rule.top_p < 1.0 else None,
+        "top_k": rule.top_k if rule.top_k > 0 else None,
+    }
+
+
+def kept_by_sorting(row: np.ndarray, rule: Truncation) -> np.ndarray:
+    """The definition, in float64: bool [V]."""
+    order = np.argsort(-row, kind="stable")
+    kept = np.zeros(len(row), bool)
+    kth = row[order[min(rule.top_k, len(row)) - 1]] if rule.top_k > 0 else -np.inf
+    left = [token for token in order if row[token] >= kth]
+    weights = np.exp(row[left].astype(np.float64) - row.max())
+    weights /= weights.sum()
+    for token in left:
+        before = weights[row[left] > row[token]].sum()
+        kept[token] = before < rule.top_p
+    return kept
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_numpy_keeps_what_the_definition_keeps(rule: Truncation) -> None:
+    rows = logits()
+    least = kept_from(np, rows, **arguments(rule))
+    assert least.shape == (len(rows), 1) and least.dtype == np.float32
+    expected = np.stack([kept_by_sorting(row, rule) for row in rows])
+    # A sum in float32 may fall on the other side of top_p than one in float64.
+    assert ((rows >= least) == expected).all(axis=1).mean() > 0.99
+    assert (rows == least).any(axis=1).all()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_torch_and_jax_keep_the_same(rule: Truncation) -> None:
+    jax = pytest.importorskip("jax")
+    torch = pytest.importorskip("torch")
+    rows = logits()
+    here = kept_from(np, rows, **arguments(rule))
+
+    def loop(count: int, step: Any, state: Any) -> Any:
+        return jax.lax.fori_loop(0, count, lambda _, reached: step(reached), state)
+
+    compiled = jax.jit(lambda x: kept_from(jax.numpy, x, **arguments(rule), repeat=loop))
+    for there in (
+        kept_from(torch, torch.from_numpy(rows), **arguments(rule)).numpy(),
+        np.asarray(compiled(rows)),
+    ):
+        assert (there == here).mean() > 0.99  # else a sum was rounded across top_p
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_it_keeps_what_vllm_keeps(rule: Truncation) -> None:
+    torch = pytest.importorskip("torch")
+    operators = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
+    rows = torch.from_numpy(logits())
+    count = len(rows)
+    theirs = operators.apply_top_k_top_p(
+        rows.clone(),
+        torch.full((count,), min(rule.top_k, VOCABULARY)) if rule.top_k > 0 else None,
+        torch.full((count,), rule.top_p) if rule.top_p < 1.0 else None,
+    )
+
+    ours = rows >= kept_from(torch, rows, **arguments(rule))
+
+    assert (ours == theirs.isfinite()).all(dim=1).float().mean() > 0.99
+
+
+def test_rules_may_differ_by_row() -> None:
+    torch = pytest.importorskip("torch")
+    rows = torch.from_numpy(logits(3))
+    everything = torch.iinfo(torch.int32).max
+    top_p = torch.tensor([[0.9], [1.0], [0.5]])
+    top_k = torch.tensor([[everything], [7], [everything]], dtype=torch.int32)
+
+    found = kept_from(torch, rows, top_p=top_p, top_k=top_k)
+
+    alone = [
+        kept_from(torch, rows[:1], top_p=0.9),
+        kept_from(torch, rows[1:2], top_k=7),
+        kept_from(torch, rows[2:], top_p=0.5),
+    ]
+    assert torch.equal(found, torch.cat(alone))
+
+
+def test_equals_at_the_threshold_share_their_fate() -> None:
+    row = np.log(np.array([0.4, 0.2, 0.2, 0.2], np.float32))
+    assert (row >= kept_from(np, row, top_k=2)).tolist() == [True] * 4
+    assert (row >= kept_from(np, row, top_p=0.5)).tolist() == [True] * 4
+    assert (row >= kept_from(np, row, top_p=0.3)).tolist() == [True, False, False, False]
+
+
+def test_the_likeliest_token_is_always_kept() -> None:
+    row = np.array([5.0, 1.0, -0.0, 0.0], np.float32)
+    assert kept_from(np, row, top_p=1e-9).tolist() == [5.0]
+    assert kept_from(np, row, top_k=1).tolist() == [5.0]
+
+
+def test_nothing_cuts_where_all_is_kept() -> None:
+    assert not Truncation().cuts and not Truncation(1.0, 0).cuts
+    row = logits(1)[0]
+    assert kept_from(np, row, top_k=VOCABULARY)[0] == row.min()
+    assert kept_from(np, row, top_p=np.array([1.0], np.float32))[0] == row.min()
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    row=arrays(np.float32, 40, elements=st.floats(-8, 8, width=32)),
+    top_p=st.floats(0.05, 0.99),
+    top_k=st.sampled_from([-1, 1, 5, 20]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_what_a_sampler_keeps_is_allowed_and_what_is_sure_it_keeps(
+    row: np.ndarray, top_p: float, top_k: int, seed: int
+) -> None:
+    """Whatever each z is off by, up to half the margin."""
+    margin = 0.1
+    off = np.random.default_rng(seed).uniform(-margin / 2, margin / 2, row.shape)
+    sampler = (row + off).astype(np.float32)
+    # Exact equals at the kth place would be kept beyond k by one side alone: no rounding does that.
+    if len(np.unique(row)) < len(row):
+        row = row + np.arange(len(row), dtype=np.float32) * 1e-5
+        sampler = (row + off).astype(np.float32)
+    theirs = sampler >= kept_from(np, sampler, **arguments(Truncation(top_p, top_k)))
+
+    ours = thresholds(np, row, Truncation(top_p, top_k, margin))
+
+    slack = 1e-4  # float32 sums
+    assert (row[theirs] >= ours.allowed - slack).all()
+    assert theirs[row >= ours.sure + slack].all()
+    assert ours.allowed <= ours.kept
+    assert ours.sure <= row.max()
+
+
+def test_a_token_outside_is_as_far_below_as_its_distance_and_the_margin() -> None:
+    row = np.array([4.0, 3.0, -5.0], np.float32)
+    rule = Truncation(top_k=2, margin=0.1)
+    noise = np.array([0.0, 0.0, 50.0], np.float32)  # it would win easily, were it kept
+
+    logprob, gap = judged(np, row, noise, np.arange(3) == 2, rule)
+
+    assert gap == pytest.approx(0.1 + (3.0 - 0.1) + 5.0)
+    assert np.isfinite(logprob)
+
+
+def test_log_probs_are_of_the_tokens_kept() -> None:
+    row = np.array([4.0, 3.0, -5.0], np.float32)
+    logprob, gap = judged(np, row, np.zeros(3, np.float32), np.arange(3) == 1, Truncation(top_k=2))
+    assert logprob == pytest.approx(-np.log(1 + np.e), abs=1e-6)
+    assert gap == 1.0

@@ -1,0 +1,180 @@
+"""Top-k and top-p: which tokens sampling keeps, the same for sampler and validator.
+
+Top-k goes first, top-p (Holtzman et al. 2020) works on what it leaves, as in vLLM:
+
+    kept by top-k: v with #{u : z_u > z_v} < k
+    kept by top-p: those of them with sum of p_u over {u kept : z_u > z_v} < top_p
+
+with z = logits / T and p = softmax(z) over the tokens kept by top-k. Both are of the form z_v >=
+threshold, at least the largest token is kept, and equals share their fate, where vLLM cuts equals
+by the order of its sort. The same code runs on numpy, torch and jax.numpy.
+
+No sort: a threshold is found among the 2**32 floats by 32 halvings, each a pass over the logits.
+
+A validator's logits are a little off, and then a token at the threshold falls on the other side;
+of top-p the threshold itself may jump to a neighbour far away. If no z_v differs by more than
+margin / 2, every order statistic of z moves by at most margin / 2, and so the odds of a sum of p
+by a factor of at most exp(margin). Thus whatever the sampler kept lies above `Thresholds.allowed`,
+and whatever lies above `Thresholds.sure` the sampler kept:
+
+    allowed = threshold(top_p at odds x exp(margin)) - margin
+    sure = threshold(top_p at odds x exp(-margin)) + margin
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Repeat = Callable[[int, Callable[[Any], Any], Any], Any]
+"""repeat(count, step, state): applies a step so many times."""
+_HALVINGS = 32
+_SIGN = 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """What `samplers[].sampling` cuts off."""
+
+    top_p: float = 1.0
+    """In (0, 1]; 1 keeps all."""
+    top_k: int = -1
+    """Tokens; -1 or 0 keeps all."""
+    margin: float = 0.0
+    """How far two z may differ between sampler and validator relative to each other, nats."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether there is anything to do."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+class Thresholds(NamedTuple):
+    """Of each row, f32 [..., 1], as z = logits / T."""
+
+    kept: Any
+    """What is at least as large is kept."""
+    allowed: Any
+    """What is smaller nobody kept whose z differ by the margin at most."""
+    sure: Any
+    """What is at least as large everybody kept; the row's maximum is always among them."""
+
+
+def repeated(count: int, step: Callable[[Any], Any], state: Any) -> Any:
+    """Applies a step so many times; jax has `lax.fori_loop` for it."""
+    for _ in range(count):
+        state = step(state)
+    return state
+
+
+def kept_from(
+    xp: Any, scaled: Any, *, top_p: Any = None, top_k: Any = None, repeat: Repeat = repeated
+) -> Any:
+    """The smallest of the logits that are kept.
+
+    Args:
+        xp: numpy, jax.numpy or torch.
+        scaled: f32 [..., V], logits / T, finite.
+        top_p: in (0, 1], a number or [..., 1]; None for 1.
+        top_k: at least 1, a number or i32 [..., 1]; V and more keep all; None for all.
+        repeat: a loop that the library compiles.
+
+    Returns:
+        f32 [..., 1], one of the row's own values.
+    """
+    keys = _ordered(xp, scaled)
+    largest = xp.amax(keys, -1)[..., None]
+    cut = xp.amin(keys, -1)[..., None]
+    if top_k is not None:
+
+        def few(key: Any) -> Any:
+            return (keys > key).sum(-1)[..., None] < top_k
+
+        cut = _smallest(xp, few, cut, largest, repeat)
+    if top_p is not None:
+        weights = xp.exp(scaled - xp.amax(scaled, -1)[..., None])
+        weights = xp.where(keys >= cut, weights, xp.zeros_like(weights))
+        needed = weights.sum(-1)[..., None] * top_p
+
+        def light(key: Any) -> Any:
+            above = xp.where(keys > key, weights, xp.zeros_like(weights))
+            return above.sum(-1)[..., None] < needed
+
+        found = _smallest(xp, light, cut, largest, repeat)
+        # Rounding of the sum must cut nothing where all is kept.
+        cut = xp.where(xp.asarray(top_p) + xp.zeros_like(needed) < 1.0, found, cut)
+    # A halving may end between two values.
+    return xp.amin(xp.where(keys >= cut, scaled, xp.amax(scaled, -1)[..., None]), -1)[..., None]
+
+
+def thresholds(xp: Any, scaled: Any, rule: Truncation, *, repeat: Repeat = repeated) -> Thresholds:
+    """Where tokens are kept, allowed, and sure to be kept.
+
+    Args:
+        xp, scaled, repeat: as for `kept_from`.
+        rule: cuts something.
+    """
+
+    def at(odds: float) -> Any:
+        top_p = _shifted(rule.top_p, odds) if rule.top_p < 1.0 else None
+        top_k = rule.top_k if rule.top_k > 0 else None
+        return kept_from(xp, scaled, top_p=top_p, top_k=top_k, repeat=repeat)
+
+    kept = at(0.0)
+    if rule.margin == 0.0:
+        return Thresholds(kept, kept, kept)
+    sure = xp.minimum(at(-rule.margin) + rule.margin, xp.amax(scaled, -1)[..., None])
+    return Thresholds(kept, at(rule.margin) - rule.margin, sure)
+
+
+def judged(
+    xp: Any, scaled: Any, noise: Any, own: Any, rule: Truncation, *, repeat: Repeat = repeated
+) -> tuple[Any, Any]:
+    """What a validator says of tokens that a truncated distribution gave.
+
+    Args:
+        xp, scaled, repeat: as for `kept_from`.
+        noise: f32 [..., V], of `verify.noise.gumbel`.
+        own: bool [..., V], true at each row's token alone.
+        rule: cuts something.
+
+    Returns:
+        f32 [...]: log-prob among the tokens kept, the token itself among them in any case.
+        f32 [...]: the seeded gap: how far the token lies below the largest z + noise of those that
+        are sure to be kept. A token that nobody kept lies margin + (allowed - z) below at least.
+    """
+    at = thresholds(xp, scaled, rule, repeat=repeat)
+    mine = xp.where(own, scaled, 0.0).sum(-1)
+    kept = xp.where((scaled >= at.kept) | own, scaled, -math.inf)
+    top = xp.amax(kept, -1)
+    logprob = mine - top - xp.log(xp.exp(kept - top[..., None]).sum(-1))
+    rivals = xp.where((scaled >= at.sure) | own, scaled + noise, -math.inf)
+    gap = xp.amax(rivals, -1) - xp.where(own, rivals, 0.0).sum(-1)
+    outside = at.allowed[..., 0] - mine
+    return logprob, xp.where(outside > 0.0, xp.maximum(gap, outside + rule.margin), gap)
+
+
+def _shifted(probability: float, log_odds: float) -> float:
+    """The probability whose log-odds are larger by so much."""
+    odds = probability / (1.0 - probability) * math.exp(log_odds)
+    return odds / (1.0 + odds)
+
+
+def _smallest(xp: Any, holds: Callable[[Any], Any], low: Any, high: Any, repeat: Repeat) -> Any:
+    """The smallest key in [low, high] for which `holds`, which does for high and all above it."""
+
+    def halve(bounds: tuple[Any, Any]) -> tuple[Any, Any]:
+        low, high = bounds
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # rounded down, without overflow
+        good = holds(middle)
+        return xp.where(good, low, middle + 1), xp.where(good, middle, high)
+
+    return repeat(_HALVINGS, halve, (low, high))[1]
+
+
+def _ordered(xp: Any, values: Any) -> Any:
+    """f32 as i32 in the same order."""
+    bits = (values + 0.0).view(xp.int32)  # -0.0 becomes 0.0: they are equal
+    return bits ^ ((bits >> 31) & _SIGN)
