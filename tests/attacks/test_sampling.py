@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.verify.bench import MODEL, Bench
+from tests.verify.bench import MODEL, Bench, lease_for
 from tests.verify.small_model import (
     EOS,
     HIDDEN,
@@ -213,3 +213,83 @@ def test_constant_proofs(bench: Bench, magnitude: int) -> None:
     constant = np.array([65497, magnitude] + [0] * 127, ">u2").tobytes()
     rows = [replace(r, proofs=[constant] * len(r.proofs)) for r in bench.honest()]
     assert bench.verdict(rows).reason.startswith("toploc: row 0: ")
+
+
+TRUNCATED = [
+    {"temperature": 0.8, "top_p": 0.8},
+    {"temperature": 0.8, "top_k": 4},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 10},
+]
+
+
+def truncated(bench_directory: Path, sampling: dict[str, float], dtype: str) -> Bench:
+    bench = Bench(bench_directory, dtype=dtype, sampling=sampling)
+    if dtype == "bfloat16":
+        bench.worker.model = MODEL.in_bfloat16()
+    return bench
+
+
+@pytest.mark.parametrize("sampling", TRUNCATED, ids=str)
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_honest_rounding_at_the_edge_of_the_nucleus_passes(
+    tmp_path: Path, sampling: dict[str, float], dtype: str
+) -> None:
+    """Every bf16 logit is a little off, so some sampled token is outside the validator's set."""
+    bench = truncated(tmp_path, sampling, dtype)
+    for index in range(6):
+        bench.signed_lease, bench.lease = lease_for(
+            bench.worker_key, bench.coordinator_key, index=index
+        )
+        verdict = bench.verdict(bench.honest())
+        assert verdict.accepted, verdict.reason
+
+
+class IgnoresTheCut(Worker):
+    """Samples from the whole distribution, where the spec keeps a part."""
+
+    def sample(self, prompt, key):
+        pool = self.spec.samplers[0]
+        whole = pool.sampling.model_copy(update={"top_p": 1.0, "top_k": -1})
+        spec = self.spec.model_copy(
+            update={"samplers": [pool.model_copy(update={"sampling": whole})]}
+        )
+        return Worker(self.key, self.model, spec, self.task_set).sample(prompt, key)
+
+
+class OneTokenOutside(Worker):
+    """Replaces one token by the least likely one, which nobody keeps."""
+
+    def sample(self, prompt, key):
+        tokens = super().sample(prompt, key)
+        if len(tokens) > 4:
+            _, logits = self.model.output(self.model.read([*prompt, *tokens[:2]]))
+            tokens[2] = int(np.argmin(logits[1:])) + 1
+        return tokens
+
+
+@pytest.mark.parametrize("sampling", TRUNCATED, ids=str)
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("attack", [IgnoresTheCut, OneTokenOutside])
+def test_tokens_outside_the_nucleus(
+    tmp_path: Path, sampling: dict[str, float], dtype: str, attack: type[Worker]
+) -> None:
+    bench = truncated(tmp_path, sampling, dtype)
+    assert rejected_by(bench, like(bench, attack)) == "seeded_sampling"
+
+
+class CutsMore(Worker):
+    """Samples from fewer tokens than the spec keeps, which raises rewards at no one's leave."""
+
+    def sample(self, prompt, key):
+        pool = self.spec.samplers[0]
+        less = pool.sampling.model_copy(update={"top_p": 0.4})
+        spec = self.spec.model_copy(
+            update={"samplers": [pool.model_copy(update={"sampling": less})]}
+        )
+        return Worker(self.key, self.model, spec, self.task_set).sample(prompt, key)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_a_smaller_nucleus_than_the_specs(tmp_path: Path, dtype: str) -> None:
+    bench = truncated(tmp_path, {"temperature": 0.8, "top_p": 0.9}, dtype)
+    assert rejected_by(bench, like(bench, CutsMore)) == "seeded_sampling"
