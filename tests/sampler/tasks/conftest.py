@@ -39,3 +39,10 @@ def tokenizer_dir(data: WarmStartTraces, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="session")
 def task(tokenizer_dir: Path) -> RunTask:
     return build_task_set(laptop_spec(), tokenizer_dir)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where kept rows are remembered: nowhere that outlives a test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "runspec" / "problems"

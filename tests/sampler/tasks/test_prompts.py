@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from runspec.common.errors import UserError
 from sampler.tasks.prompts import PromptCodec, PromptForm
@@ -94,3 +95,108 @@ def test_files_that_make_no_tokenizer_are_named(
         (directory / file).write_text(content)
     with pytest.raises(UserError, match=message):
         read(directory)
+
+
+TEMPLATE = "{%- for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("form", "rendered"),
+    [
+        ({}, "[user]abc\nThink for 8 tokens.<eos>"),
+        ({"length_role": "system"}, "[system]Think for 8 tokens.<eos>[user]abc<eos>"),
+        ({"system_prompt": "Be good."}, "[system]Be good.<eos>[user]abc\nThink for 8 tokens.<eos>"),
+        (
+            {"system_prompt": "Be good.", "length_role": "system"},
+            "[system]Be good.\nThink for 8 tokens.<eos>[user]abc<eos>",
+        ),
+        ({"think_prefill": True}, "[user]abc\nThink for 8 tokens.<eos><think>\n"),
+    ],
+)
+def test_the_length_stands_in_the_message_that_the_spec_says(
+    directory: Path, form: dict[str, Any], rendered: str
+) -> None:
+    configure(directory, chat_template=TEMPLATE)
+    assert read(directory, **form).prompt_text("abc", 8) == rendered
+
+
+def test_without_a_length_there_is_no_message_for_it(directory: Path) -> None:
+    configure(directory, chat_template=TEMPLATE)
+    assert read(directory, length_role="system").prompt_text("abc", None) == "[user]abc<eos>"
+
+
+@pytest.mark.parametrize("opening", ["<think>", "<think>\n", "<think>\n\n"])
+def test_thinking_that_the_template_opens_is_not_opened_twice(
+    directory: Path, opening: str
+) -> None:
+    configure(directory, chat_template=TEMPLATE + opening.replace("\n", "{{ '\\n' }}"))
+    text = read(directory, think_prefill=True).prompt_text("abc", None)
+    assert text == f"[user]abc<eos>{opening}"
+
+
+def test_without_a_template_messages_and_thinking_stand_below_each_other(directory: Path) -> None:
+    configure(directory, chat_template=None)
+    codec = read(directory, system_prompt="Be good.", length_role="system", think_prefill=True)
+    assert codec.prompt_text("abc", 8) == "Be good.\nThink for 8 tokens.\nabc\n<think>\n"
+
+
+def test_the_answer_stands_behind_thinking_that_the_prompt_opened(directory: Path) -> None:
+    codec = read(directory, think_prefill=True)
+    output = [*codec.encode("so it is</think>7"), codec.eos_token_id]
+    assert codec.answer(output) == "7"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}"
+            "{% endif %}",
+            "refuses a system message: No system role",
+        ),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+            "leaves the system message out",
+        ),
+    ],
+)
+@pytest.mark.parametrize("form", [{"system_prompt": "Be good."}, {"length_role": "system"}])
+def test_a_template_without_room_for_a_system_message_is_refused(
+    directory: Path, template: str, message: str, form: dict[str, Any]
+) -> None:
+    configure(directory, chat_template=template)
+    with pytest.raises(UserError, match=message) as caught:
+        read(directory, **form)
+    assert "data.length_prompt_role: user" in caught.value.remedy
+    read(directory)
+
+
+def test_of_several_templates_the_default_is_taken(directory: Path) -> None:
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    configure(directory, chat_template=named)
+    assert read(directory).prompt_text("abc", None) == "d"
+    configure(directory, chat_template=named[:1])
+    with pytest.raises(UserError, match="of the chat templates tool_use none is the default"):
+        read(directory)
+
+
+def test_a_template_cannot_ask_what_day_it_is(directory: Path) -> None:
+    dated = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% else %}fixed{% endif %}"
+    configure(directory, chat_template=dated)
+    assert read(directory).prompt_text("abc", None) == "fixed"
+
+
+def test_lengths_of_a_batch_are_those_of_the_prompts(directory: Path) -> None:
+    codec = read(directory)
+    texts = ["a", "b" * 30, "spell this word"]
+    assert codec.prompt_lengths(texts, 16) == [len(codec.prompt_tokens(t, 16)) for t in texts]
+
+
+def test_a_tokenizer_that_would_cut_or_pad_does_neither(directory: Path) -> None:
+    path = directory / "tokenizer.json"
+    before = read(directory).prompt_tokens("a" * 50, None)
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.enable_truncation(10)
+    tokenizer.enable_padding(length=200)
+    path.write_text(tokenizer.to_str())
+    assert read(directory).prompt_tokens("a" * 50, None) == before

@@ -1,0 +1,152 @@
+"""Rows of problems, written in every form that a source reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from runspec.spec.schema import Source
+
+Row = dict[str, Any]
+
+
+def make_rows(count: int, *, start: int = 0) -> list[Row]:
+    return [
+        {
+            "problem_id": f"p-{i}",
+            "task_type": "math",
+            "prompt": f"what is {i} plus {i}?",
+            "verification_info": json.dumps({"ground_truth": str(2 * i)}),
+            "rate": i % 9 / 8,
+        }
+        for i in range(start, start + count)
+    ]
+
+
+def write_jsonl(path: Path, rows: Sequence[Row]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows: Sequence[Row], *, group: int = 7) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=group)
+    return path
+
+
+def write_dataset(folder: Path, rows: Sequence[Row], *, shards: int = 2) -> Path:
+    """The files of `datasets.Dataset.save_to_disk`."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{shards:05d}.arrow" for i in range(shards)]
+    size = -(-len(rows) // shards)
+    for i, name in enumerate(names):
+        table = pa.Table.from_pylist(list(rows[i * size : (i + 1) * size]))
+        with (
+            pa.OSFile(str(folder / name), "wb") as file,
+            pa.ipc.new_stream(file, table.schema) as writer,
+        ):
+            writer.write_table(table, max_chunksize=5)
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": "0123456789abcdef",
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": "train",
+    }
+    (folder / "state.json").write_text(json.dumps(state, indent=2))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
+    return folder
+
+
+def write_dataset_dict(folder: Path, splits: dict[str, Sequence[Row]]) -> Path:
+    """The files of `datasets.DatasetDict.save_to_disk`."""
+    for name, rows in splits.items():
+        write_dataset(folder / name, rows)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
+    return folder
+
+
+def one_jsonl(folder: Path, rows: Sequence[Row]) -> Source:
+    return source("jsonl", write_jsonl(folder / "rows.jsonl", rows))
+
+
+def folder_of_jsonl(folder: Path, rows: Sequence[Row]) -> Source:
+    write_jsonl(folder / "b" / "2.jsonl", rows[10:])
+    write_jsonl(folder / "a" / "1.jsonl", rows[:10])
+    (folder / "README.md").write_text("not rows")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "0.jsonl").write_text("not rows either")
+    return source("jsonl", folder)
+
+
+def one_parquet(folder: Path, rows: Sequence[Row]) -> Source:
+    return source("parquet", write_parquet(folder / "rows.parquet", rows))
+
+
+def shards_of_parquet(folder: Path, rows: Sequence[Row]) -> Source:
+    """Linked, as in the cache of `huggingface_hub`."""
+    for i in range(0, len(rows), 10):
+        write_parquet(folder / "blobs" / f"{i:x}", rows[i : i + 10], group=4)
+        (folder / "snapshot" / "data").mkdir(parents=True, exist_ok=True)
+        link = folder / "snapshot" / "data" / f"train-{i // 10:05d}.parquet"
+        link.symlink_to(f"../../blobs/{i:x}")
+    return source("parquet", folder / "snapshot")
+
+
+def pattern_of_parquet(folder: Path, rows: Sequence[Row]) -> Source:
+    write_parquet(folder / "train-0.parquet", rows[:15])
+    write_parquet(folder / "train-1.parquet", rows[15:])
+    write_parquet(folder / "test-0.parquet", make_rows(3, start=9000))
+    return source("parquet", folder / "train-?.parquet")
+
+
+def saved_dataset(folder: Path, rows: Sequence[Row]) -> Source:
+    return source("hf_dataset", write_dataset(folder / "saved", rows))
+
+
+def saved_dataset_dict(folder: Path, rows: Sequence[Row]) -> Source:
+    splits = {"test": make_rows(3, start=9000), "train": rows}
+    path = write_dataset_dict(folder / "saved", splits)
+    return source("hf_dataset", path, params={"split": "train"})
+
+
+FORMS: dict[str, Callable[[Path, Sequence[Row]], Source]] = {
+    form.__name__: form
+    for form in (
+        one_jsonl,
+        folder_of_jsonl,
+        one_parquet,
+        shards_of_parquet,
+        pattern_of_parquet,
+        saved_dataset,
+        saved_dataset_dict,
+    )
+}
+
+
+def source(kind: str, uri: Path | str | None, **fields: Any) -> Source:
+    return Source(name="rows", kind=kind, uri=None if uri is None else str(uri), **fields)
+
+
+class KeepAll:
+    """A `Keep` that says which texts it was asked about."""
+
+    digest = "all"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __call__(self, problem: str) -> bool:
+        return self.many([problem])[0]
+
+    def many(self, problems: Sequence[str]) -> list[bool]:
+        self.asked += problems
+        return [True] * len(problems)

@@ -1,0 +1,178 @@
+"""Rows that are left out: by solve rate, by prompt, the same everywhere, remembered on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from runspec.common.errors import UserError
+from runspec.spec.schema import Source
+from sampler.tasks.interfaces import make_source
+from sampler.tasks.keep import Fitting
+from sampler.tasks.prompts import PromptCodec, PromptForm
+from tests.sampler.tasks.conftest import laptop_spec
+from tests.sampler.tasks.row_files import (
+    KeepAll,
+    make_rows,
+    source,
+    write_jsonl,
+    write_parquet,
+)
+
+RATE = {"field": "rate", "min": 0.125, "max": 0.5}
+
+
+def kept(one: Source, keep: KeepAll) -> list[str]:
+    made = make_source(one, 42, keep)
+    return [made.problem(i).problem_id for i in range(len(made))]
+
+
+def test_rows_are_kept_whose_solve_rate_lies_in_the_bounds(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "rows.parquet", make_rows(18))  # 0, 1/8, ... 1, twice
+    inside = [f"p-{i}" for i in (1, 2, 3, 4, 10, 11, 12, 13)]
+    assert kept(source("parquet", path, solve_rate=RATE), KeepAll()) == inside
+    assert len(kept(source("parquet", path), KeepAll())) == 18
+
+
+def test_rows_whose_rate_is_null_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = make_rows(18)
+    for i in (1, 2, 5):
+        rows[i]["rate"] = None
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with caplog.at_level(logging.INFO):
+        assert kept(source("jsonl", path, solve_rate=RATE), KeepAll()) == [
+            f"p-{i}" for i in (3, 4, 10, 11, 12, 13)
+        ]
+    assert (
+        "6 kept of 18 rows, of which are left out 9 by their solve rate, 3 without one, and 0"
+        in (caplog.text)
+    )
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_without_the_column_are_an_error(tmp_path: Path, kind: str) -> None:
+    rows = make_rows(3)
+    write = write_jsonl if kind == "jsonl" else write_parquet
+    path = write(tmp_path / f"rows.{kind}", rows)
+    with pytest.raises(UserError, match="no column 'solved'"):
+        kept(source(kind, path, solve_rate={**RATE, "field": "solved"}), KeepAll())
+
+
+def test_a_filter_that_leaves_nothing_is_an_error_with_its_counts(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(9))
+    bounds = {"field": "rate", "min": 0.3, "max": 0.31}
+    with pytest.raises(UserError, match="no problem is left: 9 rows, of which are left out 9 by"):
+        kept(source("jsonl", path, solve_rate=bounds), KeepAll())
+
+
+def test_only_rows_in_the_bounds_are_tokenized(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(18))
+    keep = KeepAll()
+    kept(source("jsonl", path, solve_rate=RATE), keep)
+    assert len(keep.asked) == 8
+
+
+def test_over_long_prompts_are_left_out_for_whatever_length_is_asked(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    # Given prompts of which some fit only with a target of one digit
+    rows = make_rows(60)
+    for i, row in enumerate(rows):
+        row["prompt"] = "a" * i
+    rows[0]["prompt"] = "b"
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    codec = PromptCodec.read(tokenizer_dir, PromptForm.of(laptop_spec().data))
+    keep = Fitting(codec, [8, 16, 12345], 50, "train")
+
+    # When they are filtered one by one and as a batch
+    texts = [row["prompt"] for row in rows]
+    many = keep.many(texts)
+    made = make_source(source("jsonl", path), 42, keep)
+
+    # Then those are kept whose prompt fits with every target
+    fits = [
+        max(len(codec.prompt_tokens(text, target)) for target in (8, 16, 12345)) <= 50
+        for text in texts
+    ]
+    assert many == [keep(text) for text in texts]
+    assert 5 < sum(many) < sum(fits) < 50  # a tenth is held out
+    assert all(fit for fit, keep_it in zip(fits, many, strict=True) if keep_it)
+    prompts = [made.problem(i).prompt for i in range(len(made))]
+    assert prompts == [text for text, keep_it in zip(texts, many, strict=True) if keep_it]
+
+
+def test_what_is_kept_is_remembered_until_something_that_decides_it_changes(
+    tmp_path: Path, cache: Path
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(18))
+    first = kept(source("jsonl", path, solve_rate=RATE), KeepAll())
+    [remembered] = cache.iterdir()
+
+    # The same again: nothing is looked at twice
+    again = KeepAll()
+    assert kept(source("jsonl", path, solve_rate=RATE), again) == first
+    assert again.asked == []
+
+    # Another filter, another tokenizer, or another content: everything is
+    kept(source("jsonl", path), again)
+    other = KeepAll()
+    other.digest = "another tokenizer"
+    kept(source("jsonl", path, solve_rate=RATE), other)
+    write_jsonl(path, make_rows(18, start=9))
+    changed = KeepAll()
+    assert kept(source("jsonl", path, solve_rate=RATE), changed) != first
+    assert (len(again.asked), len(other.asked), len(changed.asked)) == (18, 8, 8)
+    assert len(list(cache.iterdir())) == 4
+    assert remembered.is_file()
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "rows beyond the file", "no JSON"])
+def test_a_damaged_memory_is_made_anew(tmp_path: Path, cache: Path, damage: str) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(18))
+    first = kept(source("jsonl", path), KeepAll())
+    [remembered] = cache.iterdir()
+    data = bytearray(remembered.read_bytes())
+    if damage == "empty":
+        data = bytearray()
+    elif damage == "cut":
+        del data[-4:]
+    elif damage == "flipped":
+        data[-3] ^= 1
+    elif damage == "no JSON":
+        data[:1] = b"["
+    else:
+        from runspec.common.hashing import digest_bytes
+
+        numbers = (99).to_bytes(4, "little")
+        head = {"task_types": ["math"], "rows": 1, "digest": digest_bytes(numbers)}
+        data = bytearray(json.dumps(head).encode() + b"\n" + numbers)
+    remembered.write_bytes(data)
+    keep = KeepAll()
+    assert kept(source("jsonl", path), keep) == first
+    assert len(keep.asked) == 18
+
+
+def test_without_a_place_to_remember_it_works_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(3))
+    assert len(kept(source("jsonl", path), KeepAll())) == 3
+    assert "which problems are kept is not remembered" in caplog.text
+
+
+def test_long_work_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sampler.tasks.sources.kept._PROGRESS_S", -1.0)
+    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(600))
+    with caplog.at_level(logging.INFO):
+        kept(source("jsonl", path), KeepAll())
+    assert "source rows: 256 of 600 rows looked at" in caplog.text
+    assert "source rows: 512 of 600 rows looked at" in caplog.text
