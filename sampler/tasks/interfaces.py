@@ -109,6 +109,16 @@ def make_term(reward: Reward) -> Any:
     return reward_entry_point(reward).load()(reward)
 
 
+def length_term(rewards: Sequence[Reward]) -> LengthTerm | None:
+    """The term that judges lengths, None where there is none."""
+    for reward in rewards:
+        term = make_term(reward)
+        if term.role == "length":
+            found: LengthTerm = term
+            return found
+    return None
+
+
 def reward_entry_point(reward: Reward) -> EntryPoint:
     """Where the class of a reward's kind is found.
 

@@ -9,16 +9,15 @@ from pathlib import Path
 from runspec.common.errors import UserError
 from runspec.spec.schema import RunSpec
 from runspec.spec.source_files import data_digest
-from sampler.tasks.interfaces import (
-    LengthTerm,
-    Score,
-    TaskTerm,
-    make_term,
-)
+from sampler.grading.answers import Answer, Result
+from sampler.grading.graders import Graders
+from sampler.tasks.interfaces import LengthTerm, Score, length_term
 from sampler.tasks.keep import keeper, target_lengths
 from sampler.tasks.problems import Problems
 from sampler.tasks.prompts import PromptCodec, PromptForm
 from verify.plugins import Graded, GradeItem, GraderFault, Problem
+
+_UNANSWERED = "no </think> with an answer and the end token after it"
 
 
 class RunTask:
@@ -32,15 +31,9 @@ class RunTask:
         self.targets = target_lengths(spec)
         self._codec = codec
         self._problems = problems
-        self._task_terms: dict[str, TaskTerm] = {}
-        self._length_term: LengthTerm | None = None
-        for reward in spec.reward:
-            term = make_term(reward)
-            if term.role == "task":
-                self._task_terms[reward.kind] = term
-            else:
-                self._length_term = term
-        if ungraded := problems.task_types - self._task_terms.keys():
+        self._length_term: LengthTerm | None = length_term(spec.reward)
+        self._graders = Graders(spec.reward)
+        if ungraded := problems.task_types - self._graders.rules.keys():
             raise UserError(
                 f"problems of type {', '.join(sorted(ungraded))} have no reward term of that kind",
                 place="reward",
@@ -58,31 +51,40 @@ class RunTask:
 
     def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
         """R = T + P: T of the answer, P of the length of all output tokens, the end included."""
-        return [self._grade(item) for item in items]
+        problems = [self.problem(item.problem) for item in items]
+        texts = [self._codec.answer(item.output_tokens) for item in items]
+        answered = [index for index, text in enumerate(texts) if text is not None]
+        scored = self._graders.score([Answer(problems[i], str(texts[i])) for i in answered])
+        results: list[Result] = [Score(0.0, _UNANSWERED)] * len(items)
+        for index, result in zip(answered, scored, strict=True):
+            results[index] = result
+        return [
+            result
+            if isinstance(result, GraderFault)
+            else self._graded(item, problem, result, text or "")
+            for item, problem, result, text in zip(items, problems, results, texts, strict=True)
+        ]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Ends the grader processes."""
+        self._graders.close()
 
-    def _grade(self, item: GradeItem) -> Graded | GraderFault:
-        problem = self.problem(item.problem)
-        answer = self._codec.answer(item.output_tokens)
-        if answer is None:
-            score = Score(0.0, "no </think> with an answer and the end token after it")
-        else:
-            try:
-                given = self._task_terms[problem.task_type].score(problem, answer)
-                value = float(given.value if isinstance(given, Score) else given)
-            except Exception as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
-                return GraderFault(f"{problem.problem_id}: {type(error).__name__}: {error}")
-            if not math.isfinite(value):
-                return GraderFault(f"{problem.problem_id}: the grader returned {value}")
-            score = Score(value, "" if value > 0 else f"answered {answer[:80]!r}")
+    def _graded(
+        self, item: GradeItem, problem: Problem, score: Score, answer: str
+    ) -> Graded | GraderFault:
         penalty = 0.0
         if self._length_term is not None and item.target is not None:
             penalty = self._length_term.penalty(score.value, item.target, len(item.output_tokens))
         if not math.isfinite(penalty):
             return GraderFault(f"{problem.problem_id}: length penalty {penalty}")
-        return Graded(score.value, penalty, score.value + penalty, score.reason)
+        wrong = score.value <= 0 and not score.reason
+        return Graded(
+            score.value,
+            penalty,
+            score.value + penalty,
+            reason=f"answered {answer[:80]!r}" if wrong else score.reason,
+            repeatable=self._graders.rules[problem.task_type].repeatable,
+        )
 
 
 def build_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = None) -> RunTask:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from functools import lru_cache
@@ -25,6 +26,10 @@ class GymReward:
 
     def __init__(self, reward: Reward) -> None:
         """There is nothing to set."""
+
+    def prepare(self) -> None:
+        """Imports reasoning-gym."""
+        importlib.import_module("reasoning_gym")
 
     def score(self, problem: Problem, answer: str) -> float:
         """1.0 for the generator's full credit, else 0.0; what is not a number is passed on, for

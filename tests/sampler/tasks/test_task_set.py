@@ -182,11 +182,11 @@ def test_two_sources_stand_behind_each_other(tokenizer_dir: Path) -> None:
     [
         (
             "reward.spelling.kind=oracle",
-            "no plug-in offers kind 'oracle'; installed: reasoning_gym",
+            "no plug-in offers kind 'oracle'; installed: code, math",
         ),
         (
             "data.sources.spell_backward.kind=oracle",
-            "no plug-in offers kind 'oracle'; installed: r",
+            "no plug-in offers kind 'oracle'; installed: ",
         ),
         ("reward.spelling=", "have no reward term of that kind"),
         ("data.sources.spell_backward.dataset=nothing", "refuses 'nothing'"),
@@ -207,11 +207,11 @@ def test_a_task_that_cannot_be_built_says_what_is_missing(
 
 
 def test_missing_plugins_are_known_without_importing_any() -> None:
-    spec = laptop_spec("reward.code={kind: code}", "data.sources.rows={kind: csv, uri: x}")
+    spec = laptop_spec("reward.code={kind: chess}", "data.sources.rows={kind: csv, uri: x}")
     assert missing_plugins(laptop_spec()) == []
     assert [sentence.split(";")[0] for sentence in missing_plugins(spec)] == [
         "data.sources.rows: no plug-in of runspec.sources offers kind 'csv'",
-        "reward.code: no plug-in of runspec.rewards offers kind 'code'",
+        "reward.code: no plug-in of runspec.rewards offers kind 'chess'",
     ]
 
 

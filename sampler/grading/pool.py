@@ -1,0 +1,206 @@
+"""A pool of grader processes: one that hangs or dies costs its one answer, and stalls nobody."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runspec.common.errors import UserError
+from sampler.grading.answers import Answer, Result, TermRules, fault, over_limit, result_of
+from sampler.grading.process import GraderLost, GraderProcess
+
+ANSWERS_A_MESSAGE = 8
+BYTES_A_MESSAGE = 1 << 20
+MAX_ITEM_BYTES = 8 << 20
+"""Largest problem and answer together that go to a grader."""
+
+
+class _Batch:
+    """The answers of one caller, and how many are still open."""
+
+    def __init__(self, size: int) -> None:
+        self.results: list[Result | None] = [None] * size
+        self.failure: UserError | None = None
+        self.done = threading.Event()
+        self._open = size
+        self._lock = threading.Lock()
+        if not size:
+            self.done.set()
+
+    def set(self, index: int, result: Result) -> None:
+        with self._lock:
+            self.results[index] = result
+            self._open -= 1
+            if not self._open:
+                self.done.set()
+
+    def fail(self, error: UserError) -> None:
+        self.failure = error
+        self.done.set()
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One answer on its way."""
+
+    answer: Answer
+    message: dict[str, Any]
+    size: int
+    batch: _Batch
+    index: int
+
+    def finish(self, result: Result) -> None:
+        self.batch.set(self.index, result)
+
+
+class GraderPool:
+    """Grades answers in long-lived processes, started when they are first needed.
+
+    Args:
+        rules: of each kind that it grades.
+        processes: how many at most.
+        make: makes a grader process.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[str, TermRules],
+        *,
+        processes: int,
+        make: Callable[[], GraderProcess],
+    ) -> None:
+        self._rules, self._processes, self._make = rules, processes, make
+        self._queue: deque[_Item] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        self._alive: set[GraderProcess] = set()
+
+    def score(self, answers: Sequence[Answer]) -> list[Result]:
+        """Grades answers, in the order given; several threads may ask at once. Each answer has its
+        own deadline, so the whole ends.
+
+        Raises:
+            UserError: no grader process starts.
+        """
+        batch = _Batch(len(answers))
+        items = [self._item(answer, batch, index) for index, answer in enumerate(answers)]
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the graders are closed")
+            self._queue.extend(item for item in items if item is not None)
+            while len(self._threads) < min(self._processes, len(self._queue)):
+                name = f"grader-{len(self._threads)}"
+                thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify_all()
+        batch.done.wait()
+        if batch.failure is not None:
+            raise batch.failure
+        return [result for result in batch.results if result is not None]
+
+    def close(self) -> None:
+        """Ends the processes; answers that are still open become faults."""
+        with self._changed:
+            self._closed = True
+            left = [*self._queue]
+            self._queue.clear()
+            alive = [*self._alive]
+            self._changed.notify_all()
+        for item in left:
+            item.finish(fault(item.answer.problem, "the graders were closed"))
+        for process in alive:
+            process.stop()
+        for thread in self._threads:
+            thread.join()
+
+    def _item(self, answer: Answer, batch: _Batch, index: int) -> _Item | None:
+        problem = answer.problem
+        message = {
+            "kind": problem.task_type,
+            "answer": answer.text,
+            "problem_id": problem.problem_id,
+            "task_type": problem.task_type,
+            "prompt": problem.prompt,
+            "verification": dict(problem.verification),
+        }
+        size = len(repr(message))
+        if size > MAX_ITEM_BYTES:
+            batch.set(index, fault(problem, f"{size} characters to grade are over the limit"))
+            return None
+        return _Item(answer, message, size, batch, index)
+
+    def _serve(self) -> None:
+        process: GraderProcess | None = None
+        while (items := self._take()) is not None:
+            try:
+                process = process or self._start()
+            except UserError as error:
+                for item in items:
+                    item.batch.fail(error)
+                continue
+            if not self._grade(process, items):
+                self._end(process)
+                process = None
+        if process is not None:
+            self._end(process)
+
+    def _start(self) -> GraderProcess:
+        process = self._make()
+        with self._changed:
+            self._alive.add(process)
+            closed = self._closed
+        if closed:
+            process.stop()
+        return process
+
+    def _end(self, process: GraderProcess) -> None:
+        with self._changed:
+            self._alive.discard(process)
+        process.kill()
+
+    def _take(self) -> deque[_Item] | None:
+        """Some of what waits, a fair share of it; None once the pool is closed."""
+        taken: deque[_Item] = deque()
+        with self._changed:
+            while not self._queue and not self._closed:
+                self._changed.wait()
+            while self._queue and self._queue[0].batch.failure is not None:
+                self._queue.popleft()
+            share = max(1, min(ANSWERS_A_MESSAGE, len(self._queue) // self._processes))
+            size = 0
+            while self._queue and len(taken) < share:
+                size += self._queue[0].size
+                if taken and size > BYTES_A_MESSAGE:
+                    break
+                taken.append(self._queue.popleft())
+            return None if self._closed and not taken else taken
+
+    def _grade(self, process: GraderProcess, items: deque[_Item]) -> bool:
+        """Grades what was taken; whether the process can go on. Where it cannot, the answer that it
+        was at has its result, and the others wait in the queue again."""
+        try:
+            process.ask([item.message for item in items])
+            while items:
+                item = items[0]
+                rules = self._rules[item.answer.problem.task_type]
+                item.finish(result_of(item.answer, process.answer(rules.timeout_s), rules))
+                items.popleft()
+        except GraderLost as lost:
+            item = items.popleft()
+            rules = self._rules[item.answer.problem.task_type]
+            reason = f"no verdict within {rules.timeout_s:g} s" if lost.overdue else str(lost)
+            item.finish(over_limit(item.answer, reason, rules))
+            with self._changed:
+                if not self._closed:
+                    self._queue.extendleft(reversed(items))
+                    self._changed.notify_all()
+                    return False
+            for item in items:
+                item.finish(fault(item.answer.problem, "the graders were closed"))
+            return False
+        return True

@@ -1,0 +1,172 @@
+"""One grader process, seen from the process that asks it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+from runspec.common.errors import UserError
+from runspec.spec.schema import Reward
+from sampler.grading.channel import Channel, ChannelClosed, Overdue
+from sampler.grading.fate import fate
+from sampler.sandbox import PYTHON, Limits, NotIsolated, start
+
+START_S = 60.0
+"""Longest time from the start of a grader to its first word; it imports its terms in it."""
+SEND_S = 30.0
+LIMITS = Limits(
+    wall_s=None,  # it lives as long as its pool, which keeps the time of each answer
+    cpu_s=None,
+    memory_bytes=4 << 30,
+    processes=32,
+    file_bytes=64 << 20,
+)
+MAX_REPLY_BYTES = 64 * 1024
+_BOOT = """\
+import json, sys
+from importlib.util import spec_from_file_location
+paths, packages = json.loads(sys.argv[1])
+class Packages:
+    def find_spec(name, path=None, target=None):
+        if name in packages:
+            return spec_from_file_location(name, packages[name])
+sys.path[:] = paths
+sys.meta_path.insert(0, Packages)
+from sampler.grading.server import main
+main()
+"""
+"""Finds our own packages and the plug-ins' by their files: the folders around them, which may hold
+keys, are out of reach."""
+
+
+@dataclass(frozen=True)
+class TermSource:
+    """Which class grades a kind, and with which settings."""
+
+    reward: Reward
+    entry_point: EntryPoint
+
+
+class GraderLost(Exception):
+    """The grader is not to be used any more: it died, hung, or does not speak the protocol."""
+
+    def __init__(self, reason: str, *, overdue: bool = False) -> None:
+        super().__init__(reason)
+        self.overdue = overdue
+
+
+class GraderProcess:
+    """A grader in the sandbox, with the terms of one run.
+
+    Raises:
+        UserError: it does not start, or a term cannot be made in it.
+    """
+
+    def __init__(self, terms: Mapping[str, TermSource]) -> None:
+        packages, readable = _packages(terms)
+        paths = [path for path in sys.path if _installed(path)]
+        command = [*PYTHON, "-c", _BOOT, json.dumps([paths, packages])]
+        try:
+            self._isolated = start(command, limits=LIMITS, readable=[*readable, *map(Path, paths)])
+        except NotIsolated as error:
+            raise _no_start(str(error)) from error
+        self._channel = Channel(
+            self._isolated.stdout.fileno(),
+            self._isolated.stdin.fileno(),
+            max_bytes=MAX_REPLY_BYTES,
+        )
+        try:
+            self._set_up(terms)
+        except UserError:
+            self.kill()
+            raise
+
+    def ask(self, items: list[dict[str, Any]]) -> None:
+        """Sends answers to grade.
+
+        Raises:
+            GraderLost: it does not take them.
+        """
+        self._guard(lambda: self._channel.send(items, time.monotonic() + SEND_S))
+
+    def answer(self, timeout_s: float) -> dict[str, Any]:
+        """What it says of the next of the answers sent.
+
+        Raises:
+            GraderLost: it died, said nonsense, or took longer.
+        """
+        reply: Any = self._guard(lambda: self._channel.receive(time.monotonic() + timeout_s))
+        if not isinstance(reply, dict):
+            raise GraderLost("the grader does not speak the protocol")
+        return reply
+
+    def stop(self) -> None:
+        """Lets the process end, without waiting for it; for another thread than the one that
+        asks."""
+        self._isolated.stop()
+
+    def kill(self) -> None:
+        """Ends the process and all that it started."""
+        self._isolated.kill()
+
+    def _set_up(self, terms: Mapping[str, TermSource]) -> None:
+        made = {
+            kind: (
+                term.entry_point.module,
+                term.entry_point.attr,
+                term.reward.model_dump(mode="json"),
+            )
+            for kind, term in terms.items()
+        }
+        try:
+            self._guard(lambda: self._channel.send({"terms": made}, time.monotonic() + START_S))
+            failure = self.answer(START_S).get("failed")
+        except GraderLost as error:
+            raise _no_start(str(error)) from error
+        if failure is not None:
+            raise _no_start(str(failure))
+
+    def _guard(self, step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except Overdue as error:
+            raise GraderLost("nothing heard in time", overdue=True) from error
+        except ChannelClosed as error:
+            raise GraderLost(f"the grader process was lost: {fate(self._isolated)}") from error
+
+
+def _no_start(reason: str) -> UserError:
+    return UserError(
+        f"a grader process does not start: {reason}",
+        place="reward",
+        remedy="`python -m sampler rewards` lists the plug-ins; docs/sandbox.md says what a "
+        "process in the sandbox can reach",
+    )
+
+
+def _packages(terms: Mapping[str, TermSource]) -> tuple[dict[str, str], list[Path]]:
+    """Import name -> file of our packages and of those of the terms; and what must be readable."""
+    files: dict[str, str] = {}
+    readable = []
+    for name in ("runspec", "sampler", "verify", *(_top(t.entry_point) for t in terms.values())):
+        file = Path(str(sys.modules[name].__file__)).resolve()
+        files[name] = str(file)
+        readable.append(file.parent if file.name == "__init__.py" else file)
+    return files, readable
+
+
+def _top(entry_point: EntryPoint) -> str:
+    entry_point.load()
+    return entry_point.module.partition(".")[0]
+
+
+def _installed(path: str) -> bool:
+    """Whether an entry of sys.path is the interpreter's own or a folder of installed packages."""
+    own = Path(path).is_relative_to(sys.base_prefix)
+    return Path(path).exists() and (own or Path(path).name in ("site-packages", "dist-packages"))

@@ -1,0 +1,80 @@
+"""The grader process: reads answers from its standard input, writes scores to its standard output.
+
+It runs in the sandbox. What a term prints goes to standard error; what it raises is its fault.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import sys
+from typing import Any, BinaryIO
+
+from runspec.spec.schema import Reward
+from sampler.tasks.interfaces import Score, TaskTerm
+from verify.plugins import Problem
+
+MAX_REASON = 400
+"""Characters of a reason or a fault."""
+
+
+def main() -> None:
+    """Serves until standard input ends."""
+    requests, replies = _private_pipes()
+    setup = json.loads(requests.readline())
+    try:
+        terms = {kind: _make(*made) for kind, made in setup["terms"].items()}
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other side reports it
+        _write(replies, {"failed": _say(error)})
+        return
+    _write(replies, {"ready": True})
+    while line := requests.readline():
+        for item in json.loads(line):
+            _write(replies, _grade(terms[item.pop("kind")], item.pop("answer"), Problem(**item)))
+
+
+def _grade(term: TaskTerm, answer: str, problem: Problem) -> dict[str, Any]:
+    try:
+        given = term.score(problem, answer)
+    except MemoryError:
+        return {"memory": True}
+    except Exception as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
+        return {"fault": _say(error)}
+    score = given if isinstance(given, Score) else Score(given)
+    value = score.value
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return {"fault": f"the grader returned {value!r:.80}"}
+    return {"value": float(value), "reason": str(score.reason)[:MAX_REASON]}
+
+
+def _make(module: str, attribute: str, reward: dict[str, Any]) -> TaskTerm:
+    kind: Any = importlib.import_module(module)
+    for name in attribute.split("."):
+        kind = getattr(kind, name)
+    term: TaskTerm = kind(Reward.model_validate(reward))
+    prepare = getattr(term, "prepare", None)
+    if prepare is not None:
+        prepare()
+    return term
+
+
+def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The pipes under numbers of their own, so that a `print` is no message."""
+    requests, replies = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    return os.fdopen(requests, "rb"), os.fdopen(replies, "wb")
+
+
+def _write(replies: BinaryIO, message: dict[str, Any]) -> None:
+    replies.write(json.dumps(message).encode() + b"\n")
+    replies.flush()
+
+
+def _say(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:MAX_REASON]

@@ -1,0 +1,1 @@
+"""Programs: run in a sandbox, tested from outside it."""

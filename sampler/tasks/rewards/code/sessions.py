@@ -1,0 +1,140 @@
+"""Conversations with a program and with tests, each in a sandbox of its own."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from sampler.grading.channel import Channel, ChannelClosed, Overdue
+from sampler.grading.fate import fate
+from sampler.sandbox import PYTHON, Limits, start
+from sampler.tasks.rewards.code.plain import NotPlain, decode, encode
+
+MAX_REPLY_BYTES = 2 * 1024 * 1024
+"""Longest message from a program or from tests."""
+RECURSION = 20_000
+
+
+class ProgramFailed(Exception):
+    """The program did not do what was asked; the message says how."""
+
+
+class Session:
+    """A process in the sandbox that answers messages.
+
+    Args:
+        side: `inside_program` or `inside_tests`.
+        setup: its first message.
+        limits: of the process.
+    """
+
+    def __init__(self, side: str, setup: dict[str, Any], limits: Limits, deadline: float) -> None:
+        self._deadline = deadline
+        self._process = start([*PYTHON, "-S", "-c", source_of(side)], limits=limits)
+        self._channel = Channel(
+            self._process.stdout.fileno(),
+            self._process.stdin.fileno(),
+            max_bytes=MAX_REPLY_BYTES,
+        )
+        self._setup = {"plain": source_of("plain"), "recursion": RECURSION, **setup}
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+
+    def set_up(self, **more: Any) -> None:
+        """Sends the first message, with what was not known when the process was started."""
+        self.send({**self._setup, **more})
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._channel.send(message, self._deadline)
+
+    def receive(self) -> dict[str, Any]:
+        """The next message.
+
+        Raises:
+            ChannelClosed: none comes, or one that is none.
+            Overdue: not in time.
+        """
+        message = self._channel.receive(self._deadline)
+        if not isinstance(message, dict):
+            raise ChannelClosed("a message that is no object")
+        return message
+
+    def fate(self) -> str:
+        """How the process ended, in words."""
+        return f"the program: {fate(self._process)}"
+
+
+class Program:
+    """The model's program, whose functions can be called. What it says is data to judge."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._calls = 0
+
+    def load(self) -> list[str]:
+        """Runs the program; names of its functions.
+
+        Raises:
+            ProgramFailed: it raised, ended or broke the protocol.
+        """
+        self._say(None)
+        reply = self._hear()
+        if "failed" in reply:
+            raise ProgramFailed(f"the program: {_text(reply['failed'])}")
+        names = reply.get("functions")
+        if not isinstance(names, list):
+            raise ProgramFailed("the program broke the protocol")
+        return [name for name in names if isinstance(name, str) and name.isidentifier()]
+
+    def call(self, name: str, arguments: Any, named: Any) -> dict[str, Any]:
+        """Calls a function with encoded arguments: `{"value": encoded}` or
+        `{"raised": kind, "text": text}`, all of it of bounded depth.
+
+        Raises:
+            ProgramFailed: the process ended or broke the protocol.
+        """
+        self._calls += 1
+        self._say({"id": self._calls, "name": name, "args": arguments, "named": named})
+        reply = self._hear()
+        if reply.get("id") != self._calls:
+            raise ProgramFailed("the program broke the protocol")
+        if "value" in reply:
+            try:
+                return {"value": encode(decode(reply["value"]))}
+            except (NotPlain, RecursionError, ValueError) as error:
+                raise ProgramFailed(f"{name} returned what is no plain data: {error}") from error
+        return {"raised": _text(reply.get("raised")), "text": _text(reply.get("text"))}
+
+    def _say(self, message: dict[str, Any] | None) -> None:
+        try:
+            if message is None:
+                self._session.set_up()
+            else:
+                self._session.send(message)
+        except ChannelClosed as error:
+            raise ProgramFailed(self._session.fate()) from error
+        except Overdue as error:
+            raise ProgramFailed("the program took too long") from error
+
+    def _hear(self) -> dict[str, Any]:
+        try:
+            return self._session.receive()
+        except ChannelClosed as error:
+            raise ProgramFailed(f"{self._session.fate()} ({error})") from error
+        except Overdue as error:
+            raise ProgramFailed("the program took too long") from error
+
+
+@lru_cache
+def source_of(name: str) -> str:
+    """Text of one of the files that run in the sandbox."""
+    return (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+
+
+def _text(value: object) -> str:
+    return value[:400] if isinstance(value, str) else "Exception"

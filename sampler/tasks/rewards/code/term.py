@@ -1,0 +1,53 @@
+"""The reward for programs."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from runspec.spec.schema import Reward
+from sampler.sandbox import Limits, require
+from sampler.tasks.interfaces import Score
+from sampler.tasks.rewards.code.formats import read_tests
+from sampler.tasks.rewards.code.judge import judge
+from sampler.tasks.rewards.code.program import program_of
+from verify.plugins import Problem
+
+TIMEOUT_S = 60.0
+LIMITS = Limits(
+    wall_s=TIMEOUT_S,
+    cpu_s=TIMEOUT_S,
+    memory_bytes=1 << 30,
+    processes=16,
+    file_bytes=16 << 20,
+    output_bytes=4 << 20,
+)
+
+
+class CodeReward:
+    """1 for a Python program that passes all tests of its problem, else 0 with the reason.
+
+    The program is the answer's last fenced code block, or the answer. It runs in a sandbox of its
+    own, and so do tests that are code; docs/rewards.md lists the forms of verification_info.
+
+    Raises:
+        UserError: no sandbox works on this machine.
+    """
+
+    role: ClassVar[Literal["task", "length"]] = "task"
+    isolated: ClassVar[bool] = False
+    repeatable: ClassVar[bool] = False
+    timeout_s: ClassVar[float] = TIMEOUT_S
+
+    def __init__(self, reward: Reward) -> None:
+        require(f"reward.{reward.name}")
+        self._timeout_s = TIMEOUT_S if reward.timeout is None else float(reward.timeout)
+
+    def score(self, problem: Problem, answer: str) -> Score:
+        """Runs the answer's program against the problem's tests.
+
+        Raises:
+            ValueError: verification_info cannot be read, or its tests cannot be run.
+        """
+        tests = read_tests(problem.verification)
+        reason = judge(program_of(answer), tests, timeout_s=self._timeout_s, limits=LIMITS)
+        return Score(0.0 if reason else 1.0, reason)

@@ -1,0 +1,216 @@
+"""Mathematics: the answer against one or several truths, by numbers first, else by math-verify.
+
+math-verify hands some of what it reads to sympy's parser: `score` belongs into a grader process,
+and `isolated` says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
+
+from runspec.spec.schema import Reward
+from sampler.tasks.interfaces import Score
+from verify.plugins import Problem
+
+MAX_TRUTH_CHARS = 4096
+MAX_TRUTHS = 64
+MAX_EXPRESSION_CHARS = 1024
+"""Longest boxed answer that is read."""
+MAX_TAIL_CHARS = 2048
+"""How much of the end of an answer is searched where nothing is boxed."""
+MAX_EXPONENT = 100_000
+STEP_S = 3
+"""Longest time for one parse and for one comparison inside math-verify, in whole seconds."""
+_TRUTH_KEYS = ("ground_truth", "answer")
+
+_NUMBER = re.compile(
+    r"(?P<sign>[-+]?)(?:(?P<whole>\d{1,3}(?:,\d{3})+|\d+)?(?P<decimals>\.\d*)?)"
+    r"(?:/(?P<below>\d+))?(?P<percent>%?)"
+)
+_DECORATION = re.compile(
+    r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{[^{}]*\}|\\[,;!: ]|\\?\$|[€£¥₹₽₩]|\*\*|~"
+)
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[a-z]+\*?\}")
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}")
+_POWER = re.compile(r"(?:\^|\*\*)\s*[{(]*\s*-?(\d+)(?:\s*[})]*\s*(?:\^|\*\*)\s*[{(]*\s*-?(\d+))?")
+_WORD = re.compile(r"(?<!\\)\b[A-Za-z]{3,}")
+_KNOWN_WORDS = frozenset({"sqrt", "sin", "cos", "tan", "log", "exp", "inf", "cup", "union"})
+
+
+class MathReward:
+    """1 for an answer that equals one of the truths, else 0.
+
+    The verification is `{"ground_truth": truth}`, a text, a number or a list of them, of which one
+    must be met; `#### 42` at the end of a worked solution (GSM8K) is read as 42. What counts is the
+    last `\\boxed{}` of the answer, else what follows its last `####`, else its last number or
+    formula.
+    """
+
+    role: ClassVar[Literal["task", "length"]] = "task"
+    repeatable: ClassVar[bool] = False
+    limits_blame_answer: ClassVar[bool] = True
+
+    def __init__(self, reward: Reward) -> None:
+        """There is nothing to set."""
+
+    def prepare(self) -> None:
+        """Imports math-verify and sympy."""
+        import math_verify
+
+        logging.getLogger(math_verify.__name__).setLevel(logging.CRITICAL)
+
+    def score(self, problem: Problem, answer: str) -> Score:
+        """Grades the text after `</think>`.
+
+        Raises:
+            ValueError: the verification names no truth, or one that is over the limits.
+        """
+        truths = truths_of(problem.verification)
+        found = candidates(answer)
+        if not found:
+            return Score(0.0, "no answer")
+        if len(found[0]) > MAX_EXPRESSION_CHARS:
+            return Score(0.0, f"an answer of {len(found[0])} characters is not read")
+        reason = f"answered {found[0][:80]!r}"
+        for truth in truths:
+            for candidate in found:
+                if same_text(candidate, truth):
+                    return Score(1.0)
+                if too_large(candidate):
+                    reason = f"answered {candidate[:80]!r}, a power too large to evaluate"
+                elif not too_large(truth) and same_value(candidate, truth):
+                    return Score(1.0)
+        return Score(0.0, reason)
+
+
+def truths_of(verification: Mapping[str, Any]) -> list[str]:
+    """The truths of a problem, each bounded.
+
+    Raises:
+        ValueError: there is none, or not of the form that is read; the message names the field.
+    """
+    key = next((key for key in _TRUTH_KEYS if key in verification), None)
+    if key is None:
+        raise ValueError("verification_info has no ground_truth")
+    given = verification[key]
+    truths = given if isinstance(given, list) else [given]
+    if not 1 <= len(truths) <= MAX_TRUTHS:
+        raise ValueError(f"verification_info.{key} has {len(truths)} truths")
+    texts = []
+    for truth in truths:
+        if isinstance(truth, bool) or not isinstance(truth, (str, int, float)):
+            raise ValueError(f"verification_info.{key} is {type(truth).__name__}, not a text")
+        text = str(truth).rpartition("####")[2].strip()
+        if not 0 < len(text) <= MAX_TRUTH_CHARS:
+            raise ValueError(f"verification_info.{key} has {len(text)} characters")
+        boxes = boxed(text)
+        texts.append(boxes[-1].strip() if boxes else text)
+    return texts
+
+
+def candidates(answer: str) -> list[str]:
+    """What an answer may mean: one reading, or two where several results are boxed."""
+    boxes = [content.strip() for content in boxed(answer)]
+    if boxes:
+        together = [", ".join(boxes)] if 1 < len(boxes) <= 8 else []
+        return [boxes[-1], *together]
+    _, marked, after = answer.rpartition("####")
+    if marked:
+        lines = after.strip().splitlines()
+        return [lines[0].strip()] if lines else []
+    tail = answer.strip()[-MAX_TAIL_CHARS:]
+    return [tail[:MAX_EXPRESSION_CHARS] if _is_formula(tail) else tail[-MAX_EXPRESSION_CHARS:]] * (
+        tail != ""
+    )
+
+
+def boxed(text: str) -> list[str]:
+    """Contents of `\\boxed{...}` and `\\fbox{...}`, braces balanced, outermost ones in order."""
+    found = []
+    position = 0
+    while match := re.compile(r"\\f?boxed?\s*\{").search(text, position):
+        depth, end = 1, match.end()
+        while end < len(text) and depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        if depth:
+            break
+        found.append(text[match.end() : end - 1])
+        position = end
+    return found
+
+
+def same_text(answer: str, truth: str) -> bool:
+    """Whether two formulas are the same but for blanks and dollar signs."""
+    return _bare(answer) == _bare(truth) != ""
+
+
+def too_large(text: str) -> bool:
+    """Whether a power of plain numbers would take for ever: 9^9^9^9."""
+    for exponent, above in _POWER.findall(text):
+        power = int(exponent[:9])
+        if above and power > 1:
+            power **= min(int(above[:9]), 64)
+        if power > MAX_EXPONENT:
+            return True
+    return False
+
+
+def number(text: str) -> tuple[Fraction, bool] | None:
+    """A plain number, and whether it is a percentage: `-1,234.5`, `3/4`, `$18`, `18\\%`."""
+    bare = (
+        _FRACTION.sub(r"\1/\2", _DECORATION.sub("", text)).replace("\\%", "%").strip().rstrip(".")
+    )
+    match = _NUMBER.fullmatch(re.sub(r"(?<=[-+])\s+|\s+(?=%)", "", bare))
+    if match is None or not (match["whole"] or (match["decimals"] or ".") != "."):
+        return None
+    if len(bare) > 100 or (match["below"] and int(match["below"]) == 0):
+        return None
+    digits = (match["whole"] or "0").replace(",", "") + (match["decimals"] or "").rstrip(".")
+    value = Fraction(digits) / int(match["below"] or 1)
+    return (-value if match["sign"] == "-" else value), bool(match["percent"])
+
+
+def same_value(answer: str, truth: str) -> bool:
+    """Whether two formulas are equal: numbers exactly, and a percentage also as its share."""
+    ours, theirs = number(answer), number(truth)
+    if ours is not None and theirs is not None:
+        if ours[0] == theirs[0]:
+            return True
+        whole = ours[0].denominator == theirs[0].denominator == 1
+        if whole and not ours[1] and not theirs[1]:
+            return False
+    from math_verify import verify
+
+    parsed = _parsed(truth)
+    return bool(parsed) and bool(
+        verify(list(parsed), list(_parsed(answer)), timeout_seconds=STEP_S)
+    )
+
+
+@lru_cache(256)
+def _parsed(text: str) -> tuple[Any, ...]:
+    """A formula, or the last one of a text, as sympy has it; empty where there is none."""
+    from math_verify import parse
+
+    if _is_formula(text):
+        inner = text.strip().strip("$").strip()
+        if found := parse(f"$\\boxed{{{inner}}}$", parsing_timeout=STEP_S):
+            return tuple(found)
+    return tuple(parse(text, parsing_timeout=STEP_S))
+
+
+def _is_formula(text: str) -> bool:
+    """Whether a text is mathematics from end to end, not a sentence with some in it."""
+    plain = _DECORATION.sub("", _ENVIRONMENT.sub("", text))
+    words = {word.lower() for word in _WORD.findall(plain)}
+    return "\n" not in plain.strip() and not words - _KNOWN_WORDS
+
+
+def _bare(text: str) -> str:
+    return re.sub(r"\\(?:left|right|[,;!: ])|[\s$]", "", text).rstrip(".")
