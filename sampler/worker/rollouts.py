@@ -119,6 +119,7 @@ def make_rollouts(
             task_reward=claim.task_reward,
             length_penalty=claim.length_penalty,
             proofs=proof,
+            versions=result.versions if pool.in_flight_updates else None,
         )
         for planned, result, claim, proof in zip(plan, sampled, graded, proofs, strict=True)
     ]
