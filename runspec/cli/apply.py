@@ -15,10 +15,12 @@ from rich.text import Text
 from runspec.cli.background import start_in_background
 from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.cli.spec_files import sound_spec
+from runspec.cli.status import show_link
 from runspec.cli.view import watching
 from runspec.common.errors import UserError
 from runspec.local.apply import NotReady, is_finished, open_run, require_ready, supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
+from runspec.local.identity import make_identity
 from runspec.local.live import CHANGE, ask, change_request
 from runspec.local.planning import refuse_stale, seen_now
 from runspec.local.run_dir import EXIT_LOCKED, RunLocked, run_directory
@@ -48,6 +50,8 @@ def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
             return 0
         try:
             with open_run(spec, runs_dir, seen=seen) as run:
+                make_identity(run.directory, run.spec)  # whose root the link names
+                show_link(run.directory, run.spec)
                 if detach:
                     return start_in_background(run)
                 with StopSignals() as requests, watching(spec.name, spec.steps) as view:

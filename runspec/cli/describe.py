@@ -11,7 +11,7 @@ from rich.console import Console
 from broadcast.layout import manifest_name
 from broadcast.manifest import MAX_BYTES
 from runspec.cli.events import event_line
-from runspec.cli.status import clock, condition_table, headline, role_table
+from runspec.cli.status import clock, condition_table, headline, role_table, show_link
 from runspec.common.files import read_bounded
 from runspec.common.hashing import digest_bytes
 from runspec.local import budget
@@ -35,6 +35,7 @@ def describe_command(run: str, runs_dir: Path) -> int:
         applied, sessions = state.applied(), state.sessions()
     console = Console(markup=False, highlight=False)
     print(headline(seen))
+    show_link(seen.directory, seen.spec)
     _section("Run", _run(seen, applied[-1].serial if applied else 0, sessions))
     _section("Spec", _spec(seen))
     _lines("Changes", _changes(applied))

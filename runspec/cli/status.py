@@ -14,10 +14,12 @@ from rich.table import Table
 
 from runspec.cli.view import step_line
 from runspec.local.conditions import Condition, conditions
+from runspec.local.link import run_link
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
 from runspec.local.state import RoleRow
 from runspec.local.text import duration
+from runspec.spec.schema import RunSpec
 
 
 def status_command(run: str, as_json: bool, runs_dir: Path) -> int:
@@ -34,7 +36,8 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     """What is known of a run, from its directory alone.
 
     Keys: name, directory, state, reason, held_by, step, steps, wall_s, newest (the last row of
-    metrics.jsonl), published (the newest version that is out), conditions, roles (by name), events.
+    metrics.jsonl), published (the newest version that is out), join (the link that volunteers
+    are sent), conditions, roles (by name), events.
     A run whose supervisor died without a word is `interrupted`, and its roles are `waiting`.
     """
     seen = look_at(run_dir)
@@ -49,6 +52,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "wall_s": round(seen.wall_s, 3),
         "newest": seen.rows[-1] if seen.rows else None,
         "published": seen.published,
+        "join": str(link) if (link := run_link(run_dir, seen.spec)) else None,
         "conditions": [asdict(each) for each in conditions(seen)],
         "roles": {role.name: asdict(role) for role in seen.roles},
         "events": [asdict(event) for event in seen.events],
@@ -60,6 +64,7 @@ def _show(seen: Snapshot) -> None:
     print(headline(seen))
     if seen.held_by:
         print(f"held by {seen.held_by}")
+        show_link(seen.directory, seen.spec)
     if seen.rows:
         print(step_line(seen.rows[-1], seen.spec.steps))
     console.print(condition_table([each for each in conditions(seen) if each.status != "False"]))
@@ -67,6 +72,12 @@ def _show(seen: Snapshot) -> None:
     for event in seen.events:
         at = time.strftime("%H:%M:%S", time.localtime(event.time))
         print(f"{at} {event.role}: {event.text}")
+
+
+def show_link(run_dir: Path, spec: RunSpec) -> None:
+    """How others join a run whose keys are made."""
+    if link := run_link(run_dir, spec):
+        print(f"join with: runspec join '{link}' --key FILE")
 
 
 def headline(seen: Snapshot) -> str:

@@ -7,7 +7,7 @@ import time
 
 
 class Meter:
-    """Seconds of sampling, tokens sampled and versions loaded since the process began. Thread-safe."""
+    """Sampling time, tokens and loads since the process began. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,8 +52,8 @@ class Meter:
             self._pause_s += pause_s
 
     def state(self) -> dict[str, int | float]:
-        """The heartbeat: `version` (-1 before the first), `busy_s`, `tokens`, `loads`, `pause_s` (of
-        all loads together), `uptime_s`."""
+        """The heartbeat: `version` (-1 before the first), `busy_s`, `tokens`, `loads` and their
+        `pause_s` together, `uptime_s`."""
         with self._lock:
             now = time.monotonic()
             running = now - self._busy_since if self._leases else 0.0

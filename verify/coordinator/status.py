@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,7 @@ class Status:
         """Answer of `GET /v1/status`; times are seconds since the epoch, ages seconds."""
         state, now = self._journal.state, self._journal.clock()
         waiting = len(self._judging.submitted())
+        open_leases = Counter(r.lease.worker for r in state.leases.values() if r.status == "open")
         return {
             "run": self._run,
             "state": "finished" if state.finished else "running",
@@ -43,7 +45,7 @@ class Status:
             "steps_closed": state.next_close,
             "open_steps": [_step(state, number) for number in state.steps],
             "workers": [
-                _worker(key, worker, self._workers.peers.get(key), now)
+                _worker(key, worker, self._workers.peers.get(key), now, open_leases[key])
                 for key, worker in state.workers.items()
             ],
             "validators": [
@@ -70,7 +72,9 @@ def _step(state: State, number: int) -> dict[str, Any]:
     }
 
 
-def _worker(key: str, worker: Worker, peer: Peer | None, now: float) -> dict[str, Any]:
+def _worker(
+    key: str, worker: Worker, peer: Peer | None, now: float, open_leases: int
+) -> dict[str, Any]:
     return {
         "key": key,
         "pool": worker.pool,
@@ -78,6 +82,7 @@ def _worker(key: str, worker: Worker, peer: Peer | None, now: float) -> dict[str
         "accepted_tokens": worker.accepted_tokens,
         "rejected_submissions": worker.rejected_submissions,
         "withheld_leases": worker.withheld_leases,
+        "open_leases": open_leases,
         **_peer(peer, now),
     }
 

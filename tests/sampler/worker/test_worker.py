@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 GROUPS, SIZE = 2, 4
-DEADLINE_S = 90.0
+DEADLINE_S = 180.0
 
 
 class Run:

@@ -1,0 +1,296 @@
+"""`runspec join`: a volunteer's whole command, from a link to accepted rollouts."""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from runspec.cli.signals import StopSignals
+from runspec.common.errors import UserError
+from runspec.common.hashing import digest_file
+from runspec.common.join_link import JoinLink, parse_join_link, reachable
+from runspec.common.keys import SigningKey
+from runspec.estimate.model import model_config
+from runspec.local.fitting import choose_pool, lacks, look_at_host
+from runspec.local.machine import module_is_installed, this_machine
+from runspec.local.preflight import ROLE_MODULES
+from runspec.local.run_dir import hold
+from runspec.local.text import per_second, size
+from runspec.local.volunteer import LEAVE_S, Running, Worker
+from runspec.spec.schema import RunSpec
+
+if TYPE_CHECKING:
+    from verify.client import CoordinatorClient
+    from verify.formats.site import Site
+
+PROGRESS_S = 5.0
+"""Between two looks at what the coordinator says of us."""
+_LOOK_S = 0.2
+_STATUS_TIMEOUT_S = 10.0
+_MAX_STATUS_BYTES = 8 * 1024 * 1024
+FOLDER = Path("join")
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """The command line."""
+
+    link: str
+    key: Path
+    public_key: str | None = None
+    run: str | None = None
+    pool: str | None = None
+    folder: Path | None = None
+    check: bool = False
+
+
+def join_command(options: JoinOptions) -> int:
+    """Joins a run and works for it; returns the exit code: 0 when it is finished, or left."""
+    try:
+        return _join(options)
+    except KeyboardInterrupt:  # while still preparing: nothing is held
+        say("left before any work was taken")
+        return 0
+
+
+def _join(options: JoinOptions) -> int:
+    link = _whole(options, parse_join_link(options.link))
+    _require_modules()
+    folder = (options.folder or FOLDER / (link.run or "")).absolute()
+    with _client(link, _key(options.key)) as client:
+        spec, site = client.spec(), client.site()
+        say(
+            f"run {spec.name}: {spec.steps} steps, pools {', '.join(p.name for p in spec.samplers)}"
+        )
+        pool = _choose(options, spec, site, folder)
+        if options.check:
+            say(f"this machine can serve pool {pool}")
+            return 0
+        folder.mkdir(parents=True, exist_ok=True)
+        with hold(folder):
+            data = _fetch_data(client, site, folder / "data")
+            worker = Worker(
+                link=link,
+                weights=[reachable(url, link) for url in site.weights],
+                key=options.key.absolute(),
+                folder=folder,
+                pool=next(each for each in spec.samplers if each.name == pool),
+                data=data,
+            )
+            with StopSignals() as stops:
+                return _work(worker, SigningKey.load(options.key).public_hex, stops)
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def _work(worker: Worker, key: str, stops: StopSignals) -> int:
+    """Runs the worker to its end, or until the volunteer has enough."""
+    say(f"working in pool {worker.pool.name}; Ctrl-C leaves. Log: {worker.folder}")
+    running, progress = Running(worker, this_machine().cores), Progress(worker.link, key)
+    try:
+        while not running.wait(_LOOK_S):
+            _tell(running)
+            progress.look()
+            if stops():
+                say("leaving: handing in what is done, giving the rest back")
+                running.leave()
+                return _left(running, stops)
+        _tell(running)
+        return _ended(running, progress)
+    finally:
+        if running.exit_code is None:
+            running.kill()
+
+
+def _left(running: Running, stops: StopSignals) -> int:
+    ends, asked = time.monotonic() + LEAVE_S, stops()
+    while not running.wait(_LOOK_S):
+        _tell(running)
+        if time.monotonic() > ends or stops() > asked:
+            running.kill()
+            say("the worker did not end in time and was killed; its leases expire by themselves")
+            return 0
+    _tell(running)
+    say("left; thank you")
+    return 0
+
+
+def _ended(running: Running, progress: Progress) -> int:
+    code = running.exit_code or 0
+    progress.look(now=True)
+    if code == 0:
+        say("the run is finished; thank you")
+    elif not running.last_error:
+        say(f"the worker ended with exit code {code}; its log says why")
+    return 0 if code == 0 else 1
+
+
+def _tell(running: Running) -> None:
+    with suppress(queue.Empty):
+        while True:
+            say(running.told.get_nowait())
+
+
+class Progress:
+    """Tells what became of our work, each time that it changed.
+
+    Args:
+        link: of the run.
+        key: ours.
+    """
+
+    def __init__(self, link: JoinLink, key: str) -> None:
+        self._url, self._key = f"{link.coordinator}/v1/status", key
+        self._next, self._last, self._away = 0.0, "", False
+
+    def look(self, *, now: bool = False) -> None:
+        """Asks the coordinator, at most every few seconds, and prints a line where it is news."""
+        if not now and time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + PROGRESS_S
+        try:
+            line = progress_line(_status(self._url), self._key)
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            if not self._away:
+                say(f"the coordinator does not answer ({type(error).__name__}); work goes on")
+            self._away = True
+            return
+        self._away = False
+        if line and line != self._last:
+            say(line)
+            self._last = line
+
+
+def progress_line(status: dict[str, Any], key: str) -> str:
+    """Version, speed and credit of one worker; empty before the coordinator knows it.
+
+    Args:
+        status: answer of `GET /v1/status`.
+        key: the worker's public key.
+    """
+    mine = next((worker for worker in status["workers"] if worker["key"] == key), None)
+    if mine is None:
+        return ""
+    version = mine["state"].get("version", -1)
+    loaded = f"version {version}" if isinstance(version, int) and version >= 0 else "no version yet"
+    parts = [
+        f"step {status['steps_closed']} of {status['steps']}",
+        loaded,
+        f"{mine.get('open_leases', 0)} leases open",
+        f"{per_second(mine.get('tokens_per_s'))} tokens/s",
+        f"{mine['accepted_rollouts']} rollouts accepted",
+        f"{mine['rejected_submissions']} submissions rejected",
+        f"credit {mine['accepted_tokens']:,} tokens",
+    ]
+    return ", ".join(parts)
+
+
+def _status(url: str) -> dict[str, Any]:
+    with httpx.stream("GET", url, timeout=_STATUS_TIMEOUT_S, trust_env=False) as answer:
+        answer.raise_for_status()
+        data = bytearray()
+        for piece in answer.iter_bytes():
+            data += piece
+            if len(data) > _MAX_STATUS_BYTES:
+                raise ValueError("a status without end")
+    status = json.loads(bytes(data))
+    if not isinstance(status, dict):
+        raise ValueError("no status")
+    return status
+
+
+def _whole(options: JoinOptions, link: JoinLink) -> JoinLink:
+    """The link with what the options say; the run's name is asked of the coordinator if need be."""
+    root = link.root or options.public_key
+    if root is None:
+        raise UserError(
+            "nothing says whose signatures count",
+            place=options.link[:200],
+            remedy="take the whole link, with #run=NAME&root=HEX, or give --public-key HEX",
+        )
+    run = link.run or options.run
+    if run is None:
+        try:
+            run = str(_status(f"{link.coordinator}/v1/status")["run"])
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            raise UserError(
+                f"cannot ask the coordinator for its run: {error or type(error).__name__}",
+                place=link.coordinator,
+                remedy="check the address, or give --run NAME",
+            ) from error
+    return replace(link, run=run, root=root)
+
+
+def _key(path: Path) -> SigningKey:
+    """The volunteer's key; made on first use, readable by its owner alone."""
+    if not path.exists():
+        with suppress(FileExistsError):  # another join was quicker
+            SigningKey.generate().save(path)
+            say(f"made a key: {path}. Credit is counted under it: keep it, show it to nobody")
+    return SigningKey.load(path)
+
+
+def _require_modules() -> None:
+    """Before anything is imported that needs them."""
+    absent = [
+        name
+        for extra in ("verify", "sampler")
+        for name in ROLE_MODULES[extra]
+        if not module_is_installed(name)
+    ]
+    if absent:
+        raise UserError(
+            f"Python packages not installed here: {', '.join(absent)}",
+            place="join",
+            remedy='pip install "runspec[sampler-cuda]" (or sampler-cpu, sampler-tpu)',
+        )
+
+
+@contextmanager
+def _client(link: JoinLink, key: SigningKey) -> Iterator[CoordinatorClient]:
+    from verify.client import CoordinatorClient
+
+    assert link.run is not None
+    assert link.root is not None
+    client = CoordinatorClient(link.coordinator, key, run=link.run, root_public_key=link.root)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _choose(options: JoinOptions, spec: RunSpec, site: Site, folder: Path) -> str:
+    host, config = look_at_host(folder), model_config(spec)
+    if config is None:
+        say(f"the size of {spec.model.hf} is not known here: memory and disk are not checked")
+    to_fetch = sum(file.bytes for file in site.files)
+    found = {p.name: lacks(p, spec, config, host, to_fetch) for p in spec.samplers}
+    return choose_pool(found, options.pool)
+
+
+def _fetch_data(client: CoordinatorClient, site: Site, folder: Path) -> Path | None:
+    """Fetches the problems' files that are not here yet; None where the run has none."""
+    if not site.files:
+        return None
+    wanted = {folder / file.source / file.path: file for file in site.files}
+    missing = {
+        path: file
+        for path, file in wanted.items()
+        if not path.is_file() or digest_file(path) != file.digest
+    }
+    if missing:
+        total = sum(file.bytes for file in missing.values())
+        say(f"fetching {len(missing)} files of problems, {size(total)}")
+    for path, file in missing.items():
+        client.fetch_data(file, path)
+    return folder

