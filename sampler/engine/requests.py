@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verify.toploc import Selection
+
 
 @dataclass(frozen=True)
 class SampleRequest:
@@ -20,6 +22,10 @@ class SampleRequest:
     """T > 0."""
     noise_key: tuple[int, int] | None
     """Of `verify.noise.noise_key`; None where sampling is not seeded (the engine draws a key)."""
+    top_p: float = 1.0
+    """In (0, 1]; 1 keeps every token."""
+    top_k: int = -1
+    """-1 keeps every token."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +38,10 @@ class Sampled:
     """f32 [n]: log_softmax(logits / T) at the output token, before any noise."""
     finish_reason: str
     """`stop` (the end token) or `length`."""
-    hidden: np.ndarray
-    """u16 [n, D]: bits of the bf16 final hidden state, after the last norm, that produced it."""
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """Rows of several slots, slot by slot, position by position; bytes cross any transport."""
-
-    tokens: bytes
-    """i32 [N]."""
-    logprobs: bytes
-    """f32 [N]."""
-    hidden: bytes
-    """u16 [N, D], bits of bf16."""
+    versions: np.ndarray
+    """i32 [n]: the policy version that each token was sampled from."""
+    selection: Selection
+    """Of the final hidden states behind the tokens: what their proofs are made from."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +53,12 @@ class LoadReport:
     """Held in a form that cannot be read back."""
     different: list[str]
     """The engine holds other bytes than the files, or has no place for them: the load failed."""
+    load_s: float = 0.0
+    """Seconds that the switch took, all checks included."""
+    pause_s: float = 0.0
+    """Seconds of them in which nothing could be sampled: fewer where weights change in flight."""
+    patched: bool = False
+    """The weights were changed in place by a delta, not read anew."""
 
 
 class GenerationAborted(Exception):

@@ -33,6 +33,8 @@ class Parallel(Block):
 
     tensor: Devices = 1
     """Devices that each hold a share of every layer."""
+    data: Devices = 1
+    """Copies of the model in one replica, each on `tensor` devices; they share its leases."""
 
 
 class Sampling(Block):

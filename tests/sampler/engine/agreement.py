@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from sampler.engine.engine import Engine
-from tests.sampler.engine.requests import batch
+from tests.sampler.engine.requests import WAIT_S, batch
 
 Text = tuple[list[int], list[int]]
 """Prompt and output tokens."""
@@ -34,7 +34,7 @@ def assert_follows(
     requests = batch(2, 2)
 
     def sample() -> tuple[list[Text], np.ndarray]:
-        found = engine.generate(requests)
+        found = engine.submit(requests).result(WAIT_S)
         texts = [
             (list(request.prompt_tokens), result.output_tokens.tolist())
             for request, result in zip(requests, found, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,8 @@ from runspec.spec.schema import SamplerPool
 from sampler.engine.engine import Engine
 from tests.sampler.engine.models import MAX_MODEL_LEN, MAX_NEW_TOKENS, save_version
 
-# On a busy machine threads that wait for each other at every operator cost a hundredfold. vLLM
-# forbids the call later on.
-torch.set_num_threads(1)
 
-
-def cpu_pool(dtype: str = "float32", tensor: int = 1) -> SamplerPool:
+def cpu_pool(dtype: str = "float32", tensor: int = 1, **fields: object) -> SamplerPool:
     return SamplerPool.model_validate(
         {
             "name": "cpu",
@@ -27,15 +24,19 @@ def cpu_pool(dtype: str = "float32", tensor: int = 1) -> SamplerPool:
             "dtype": dtype,
             "max_model_len": MAX_MODEL_LEN,
             "max_new_tokens": MAX_NEW_TOKENS,
+            **fields,
         }
     )
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _a_core_for_each_rank() -> Iterator[None]:
-    """Read once, by the first engine of the process; only tensor-parallel ones heed it."""
+def _threads() -> Iterator[None]:
+    """Of the processes that engines start."""
     with pytest.MonkeyPatch.context() as environment:
         cores = sorted(os.sched_getaffinity(0))
+        # Threads that wait for each other on a busy core, at every operator, cost a hundredfold.
+        environment.setenv("OMP_NUM_THREADS", "1")
+        # Only tensor-parallel engines heed it.
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores[:2])))
         yield
 
@@ -57,10 +58,11 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _untied_engine(untied: Path) -> Engine:
-    engine = Engine(cpu_pool())
-    engine.load(untied, 0)
-    return engine
+def _untied_engine(untied: Path) -> Iterator[Engine]:
+    extension = "tests.sampler.engine.quantised.QuantisedExtension"
+    with closing(Engine(cpu_pool(), options={"worker_extension_cls": extension})) as engine:
+        engine.load(untied, 0)
+        yield engine
 
 
 @pytest.fixture
@@ -71,24 +73,28 @@ def engine(_untied_engine: Engine, untied: Path) -> Engine:
 
 
 @pytest.fixture(scope="session")
-def tied_engine(tied: Path) -> Engine:
-    engine = Engine(cpu_pool())
-    engine.load(tied, 0)
-    return engine
+def tied_engine(tied: Path) -> Iterator[Engine]:
+    with closing(Engine(cpu_pool())) as engine:
+        engine.load(tied, 0)
+        yield engine
 
 
-@pytest.fixture(scope="session")
-def new_engine() -> Callable[..., Engine]:
-    """Makes an engine of a dtype, of another kind, of some ranks, with further options of vLLM's.
-
-    It is kept: one that is dropped takes the process groups of all the others with it.
-    """
-    kept = []
+@pytest.fixture
+def new_engine() -> Iterator[Callable[..., Engine]]:
+    """Makes an engine of a dtype, of another kind, of some ranks, with fields of the pool and
+    further options of vLLM's. It ends with the test."""
+    made: list[Engine] = []
 
     def make(
-        dtype: str = "float32", kind: type[Engine] = Engine, tensor: int = 1, **options: object
+        dtype: str = "float32",
+        kind: type[Engine] = Engine,
+        tensor: int = 1,
+        fields: dict[str, object] | None = None,
+        **options: object,
     ) -> Engine:
-        kept.append(kind(cpu_pool(dtype, tensor), options=options))
-        return kept[-1]
+        made.append(kind(cpu_pool(dtype, tensor, **(fields or {})), options=options))
+        return made[-1]
 
-    return make
+    yield make
+    for engine in made:
+        engine.close()

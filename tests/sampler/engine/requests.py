@@ -8,6 +8,9 @@ from sampler.engine.requests import SampleRequest
 from tests.sampler.engine.models import END_TOKEN, MAX_NEW_TOKENS, VOCABULARY
 from verify.noise import noise_key
 
+WAIT_S = 120.0
+"""How long a test waits for what it submitted."""
+
 
 def batch(
     groups: int = 4, size: int = 4, *, temperature: float = 1.0, seeded: bool = True

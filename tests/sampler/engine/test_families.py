@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -28,25 +28,24 @@ needs_two_cores = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def learner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Learner:
-    # The ranks of the family before end now, not when the next engine has made its process groups.
-    gc.collect()
     return Learner(FAMILIES[request.param], tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
-def engine(new_engine: Callable[..., Engine], learner: Learner) -> Engine:
-    engine = new_engine()
-    engine.load(learner.initial, 0)
-    return engine
+def engine(learner: Learner) -> Iterator[Engine]:
+    with closing(Engine(cpu_pool())) as engine:
+        engine.load(learner.initial, 0)
+        yield engine
 
 
 @pytest.fixture(scope="module")
-def ranks(learner: Learner) -> Engine:
-    """Two ranks whose matrices can be read back; they end with the tests of their family."""
+def ranks(learner: Learner) -> Iterator[Engine]:
+    """Two ranks whose matrices can be read back."""
     extension = "tests.sampler.engine.plain_matrices.PlainMatricesExtension"
-    engine = Engine(cpu_pool(tensor=2), options={"worker_extension_cls": extension})
-    engine.load(learner.initial, 0)
-    return engine
+    options = {"worker_extension_cls": extension}
+    with closing(Engine(cpu_pool(tensor=2), options=options)) as engine:
+        engine.load(learner.initial, 0)
+        yield engine
 
 
 def assert_agrees(engine: Engine, learner: Learner) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from runspec.common.errors import UserError
 from sampler.engine.engine import Engine
 from tests.sampler.engine.conftest import cpu_pool
 from tests.sampler.engine.models import Reference, perturbed_version
-from tests.sampler.engine.requests import batch
+from tests.sampler.engine.requests import WAIT_S, batch
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,10 +22,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def engine(untied) -> Engine:
-    engine = Engine(cpu_pool(tensor=2))
-    engine.load(untied, 0)
-    return engine
+def engine(untied) -> Iterator[Engine]:
+    with closing(Engine(cpu_pool(tensor=2))) as engine:
+        engine.load(untied, 0)
+        yield engine
 
 
 def test_every_rank_has_the_new_weights_after_a_reload(engine, untied, tmp_path):
@@ -33,7 +35,7 @@ def test_every_rank_has_the_new_weights_after_a_reload(engine, untied, tmp_path)
     engine.load(newer, 1)
 
     reference = Reference(newer)
-    for request, result in zip(requests, engine.generate(requests), strict=True):
+    for request, result in zip(requests, engine.submit(requests).result(WAIT_S), strict=True):
         expected, _ = reference.logprobs(list(request.prompt_tokens), result.output_tokens.tolist())
         assert np.abs(result.logprobs - expected).mean() < 1e-5
 

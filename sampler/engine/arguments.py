@@ -1,0 +1,119 @@
+"""What vLLM is told: from a pool of the spec to `AsyncEngineArgs`, for each kind of hardware."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bridge.config import load_config
+from runspec.common.errors import UserError
+from runspec.estimate.sampler import (
+    CPU_BLOCK_TOKENS,
+    MAX_SEQUENCES,
+    cpu_kv_bytes,
+    kv_token_bytes,
+)
+from runspec.spec.schema import SamplerPool
+
+_ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # threads and CUDA do not survive a fork
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner that CPUs have: one interface everywhere
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings speak of choices that are ours; loads are checked
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def prepare_environment() -> None:
+    """Sets what vLLM reads at import, here and in its processes, and keeps it quiet; variables that
+    are set already stay."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+
+
+def engine_arguments(
+    pool: SamplerPool, weights_dir: Path, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments of `AsyncEngineArgs` for a pool.
+
+    Args:
+        pool: dtype, quantization, context length, parallelism and hardware come from here.
+        weights_dir: the first version.
+        options: replace what is chosen here.
+
+    Raises:
+        UserError: the cache that a CPU is given has no room for one sequence.
+    """
+    kind = pool.hardware.kind
+    arguments: dict[str, Any] = {
+        "model": str(weights_dir),
+        "dtype": pool.dtype,
+        "quantization": pool.quantization,
+        "max_model_len": pool.max_model_len,
+        "tensor_parallel_size": pool.parallel.tensor,
+        "data_parallel_size": pool.parallel.data,
+        "max_num_seqs": MAX_SEQUENCES,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,  # a group shares its prompt; salted by load
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "generation_config": "vllm",  # not the model's own taste in temperature and top-p
+        "hf_overrides": {"head_dtype": "float32"},  # logits unrounded, as the learner's are
+        "logits_processors": ["sampler.engine.seeded:SeededSampler"],
+        "worker_extension_cls": "sampler.engine.worker_extension.SamplerExtension",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if kind == "cpu":
+        arguments["block_size"] = CPU_BLOCK_TOKENS
+        arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(pool, load_config(weights_dir))
+    if not kind.startswith("tpu"):  # those have an executor of their own
+        arguments["distributed_executor_backend"] = _executor(pool)
+    arguments |= options
+    if kind == "cpu":
+        _require_room(pool, weights_dir, arguments)
+    return arguments
+
+
+def refuse(pool: SamplerPool) -> None:
+    """Names what no engine can do, before vLLM starts.
+
+    Raises:
+        UserError: the pool is quantised, or data parallel, and on CPUs.
+    """
+    if pool.hardware.kind != "cpu":
+        return
+    if pool.quantization is not None:
+        # vLLM's CPU build takes the option and dies in the first load: it has no such kernel.
+        raise UserError(
+            f"vLLM does not quantise to {pool.quantization} on CPUs",
+            place=f"samplers.{pool.name}.quantization",
+            remedy="leave it out, or sample on a GPU",
+        )
+
+
+def _executor(pool: SamplerPool) -> type:
+    from sampler.engine.executors import ManyRanks, OneRank
+
+    return OneRank if pool.parallel.tensor == 1 else ManyRanks
+
+
+def _require_room(pool: SamplerPool, weights_dir: Path, arguments: Mapping[str, Any]) -> None:
+    """A sequence that never fits would wait for ever, or end vLLM's start with a stack trace."""
+    block = int(arguments["block_size"])
+    tokens = (-(-int(arguments["max_model_len"]) // block) + 1) * block  # vLLM keeps one empty
+    needed = tokens * int(kv_token_bytes(pool, load_config(weights_dir)))
+    given = int(arguments["kv_cache_memory_bytes"])
+    if given < needed:
+        raise UserError(
+            f"keys and values of one sequence take {needed / 2**20:.2f} MiB, the cache has "
+            f"{given / 2**20:.2f}",
+            place=f"samplers.{pool.name}.max_model_len",
+            remedy="lower it, or use more tensor-parallel ranks",
+        )

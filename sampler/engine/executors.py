@@ -1,0 +1,31 @@
+"""vLLM's executors, in an engine core that never outlives its front.
+
+The class is the one piece of ours that vLLM takes into the engine core's process before anything
+else happens there. A single rank runs in the core itself: vLLM would give it a process of its own
+on CPUs, for the sake of OpenMP settings that ours inherits; that is twice the memory and the start.
+"""
+
+from __future__ import annotations
+
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from sampler.engine.guard import die_with_parent, ignore_interrupts
+
+
+class OneRank(UniProcExecutor):
+    """The model in the process of the engine core."""
+
+    def _init_executor(self) -> None:
+        ignore_interrupts()
+        die_with_parent()
+        super()._init_executor()
+
+
+class ManyRanks(MultiprocExecutor):
+    """Tensor-parallel ranks in processes of their own, which end with the core's."""
+
+    def _init_executor(self) -> None:
+        ignore_interrupts()
+        die_with_parent()
+        super()._init_executor()
