@@ -43,7 +43,7 @@ class Finished:
             line of stderr: a program can claim one, to no use, as it has failed either way.
         code: exit status with `exit`; minus the signal's number with `signal`; else -9.
         stdout: what it wrote, cut at the limit; empty after `start`.
-        stderr: the same after `run`; the last 64 KiB after `start`.
+        stderr: the last 64 KiB of it.
         wall_s, cpu_s: seconds, CPU time of all processes that ended by themselves.
         peak_bytes: most memory seen, of one process or of all.
     """

@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import IO
 
 from sampler.sandbox import filter as seccomp
-from sampler.sandbox import paths, scratch
-from sampler.sandbox.inside import wire
+from sampler.sandbox import paths
+from sampler.sandbox.inside import scratch, wire
 from sampler.sandbox.inside.landlock import abi
 from sampler.sandbox.inside.order import LANDLOCK, NAMESPACES, SECCOMP, Order, pack
 from sampler.sandbox.limits import Finished, Limits, judge
@@ -70,7 +70,7 @@ class Isolated:
         self._control = control
         self._lock = threading.Lock()
         self._finished: Finished | None = None
-        self._scratch: Path | None = None
+        self._scratch = b""
         self._stderr = _Tail(supervisor.stderr)
 
     @property
@@ -125,7 +125,7 @@ class Isolated:
             with contextlib.suppress(OSError):
                 stream.close()
         self._control.close()
-        if self._scratch is not None:
+        if self._scratch:
             scratch.remove(self._scratch)
         return judge(dict(message or []), self._stderr.text(), self.limits)
 
@@ -269,8 +269,7 @@ def start(
         ours.close()
         raise
     process = Isolated(supervisor, ours, limits)
-    if order.scratch:
-        process._scratch = Path(os.fsdecode(order.scratch))
+    process._scratch = order.scratch
     with contextlib.suppress(BrokenPipeError):  # the launcher's reason is on its stderr
         ours.settimeout(START_S)
         ours.sendall(wire.encode(pack(order)))

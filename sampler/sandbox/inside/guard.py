@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import resource
 
-from . import kernel, landlock, limits, namespaces, wire
+from . import kernel, landlock, limits, namespaces, scratch, wire
 from .order import LANDLOCK, NAMESPACES, SECCOMP, Order
 
 
@@ -30,29 +30,29 @@ def guard(order: Order, user: int, ready: int, failures: int, report: int) -> No
             os._exit(1)
         os.close(ready)
         os.umask(0o022)
-        scratch = order.scratch
+        place = order.scratch
         contained = order.isolates(NAMESPACES)
         if contained:
             namespaces.build(order.readable, order.links, order.file_bytes)
-            scratch = namespaces.SCRATCH
+            place = namespaces.SCRATCH
         else:
             kernel.prctl("collecting orphans", kernel.PR_SET_CHILD_SUBREAPER, 1)
         kernel.prctl("not being traced", kernel.PR_SET_DUMPABLE, 0)
-        end_with_parent(kernel.SIGKILL if contained else kernel.SIGTERM)
-        _write_files(scratch, order.files)
+        _end_with_parent(kernel.SIGKILL if contained else kernel.SIGTERM)
+        _write_files(place, order.files)
         tasks = _tasks_allowed(order, user)
         program = os.fork()
         if program == 0:
-            _become(order, scratch, user, tasks, failures)
+            _become(order, place, user, tasks, failures)
     except (OSError, ValueError) as error:
         os.write(failures, str(error).encode())
         os._exit(1)
     os.close(failures)
     _detach_streams()
-    _wait(program, report, contained=contained)
+    _wait(program, report, b"" if contained else order.scratch)
 
 
-def end_with_parent(signal: int) -> None:
+def _end_with_parent(signal: int) -> None:
     """The kernel signals this process once its parent has ended."""
     parent = os.getppid()
     kernel.prctl("ending with the parent", kernel.PR_SET_PDEATHSIG, signal)
@@ -69,33 +69,33 @@ def _tasks_allowed(order: Order, user: int) -> int:
     return order.processes + 1
 
 
-def _write_files(scratch: bytes, files: list[tuple[bytes, bytes]]) -> None:
+def _write_files(place: bytes, files: list[tuple[bytes, bytes]]) -> None:
     for name, content in files:
-        path = os.path.join(scratch, name)
+        path = os.path.join(place, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "xb") as file:
             file.write(content)
 
 
-def _become(order: Order, scratch: bytes, user: int, tasks: int, failures: int) -> None:
+def _become(order: Order, place: bytes, user: int, tasks: int, failures: int) -> None:
     """Lays down every right and becomes the program. Never returns."""
     try:
         os.setsid()
         contained = order.isolates(NAMESPACES)
         kernel.forget_keys()
-        os.chdir(scratch)
+        os.chdir(place)
         cpu = int(order.cpu_s) + 1 if order.cpu_s else 0
         limits.apply(order.memory, order.file_bytes, cpu, tasks)
         limits.give_up_rights(
             os.geteuid() if contained else user, read_all=order.read_all and not contained
         )
-        end_with_parent(kernel.SIGKILL)
+        _end_with_parent(kernel.SIGKILL)
         if order.isolates(LANDLOCK):
-            landlock.restrict(order.readable, [scratch], namespaces.DEVICES)
+            landlock.restrict(order.readable, [place], namespaces.DEVICES)
         if order.isolates(SECCOMP):
             kernel.install_filter(order.filter)
         environment = dict(order.environment)
-        environment.update(dict.fromkeys((b"HOME", b"TMPDIR"), scratch))
+        environment.update(dict.fromkeys((b"HOME", b"TMPDIR"), place))
         os.execve(order.command[0], order.command, environment)
     except OSError as error:
         where = os.fsdecode(order.command[0])
@@ -111,16 +111,18 @@ def _detach_streams() -> None:
         os.dup2(silent, stream, inheritable=False)
 
 
-def _wait(program: int, report: int, *, contained: bool) -> None:
-    """Collects every process that ends until the program does; then ends the others."""
-    if not contained:
-        _end_on_signal(program)
+def _wait(program: int, report: int, directory: bytes) -> None:
+    """Collects every process that ends until the program does; then ends the others, and takes
+    `directory` away (without one, the kernel ends all of the namespace with this process)."""
+    if directory:
+        _end_on_signal(program, directory)
     wire.write(report, [("program", b"%d" % program)])
     status, ended = 0, 0
     while ended != program:
         ended, status = os.wait()
-    if not contained:  # else the kernel ends the rest of the namespace with this process
-        end_group(program)
+    if directory:
+        _end_group(program)
+        scratch.remove(directory)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     wire.write(
         report,
@@ -133,17 +135,18 @@ def _wait(program: int, report: int, *, contained: bool) -> None:
     os._exit(0)
 
 
-def _end_on_signal(program: int) -> None:
+def _end_on_signal(program: int, directory: bytes) -> None:
     import signal  # only here: it costs milliseconds, and namespaces do without
 
     def end(_number: int, _frame: object) -> None:
-        end_group(program)
+        _end_group(program)
+        scratch.remove(directory)
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
 
 
-def end_group(program: int) -> None:
+def _end_group(program: int) -> None:
     """Kills the program's process group, which the filter lets nobody leave, until no process of
     it is left. A signal to a group reaches also what is being forked meanwhile."""
     try:

@@ -6,6 +6,7 @@ Between two looks a program can go past a sum; the limits of each process hold a
 from __future__ import annotations
 
 import os
+import stat
 import time
 
 from .order import NAMESPACES, Order
@@ -49,7 +50,7 @@ class Watch:
             return "memory"
         if tasks > self._order.processes:
             return "processes"
-        if not self._order.isolates(NAMESPACES) and self._scratch_is_full():
+        if not self._order.isolates(NAMESPACES) and self._scratch_is_full(pids):
             return "files"
         return ""
 
@@ -93,7 +94,7 @@ class Watch:
                 continue  # ended meanwhile
         return total
 
-    def _scratch_is_full(self) -> bool:
+    def _scratch_is_full(self, pids: list[int]) -> bool:
         total = entries = 0
         stack = [os.fsencode(self._order.scratch)]
         while stack:
@@ -107,9 +108,24 @@ class Watch:
                             stack.append(row.path)
                         else:
                             total += row.stat(follow_symlinks=False).st_blocks * 512
-            except OSError:
+            except FileNotFoundError:
                 continue  # gone meanwhile
-        return total > self._order.file_bytes
+            except OSError:
+                return True  # too deep to look into, or made unreadable
+        return total + self._removed_bytes(pids) > self._order.file_bytes
+
+    def _removed_bytes(self, pids: list[int]) -> int:
+        """Bytes of files that have no name any more and are held open."""
+        sizes = {}
+        for pid in pids:
+            try:
+                for name in os.listdir(f"/proc/{pid}/fd"):
+                    status = os.stat(f"/proc/{pid}/fd/{name}")
+                    if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                        sizes[status.st_ino] = status.st_blocks * 512
+            except OSError:
+                continue  # ended or closed meanwhile
+        return sum(sizes.values())
 
 
 def descendants(root: int) -> list[int]:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from pathlib import Path
 
 
-def remove(path: Path) -> None:
+def remove(path: bytes) -> None:
     """Removes a directory whose writers are all dead: any depth, any permissions; symbolic links
     are removed and never followed.
 
     Directories are moved up before they are emptied, so that no path grows with the depth.
     """
-    with contextlib.suppress(FileNotFoundError):
+    try:
         top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            _empty(top)
-        finally:
-            os.close(top)
-        path.rmdir()
+    except FileNotFoundError:
+        return  # somebody else was first
+    try:
+        _empty(top)
+        os.rmdir(path)
+    finally:
+        os.close(top)
 
 
 def _empty(top: int) -> None:
