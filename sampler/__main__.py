@@ -1,4 +1,4 @@
-"""`python -m sampler`: a sampling worker."""
+"""`python -m sampler`: a sampling worker, and the graders that it uses by themselves."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 from runspec.common.process import run_role, stop_event
+from sampler.grading import command as grading
 
 GRACE_S = 3.0
 """Longest time from SIGTERM to the end. The worker needs half of it to hand in what is done and to
@@ -34,7 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
     work.add_argument(
         "--data", type=Path, metavar="DIR", help="the sources' files, where the spec's paths fail"
     )
+    grading.add_commands(commands)
     options = parser.parse_args(arguments)
+    if options.command in grading.NAMES:
+        return grading.run(options)
     return run_role(f"sampler {options.pool}", lambda log: _work(options, log))
 
 

@@ -119,6 +119,15 @@ def length_term(rewards: Sequence[Reward]) -> LengthTerm | None:
     return None
 
 
+def find_kind(kind: str) -> Any:
+    """The class of a kind of reward.
+
+    Raises:
+        UserError: no installed package offers it.
+    """
+    return _plugin(REWARD_GROUP, kind, "reward")
+
+
 def reward_entry_point(reward: Reward) -> EntryPoint:
     """Where the class of a reward's kind is found.
 

@@ -1,0 +1,155 @@
+"""`python -m sampler grade` and `python -m sampler rewards`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from importlib.metadata import EntryPoint, entry_points
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+from runspec.common.errors import UserError
+from runspec.spec.plugins import REWARD_GROUP
+from runspec.spec.schema import Reward
+from sampler.grading.answers import Answer, Result
+from sampler.grading.graders import Graders
+from sampler.grading.lines import Line, read_lines
+from sampler.tasks.interfaces import find_kind
+from verify.plugins import GraderFault
+
+NAMES = ("grade", "rewards")
+LINES_AT_ONCE = 256
+BAD_USAGE = 2
+Commands = Any
+"""What `add_subparsers` returns; argparse has no public name for it."""
+
+
+def add_commands(commands: Commands) -> None:
+    """Adds `grade` and `rewards` to the command line."""
+    grade = commands.add_parser(
+        "grade",
+        help="grade a file of answers",
+        description="Grades each line of a JSON Lines file: an object with task_type, completion, "
+        "verification_info (an object, or one as a JSON string) and, if wanted, id and timeout "
+        "(seconds). What is graded is the text after the last </think>, or the whole completion "
+        "where there is none. Exit code: 0 all lines were graded, 1 some are errors, 2 bad usage.",
+    )
+    grade.add_argument("file", type=Path, metavar="FILE.jsonl", help="`-` reads standard input")
+    grade.add_argument("--json", action="store_true", help="one JSON object a line")
+    commands.add_parser("rewards", help="list the plug-ins that grade")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `grade` or `rewards`; its exit code."""
+    if options.command == "rewards":
+        return list_rewards(sys.stdout)
+    try:
+        if str(options.file) == "-":
+            return _grade(read_lines(sys.stdin.buffer), sys.stdout, as_json=options.json)
+        with options.file.open("rb") as file:
+            return _grade(read_lines(file), sys.stdout, as_json=options.json)
+    except OSError as error:
+        print(f"{options.file}: {error.strerror}", file=sys.stderr)
+    except UserError as error:
+        print(error, file=sys.stderr)
+    return BAD_USAGE
+
+
+def list_rewards(out: TextIO) -> int:
+    """Prints every installed kind of reward with what it says of itself."""
+    rows = [("kind", "role", "runs in", "repeatable", "offered by")]
+    points = {point.name: point for point in entry_points(group=REWARD_GROUP)}
+    rows += [_about(points[name]) for name in sorted(points)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip(), file=out)
+    return 0
+
+
+def _about(point: EntryPoint) -> tuple[str, str, str, str, str]:
+    source = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
+    try:
+        kind = point.load()
+    except Exception as error:  # noqa: BLE001 - a package may break in any way at its import
+        return point.name, "broken", f"{type(error).__name__}: {error}"[:80], "", source
+    if kind.role != "task":
+        return point.name, kind.role, "the caller", "yes", source
+    where = "grader process" if getattr(kind, "isolated", True) else "sandbox of its own"
+    return point.name, "task", where, "yes" if getattr(kind, "repeatable", True) else "no", source
+
+
+def _grade(lines: Iterator[Line], out: TextIO, *, as_json: bool) -> int:
+    errors = graded = 0
+    with closing(_Kinds()) as kinds:
+        while portion := list(islice(lines, LINES_AT_ONCE)):
+            for line, result in zip(portion, kinds.score(portion), strict=True):
+                errors += isinstance(result, GraderFault)
+                graded += 1
+                print(_shown(line, result, as_json=as_json), file=out, flush=True)
+    if not as_json:
+        print(f"{graded - errors} graded, {errors} errors", file=out)
+    return 1 if errors else 0
+
+
+class _Kinds:
+    """Graders of each kind that a file asks for, made when it first does."""
+
+    def __init__(self) -> None:
+        self._graders: dict[str, Graders] = {}
+
+    def score(self, lines: list[Line]) -> list[Result]:
+        """Grades of a portion; what is wrong with a line, or with its kind, is its error."""
+        results: dict[int, Result] = {}
+        alike: dict[tuple[str, float | None], list[tuple[int, Answer]]] = {}
+        for line in lines:
+            if line.answer is None:
+                results[line.number] = GraderFault(line.error)
+            else:
+                key = (line.answer.problem.task_type, line.timeout_s)
+                alike.setdefault(key, []).append((line.number, line.answer))
+        for (kind, timeout), numbered in alike.items():
+            scored = self._score(kind, timeout, [answer for _, answer in numbered])
+            results.update(zip((number for number, _ in numbered), scored, strict=True))
+        return [results[line.number] for line in lines]
+
+    def close(self) -> None:
+        for graders in self._graders.values():
+            graders.close()
+
+    def _score(self, kind: str, timeout: float | None, answers: list[Answer]) -> list[Result]:
+        try:
+            if find_kind(kind).role != "task":
+                raise UserError(f"task_type: kind {kind} grades lengths, not answers")
+            if timeout is not None:
+                with closing(_graders(kind, timeout)) as own:
+                    return own.score(answers)
+            if kind not in self._graders:
+                self._graders[kind] = _graders(kind, None)
+            return self._graders[kind].score(answers)
+        except UserError as error:
+            return [GraderFault(error.thing)] * len(answers)
+
+
+def _graders(kind: str, timeout: float | None) -> Graders:
+    given = {} if timeout is None else {"timeout": f"{timeout:.3f}s"}
+    return Graders([Reward.model_validate({"name": "grade", "kind": kind, **given})])
+
+
+def _shown(line: Line, result: Result, *, as_json: bool) -> str:
+    said = str(result) if isinstance(result, GraderFault) else result.reason
+    said = said.removeprefix(f"line {line.number}: ")
+    if as_json:
+        row: dict[str, Any] = {"line": line.number}
+        if line.identity is not None:
+            row["id"] = line.identity
+        if isinstance(result, GraderFault):
+            return json.dumps({**row, "error": said})
+        return json.dumps({**row, "reward": result.value, "reason": said})
+    label = f"{line.number:>6}" + (f"  {line.identity}" if line.identity is not None else "")
+    value = "error" if isinstance(result, GraderFault) else f"{result.value:.4g}"
+    return f"{label}  {value:<6} {' '.join(said.split())}".rstrip()
