@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 from runspec.common.errors import UserError
-from runspec.common.files import expand_user
 from runspec.lint.check import check_spec
 from runspec.lock.check import require_lock
 from runspec.plan.saved import read_plan
 from runspec.spec.findings import format_finding
 from runspec.spec.load import SpecFiles
 from runspec.spec.schema import RunSpec
+from runspec.spec.source_files import whole_uri
 
 
 class Unreadable(UserError):
@@ -36,8 +36,8 @@ def located(spec: RunSpec, folder: Path) -> RunSpec:
         model = model.model_copy(update={"tokenizer": model.tokenizer.model_copy(update=tokenizer)})
     sources = [
         source
-        if source.uri is None or "://" in source.uri
-        else source.model_copy(update={"uri": _rows(source.uri, folder)})
+        if source.uri is None
+        else source.model_copy(update={"uri": whole_uri(source.uri, folder)})
         for source in spec.data.sources
     ]
     data = spec.data.model_copy(update={"sources": sources})
@@ -50,13 +50,6 @@ def _whole(name: str, folder: Path) -> str:
         return str(path.resolve()) if path.is_dir() else name
     except OSError:  # a name that can be no path
         return name
-
-
-def _rows(uri: str, folder: Path) -> str:
-    """Local data: from where the command runs if it is there, as the lock has it, else beside the
-    spec."""
-    path = expand_user(Path(uri))
-    return str((path if path.exists() else folder / path).absolute())
 
 
 def sound_spec(files: SpecFiles) -> RunSpec:

@@ -78,6 +78,18 @@ class TokenizerFiles:
     def has_template(self) -> bool:
         return "chat_template" in self.config or (self.folder / "chat_template.jinja").is_file()
 
+    @property
+    def template(self) -> str | None:
+        """The chat template's text; None where there is none, or several with names."""
+        path = self.folder / "chat_template.jinja"
+        try:
+            if path.is_file():
+                return read_bounded(path, MAX_CONFIG_BYTES).decode(errors="replace")
+        except (OSError, UserError):
+            return None
+        said = self.config.get("chat_template")
+        return said if isinstance(said, str) else None
+
 
 def _json_object(path: Path, max_bytes: int) -> dict[str, Any] | None:
     try:

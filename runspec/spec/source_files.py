@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
+from runspec.common.files import expand_user, read_bounded
 from runspec.common.hashing import digest_file, hash_parts
 from runspec.spec.plugins import SOURCE_GROUP
 from runspec.spec.schema import RunSpec, Source
@@ -58,6 +58,22 @@ def source_files(source: Source, data_dir: Path | None = None) -> dict[str, Path
         suffix = SUFFIXES.get(local.kind, "")
         names = [name for name in names if name.endswith(suffix)] or names
     return {name: _regular(root / name, place) for name in sorted(names)}
+
+
+def whole_uri(uri: str, folder: Path) -> str:
+    """A local uri by its whole path; any other as it is.
+
+    Args:
+        uri: of a source. A relative one starts where the command runs if it is there, else at:
+        folder: that of the spec's file.
+    """
+    if "://" in uri:
+        return uri
+    path = expand_user(Path(uri))
+    try:
+        return str((path if path.exists() else folder / path).absolute())
+    except (OSError, ValueError):  # a name that can be no path
+        return uri
 
 
 def redirected(source: Source, data_dir: Path | None) -> Source:

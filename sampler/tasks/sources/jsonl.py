@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
@@ -78,15 +77,15 @@ class JsonLines:
 
 def _line_ends(path: Path, name: str) -> np.ndarray:
     """i64 [lines]: the offset behind each line; the last one may lack its line break."""
-    size = path.stat().st_size
-    if size == 0:
-        return np.zeros(0, dtype=np.int64)
-    found = []
-    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        for begin in range(0, size, _BLOCK_BYTES):
-            block = np.frombuffer(data[begin : begin + _BLOCK_BYTES], dtype=np.uint8)
-            found.append(np.flatnonzero(block == ord("\n")) + (begin + 1))
+    found, size = [np.zeros(0, dtype=np.int64)], 0
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            breaks = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n"))
+            found.append(breaks + (size + 1))
+            size += len(block)
     ends = np.concatenate(found)
+    if size == 0:
+        return ends
     if not len(ends) or ends[-1] != size:
         ends = np.append(ends, size)
     longest = int(np.diff(ends, prepend=0).max())

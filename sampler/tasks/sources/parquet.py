@@ -61,8 +61,11 @@ class ParquetRows:
             with stamp.open() as stream:
                 try:
                     reader = pq.ParquetFile(stream)
-                    for batch in reader.iter_batches(BATCH_ROWS, columns=self._columns):
-                        yield batch.to_pylist()
+                    for group in range(reader.num_row_groups):  # all at once, it holds them all
+                        for batch in reader.iter_batches(
+                            BATCH_ROWS, row_groups=[group], columns=self._columns
+                        ):
+                            yield batch.to_pylist()
                 except (pa.ArrowException, OSError) as error:
                     raise _unreadable(self._names[file], error) from error
 

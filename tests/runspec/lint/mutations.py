@@ -93,6 +93,16 @@ def _only_length(spec: Spec) -> None:
     del spec["reward"][0]
 
 
+def _source(uri: str, **params: str) -> Callable[[Spec], None]:
+    revision = "a" * 40 if "://" in uri else None
+
+    def change(spec: Spec) -> None:
+        rows = {"kind": "jsonl", "uri": uri, "revision": revision, "params": params}
+        spec["data"]["sources"][0] |= rows
+
+    return change
+
+
 def _cycle(spec: Spec) -> None:
     spec["broadcast"]["relays"] = [
         {"name": "one", "upstream": ["two", "origin"]},
@@ -209,6 +219,9 @@ RULES = {
     ),
     "length-swamps-task": Mutation(put(length__alpha=10.0)),
     "source-fields": Mutation(lambda spec: spec["data"]["sources"][0].pop("dataset")),
+    "source-columns": Mutation(_source("hf://a/b", promt="question")),
+    "source-files": Mutation(_source("gone/*.jsonl")),
+    "think-prefill": Mutation(put(data__think_prefill=True), kinds=LAPTOP),
     "solve-rate": Mutation(put(data__source__solve_rate={"field": "x", "min": 0.9, "max": 0.1})),
     "shape-heads": Mutation(
         put(model__shape__num_attention_heads=4, model__shape__num_key_value_heads=3), kinds=LAPTOP

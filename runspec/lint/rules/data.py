@@ -1,0 +1,133 @@
+"""Problems: what sources need, which rows are there, how prompts begin the thinking."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from runspec.common.errors import UserError
+from runspec.lint.registry import Context, Violation, rule
+from runspec.spec.source_files import ROW_KINDS, source_files, whole_uri
+
+_COLUMNS = ("problem_id", "task_type", "prompt", "verification_info")
+_OPENED = re.compile(r"<think>(?:\\n|\s)*['\"]?\s*(?:-?[}%]\}\s*)*(?:\{%-?\s*endif\s*-?%\}\s*)*$")
+
+
+@rule("source-fields", "reward")
+def source_fields(context: Context) -> Iterator[Violation]:
+    """A source of problems must name what its kind reads.
+
+    `reasoning_gym` makes `size` problems with the generator `dataset`; `jsonl`, `parquet`,
+    `hf_dataset` and `gsm8k` read rows from `uri`. Kinds of installed packages say for themselves
+    what they need.
+    """
+    needed = {"reasoning_gym": ("dataset", "size"), **dict.fromkeys(ROW_KINDS, ("uri",))}
+    examples = {"dataset": "spell_backward", "size": "20000", "uri": "problems.parquet"}
+    for source in context.spec.data.sources:
+        for field in needed.get(source.kind, ()):
+            if getattr(source, field) is None:
+                yield Violation(
+                    ("data", "sources", source.name),
+                    f"kind {source.kind} needs {field}",
+                    requires=f"{field} given",
+                    suggestion=f"such as {field}: {examples[field]}",
+                )
+
+
+@rule("source-columns", "reward")
+def source_columns(context: Context) -> Iterator[Violation]:
+    """Params of a source that reads rows must be columns that it maps.
+
+        params: {problem_id: id, task_type: type, prompt: question, verification_info: check}
+
+    Each says what one of the four columns is called in the files; a `hf_dataset` also takes
+    `split`, and `gsm8k`, whose columns are fixed, takes none. Any other key is a misspelling, and
+    the column that it was meant for would be looked for under its usual name.
+    """
+    known = {"gsm8k": (), "hf_dataset": (*_COLUMNS, "split")}
+    for source in context.spec.data.sources:
+        allowed = known.get(source.kind, _COLUMNS)
+        for key in source.params if source.kind in ROW_KINDS else ():
+            if key not in allowed:
+                yield Violation(
+                    ("data", "sources", source.name, "params", key),
+                    f"{key[:80]} is no column that kind {source.kind} maps",
+                    requires=f"one of {', '.join(allowed) or 'none'}",
+                    suggestion=", ".join(allowed) or "take it out",
+                )
+
+
+@rule("source-files", "reward", "warning")
+def found_files(context: Context) -> Iterator[Violation]:
+    """The files that a source reads ought to be there where the spec is linted.
+
+    A `uri` without `://` names a file, a folder, or files by a pattern; a relative one starts where
+    the command runs or, if nothing is there, beside the spec. Sources fetch nothing: what is not on
+    the coordinator's machine stops the run before its first step. A warning, for a spec may be
+    linted elsewhere.
+    """
+    for source in context.spec.data.sources:
+        if source.uri is None or "://" in source.uri or source.kind not in ROW_KINDS:
+            continue
+        local = source.model_copy(update={"uri": whole_uri(source.uri, context.folder)})
+        try:
+            source_files(local)
+        except UserError as error:
+            yield Violation(
+                ("data", "sources", source.name, "uri"),
+                error.thing,
+                requires="files that this machine can read",
+                suggestion=error.remedy or "name a file, or a folder that has any",
+            )
+
+
+@rule("solve-rate", "reward")
+def solve_rate(context: Context) -> Iterator[Violation]:
+    """The offline filter must have rows to filter, and bounds of which the lower is not above.
+
+        min <= max
+
+    Problems are kept whose recorded solve rate lies in [min, max]; with the bounds the wrong way
+    round none does. A generator records none: `python -m sampler solve-rates` measures those of
+    its problems and writes them as rows. INTELLECT-2 kept 0.125 to 0.5 of eight tries by a 7B
+    model.
+    """
+    for source in context.spec.data.sources:
+        rate = source.solve_rate
+        where = ("data", "sources", source.name, "solve_rate")
+        if rate is not None and source.kind == "reasoning_gym":
+            yield Violation(
+                where,
+                "kind reasoning_gym makes problems, of which no solve rate is recorded",
+                requires="a kind that reads rows",
+                suggestion="measure them with `python -m sampler solve-rates`, and read its file",
+            )
+        elif rate is not None and rate.min > rate.max:
+            yield Violation(
+                (*where, "min"),
+                f"{rate.min:g} is above max = {rate.max:g}: no problem is kept",
+                numbers={"min": rate.min, "max": rate.max},
+                requires="min <= max",
+                suggestion=f"{{min: {rate.max:g}, max: {rate.min:g}}}",
+            )
+
+
+@rule("think-prefill", "reward", "warning")
+def think_prefill(context: Context) -> Iterator[Violation]:
+    """Prompts ought to open the thinking once: in the chat template or by `data.think_prefill`.
+
+    With `think_prefill` a prompt ends with `<think>` and a line break where the template leaves the
+    model's turn empty. Where the template ends with `<think>` itself (QwQ's, DeepSeek-R1's, and
+    that of a `model.shape`) nothing is added, and the setting says what is not so. Looked at where
+    the tokenizer is in a local directory.
+    """
+    spec, files = context.spec, context.tokenizer
+    template = files.template if files is not None else None
+    opened = spec.model.shape is not None or _OPENED.search(template or "") is not None
+    if spec.data.think_prefill and opened:
+        yield Violation(
+            ("data", "think_prefill"),
+            "the chat template opens the thinking itself; nothing is added",
+            requires="think_prefill = false, or a template that leaves the turn empty",
+            suggestion="take it out",
+        )
