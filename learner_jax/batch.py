@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from learner_jax.advantage import group_advantages
+from learner_jax.agreement import Agreement, agreement
 from runspec.common.canonical import canonical_json
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
@@ -67,6 +68,9 @@ class Batch:
 
     manifest: BatchManifest
     groups: list[list[TrainingRollout]]
+    agreement: Agreement | None = None
+    """Of the samplers with us; None where nothing was recomputed, and on processes that read no
+    files."""
 
     @property
     def rollouts(self) -> list[TrainingRollout]:
@@ -182,7 +186,7 @@ class BatchReader:
             UserError: a file is missing, is not the one named, or does not hold the whole group.
         """
         opened: dict[tuple[str, str], dict[int, list[_Row]]] = {}
-        groups = []
+        groups, compared = [], []
         for named in manifest.groups:
             key = (named.submission, named.verdict)
             if key not in opened:
@@ -190,7 +194,8 @@ class BatchReader:
             rows = opened[key].get(named.group, [])
             self._check_group(named, rows)
             groups.append(self._training_group(rows))
-        return Batch(manifest, groups)
+            compared += [pair for row in rows if (pair := row.both_logprobs) is not None]
+        return Batch(manifest, groups, agreement(compared))
 
     def _open(self, named: BatchGroup) -> dict[int, list[_Row]]:
         """The rows of one submission with their verdicts, by group."""
@@ -283,6 +288,12 @@ class _Row:
     def mu(self) -> np.ndarray:
         # Where `verify.prefill_share` left the prefill out, the worker's claim is all there is.
         return self.rollout.logprobs if self.verdict.logprobs is None else self.verdict.logprobs
+
+    @property
+    def both_logprobs(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Claimed and recomputed; None where they were not, or not under one version."""
+        ours = self.verdict.logprobs
+        return None if ours is None else (self.rollout.logprobs, ours)
 
     def training(self, advantage: float) -> TrainingRollout:
         verdict, rollout = self.verdict, self.rollout

@@ -9,6 +9,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from bridge.config import ModelConfig
+from learner_jax.agreement import alarm_limit
 from learner_jax.batch import Batch
 from learner_jax.flops import Meter, peak_flops
 from learner_jax.layout import initial_model
@@ -36,6 +37,7 @@ class Records:
         self._decode, self._log = SampleWriter(initial_model(run_dir)), log
         peak = peak_flops(mesh.devices.flat[0].device_kind)
         self._meter = Meter(config, spec.learner.lora, mesh.size, peak)
+        self._alarm = alarm_limit(spec)
         self._replay_difference: float | None = None
 
     def write(
@@ -59,11 +61,20 @@ class Records:
         step = batch.manifest.step
         if replay_difference is not None:
             self._replay_difference = max(self._replay_difference or 0.0, replay_difference)
-        line = metrics_line(batch, result, self._meter, train_s=train_s, waits=waits)
+        line = metrics_line(
+            batch, result, self._meter, train_s=train_s, waits=waits, logprob_alarm=self._alarm
+        )
         line["replay_difference"] = self._replay_difference
         if self._metrics.append(step, [line]):
             self._replay_difference = None
         self._samples.append(step, self._decode.lines(batch))
+        if line["sampler_logprob_alarm"]:
+            self._log.warning(
+                "step %d: the samplers' log-probs are %.2e from ours on average, %.2e at most "
+                "(verify.logprob_alarm %.2e): look at their engine, its dtype and its version",
+                *(step, line["sampler_logprob_diff_mean"], line["sampler_logprob_diff_max"]),
+                line["sampler_logprob_limit"],
+            )
         for skipped in result.skipped:
             self._log.warning("step %d: %s", step, skipped)
         self._log.info(

@@ -19,7 +19,13 @@ SAMPLES_A_STEP = 2
 
 
 def metrics_line(
-    batch: Batch, result: StepResult, meter: Meter, *, train_s: float, waits: Mapping[str, float]
+    batch: Batch,
+    result: StepResult,
+    meter: Meter,
+    *,
+    train_s: float,
+    waits: Mapping[str, float],
+    logprob_alarm: float,
 ) -> dict:
     """One step's line, without `step`.
 
@@ -33,6 +39,7 @@ def metrics_line(
         meter: for MFU.
         train_s: the learner's seconds of work since the step before.
         waits: its seconds of waiting since then, by whom it waited for.
+        logprob_alarm: `agreement.alarm_limit`.
     """
     stats, lags, wait_s = batch.manifest.stats, batch.lags, sum(waits.values())
     lengths = [len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts]
@@ -57,6 +64,7 @@ def metrics_line(
         "version": batch.manifest.step + 1,
         "time": time.time(),
         **from_stats,
+        **_agreement(batch, logprob_alarm),
         **result.numbers,
         "lag_mean": float(np.mean(lags)),
         "lag_max": max(lags),
@@ -75,6 +83,18 @@ def metrics_line(
         "waits": dict(waits),
         "learner_busy_fraction": train_s / (train_s + wait_s),
         "complete": batch.manifest.complete,
+    }
+
+
+def _agreement(batch: Batch, limit: float) -> dict[str, Any]:
+    """Samplers against learner on the tokens that are trained; null where none was recomputed."""
+    found = batch.agreement
+    return {
+        "sampler_logprob_diff_mean": None if found is None else found.mean,
+        "sampler_logprob_diff_max": None if found is None else found.largest,
+        "sampler_logprob_limit": limit,
+        # What is not a number agrees with nothing.
+        "sampler_logprob_alarm": found is not None and not found.mean <= limit,
     }
 
 

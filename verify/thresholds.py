@@ -75,6 +75,10 @@ BFLOAT16 = Limits(
 
 Precision = Literal["float32", "bfloat16", "fp8"]
 
+LOGPROB_ALARM: dict[Precision, float] = {"float32": 1e-3, "bfloat16": 0.02, "fp8": 0.15}
+"""Mean |sampler's - learner's| log-prob of a step, in nats, that calls for a person: between what
+honest pools show (1e-6, 0.003 to 0.013, 0.04 to 0.10) and where validators reject."""
+
 CALIBRATED: frozenset[tuple[Precision, FloatType]] = frozenset(
     {("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")}
 )

@@ -11,8 +11,9 @@ from itertools import pairwise
 from typing import Literal
 
 from runspec.common.process import EXIT_FINAL
+from runspec.local.metrics import Row
 from runspec.local.snapshot import Snapshot
-from runspec.local.text import duration
+from runspec.local.text import duration, number
 
 Status = Literal["True", "False", "Unknown"]
 
@@ -42,6 +43,7 @@ TYPES = {
     "Ready": "every role is running",
     "Training": "a step was trained lately",
     "Published": "the newest trained version is out",
+    "LogprobAlarm": "the samplers' log-probs are not the learner's",
     "Stalled": "no step was trained for long, or the coordinator gave a step up",
     "Paused": "`runspec pause` or `rollback` stopped it",
     "Failed": "a role, the budget or a missing thing ended it",
@@ -56,6 +58,7 @@ def conditions(seen: Snapshot) -> list[Condition]:
         _ready(seen),
         _training(seen),
         _published(seen),
+        _logprob_alarm(seen),
         _stalled(seen),
         *(_state(seen, type_, state) for type_, state in _STATES.items()),
     ]
@@ -115,6 +118,29 @@ def _published(seen: Snapshot) -> Condition:
         return Condition("Published", "False", "Behind", message, seen.published_at)
     message = f"version {seen.published} is out"
     return Condition("Published", "True", "NewestOut", message, seen.published_at)
+
+
+def _logprob_alarm(seen: Snapshot) -> Condition:
+    row = seen.rows[-1] if seen.rows else {}
+    mean, limit = row.get("sampler_logprob_diff_mean"), row.get("sampler_logprob_limit")
+    if row.get("sampler_logprob_alarm"):
+        return Condition("LogprobAlarm", "True", "AboveLimit", alarm_text(row), row.get("time"))
+    if mean is None:
+        nothing = "no log-probs were recomputed"
+        return Condition("LogprobAlarm", "False", "NotCompared", nothing, None)
+    message = f"{number(mean)} apart on average, {number(limit)} are allowed"
+    return Condition("LogprobAlarm", "False", "WithinLimit", message, None)
+
+
+def alarm_text(row: Row) -> str:
+    """What a step's alarm says; empty without one."""
+    if not row.get("sampler_logprob_alarm"):
+        return ""
+    mean, limit = row.get("sampler_logprob_diff_mean"), row.get("sampler_logprob_limit")
+    return (
+        f"step {row.get('step')}: the samplers' log-probs are {number(mean)} from the learner's on "
+        f"average, verify.logprob_alarm is {number(limit)}"
+    )
 
 
 def _stalled(seen: Snapshot) -> Condition:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from runspec.common.errors import UserError
 from runspec.local.children import Child, birth, start_child, stop_children
+from runspec.local.conditions import alarm_text
 from runspec.local.fleet import (
     Action,
     Event,
@@ -112,6 +113,7 @@ class Supervisor:
         self._stops_handled = 0
         self._children: dict[str, Child] = {}
         self._seen = 0.0
+        self._alarmed = False
         self._fleet = Fleet({role.name: RoleState() for role in roles}, rules)
 
     def run(self) -> Outcome:
@@ -229,7 +231,16 @@ class Supervisor:
         if now - self._seen >= SEEN_EVERY_S or self._fleet.done:
             self._state.seen()
             self._seen = now
+        self._alarm()
         self._watcher.show(self._progress.rows, self._views(), self._progress.note)
+
+    def _alarm(self) -> None:
+        """Tells once that the samplers' log-probs are off, and again after they were not."""
+        text = alarm_text(self._progress.rows[-1]) if self._progress.rows else ""
+        if text and not self._alarmed:
+            self._state.add_event("learner", text)
+            self._watcher.event("learner", text)
+        self._alarmed = bool(text)
 
     def _views(self) -> list[RoleView]:
         children: Mapping[str, Child] = self._children

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from learner_jax.agreement import alarm_limit
 from learner_jax.batch import BatchReader
 from runspec.common.errors import UserError
 from runspec.common.keys import SigningKey
@@ -75,6 +76,33 @@ def test_rollouts_that_were_not_prefilled_carry_the_workers_mu(run: Any) -> None
     refile_verdict(run, named, encode_verdicts(without))
     reader = reader_of(run)
     assert reader.read(reader.manifest(0)).rollouts[0].mu[0] == np.float32(-3.5)
+
+
+def test_falsified_log_probs_show_as_the_distance_from_those_recomputed(run: Any) -> None:
+    # given a step whose workers claim -3.5 for every token
+    named = run.add_step(0, version=0)
+    files = submission_files(run.path, 0, named[0].submission)
+    verdicts = decode_verdicts(files.verdict.read_bytes())
+    ours = np.concatenate([verdict.logprobs for verdict in verdicts])
+    # when the learner reads it
+    reader = reader_of(run)
+    found = reader.read(reader.manifest(0)).agreement
+    # then it has the mean and the largest distance on the same tokens
+    assert found is not None
+    assert found.tokens == len(ours)
+    assert found.mean == pytest.approx(np.abs(-3.5 - ours).mean())
+    assert found.largest == pytest.approx(np.abs(-3.5 - ours).max())
+    assert found.mean > alarm_limit(run.spec)
+
+
+def test_nothing_is_compared_where_nothing_was_prefilled(run: Any) -> None:
+    named = run.add_step(0, version=0)
+    files = submission_files(run.path, 0, named[0].submission)
+    verdicts = decode_verdicts(files.verdict.read_bytes())
+    without = [type(v)(**{**vars(v), "logprobs": None, "logprob_diff": None}) for v in verdicts]
+    refile_verdict(run, named, encode_verdicts(without))
+    reader = reader_of(run)
+    assert reader.read(reader.manifest(0)).agreement is None
 
 
 def refile_verdict(run: Any, named: list[BatchGroup], table: bytes, **how: Any) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bridge.config import ModelConfig
+from learner_jax.agreement import Agreement
 from learner_jax.batch import Batch, TrainingRollout
 from learner_jax.flops import Meter
 from learner_jax.report import metrics_line
@@ -30,11 +31,14 @@ def rollout(prompt: int, output: int, version: int) -> TrainingRollout:
     )
 
 
-def line_of(waits: dict[str, float], peak: float | None = 1e9) -> dict:
+def line_of(
+    waits: dict[str, float], peak: float | None = 1e9, agreement: Agreement | None = None
+) -> dict:
     """Of step 3: two groups of lags 0, 1, 2, 1; 90 tokens in 120 positions; 1.5 of 2 s updates."""
     batch = Batch(
         BatchManifest("tiny", 3, [], complete=True, stats={"task_reward_mean": 0.5}),
         [[rollout(5, 10, 3), rollout(5, 20, 2)], [rollout(10, 10, 1), rollout(10, 20, 2)]],
+        agreement,
     )
     result = StepResult(
         state=None,
@@ -46,7 +50,7 @@ def line_of(waits: dict[str, float], peak: float | None = 1e9) -> dict:
         update_s=1.5,
     )
     meter = Meter(CONFIG, None, devices=2, peak=peak)
-    return metrics_line(batch, result, meter, train_s=2.0, waits=waits)
+    return metrics_line(batch, result, meter, train_s=2.0, waits=waits, logprob_alarm=1e-3)
 
 
 def test_speed_counts_real_tokens_and_useful_flops() -> None:
@@ -75,3 +79,20 @@ def test_lags_and_the_loss_are_those_of_what_was_trained() -> None:
     assert (line["lag_mean"], line["lag_max"], line["trained_rollouts"]) == (1.0, 2, 4)
     assert (line["version"], line["loss"], line["ratio_p99"]) == (4, 0.25, 1.5)
     assert line["task_reward"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("mean", "alarm"), [(9e-4, False), (1e-3, False), (2e-3, True), (float("nan"), True)]
+)
+def test_samplers_that_are_further_off_than_allowed_raise_the_alarm(
+    mean: float, alarm: bool
+) -> None:
+    line = line_of({}, agreement=Agreement(90, mean, 0.5))
+    assert line["sampler_logprob_diff_max"] == 0.5
+    assert (line["sampler_logprob_limit"], line["sampler_logprob_alarm"]) == (1e-3, alarm)
+
+
+def test_a_step_in_which_nothing_was_recomputed_raises_no_alarm() -> None:
+    line = line_of({})
+    assert line["sampler_logprob_diff_mean"] is None
+    assert line["sampler_logprob_alarm"] is False

@@ -63,6 +63,22 @@ def test_every_condition_is_there_once_and_in_order() -> None:
     assert [each.type for each in conditions(RUNNING)] == list(TYPES)
 
 
+def test_samplers_whose_log_probs_are_off_are_a_condition_with_its_numbers() -> None:
+    off = {
+        **step(3, 5.0),
+        "sampler_logprob_diff_mean": 0.05,
+        "sampler_logprob_limit": 0.02,
+        "sampler_logprob_alarm": True,
+    }
+    alarmed = found(replace(RUNNING, rows=[off]), "LogprobAlarm")
+    assert (alarmed.status, alarmed.reason, alarmed.since) == ("True", "AboveLimit", NOW - 5)
+    assert "0.05 from the learner's" in alarmed.message
+    assert "is 0.02" in alarmed.message
+    near = {**off, "sampler_logprob_diff_mean": 0.01, "sampler_logprob_alarm": False}
+    assert found(replace(RUNNING, rows=[off, near]), "LogprobAlarm").reason == "WithinLimit"
+    assert found(RUNNING, "LogprobAlarm").reason == "NotCompared"
+
+
 def test_a_run_that_trains_is_alive_ready_training_and_published() -> None:
     assert true_ones(RUNNING) == ["Alive", "Ready", "Training", "Published"]
     assert found(RUNNING, "Ready").since == NOW - 50, "when the last role came up"
