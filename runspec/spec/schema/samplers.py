@@ -182,6 +182,10 @@ class Verify(Block):
     """Prefill engine: an entry point of the group `runspec.prefill`."""
     prefill_share: Share = 1.0
     """Share of submissions whose log-probs, noise and proofs are recomputed."""
+    logprob_alarm: Annotated[Nats | None, RESTART] = None
+    """Mean |sampler's - learner's| log-prob of a step, on the same tokens under the same version,
+    above which `status` and the learner's log raise the alarm; null: 0.001 for pools in float32,
+    0.02 in bfloat16, 0.15 in fp8, the largest of the run's."""
     lease_timeout: Duration = 1800.0
     """Time from a lease to its submission; after it the lease counts as withheld."""
     tokens_per_s: Annotated[Positive | None, Unit("tokens/s of a validator"), HOT, SITE] = None
