@@ -85,7 +85,7 @@ def refuse(pool: SamplerPool) -> None:
     """Names what no engine can do, before vLLM starts.
 
     Raises:
-        UserError: the pool is quantised, or data parallel, and on CPUs.
+        UserError: the pool is quantised and on CPUs.
     """
     if pool.hardware.kind != "cpu":
         return

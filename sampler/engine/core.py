@@ -79,13 +79,8 @@ class Core:
         )
 
     async def output(self, collector: Any) -> Any:
-        """The finished output of a request."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            return await collector.get()
-        except EngineDeadError:
-            raise self._dead() from None
+        """The finished output of a request, however long it takes."""
+        return await self._race(collector.get(), "an output", seconds=None)
 
     async def abort(self, names: Sequence[str]) -> None:
         await self._race(self._llm.abort(list(names)), "the abort of requests")
@@ -146,7 +141,9 @@ class Core:
         for process in self._processes:
             process.join(max(0.0, end - time.monotonic()))
 
-    async def _race(self, call: Coroutine[Any, Any, Any], what: str) -> Any:
+    async def _race(
+        self, call: Coroutine[Any, Any, Any], what: str, seconds: float | None = RPC_S
+    ) -> Any:
         """Awaits a call, as long as the cores live and the time is not up.
 
         Raises:
@@ -160,7 +157,7 @@ class Core:
         task = asyncio.ensure_future(call)
         try:
             await asyncio.wait(
-                {task, self.death}, timeout=RPC_S, return_when=asyncio.FIRST_COMPLETED
+                {task, self.death}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
             )
             if task.done():
                 return task.result()
@@ -170,7 +167,7 @@ class Core:
             task.cancel()
         if not self.death.done():
             self._kill()  # it has nothing to save
-            self._end(EngineDied(f"the engine core did not answer within {RPC_S:.0f} s: {what}"))
+            self._end(EngineDied(f"the engine core did not answer within {seconds:.0f} s: {what}"))
         raise self._dead()
 
     def _ended(self, process: Any) -> None:

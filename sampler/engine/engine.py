@@ -59,6 +59,9 @@ class Engine:
         self._loading = threading.Lock()
         self._counting = threading.Lock()
         self._loads = 0
+        self._held: Path | None = None  # the files of what is loaded and checked
+        self._paused_at: float | None = None
+        self._paused_s: float | None = None
         self.version: int | None = None
         """Loaded and checked; None while there is none, or the engine died."""
         self.running = 0
@@ -92,17 +95,19 @@ class Engine:
                 if self.running and not self._pool.in_flight_updates:
                     raise RuntimeError(f"{self.running} sequences are under way during a load")
                 self.version = None
-            begun = time.monotonic()
+            begun, self._paused_s = time.monotonic(), None
+            held, self._held = self._held, None
             try:
-                paused = self._replace(weights_dir, version)
+                patched = self._replace(held, weights_dir, version)
                 report = self.check(weights_dir, version)
+                self._loop.run(self._open())
             except Exception as error:
                 self._loop.run(self._give_up(error))
                 raise
-            self.version = version
-            self._loop.run(self._open())
+            self.version, self._held = version, weights_dir
             seconds = time.monotonic() - begun
-            return replace(report, load_s=seconds, pause_s=paused or seconds)
+            paused = seconds if self._paused_s is None else self._paused_s
+            return replace(report, load_s=seconds, pause_s=paused, patched=patched)
 
     def submit(self, requests: Sequence[SampleRequest]) -> Future[list[Sampled]]:
         """Samples every request, together with whatever else is under way.
@@ -150,6 +155,7 @@ class Engine:
         """
         report = merge(self._rpc("compare_weights", weights_dir=str(weights_dir)))
         require_same_bytes(report, weights_dir, version)
+        self._loop.run(self._resume())  # the probe has to run; what else runs is not answered yet
         if self._probe or (weights_dir / PROBE_FILE).exists():
             probe = read_probe(weights_dir)
             logprobs = self._loop.run(self._prompt_logprobs([s.tokens for s in probe]))
@@ -177,20 +183,27 @@ class Engine:
         self._loop.run(self._stop(GenerationAborted()))
         self._loop.close()
 
-    def _replace(self, weights_dir: Path, version: int) -> float | None:
-        """Brings weights into vLLM. Returns how long sequences under way stood still, in seconds;
-        None where there were none."""
+    def patch(self, held: Path, weights_dir: Path) -> bool:
+        """Overwrites what differs between the version held and another, in place.
+
+        Returns:
+            False where a rank cannot; then all is to be loaded.
+        """
+        return all(self._rpc("patch_weights", base_dir=str(held), weights_dir=str(weights_dir)))
+
+    def _replace(self, held: Path | None, weights_dir: Path, version: int) -> bool:
+        """Brings weights into vLLM; returns whether as a patch. Pauses what is under way."""
         self._loads += 1
         if self._core is None:
             self._loop.run(self._start(weights_dir, version))
-            return None
-        in_flight = self._pool.in_flight_updates
-        begun = time.monotonic()
-        self._loop.run(self._shut(pause=in_flight))
-        self._rpc("reload_weights", weights_path=str(weights_dir))
-        self.repack()
-        self._loop.run(self._relabel(version, resume=in_flight))
-        return time.monotonic() - begun if in_flight else None
+            return False
+        self._loop.run(self._pause())
+        patched = held is not None and held.is_dir() and self.patch(held, weights_dir)
+        if not patched:
+            self._rpc("reload_weights", weights_path=str(weights_dir))
+            self.repack()
+        self._loop.run(self._relabel(version))
+        return patched
 
     def _rpc(self, method: str, **kwargs: Any) -> list[Any]:
         """Calls a method on every worker of every rank; one answer from each."""
@@ -221,22 +234,27 @@ class Engine:
         await core.rpc("set_version", version=version)
         self._front = Front(core, ended=self._count_ended, failed=self._fail)
 
-    async def _shut(self, *, pause: bool) -> None:
+    async def _pause(self) -> None:
         self._require_front().shut()
-        if pause:
+        if self._pool.in_flight_updates:
             await self._require_core().pause()
+            self._paused_at = time.monotonic()
 
-    async def _relabel(self, version: int, *, resume: bool) -> None:
+    async def _relabel(self, version: int) -> None:
         """What is computed from now on is the new version's, and so is what it may be read from."""
         core = self._require_core()
         await core.rpc("set_version", version=version)
         self._require_front().set_salt(str(self._loads))
-        if resume:
-            await core.resume()
-        else:
+        if not self._pool.in_flight_updates:
             await core.reset_prefix_cache()  # the salt alone would do; this frees the room at once
 
+    async def _resume(self) -> None:
+        if self._paused_at is not None:
+            await self._require_core().resume()
+            self._paused_s, self._paused_at = time.monotonic() - self._paused_at, None
+
     async def _open(self) -> None:
+        await self._resume()
         self._require_front().open()
 
     async def _give_up(self, error: Exception) -> None:
@@ -245,7 +263,7 @@ class Engine:
             self._fail(error)
         elif self._front is not None:
             await self._front.drop(error)
-            await self._core.resume()
+            await self._resume()
         else:
             await self._stop(error)
 
@@ -271,7 +289,7 @@ class Engine:
 
     def _fail(self, error: Exception) -> None:
         """The engine is of no use any more: everybody hears why, and its processes end."""
-        self.version = None
+        self.version = self._held = self._paused_at = None
         core, front = self._core, self._front
         self._core = self._front = None
         if front is not None:

@@ -111,7 +111,8 @@ class Front:
         async with self._records:
             victims, self._live = list(self._live.values()), {}
             self._finished.clear()
-            await self._core.abort([victim.name for victim in victims])
+            if victims:
+                await self._core.abort([victim.name for victim in victims])
             for rank in {victim.slot.rank for victim in victims}:
                 slots = [v.slot.number for v in victims if v.slot.rank == rank]
                 await self._core.rpc_of(rank, "forget", slots=slots)
@@ -199,6 +200,8 @@ class Front:
             self._answer(sequence.submission, sequence.index, sampled)
 
     def _answer(self, submission: Submission, index: int, sampled: Sampled) -> None:
+        if submission.future.done():  # failed while the record was fetched
+            return
         submission.sampled[index] = sampled
         self._ended(1)
         if len(submission.sampled) == len(submission.requests):

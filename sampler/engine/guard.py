@@ -11,16 +11,26 @@ import multiprocessing
 import os
 import signal
 import threading
+from pathlib import Path
+
+COORDINATOR = b"VLLM::DPCoordinator"
+"""What the process calls itself that vLLM starts beside data-parallel cores, before these. Nothing
+of ours runs in it, so the cores take it along."""
 
 
 def die_with_parent() -> None:
-    """From now on this process is killed as soon as the one that spawned it is gone."""
+    """From now on this process, and a coordinator beside it, are killed as soon as the one that
+    spawned them is gone."""
     parent = multiprocessing.parent_process()
-    if parent is None:
+    if parent is None or parent.pid is None:
         raise RuntimeError("no process of multiprocessing's")
+    beside = _named_children(parent.pid, COORDINATOR)
 
     def wait() -> None:
         parent.join()
+        for pid in beside:
+            if _is_named(pid, COORDINATOR):  # and not a later process of the same number
+                os.kill(pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="die-with-parent", daemon=True).start()
@@ -29,3 +39,18 @@ def die_with_parent() -> None:
 def ignore_interrupts() -> None:
     """Ctrl-C reaches every process of the terminal: the front decides what becomes of this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _named_children(pid: int, name: bytes) -> list[int]:
+    """Children of a process that call themselves so; none where there is no /proc."""
+    children: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        children.extend(int(child) for child in path.read_text().split())
+    return [child for child in children if _is_named(child, name)]
+
+
+def _is_named(pid: int, name: bytes) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name)
+    except (FileNotFoundError, ProcessLookupError):
+        return False

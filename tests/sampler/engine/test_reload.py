@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from runspec.common.errors import UserError
@@ -92,6 +94,9 @@ def test_a_stale_tensor_in_a_packed_copy_is_caught_by_the_probe(engine, untied, 
 
 class ForgetfulEngine(Engine):
     """Reloads as vLLM does alone: without packing a tied head anew."""
+
+    def patch(self, held: Path, weights_dir: Path) -> bool:
+        return False
 
     def repack(self) -> None:
         pass
