@@ -1,0 +1,205 @@
+"""Grader processes: one that hangs, dies or lies costs its one answer, and reaches nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from runspec.common.errors import UserError
+from sampler.grading.answers import MAX_ANSWER_CHARS
+from sampler.grading.graders import Graders
+from sampler.tasks.interfaces import Score
+from tests.sampler.grading.plugin import answers, install_term, reward
+from tests.waiting import eventually
+from verify.plugins import GraderFault
+
+pytestmark = pytest.mark.slow
+Make = Callable[..., Graders]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes graders for a plug-in of an installed package."""
+    made: list[Graders] = []
+
+    def graders(processes: int = 1, timeout: str = "20s", **options: object) -> Graders:
+        kind, _ = install_term(tmp_path, monkeypatch, **options)  # type: ignore[arg-type]
+        made.append(Graders([reward(kind, timeout=timeout)], processes=processes))
+        return made[-1]
+
+    yield graders
+    for one in made:
+        one.close()
+
+
+def test_a_package_adds_a_reward_by_its_entry_point(make: Make) -> None:
+    results = make().score(answers("chess", ["0.5", "1", "-2"]))
+
+    assert results == [Score(0.5), Score(1.0), Score(-2.0)]
+
+
+def test_one_hanging_term_costs_its_answer_and_stalls_no_other(make: Make) -> None:
+    texts = [str(i) for i in range(50)]
+    texts.insert(7, "hang")
+
+    results = make(processes=2, timeout="2s").score(answers("chess", texts))
+
+    fault = results.pop(7)
+    assert isinstance(fault, GraderFault)
+    assert str(fault) == "p7: no verdict within 2 s"
+    assert results == [Score(float(i)) for i in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("raise", "RuntimeError: no idea"),
+        ("nan", "the grader returned nan"),
+        ("inf", "the grader returned inf"),
+        ("text", "the grader returned 'one'"),
+        ("segfault", "SIGSEGV"),
+        ("leave", "lost"),
+        ("memory", "out of memory"),
+    ],
+)
+def test_a_grader_that_fails_is_a_fault_and_the_next_answer_is_graded(
+    make: Make, answer: str, says: str
+) -> None:
+    results = make().score(answers("chess", ["1", answer, "0.5"]))
+
+    assert isinstance(results[1], GraderFault)
+    assert says in str(results[1])
+    assert [results[0], results[2]] == [Score(1.0), Score(0.5)]
+
+
+@pytest.mark.parametrize("answer", ["hang", "memory", "segfault"])
+def test_where_the_answer_decides_the_work_a_limit_is_its_reward_of_0(
+    make: Make, answer: str
+) -> None:
+    (score,) = make(timeout="1s", blames=True).score(answers("chess", [answer]))
+
+    assert isinstance(score, Score)
+    assert score.value == 0.0
+    assert score.reason
+
+
+def test_what_a_term_prints_is_no_verdict(make: Make) -> None:
+    assert make().score(answers("chess", ["print", "1"])) == [Score(0.25), Score(1.0)]
+
+
+def test_a_grader_reaches_no_file_no_network_and_no_environment(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "key"
+    secret.write_text("secret")
+    monkeypatch.setenv("SECRET", "1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        graders = make(secret=str(secret), port=server.getsockname()[1])
+        results = graders.score(answers("chess", ["environment", "network", "file"]))
+    assert results == [Score(0.0)] * 3
+
+
+def test_a_grader_loads_the_terms_of_the_run_alone(make: Make) -> None:
+    assert make().score(answers("chess", ["modules"])) == [Score(0.0)]
+
+
+def test_several_callers_are_served_at_once(make: Make) -> None:
+    graders = make(processes=2)
+    found: dict[int, list[object]] = {}
+
+    def call(number: int) -> None:
+        found[number] = list(graders.score(answers("chess", [str(number)] * 20)))
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {n: [Score(float(n))] * 20 for n in range(4)}
+
+
+def test_an_over_long_answer_is_wrong_and_an_unknown_kind_a_fault(make: Make) -> None:
+    graders = make()
+    (long,) = graders.score(answers("chess", ["1" * (MAX_ANSWER_CHARS + 1)]))
+    (unknown,) = graders.score(answers("go", ["1"]))
+    assert isinstance(long, Score) and long.value == 0.0 and "characters" in long.reason
+    assert isinstance(unknown, GraderFault) and "no reward of kind 'go'" in str(unknown)
+
+
+def test_closing_ends_an_answer_in_work_as_a_fault(make: Make) -> None:
+    graders = make(timeout="120s")
+    found: list[object] = []
+    thread = threading.Thread(
+        target=lambda: found.extend(graders.score(answers("chess", ["1", "hang", "2"])))
+    )
+    thread.start()
+    graders.score(answers("chess", []))
+    eventually(lambda: graders._pool._alive, "a grader process")
+    graders.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert any(isinstance(result, GraderFault) for result in found)
+
+
+def test_a_term_that_no_grader_can_prepare_stops_with_its_words(make: Make) -> None:
+    graders = make(broken=True)
+    with pytest.raises(UserError, match="OSError: no opening book"):
+        graders.score(answers("chess", ["1", "2"]))
+
+
+def test_the_death_of_its_owner_ends_a_grader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a process that grades an answer for ever, its grader known by the module's name
+    kind, module = install_term(tmp_path, monkeypatch)
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from sampler.grading.graders import Graders\n"
+        "from tests.sampler.grading.plugin import answers, reward\n"
+        f"Graders([reward({kind!r}, timeout='10m')], processes=1)"
+        f".score(answers({kind!r}, ['1', 'hang']))"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[3])
+    try:
+        eventually(lambda: processes_with(module), "a grader")
+        # When it is killed
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(10)
+        # Then so is its grader
+        eventually(lambda: not processes_with(module), "its end")
+    finally:
+        owner.kill()
+
+
+def processes_with(word: str) -> list[int]:
+    """Processes with a word in their command line, other than the owner, whose name it is not."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if word in path.read_text(errors="replace"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def test_graders_that_are_closed_grade_nothing(make: Make) -> None:
+    graders = make()
+    with closing(graders):
+        pass
+    with pytest.raises(RuntimeError, match="closed"):
+        graders.score(answers("chess", ["1"]))
+
+
+def test_a_kind_that_nobody_offers_is_named() -> None:
+    with pytest.raises(UserError, match="no plug-in offers kind 'go'"):
+        Graders([reward("go")])
