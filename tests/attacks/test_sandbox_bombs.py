@@ -11,19 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.attacks.sandboxed import LIMITS, PRELUDE, SETS, Sandbox, make_sandbox
+from tests.attacks.sandboxed import LIMITS, PRELUDE, Sandbox
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(params=list(SETS))
-def sandbox(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Sandbox:
-    directory = tmp_path / "scratches"
-    directory.mkdir()
-    return make_sandbox(request.param, directory, monkeypatch)
 
 
 SLEEPERS = """

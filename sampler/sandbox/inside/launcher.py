@@ -14,7 +14,6 @@ from . import guard, kernel, limits, namespaces, wire
 from .order import NAMESPACES, Order, unpack
 from .watch import Watch
 
-_TICK_S = 0.05
 _END_S = 10.0
 """Longest wait for the guard to end what is below it."""
 
@@ -93,7 +92,7 @@ def _supervise(
     poll.register(report, select.POLLIN | select.POLLHUP)
     verdict = ""
     while not verdict:
-        events = dict(poll.poll(watch.wait_ms(_TICK_S)))
+        events = dict(poll.poll(watch.wait_ms()))
         if report in events:
             break
         verdict = "killed" if control in events else watch.look()

@@ -11,8 +11,14 @@ import time
 
 from .order import NAMESPACES, Order
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # as `typing` says it, without its import
+    from collections.abc import Callable
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
+_TICK_S, _IDLE_S = 0.05, 0.4
+"""Seconds between two looks, at a program that works and at one that waits."""
 _MAX_ENTRIES = 4096
 """Files and directories in a scratch directory that is not a file system of its own."""
 
@@ -30,13 +36,14 @@ class Watch:
         self._order = order
         self._guard = guard
         self._end = started + order.wall_s if order.wall_s else float("inf")
+        self._tick_s = _TICK_S
+        self._cpu_before = 0.0
         self.peak = 0
 
-    def wait_ms(self, tick_s: float) -> int:
+    def wait_ms(self) -> int:
         """Milliseconds until the next look is due."""
-        return max(
-            0, min(int(tick_s * 1e3), int(1e3 * min(self._end - time.monotonic(), 3600)) + 1)
-        )
+        left = min(self._tick_s, self._end - time.monotonic())
+        return max(0, int(1e3 * left) + 1)
 
     def look(self) -> str:
         """The limit that has been passed: time, cpu, memory, processes, files; or nothing."""
@@ -44,6 +51,9 @@ class Watch:
             return "time"
         cpu, anonymous, tasks, pids = self._sums()
         self.peak = max(self.peak, anonymous)
+        # A program that waits is looked at less and less, and at once again when it works.
+        self._tick_s = _TICK_S if cpu > self._cpu_before else min(2 * self._tick_s, _IDLE_S)
+        self._cpu_before = cpu
         if self._order.cpu_s and cpu > self._order.cpu_s:
             return "cpu"
         if anonymous > self._order.memory and self._proportional(pids) > self._order.memory:
@@ -131,14 +141,34 @@ class Watch:
 def descendants(root: int) -> list[int]:
     """Process ids of all below `root`, which orphans fall to; ended ones that wait among them."""
     found, stack = [], [root]
+    children = _children if os.path.exists(f"/proc/{root}/task/{root}/children") else _by_parent()
     while stack:
-        pid = stack.pop()
-        try:
-            for task in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
-                    children = [int(word) for word in file.read().split()]
-                found += children
-                stack += children
-        except OSError:
-            continue  # ended meanwhile
+        pids = children(stack.pop())
+        found += pids
+        stack += pids
     return found
+
+
+def _children(pid: int) -> list[int]:
+    pids = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                pids += [int(word) for word in file.read().split()]
+    except OSError:
+        return pids  # ended meanwhile
+    return pids
+
+
+def _by_parent() -> Callable[[int], list[int]]:
+    """For a kernel that does not list children: all processes by their parent."""
+    rows: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+            except OSError:
+                continue  # ended meanwhile
+            rows.setdefault(parent, []).append(int(name))
+    return lambda pid: rows.get(pid, [])

@@ -1,0 +1,215 @@
+"""What a caller of the sandbox sees: programs that run, and how they end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runspec.common.errors import UserError
+from sampler.sandbox import PYTHON, Finished, Limits, NotIsolated, probe, require, run, start
+from sampler.sandbox import probe as probe_function
+from sampler.sandbox.__main__ import main
+from sampler.sandbox.inside import scratch, wire
+from sampler.sandbox.inside.order import Order, pack, unpack
+from sampler.sandbox.limits import judge
+from sampler.sandbox.paths import resolve
+
+LIMITS = Limits(wall_s=30.0)
+SITE = Path(sysconfig.get_paths()["purelib"])
+BARE = [*PYTHON, "-S"]
+
+pytestmark = pytest.mark.skipif(not probe().isolates, reason="nothing isolates on this machine")
+
+
+def test_a_program_reads_its_input_and_its_files_and_answers() -> None:
+    source = "import sys; print(open('data/x').read() + sys.stdin.read())"
+    finished = run(
+        [*BARE, "-c", source], stdin=b" and in", limits=LIMITS, files={"data/x": b"file"}
+    )
+    assert finished.ok
+    assert finished.stdout == b"file and in\n"
+
+
+def test_status_and_stderr_come_back() -> None:
+    finished = run([*BARE, "-c", "import sys; sys.exit('no')"], limits=LIMITS)
+    assert (finished.outcome, finished.code, finished.stderr) == ("exit", 1, b"no\n")
+
+
+def test_input_that_nobody_reads_holds_nothing_up() -> None:
+    assert run([*BARE, "-c", "pass"], stdin=bytes(10 << 20), limits=LIMITS).ok
+
+
+def test_the_scratch_directory_is_home_and_writable() -> None:
+    source = (
+        "import os, tempfile; from pathlib import Path; f = tempfile.NamedTemporaryFile(); "
+        "print(str(Path.home()) == os.getcwd() == os.path.dirname(f.name))"
+    )
+    assert run([*BARE, "-c", source], limits=LIMITS).stdout == b"True\n"
+
+
+def test_a_persistent_program_answers_line_by_line() -> None:
+    source = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
+    limits = replace(LIMITS, wall_s=None, cpu_s=None)
+    with start([*BARE, "-c", source], limits=limits) as process:
+        for word in (b"one\n", b"two\n"):
+            process.stdin.write(word)
+            process.stdin.flush()
+            assert process.stdout.readline() == word.upper()
+        assert process.alive()
+        process.stdin.close()
+        assert process.wait(30).ok
+    assert not process.alive()
+
+
+def test_waiting_in_vain_is_a_time_out_and_harms_nothing() -> None:
+    with start([*BARE, "-c", "input()"], limits=LIMITS) as process:
+        with pytest.raises(TimeoutError):
+            process.wait(0.05)
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.wait(30).ok
+
+
+def test_a_thread_that_started_a_program_may_end_before_it() -> None:
+    started = []
+    thread = threading.Thread(target=lambda: started.append(start([*BARE, "-c", "input()"],
+                                                                  limits=LIMITS)))  # fmt: skip
+    thread.start()
+    thread.join()
+    with started[0] as process:
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.wait(30).ok
+
+
+@pytest.mark.slow
+def test_libraries_are_there_where_they_are_asked_for() -> None:
+    source = "import numpy, sympy; print(numpy.linalg.norm([3, 4]), sympy.sqrt(16))"
+    limits = replace(LIMITS, wall_s=120.0, cpu_s=None, memory_bytes=2 << 30)
+    finished = run([*PYTHON, "-c", source], limits=limits, readable=[SITE])
+    assert finished.stdout == b"5.0 4\n", finished
+    assert not run([*PYTHON, "-c", source], limits=limits).ok
+
+
+def test_a_program_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NotIsolated, match="not there"):
+        run([str(tmp_path / "absent")], limits=LIMITS)
+    with pytest.raises(NotIsolated, match="Permission denied"):
+        run([str(Path(__file__))], limits=LIMITS)
+    with pytest.raises(NotIsolated, match="not there"):
+        run(BARE, limits=LIMITS, readable=[tmp_path / "absent"])
+
+
+def test_mechanisms_that_isolate_nothing_are_not_taken() -> None:
+    for mechanisms in ((), ("landlock",), ("seccomp",)):
+        with pytest.raises(ValueError, match="isolate nothing"):
+            start(BARE, limits=LIMITS, mechanisms=mechanisms)
+
+
+def test_the_report_names_what_works_and_require_lets_it_be(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    require("pools.volunteers")
+    assert main(["--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["isolates"] is True
+    assert {name for name, row in said["mechanisms"].items() if row["works"]} == set(
+        probe().working
+    )
+    assert main([]) == 0
+    assert "can be isolated here" in capsys.readouterr().out
+
+
+def test_where_nothing_works_code_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = sys.modules[probe_function.__module__]
+    monkeypatch.setattr(module, "start", _failing_start)
+    module.probe.cache_clear()
+    try:
+        with pytest.raises(UserError, match="cannot be isolated") as raised:
+            require("pools.volunteers")
+        assert "user namespaces" in raised.value.remedy
+        with pytest.raises(UserError):
+            run(BARE, limits=LIMITS)
+        assert main([]) == 1
+        assert "BROKEN  landlock: forbidden here" in capsys.readouterr().out
+    finally:
+        module.probe.cache_clear()
+
+
+def _failing_start(*_arguments: object, **_options: object) -> None:
+    raise NotIsolated("forbidden here")
+
+
+def test_paths_are_made_real_and_the_links_on_the_way_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "real" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "real" / "deep" / "up").symlink_to("..")
+    real, links = resolve([tmp_path / "link" / "deep" / "up", tmp_path / "real" / "deep"])
+    assert real == [bytes(tmp_path / "real")]
+    assert links == [(bytes(tmp_path / "link"), b"real")]
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(FileNotFoundError, match="too many"):
+        resolve([tmp_path / "round"])
+
+
+def test_an_order_crosses_unchanged() -> None:
+    order = Order()
+    order.command, order.files = [b"a", b""], [(b"x", bytes(range(256)))]
+    order.links, order.readable, order.mechanisms = [(b"/l", b"t")], [b"/r"], ["seccomp"]
+    order.environment, order.filter, order.scratch = [(b"A", b"b")], b"12345678", b"/s"
+    order.read_all, order.wall_s, order.memory = True, 1.5, 7
+    body = wire.encode(pack(order)).split(b":", 1)[1]
+    assert vars(unpack(wire.decode(body))) == vars(order)
+    for broken in (body[:-1], b"9:x", b"x"):
+        with pytest.raises(ValueError, match=r"."):
+            wire.decode(broken)
+
+
+@pytest.mark.parametrize(
+    ("status", "stderr", "wanted"),
+    [
+        (b"0", b"MemoryError", ("exit", 0)),
+        (b"256", b"Trace\nMemoryError\n", ("memory", 1)),
+        (b"256", b"MemoryError\nValueError: x\n", ("exit", 1)),
+        (b"256", b"BlockingIOError: [Errno 11] x\n", ("processes", 1)),
+        (b"256", b"OSError: [Errno 28] No space left on device\n", ("files", 1)),
+        (b"11", b"", ("signal", -11)),
+        (b"24", b"", ("cpu", -24)),
+    ],
+)
+def test_the_end_is_told_from_status_and_last_words(
+    status: bytes, stderr: bytes, wanted: tuple[str, int]
+) -> None:
+    finished = judge({"verdict": b"", "status": status}, stderr, LIMITS)
+    assert (finished.outcome, finished.code) == wanted
+
+
+def test_without_a_last_message_the_program_was_killed() -> None:
+    assert judge({}, b"", LIMITS) == Finished("killed", -9)
+
+
+def test_a_scratch_directory_goes_however_deep_and_closed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    top = tmp_path / "scratch"
+    inner = top
+    for _ in range(5):
+        inner = inner / ".moved-1" / "d"
+        inner.mkdir(parents=True)
+        (inner / "link").symlink_to(outside)
+        (inner / "file").touch()
+    inner.chmod(0)
+    (top / ".moved-1").chmod(0o300)
+    scratch.remove(bytes(top))
+    assert not top.exists()
+    assert (outside / "kept").exists()
+    scratch.remove(bytes(top))
