@@ -41,12 +41,17 @@ def ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _named_children(pid: int, name: bytes) -> list[int]:
+def _named_children(parent: int, name: bytes) -> list[int]:
     """Children of a process that call themselves so; none where there is no /proc."""
-    children: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        children.extend(int(child) for child in path.read_text().split())
-    return [child for child in children if _is_named(child, name)]
+    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if _is_named(pid, name) and _parent(pid) == parent]
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def _is_named(pid: int, name: bytes) -> bool:

@@ -1,0 +1,123 @@
+"""Death of the engine core or of its front: said at once, nothing left, the next load heals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sampler.engine.engine import Engine, EngineDied
+from tests.sampler.engine.processes import alive, cpu_seconds, descendants
+from tests.sampler.engine.requests import WAIT_S, batch
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.slow
+IDLE_S, IDLE_CPU_S = 2.0, 0.1
+
+
+def test_a_core_that_is_killed_fails_what_is_under_way_and_a_load_starts_another(
+    new_engine: Callable[..., Engine], untied: Path
+) -> None:
+    # given an engine at work
+    engine = new_engine()
+    engine.load(untied, 0)
+    expected = engine.submit(batch()).result(WAIT_S)
+    [core] = engine._core.pids
+    futures = [engine.submit(batch(16, 16)), engine.submit(batch(2, 2))]
+    # when its core is killed
+    os.kill(core, signal.SIGKILL)
+    # then everything under way says so, and so does what is asked next
+    for future in futures:
+        with pytest.raises(EngineDied, match="signal 9"):
+            future.result(WAIT_S)
+    assert engine.running == 0
+    assert engine.version is None
+    with pytest.raises(EngineDied):
+        engine.prompt_logprobs([[5, 6, 7]])
+    with pytest.raises(RuntimeError, match="no version"):
+        engine.submit(batch(1, 1))
+    # and the next load starts another one, which samples the same
+    engine.load(untied, 1)
+    again = engine.submit(batch()).result(WAIT_S)
+    assert [r.output_tokens.tolist() for r in again] == [r.output_tokens.tolist() for r in expected]
+
+
+def test_an_engine_that_cannot_start_says_so(
+    new_engine: Callable[..., Engine], untied: Path
+) -> None:
+    engine = new_engine(worker_extension_cls="tests.sampler.engine.broken.BrokenExtension")
+
+    with pytest.raises(EngineDied, match="does not start"):
+        engine.load(untied, 0)
+
+    assert engine.version is None
+
+
+def test_closing_ends_every_process_and_fails_what_is_under_way(
+    new_engine: Callable[..., Engine], untied: Path
+) -> None:
+    before = set(descendants())
+    engine = Engine(new_engine()._pool)
+    engine.load(untied, 0)
+    [core] = engine._core.pids
+    future = engine.submit(batch(16, 16))
+
+    engine.close()
+
+    assert future.exception(WAIT_S) is not None
+    assert not alive(core)
+    assert not any(t.name.startswith("engine of") and not t.daemon for t in threading.enumerate())
+    assert set(descendants()) - before <= _trackers()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "data", "end"),
+    [
+        (1, 1, signal.SIGKILL),
+        (1, 1, signal.SIGTERM),
+        (2, 1, signal.SIGKILL),
+        (1, 2, signal.SIGKILL),
+    ],
+)
+def test_no_process_of_vllms_outlives_its_front(
+    untied: Path, tensor: int, data: int, end: signal.Signals
+) -> None:
+    if tensor * data > len(os.sched_getaffinity(0)):
+        pytest.skip("a rank needs a core of its own")
+    # given a process with an engine
+    program = [sys.executable, "-m", "tests.sampler.engine.orphan_maker"]
+    with subprocess.Popen(
+        [*program, str(untied), str(tensor), str(data)], stdout=subprocess.PIPE, text=True
+    ) as front:
+        assert front.stdout is not None
+        pids = [int(pid) for pid in front.stdout.readline().split()]
+        assert pids
+        # when it ends without a chance to clean up
+        front.send_signal(end)
+    # then no process of it stays
+    for pid in pids:
+        eventually(lambda pid=pid: not alive(pid), f"process {pid} ends")
+
+
+def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
+    # given an engine that has sampled, and has nothing to do
+    engine.submit(batch()).result(WAIT_S)
+    [core] = engine._core.pids
+    # when time passes
+    before = cpu_seconds(core)
+    threading.Event().wait(IDLE_S)
+    # then its core has slept
+    assert cpu_seconds(core) - before < IDLE_CPU_S
+
+
+def _trackers() -> set[int]:
+    """Python's own helper, of which a process keeps one."""
+    from multiprocessing import resource_tracker
+
+    return {resource_tracker._resource_tracker._pid}
