@@ -9,6 +9,7 @@ from functools import cache
 from runspec.common.errors import UserError
 from sampler.sandbox import filter as seccomp
 from sampler.sandbox.inside import landlock
+from sampler.sandbox.inside.limits import ROOT_STAYS_ROOT
 from sampler.sandbox.inside.order import LANDLOCK, NAMESPACES, SECCOMP
 from sampler.sandbox.limits import Limits
 from sampler.sandbox.process import PYTHON, SET_A, SET_B, NotIsolated, start
@@ -18,6 +19,7 @@ REMEDIES = {
     "namespaces": "allow user namespaces (docs/sandbox.md has the setting of each distribution), "
     "and in a container start it with them allowed",
     "landlock": "boot Linux 5.13 or newer with `landlock` among the LSMs (lsm=landlock,...)",
+    "root": "run it as an ordinary user, or with the capabilities CHOWN, SETGID and SETUID",
     "seccomp": "run on x86_64 or aarch64 with a kernel that has CONFIG_SECCOMP_FILTER",
 }
 
@@ -33,7 +35,9 @@ class Mechanism:
     @property
     def remedy(self) -> str:
         """What to do so that it works; empty where it does."""
-        return "" if self.works else REMEDIES[self.name]
+        if self.works:
+            return ""
+        return REMEDIES["root" if ROOT_STAYS_ROOT in self.seen else self.name]
 
 
 @dataclass(frozen=True)
@@ -125,10 +129,11 @@ def require(place: str) -> None:
     report = probe()
     if report.isolates:
         return
-    broken = [f"{m.name} ({m.seen})" for m in report.mechanisms if not m.works]
+    broken = [m for m in report.mechanisms if not m.works]
+    seen = "; ".join(f"{m.name} ({m.seen})" for m in broken)
+    remedies = dict.fromkeys(m.remedy for m in broken if m.name != SECCOMP)  # in order, each once
     raise UserError(
-        f"code that a model wrote cannot be isolated on this machine: {'; '.join(broken)}",
+        f"code that a model wrote cannot be isolated on this machine: {seen}",
         place=place,
-        remedy=f"{REMEDIES['namespaces']}; or {REMEDIES['landlock']}. "
-        "`python -m sampler.sandbox` tells when it works",
+        remedy=f"{'; or '.join(remedies)}. `python -m sampler.sandbox` tells when it works",
     )

@@ -19,6 +19,7 @@ from sampler.sandbox import filter as seccomp
 from sampler.sandbox import paths
 from sampler.sandbox.inside import scratch, wire
 from sampler.sandbox.inside.landlock import abi
+from sampler.sandbox.inside.limits import READ_ALL, capabilities
 from sampler.sandbox.inside.order import LANDLOCK, NAMESPACES, SECCOMP, Order, pack
 from sampler.sandbox.limits import Finished, Limits, judge
 
@@ -303,7 +304,7 @@ def _order(
     order.memory, order.processes = limits.memory_bytes, limits.processes
     order.file_bytes = limits.file_bytes
     if not contained:
-        order.read_all = os.geteuid() == 0 and not paths.open_to_all(real)
+        order.read_all = bool(capabilities() & READ_ALL) and not paths.open_to_all(real)
         order.scratch = os.fsencode(tempfile.mkdtemp(prefix="sandbox-"))
     return order
 

@@ -14,12 +14,13 @@ from . import kernel, landlock, limits, namespaces, scratch, wire
 from .order import LANDLOCK, NAMESPACES, SECCOMP, Order
 
 
-def guard(order: Order, user: int, ready: int, failures: int, report: int) -> None:
+def guard(order: Order, user: int, tasks: int, ready: int, failures: int, report: int) -> None:
     """Prepares the scratch directory, starts the program, waits for it, reports. Never returns.
 
     Args:
         order: what to start.
         user: whose id the program gets outside of namespaces.
+        tasks: limit on that user's processes and threads.
         ready: descriptor on which a byte says that the ids are mapped; its end that nobody is
             there any more.
         failures: takes the reason where the program could not be started; closed by its start.
@@ -40,7 +41,6 @@ def guard(order: Order, user: int, ready: int, failures: int, report: int) -> No
         kernel.prctl("not being traced", kernel.PR_SET_DUMPABLE, 0)
         _end_with_parent(kernel.SIGKILL if contained else kernel.SIGTERM)
         _write_files(place, order.files)
-        tasks = _tasks_allowed(order, user)
         program = os.fork()
         if program == 0:
             _become(order, place, user, tasks, failures)
@@ -58,15 +58,6 @@ def _end_with_parent(signal: int) -> None:
     kernel.prctl("ending with the parent", kernel.PR_SET_PDEATHSIG, signal)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _tasks_allowed(order: Order, user: int) -> int:
-    """The limit on the user's tasks that leaves `processes` to the program."""
-    if order.isolates(NAMESPACES) and limits.counts_by_namespace():
-        return order.processes + 1  # the guard
-    if os.path.exists("/proc/self"):
-        return order.processes + limits.tasks_of(user)
-    return order.processes + 1
 
 
 def _write_files(place: bytes, files: list[tuple[bytes, bytes]]) -> None:

@@ -29,9 +29,10 @@ def main(control: int) -> None:
     ready, go = os.pipe()
     failures, failures_in = os.pipe()
     report, report_in = os.pipe()
-    user = limits.spare_user()
     contained = order.isolates(NAMESPACES)
     try:
+        user = limits.spare_user()
+        tasks = limits.tasks_allowed(order.processes, user, contained=contained)
         child = kernel.clone(namespaces.FLAGS) if contained else os.fork()
     except OSError as error:
         wire.write(control, [("failed", str(error).encode())])
@@ -39,7 +40,7 @@ def main(control: int) -> None:
     if child == 0:
         for descriptor in (control, go, failures, report):
             os.close(descriptor)
-        guard.guard(order, user, ready, failures_in, report_in)
+        guard.guard(order, user, tasks, ready, failures_in, report_in)
     for descriptor in (ready, failures_in, report_in):
         os.close(descriptor)
     problem = _let_go(order, child, user, go)

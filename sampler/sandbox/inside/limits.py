@@ -11,24 +11,52 @@ OPEN_FILES = 256
 _STACK_BYTES = 8 << 20
 _NO_CORE = 1
 """A limit of 1 byte and not of 0: only that also keeps a core handler from being started."""
-_READ_ALL = 1 << 2
+READ_ALL = 1 << 2
 """CAP_DAC_READ_SEARCH: reading what permissions would forbid (Landlock still says what opens)."""
+_CHANGE_USER = 1 << 0 | 1 << 6 | 1 << 7
+"""CAP_CHOWN, CAP_SETGID, CAP_SETUID."""
+ROOT_STAYS_ROOT = "this is root, and may not become another user"
+_SLACK = 256
 _USERS_FROM, _USERS = 1_700_000_000, 1 << 22
 _COUNTS_BY_NAMESPACE = (5, 14)
 
 
 def spare_user() -> int:
     """A user id that nobody else has here, for a process that starts as root: its own id makes
-    the count of processes its own, and owns no file. The own id where there is none to spare."""
+    the count of processes its own, and owns no file. The own id where there is none to spare.
+
+    Raises:
+        PermissionError: root, for whom the kernel counts no processes, and not allowed to become
+            another user.
+    """
     if os.geteuid() != 0:
         return os.geteuid()
     wanted = _USERS_FROM + os.getpid() % _USERS
     with open("/proc/self/uid_map") as file:
-        for row in file:
-            first, _, count = (int(word) for word in row.split())
-            if first <= wanted < first + count:
-                return wanted
+        rows = [[int(word) for word in row.split()] for row in file]
+    if capabilities() & _CHANGE_USER == _CHANGE_USER and any(
+        first <= wanted < first + count for first, _, count in rows
+    ):
+        return wanted
+    if any(first == outside == 0 for first, outside, _ in rows):
+        raise PermissionError(ROOT_STAYS_ROOT)
     return 0
+
+
+def capabilities() -> int:
+    """The effective capabilities of this process, a bit each."""
+    with open("/proc/self/status") as file:
+        return next(int(row.split()[1], 16) for row in file if row.startswith("CapEff:"))
+
+
+def tasks_allowed(processes: int, user: int, *, contained: bool) -> int:
+    """The limit on the user's tasks that leaves `processes` to the program. Where the user has
+    others, whose number changes, it is wide, and the supervisor counts (see `watch`)."""
+    if contained and counts_by_namespace():
+        return processes + 1  # the guard
+    if user != os.geteuid():
+        return processes + contained
+    return tasks_of(user) + processes + _SLACK
 
 
 def counts_by_namespace() -> bool:
@@ -88,7 +116,7 @@ def give_up_rights(user: int, *, read_all: bool) -> None:
     Raises:
         CallFailed: the kernel refuses.
     """
-    keep = _READ_ALL if read_all else 0
+    keep = READ_ALL if read_all else 0
     kernel.drop_bounding_set(keep)
     if user != os.geteuid():
         os.setgroups([])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -21,6 +24,7 @@ from sampler.sandbox.limits import judge
 from sampler.sandbox.paths import resolve
 
 LIMITS = Limits(wall_s=30.0)
+ROOT = Path(__file__).parents[3]
 SITE = Path(sysconfig.get_paths()["purelib"])
 BARE = [*PYTHON, "-S"]
 
@@ -142,6 +146,18 @@ def test_where_nothing_works_code_is_refused_with_the_remedy(
         assert "BROKEN  landlock: forbidden here" in capsys.readouterr().out
     finally:
         module.probe.cache_clear()
+
+
+def test_root_that_cannot_be_anybody_else_is_told_so() -> None:
+    setpriv = shutil.which("setpriv")
+    if os.geteuid() != 0 or setpriv is None:
+        pytest.skip("needs root and setpriv")
+    command = [setpriv, "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-m"]
+    done = subprocess.run(
+        [*command, "sampler.sandbox"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("remedy: run it as an ordinary user") == 3
 
 
 def _failing_start(*_arguments: object, **_options: object) -> None:
