@@ -11,7 +11,7 @@ import base64
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,18 +182,22 @@ class CoordinatorClient:
             raise
         self._forget(self._leases, lease)
 
-    def release(self, leases: Collection[str]) -> None:
-        """Gives open leases back that the caller will not answer; doing it again is harmless.
+    def release(self) -> int:
+        """Gives back the open leases that this process holds and will not answer.
 
         Others may be leased their groups at once. The caller gains nothing: until a lease expires
         it counts as one of the few that the caller may hold, and then as withheld.
 
-        Args:
-            leases: digests.
+        Returns:
+            How many they are.
         """
-        self._post("/v1/release", {"leases": sorted(leases)})
+        with self._held:
+            leases = sorted(self._leases)
+        if leases:
+            self._post("/v1/release", {"leases": leases})
         for lease in leases:
             self._forget(self._leases, lease)
+        return len(leases)
 
     def site(self) -> Site:
         """Where weights are served, and the files of the data, as the coordinator signed it."""

@@ -36,7 +36,7 @@ from verify.plugins import TaskSet
 
 LAST_SUBMISSIONS_S = 5.0
 """How long a finished run's last submissions may take to be made and handed in."""
-FINISH_S = 1.0
+FINISH_S = 1.2
 """How long, once told to end, what is nearly done may take to be handed in."""
 RELEASE_S = 0.5
 """How long giving the other leases back may take."""
@@ -236,23 +236,21 @@ class Worker:
         except UserError as error:
             self._log.warning("while stopping: %s", error)
         self._engine.abort()
-        if not self._held:
-            self._log.info("stopped with nothing left open")
-            return
         releasing = threading.Thread(target=self._release, name="release", daemon=True)
         releasing.start()
         releasing.join(RELEASE_S)
 
     def _under_way(self) -> bool:
-        return any(held.stage != "waiting" for held in self._held.values())
+        """Whether something may yet come of it: also a lease that is just being granted."""
+        return self._asking or any(held.stage != "waiting" for held in self._held.values())
 
     def _release(self) -> None:
         try:
-            self._client.release(list(self._held))
+            count = self._client.release()
         except (UserError, RunFinished) as error:
             self._log.warning("the leases were not given back, they will expire: %s", error)
         else:
-            self._log.info("stopped; %d leases were given back", len(self._held))
+            self._log.info("stopped; %d leases were given back", count)
 
     def _submit(
         self, lease: Lease, digest: str, plan: Sequence[PlannedRollout], sampled: list[Sampled]

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from runspec.common.canonical import canonical_json
 from runspec.common.errors import UserError
 from runspec.common.hashing import digest_bytes
 from runspec.common.keys import SigningKey
@@ -16,6 +17,7 @@ from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
 from verify.formats.lease import lease_digest
 from verify.formats.site import Site as SiteDocument
 from verify.formats.site import SiteFile, open_site, sign_site
+from verify.request_auth import sign_request
 
 ROWS = b'{"problem_id": "p"}\n' * 1000
 
@@ -81,7 +83,7 @@ def test_a_lease_that_is_given_back_cannot_be_answered_and_comes_again(site: Sit
     lease = client.lease(10.0)
     assert lease is not None
 
-    client.release([lease_digest(lease)])
+    assert client.release() == 1
     again = client.lease(10.0)
 
     assert again == lease
@@ -90,11 +92,15 @@ def test_a_lease_that_is_given_back_cannot_be_answered_and_comes_again(site: Sit
 def test_nobody_gives_anothers_lease_back(site: Site):
     site.publish(0)
     _, holder = site.worker()
-    _, other = site.worker()
+    other = SigningKey.generate()
+    site.client(other).register("near", {})
     lease = holder.lease(10.0)
     assert lease is not None
+    body = canonical_json({"leases": [lease_digest(lease)]})
 
-    other.release([lease_digest(lease)])
+    signed = sign_request(other, run=RUN, method="POST", path="/v1/release", body=body)
+    answer = httpx.post(f"{site.url}/v1/release", content=body, headers=signed)
 
+    assert answer.status_code == 200
     mine = holder.lease(10.0)
     assert mine is not None and mine != lease  # it is open still, so the next is another one
