@@ -133,7 +133,7 @@ def _samplers(estimate: RunEstimate, console: Console) -> None:
         memory = pool.memory
         if memory is not None and memory.spare is not None and memory.captured > memory.spare:
             note = (
-                f"{pool.name}: were all outputs of a lease of full length, its proofs would keep "
+                f"{pool.name}: the records that its proofs are made from take "
                 f"{size(memory.captured)} beside vLLM, which leaves {size(memory.spare)}"
             )
             _say(console, note, "yellow")

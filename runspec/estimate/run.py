@@ -250,7 +250,7 @@ def _pool(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -> PoolE
     return PoolEstimate(
         name=pool.name,
         replicas=pool.replicas,
-        devices=device_count(pool.hardware) or pool.parallel.tensor,
+        devices=device_count(pool.hardware) or pool.parallel.devices,
         memory=sampler_memory(pool, spec, config) if config is not None else None,
         tokens_per_s=speed.tokens_per_s(lengths, prompt) if speed else None,
         lease_s=speed.lease_seconds(lengths, prompt) if speed else None,

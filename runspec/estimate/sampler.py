@@ -22,6 +22,8 @@ MAX_SEQUENCES = 256
 """Sequences that `sampler.engine` lets vLLM decode at a time."""
 CPU_BLOCK_TOKENS = 32
 """Smallest block that vLLM's CPU attention runs well on: a short prompt is shared in a group."""
+RECORDED_ROWS = 36
+"""Hidden states of a sequence that `sampler.engine.recorder` keeps on the device."""
 BATCHED_TOKENS = 2048
 """Tokens of one forward pass: vLLM's default `max_num_batched_tokens`."""
 CPU_KV_BYTES = (64 << 20, 4 << 30)
@@ -44,8 +46,8 @@ class SamplerMemory:
     room: float | None
     """For keys and values; below zero the weights do not fit."""
     captured: float
-    """Hidden states of the tokens of one lease, all of them as long as may be: the first rank keeps
-    them for the proofs until its batch is done, beside what vLLM was given."""
+    """What the first rank keeps of the sequences in flight for their proofs, beside what vLLM was
+    given: the last hidden states of each, its tokens and log-probs."""
     sequence_tokens: int
     """`max_model_len`."""
 
@@ -87,8 +89,8 @@ def sampler_memory(pool: SamplerPool, spec: RunSpec, config: ModelConfig) -> Sam
         room = cpu_kv_bytes(pool, config)
     elif memory is not None:
         room = MEMORY_UTILIZATION * memory - weights - activations
-    rollouts = lease_groups(pool, spec) * spec.algorithm.group_size
-    captured = float(rollouts * pool.max_new_tokens * config.hidden_size * WIDTH["bfloat16"])
+    rows = RECORDED_ROWS * config.hidden_size * WIDTH["bfloat16"]
+    captured = float(MAX_SEQUENCES * (rows + pool.max_new_tokens * 2 * _FLOAT32))
     return SamplerMemory(memory, weights, activations, kv_token, room, captured, pool.max_model_len)
 
 

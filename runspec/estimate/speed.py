@@ -45,6 +45,8 @@ class Decode:
     """That are decoded at a time."""
     measured: float | None = None
     """Output tokens/s; everything else is then of no account."""
+    copies: int = 1
+    """Of the model, among which the sequences are divided; what is above is of one."""
 
     def lease_seconds(self, lengths: Sequence[float], prompt: float) -> float:
         """Time to sample a lease; sequences start together and each ends at its own length.
@@ -55,6 +57,7 @@ class Decode:
         """
         if self.measured is not None:
             return sum(lengths) / self.measured
+        lengths = lengths[:: self.copies]
         seconds = len(lengths) * prompt * self.token_s
         for start in range(0, len(lengths), self.sequences):
             wave = sorted(lengths[start : start + self.sequences])
@@ -94,6 +97,7 @@ def decode_speed(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -
         context_s=kv_token_bytes(pool, config) / bandwidth,
         token_s=2.0 * matrix_parameters(config) / flops,
         sequences=max(1, sequences),
+        copies=pool.parallel.data,
     )
 
 

@@ -144,7 +144,7 @@ def shared_device(context: Context) -> Iterator[Violation]:
 def too_few_devices(context: Context) -> Iterator[Violation]:
     """A process must see the accelerators that its part of the model is divided over.
 
-        devices of a worker  >= parallel.tensor of its pool
+        devices of a worker  >= parallel.tensor x parallel.data of its pool
         devices of a learner >= data x fsdp x context x tensor / hosts
 
     `placement.devices` hides all others from the process; with fewer it dies as it starts. CPUs
@@ -159,7 +159,7 @@ def too_few_devices(context: Context) -> Iterator[Violation]:
     pools = {pool.name: pool for pool in spec.samplers if pool.hardware.kind != "cpu"}
     for worker, name in worker_names(spec).items():
         if name in pools:
-            needed[worker] = pools[name].parallel.tensor
+            needed[worker] = pools[name].parallel.devices
     for name, numbers in spec.placement.devices.items():
         seen = len(set(numbers))
         if seen < needed.get(name, 0):

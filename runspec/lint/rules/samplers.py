@@ -143,16 +143,17 @@ def attention_window(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("neutral-sampling", "samplers")
+@rule("neutral-sampling", "samplers", "warning")
 def neutral_sampling(context: Context) -> Iterator[Violation]:
-    """Sampling must not cut the distribution: top_p 1, top_k off.
+    """Sampling should not cut the distribution that ratios are of: top_p 1, top_k off.
 
-        token ~ softmax(logits / T)
+        token ~ softmax(logits / T) over the tokens kept
 
-    The loss, the validator and the seeded-sampling check all compute log softmax(logits / T).
-    Temperature is in it, so log-probs are corrected for any T. Top-p and top-k would give the kept
-    tokens more probability than that, by a factor that differs from token to token: ratios off by
-    it, and an honest sampler that looks like a forger. So workers refuse to start with them.
+    Samplers and validators compute log-probs over the tokens that top-k and top-p keep. The learner
+    computes log softmax(logits / T) over all tokens: its ratio to mu, which `importance.cap`
+    corrects by, is too small by the share that was kept, a factor that differs from token to token.
+    Nor can the loss pull up a token that sampling never shows. `old_logprobs: sampler` makes every
+    ratio of the loss such a one.
     """
     for pool in context.spec.samplers:
         sampling = pool.sampling
@@ -163,8 +164,7 @@ def neutral_sampling(context: Context) -> Iterator[Violation]:
             if cuts:
                 yield Violation(
                     ("samplers", pool.name, "sampling", field),
-                    f"{value} cuts the distribution whose log-probs the learner and validators "
-                    "recompute",
+                    f"{value} cuts the distribution that the learner's ratios are of",
                     numbers={field: value},
                     requires=f"{field} = {neutral}",
                     suggestion=neutral,
@@ -173,16 +173,16 @@ def neutral_sampling(context: Context) -> Iterator[Violation]:
 
 @rule("pool-devices", "samplers")
 def pool_devices(context: Context) -> Iterator[Violation]:
-    """A replica must have the devices that its tensor parallelism divides the model over.
+    """A replica must have the devices that its parallelism divides the model over.
 
-        parallel.tensor <= devices of a replica
+        parallel.tensor x parallel.data <= devices of a replica
 
-    `hardware` of a pool is what one replica has, and one replica is one engine of
-    `parallel.tensor` ranks. With fewer devices it does not start: an error. With more the rest
-    idle: a warning.
+    `hardware` of a pool is what one replica has, and one replica is one engine of `parallel.data`
+    copies of the model, each over `parallel.tensor` ranks. With fewer devices it does not start: an
+    error. With more the rest idle: a warning.
     """
     for pool in context.spec.samplers:
-        devices, ranks = device_count(pool.hardware), pool.parallel.tensor
+        devices, ranks = device_count(pool.hardware), pool.parallel.devices
         if devices is None and pool.hardware.kind != "cpu":
             devices = 1
         if devices is None or devices == ranks:
@@ -192,9 +192,14 @@ def pool_devices(context: Context) -> Iterator[Violation]:
             ("samplers", pool.name, "parallel", "tensor"),
             f"{ranks} ranks on {devices} device{'s' if devices > 1 else ''}"
             + ("" if short else f": {devices - ranks} idle"),
-            numbers={"tensor": ranks, "devices": devices},
-            requires="tensor = devices",
-            suggestion=f"hardware: {{count: {ranks}}}, or parallel: {{tensor: {devices}}}",
+            numbers={
+                "tensor": pool.parallel.tensor,
+                "data": pool.parallel.data,
+                "devices": devices,
+            },
+            requires="tensor x data = devices",
+            suggestion=f"hardware: {{count: {ranks}}}, or parallel: "
+            f"{{tensor: {max(1, devices // pool.parallel.data)}}}",
             severity="error" if short else "warning",
         )
 

@@ -36,6 +36,11 @@ class Parallel(Block):
     data: Devices = 1
     """Copies of the model in one replica, each on `tensor` devices; they share its leases."""
 
+    @property
+    def devices(self) -> int:
+        """Of one replica."""
+        return self.tensor * self.data
+
 
 class Sampling(Block):
     """How tokens are drawn."""
@@ -86,8 +91,8 @@ class SamplerPool(Block):
     sampling: Sampling = Sampling()
     """How tokens are drawn."""
     in_flight_updates: Annotated[bool, NEWRUN] = False
-    """Whether a worker takes over a newer version in the middle of a rollout. Never in an untrusted
-    pool, whose rollouts must be of one version; workers refuse it in any pool so far."""
+    """Whether a worker takes over a newer version in the middle of a rollout; each token's version
+    is then recorded. Never in an untrusted pool, whose rollouts must be of one version."""
 
 
 class Origin(Block):

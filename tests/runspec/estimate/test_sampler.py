@@ -99,9 +99,10 @@ def test_the_laptop_has_room_for_all_its_sequences() -> None:
     assert memory.full_sequences == 256
 
 
-def test_proofs_keep_the_hidden_states_of_a_lease() -> None:
-    pool, spec, config = pool_with("groups_per_submission=2", "max_new_tokens=1000")
+def test_proofs_keep_the_last_hidden_states_of_every_sequence_in_flight() -> None:
+    pool, spec, config = pool_with("max_new_tokens=1000")
 
     memory = sampler_memory(pool, spec, config)
 
-    assert memory.captured == 2 * 16 * 1000 * 5120 * 2
+    # 36 rows of 5120 numbers in bf16; a token and a log-prob of 4 bytes each
+    assert memory.captured == 256 * (36 * 5120 * 2 + 1000 * 8)

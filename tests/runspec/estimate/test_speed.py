@@ -51,6 +51,13 @@ def test_what_does_not_fit_at_once_waits_for_the_rest() -> None:
     assert decode.lease_seconds([100.0, 100.0, 30.0], prompt=0.0) == pytest.approx(1.3)
 
 
+def test_copies_divide_the_sequences_among_them() -> None:
+    numbers = {"weights_s": 0.01, "context_s": 1e-6, "token_s": 1e-4, "sequences": 64}
+    one, two = Decode(**numbers), Decode(**numbers, copies=2)
+
+    assert two.lease_seconds([100.0] * 16, 10.0) == one.lease_seconds([100.0] * 8, 10.0)
+
+
 def test_a_measured_rate_is_all_there_is_to_it() -> None:
     spec, config = shipped("samplers.volunteers.tokens_per_s=500")
 
