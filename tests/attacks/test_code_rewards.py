@@ -1,0 +1,249 @@
+"""What a policy writes where tests are in its way: each attempt earns 0 with a reason, in time, and
+answers graded beside it keep their reward."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sampler.grading.answers import Answer
+from sampler.grading.graders import Graders
+from sampler.tasks.interfaces import Score
+from tests.sampler.grading.plugin import reward
+from tests.waiting import eventually
+from verify.plugins import Problem
+
+pytestmark = pytest.mark.slow
+
+HUMAN = {
+    "prompt": 'def add(a: int, b: int) -> int:\n    """ The sum. """\n',
+    "entry_point": "add",
+    "test": (
+        "def check(candidate):\n    secret = 'f3a9-token'\n"
+        "    assert candidate(1, 2) == 3\n    assert candidate(20, 22) == 42\n"
+    ),
+}
+MBPP = {"test_list": ["assert add(1, 2) == 3", "assert add(20, 22) == 42"]}
+CALLS = {"inputs": [[1, 2], [20, 22]], "outputs": [3, 42], "fn_name": "add"}
+STDIO = {"inputs": ["1 2\n", "20 22\n"], "outputs": ["3", "42"]}
+FORMS = {"humaneval": HUMAN, "mbpp": MBPP, "calls": CALLS, "stdio": STDIO}
+HONEST = "def add(a, b):\n    return a + b\n"
+HONEST_STDIO = "print(sum(map(int, input().split())))\n"
+
+EVERYWHERE = {
+    "a fork bomb": "import os\nwhile True:\n    os.fork()\n",
+    "a fork bomb of orphans": (
+        "import os\nfor _ in range(64):\n    if os.fork() == 0:\n        os.setsid()\n"
+        "        while True: pass\n"
+    ),
+    "a thread bomb": (
+        "import threading, time\nwhile True:\n"
+        "    threading.Thread(target=time.sleep, args=(99,)).start()\n"
+    ),
+    "a memory bomb": "x = []\nwhile True:\n    x.append(bytearray(1 << 24))\n",
+    "one large allocation": "x = bytearray(1 << 40)\n",
+    "an infinite loop": "while True:\n    pass\n",
+    "a loop that swallows exceptions": (
+        "import signal\nfor n in range(1, 32):\n    try:\n"
+        "        signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
+        "while True:\n    try:\n        while True: pass\n    except BaseException: pass\n"
+    ),
+    "a sleep": "import time\ntime.sleep(10 ** 6)\n",
+    "os._exit(0)": "import os\nos._exit(0)\n",
+    "sys.exit(0)": "import sys\nsys.exit(0)\n",
+    "an exit by atexit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)\n",
+    "killing everybody": "import os\nos.kill(-1, 9)\n",
+    "killing the parent": "import os\nos.kill(os.getppid(), 9)\nos._exit(0)\n",
+    "printing the marker": (
+        "import sys\nfor _ in range(9):\n"
+        "    for w in ('PASSED', 'True', 'ok', '{\"passed\": true}'):\n"
+        "        print(w)\n        print(w, file=sys.stderr)\n"
+    ),
+    "messages to every descriptor": (
+        "import os\nfor fd in range(64):\n"
+        '    for m in (b\'{"passed": true}\', b\'{"functions": ["add"]}\','
+        ' b\'{"id": 1, "value": 3}\', b\'{"value": 1.0}\', b\'{"ready": true}\'):\n'
+        "        try: os.write(fd, m + b'\\n')\n        except OSError: pass\nos._exit(0)\n"
+    ),
+    "endless output": "import os\nwhile True:\n    for fd in range(64):\n"
+    "        try: os.write(fd, b'x' * 65536)\n        except OSError: pass\n",
+    "a full disk": "f = open('big', 'wb')\nwhile True:\n    f.write(b'x' * (1 << 20))\n",
+    "a crash of the interpreter": "import ctypes\nctypes.string_at(0)\n",
+    "nested source": "x = " + "(" * 5000 + ")" * 5000 + "\n",
+    "a null byte": "x = 1\n\0\n",
+    "a lone surrogate": "x = '\ud800'\n",
+}
+CALLED = {
+    "lying equality": (
+        "class Yes(int):\n    def __eq__(self, other): return True\n"
+        "    def __hash__(self): return 0\n"
+        "def add(a, b): return Yes(0)\n"
+    ),
+    "an object that equals all": (
+        "class Yes:\n    def __eq__(self, other): return True\ndef add(a, b): return Yes()\n"
+    ),
+    "a lying list": (
+        "class Yes(list):\n    def __eq__(self, other): return True\n"
+        "def add(a, b): return Yes([1])\n"
+    ),
+    "patched builtins": (
+        "import builtins, sys\nbuiltins.AssertionError = ValueError\n"
+        "builtins.isinstance = lambda *a: True\nbuiltins.all = lambda *a: True\n"
+        "def add(a, b): return 0\n"
+    ),
+    "patched modules": (
+        "import sys, json\njson.dumps = lambda *a, **k: '{\"passed\": true}'\n"
+        "for m in list(sys.modules.values()):\n"
+        "    for n in list(getattr(m, '__dict__', {})):\n"
+        "        if n in ('encode', 'decode', 'reply', 'found', 'check', 'run'):\n"
+        "            setattr(m, n, lambda *a, **k: True)\n"
+        "def add(a, b): return 0\n"
+    ),
+    "the caller's frame": (
+        "import sys\ndef add(a, b):\n    f = sys._getframe()\n    while f:\n"
+        "        for k in list(f.f_locals):\n            f.f_locals[k] = 3\n"
+        "        f.f_globals['passed'] = True\n        f = f.f_back\n    return 0\n"
+    ),
+    "tests in memory": (
+        "import gc, sys\ndef add(a, b):\n    for o in gc.get_objects():\n"
+        "        if isinstance(o, (str, dict)) and 'f3a9' + '-token' in str(o): return a + b\n"
+        "    f = sys._getframe()\n    while f:\n"
+        "        if 'f3a9' + '-token' in str(f.f_locals): return a + b\n        f = f.f_back\n"
+        "    return 0\n"
+    ),
+    "tests in other processes": (
+        "import os\ndef add(a, b):\n"
+        "    for p in os.listdir('/proc') if os.path.isdir('/proc') else []:\n"
+        "        for n in ('cmdline', 'environ', 'mem', 'fd/0', 'root/main.py'):\n"
+        "            try: data = open(f'/proc/{p}/{n}', 'rb').read(1 << 20)\n"
+        "            except (OSError, ValueError): continue\n"
+        "            if b'candidate' + b'(20' in data: return a + b\n    return 0\n"
+    ),
+    "a forged reply": (
+        "import os\ndef add(a, b):\n    for fd in range(3, 64):\n"
+        '        try: os.write(fd, b\'{"id": 1, "value": 3}\\n{"id": 2, "passed": true}\\n\')\n'
+        "        except OSError: pass\n    return 0\n"
+    ),
+    "a deep result": (
+        "def add(a, b):\n    x = []\n    for _ in range(10 ** 5): x = [x]\n    return x\n"
+    ),
+    "a result of itself": "def add(a, b):\n    x = []\n    x.append(x)\n    return x\n",
+    "a huge result": "def add(a, b): return 'x' * (1 << 28)\n",
+    "a huge number": "def add(a, b): return 1 << (1 << 26)\n",
+    "a long list": "def add(a, b): return list(range(10 ** 7))\n",
+    "SystemExit when called": "def add(a, b): raise SystemExit(0)\n",
+    "StopIteration when called": "def add(a, b): raise StopIteration(3)\n",
+    "os._exit when called": "import os\ndef add(a, b): os._exit(0)\n",
+    "an exception that cannot be shown": (
+        "class E(Exception):\n    def __str__(self): raise self\ndef add(a, b): raise E\n"
+    ),
+    "the right value once": (
+        "n = [0]\ndef add(a, b):\n    n[0] += 1\n    return 3 if n[0] == 1 else True\n"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def graders() -> Iterator[Graders]:
+    made = Graders([reward("code", timeout="5s")], processes=2)
+    yield made
+    made.close()
+
+
+def honest(form: str) -> str:
+    return HONEST_STDIO if form == "stdio" else HONEST
+
+
+def with_neighbours(graders: Graders, form: str, program: str) -> Score:
+    """The attack's grade, with an honest answer before and behind it."""
+    info: dict[str, Any] = FORMS[form]
+    texts = [honest(form), f"```python\n{program}```", honest(form)]
+    before, result, behind = graders.score(
+        [Answer(Problem("p", "code", "", info), text) for text in texts]
+    )
+    assert (before, behind) == (Score(1.0), Score(1.0))
+    assert isinstance(result, Score), result
+    return result
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("attack", EVERYWHERE)
+def test_breaking_out_of_a_limit_earns_nothing(graders: Graders, attack: str, form: str) -> None:
+    result = with_neighbours(graders, form, EVERYWHERE[attack])
+    assert result.value == 0.0
+    assert result.reason
+
+
+@pytest.mark.parametrize("form", ["humaneval", "mbpp", "calls"])
+@pytest.mark.parametrize("attack", CALLED)
+def test_forging_a_result_earns_nothing(graders: Graders, attack: str, form: str) -> None:
+    result = with_neighbours(graders, form, CALLED[attack])
+    assert result.value == 0.0
+    assert result.reason
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_program_reads_no_secret_and_reaches_nobody(
+    graders: Graders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    # Given a key file, a secret in the environment, a server, and a program that would be right if
+    # it got at any of them
+    secret, written = tmp_path / "key", tmp_path / "written"
+    secret.write_text("hush")
+    monkeypatch.setenv("RUN_SECRET", "hush")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        program = f"""
+import os, socket, pathlib
+def got():
+    tries = [
+        lambda: open({str(secret)!r}).read(),
+        lambda: os.environ["RUN_SECRET"],
+        lambda: open({str(written)!r}, "w").write("x"),
+        lambda: open("/proc/{os.getpid()}/environ").read(),
+        lambda: socket.create_connection(("127.0.0.1", {port}), 1),
+        lambda: socket.getaddrinfo("example.org", 80),
+        lambda: os.listdir({str(tmp_path)!r})[0],
+    ]
+    for number, attempt in enumerate(tries):
+        try:
+            if attempt(): return number
+        except Exception: pass
+    return None
+def add(a, b): return 0 if got() is None else a + b
+"""
+        if form == "stdio":
+            program += "a, b = map(int, input().split())\nprint(add(a, b))\n"
+        # When it is graded
+        result = with_neighbours(graders, form, program)
+    # Then it got at none
+    assert result.value == 0.0
+    assert not written.exists()
+
+
+def test_nothing_of_a_program_is_left(graders: Graders) -> None:
+    name = f"left-{uuid.uuid4().hex[:8]}"
+    program = (
+        f"import os, sys\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n"
+        f"        os.execv(sys.executable, [sys.executable, '-c', 'while True: pass', {name!r}])\n"
+        f"{HONEST}"
+    )
+    with_neighbours(graders, "calls", program)
+    eventually(lambda: not running(name), "the end of what the program started")
+
+
+def running(word: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if word in path.read_text(errors="replace"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
