@@ -1,4 +1,4 @@
-"""`python -m sampler`: a sampling worker, and the graders that it uses by themselves."""
+"""`python -m sampler`: a sampling worker, its graders by themselves, and solve rates."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from runspec.common.process import run_role, stop_event
 from sampler.grading import command as grading
+from sampler.measuring import command as measuring
 
 GRACE_S = 3.0
 """Longest time from SIGTERM to the end. The worker needs half of it to hand in what is done and to
@@ -36,7 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--data", type=Path, metavar="DIR", help="the sources' files, where the spec's paths fail"
     )
     grading.add_commands(commands)
+    measuring.add_command(commands)
     options = parser.parse_args(arguments)
+    if options.command == measuring.NAME:
+        return measuring.run(options)
     if options.command in grading.NAMES:
         return grading.run(options)
     return run_role(f"sampler {options.pool}", lambda log: _work(options, log))

@@ -1,0 +1,1 @@
+"""What a model makes of problems: solve rates, measured and written beside the rows."""

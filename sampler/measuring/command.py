@@ -1,0 +1,164 @@
+"""`python -m sampler solve-rates`: measures how often a model solves the problems of a source."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from runspec.common.errors import UserError
+from runspec.common.process import run_role, stop_event
+from runspec.lint.check import check_spec
+from runspec.lock.files import pin_model
+from runspec.spec.load import SpecFiles
+from runspec.spec.schema import RunSpec, SamplerPool
+from runspec.spec.source_files import whole_uri
+from sampler.measuring.measure import Measurement, measure
+from sampler.measuring.progress import open_progress
+from sampler.measuring.rows import write_rows
+from sampler.tasks.task_set import RunTask, build_task_set
+
+NAME = "solve-rates"
+DEFAULT_FIELD = "solve_rate"
+Commands = Any
+"""What `add_subparsers` returns; argparse has no public name for it."""
+
+
+def add_command(commands: Commands) -> None:
+    """Adds `solve-rates` to the command line."""
+    parser = commands.add_parser(
+        NAME,
+        help="measure how often a model solves the problems of a source",
+        description="Samples every problem of a source a few times with a model, grades the "
+        "answers as the run does, and writes the rows with their solve rate. Killed, it goes on "
+        "where it was when the same command is given again.",
+    )
+    parser.add_argument("spec", type=Path, metavar="SPEC", help="names sources, prompts, rewards")
+    parser.add_argument("--source", required=True, metavar="NAME", help="of data.sources")
+    parser.add_argument(
+        "--model", required=True, type=Path, metavar="DIR", help="Hugging Face files or a version"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE.parquet")
+    parser.add_argument("--samples", type=int, default=8, metavar="N", help="tries a problem (8)")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N problems")
+    parser.add_argument("--pool", metavar="NAME", help="how to sample; default: the first pool")
+    parser.add_argument("--field", metavar="NAME", help="column to write; default: solve_rate's")
+    parser.add_argument("--profile", metavar="NAME", help="overlay of the spec")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="over the spec"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; its exit code."""
+    return run_role(NAME, lambda log: _measure(options, log))
+
+
+def _measure(options: argparse.Namespace, log: logging.Logger) -> None:
+    stop = stop_event()
+    out: Path = options.out
+    if out.exists():
+        raise UserError("is there already", place=str(out), remedy="name another file in --out")
+    if options.samples < 1 or (options.limit is not None and options.limit < 1):
+        raise UserError("--samples and --limit must be at least 1")
+    files = SpecFiles(options.spec, profile=options.profile, overrides=tuple(options.set))
+    spec = only_source(check_spec(files).require(), options.source, options.spec.parent)
+    pool = _pool(spec, options.pool)
+    rate = next(s for s in spec.data.sources).solve_rate
+    field = options.field or (rate.field if rate else DEFAULT_FIELD)
+    with closing(build_task_set(unfiltered(spec), options.model)) as tasks:
+        problems = min(len(tasks), options.limit or len(tasks))
+        asked = Measurement(tasks, pool, options.samples, problems, spec.seed)
+        about = _about(spec, tasks, asked, options.model, log)
+        progress_path = out.with_name(f"{out.name}.progress")
+        with open_progress(progress_path, about) as progress:
+            if progress.done:
+                log.info("going on behind %d problems", len(progress.done))
+            missing = any(index not in progress.done for index in range(problems))
+            if missing and not _sample(asked, options, progress, log, stop):
+                log.info("stopped behind %d problems", len(progress.done))
+                return
+            done = {index: one for index, one in progress.done.items() if index < problems}
+            write_rows(out, tasks, done, field=field, about=about)
+        progress_path.unlink()
+        log.info("wrote %d rows with %s to %s", len(done), field, out)
+
+
+def only_source(spec: RunSpec, name: str, folder: Path) -> RunSpec:
+    """The spec with one of its sources, whose files are looked for from `folder`.
+
+    Raises:
+        UserError: it has no such source.
+    """
+    found = [source for source in spec.data.sources if source.name == name]
+    if not found:
+        raise UserError(
+            f"no source {name!r}; there are {', '.join(s.name for s in spec.data.sources)}",
+            place="data.sources",
+        )
+    source = found[0]
+    if source.uri is not None:
+        source = source.model_copy(update={"uri": whole_uri(source.uri, folder)})
+    data = spec.data.model_copy(update={"sources": [source]})
+    return spec.model_copy(update={"data": data})
+
+
+def unfiltered(spec: RunSpec) -> RunSpec:
+    """The spec without what leaves problems out, but for the longest prompt."""
+    sources = [s.model_copy(update={"solve_rate": None}) for s in spec.data.sources]
+    data = spec.data.model_copy(update={"sources": sources})
+    return spec.model_copy(update={"data": data, "warm_start": None})
+
+
+def _pool(spec: RunSpec, name: str | None) -> SamplerPool:
+    for pool in spec.samplers:
+        if name in (None, pool.name):
+            return pool
+    raise UserError(f"no pool {name!r}", place="samplers")
+
+
+def _about(
+    spec: RunSpec, tasks: RunTask, asked: Measurement, model: Path, log: logging.Logger
+) -> dict[str, object]:
+    """All that the rates depend on but the number of problems, which a later call may raise."""
+    try:
+        pins = pin_model(
+            model, {}, full=False, progress=lambda path, size: log.info("reading %s", path.name)
+        )
+    except OSError as error:
+        raise UserError(f"cannot read the model: {error}", place=str(model)) from error
+    shown = ("max_prompt_tokens", "length_prompt_role", "system_prompt", "think_prefill")
+    return {
+        "model": {name: pin.model_dump() for name, pin in pins.items()},
+        "data": tasks.data_digest,
+        "source": unfiltered(spec).data.sources[0].model_dump(exclude={"uri"}),
+        "prompts": spec.data.model_dump(include=set(shown)),
+        "targets": tasks.targets,
+        "reward": [reward.model_dump() for reward in spec.reward],
+        "samples": asked.samples,
+        "seed": asked.seed,
+        "max_new_tokens": asked.pool.max_new_tokens,
+        "dtype": asked.pool.dtype,
+        "quantization": asked.pool.quantization,
+        "sampling": asked.pool.sampling.model_dump(exclude={"seeded"}),
+    }
+
+
+def _sample(
+    asked: Measurement,
+    options: argparse.Namespace,
+    progress: Any,
+    log: logging.Logger,
+    stop: threading.Event,
+) -> bool:
+    from sampler.engine.engine import Engine  # its import takes seconds
+
+    # One pool of one version: what may happen in flight does not happen here.
+    pool = asked.pool.model_copy(update={"in_flight_updates": False})
+    with closing(Engine(pool, probe=False)) as engine:
+        engine.load(options.model, 0)
+        log.info("%d tries of %d problems", asked.samples, asked.problems)
+        return measure(asked, engine, progress, log, stop)

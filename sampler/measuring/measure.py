@@ -1,0 +1,168 @@
+"""Tries every problem a few times with a model and counts what is solved."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from runspec.common.errors import UserError
+from runspec.common.hashing import hash_parts
+from runspec.spec.schema import SamplerPool
+from sampler.engine.requests import Sampled, SampleRequest
+from sampler.measuring.progress import Progress, Tries
+from verify.noise import noise_key
+from verify.plugins import Graded, GradeItem, TaskSet
+
+if TYPE_CHECKING:
+    from sampler.engine.engine import Engine
+
+SOLVED = 1.0
+"""Least task reward of a try that solves its problem."""
+_SAY_S = 5.0
+_TURN_S = 1.0
+_STUCK_S = 3600.0
+"""How long the engine may finish nothing; 32,768 tokens take a busy one half of it."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is asked."""
+
+    tasks: TaskSet
+    pool: SamplerPool
+    """Says how to sample: lengths, temperature, top-p, top-k."""
+    samples: int
+    """Tries of each problem."""
+    problems: int
+    """The first so many of the task set."""
+    seed: int
+    """Every try's noise follows from it and from the problem's id."""
+
+    def requests(self, index: int) -> list[SampleRequest]:
+        """The tries of a problem, without a length being asked for.
+
+        Raises:
+            UserError: the prompt leaves no room for an answer.
+        """
+        prompt = self.tasks.prompt_tokens(index, None)
+        pool, sampling = self.pool, self.pool.sampling
+        if len(prompt) + pool.max_new_tokens > pool.max_model_len:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens leaves no room for {pool.max_new_tokens} more "
+                f"in {pool.max_model_len}",
+                place=f"samplers.{pool.name}",
+                remedy="raise max_model_len, or lower max_new_tokens or data.max_prompt_tokens",
+            )
+        seed = hash_parts("solve rates", self.seed, self.tasks.problem(index).problem_id)
+        return [
+            SampleRequest(
+                prompt_tokens=prompt,
+                max_new_tokens=pool.max_new_tokens,
+                end_token=self.tasks.eos_token_id,
+                temperature=sampling.temperature,
+                noise_key=noise_key(seed, 0, sample),
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+            )
+            for sample in range(self.samples)
+        ]
+
+
+def measure(
+    asked: Measurement,
+    engine: Engine,
+    progress: Progress,
+    log: logging.Logger,
+    stop: threading.Event,
+) -> bool:
+    """Measures the problems that `progress` lacks; the engine stays full while answers are graded.
+
+    Returns:
+        Whether all are measured; else `stop` was set.
+
+    Raises:
+        UserError: the engine died or finishes nothing, or nothing can be graded here.
+    """
+    left = (index for index in range(asked.problems) if index not in progress.done)
+    running: dict[Future[list[Sampled]], int] = {}
+    before = sum(index < asked.problems for index in progress.done)
+    teller = _Teller(asked.problems, before, log)
+    last = time.monotonic()
+    while not stop.is_set():
+        _fill(asked, engine, left, running)
+        if not running:
+            return True
+        done, _ = wait(running, timeout=_TURN_S, return_when=FIRST_COMPLETED)
+        if done:
+            last = time.monotonic()
+            sampled = {running.pop(future): future.result() for future in done}
+            progress.add(_graded(asked.tasks, sampled))
+            teller.say(progress)
+        elif time.monotonic() - last > _STUCK_S:
+            raise UserError(
+                f"the engine finished nothing for {_STUCK_S:.0f} s",
+                place=f"samplers.{asked.pool.name}",
+                remedy="look at the device; the same command goes on where this one was",
+            )
+    engine.abort()
+    return False
+
+
+def _fill(
+    asked: Measurement,
+    engine: Engine,
+    left: Iterator[int],
+    running: dict[Future[list[Sampled]], int],
+) -> None:
+    """Submits problems until twice what the engine runs at once is there: it samples the one half
+    while the other is being graded."""
+    while len(running) * asked.samples < 2 * engine.capacity:
+        index = next(left, None)
+        if index is None:
+            return
+        running[engine.submit(asked.requests(index))] = index
+
+
+def _graded(tasks: TaskSet, sampled: dict[int, list[Sampled]]) -> Iterator[Tries]:
+    items = [
+        GradeItem(index, None, one.output_tokens.tolist())
+        for index, tries in sampled.items()
+        for one in tries
+    ]
+    grades = iter(tasks.grade_all(items))
+    for index, tries in sampled.items():
+        yield _tries(index, [next(grades) for _ in tries])
+
+
+def _tries(index: int, grades: Sequence[object]) -> Tries:
+    graded = [grade for grade in grades if isinstance(grade, Graded)]
+    return Tries(index, sum(grade.task_reward >= SOLVED for grade in graded), len(graded))
+
+
+class _Teller:
+    """Says every few seconds how far it is."""
+
+    def __init__(self, problems: int, before: int, log: logging.Logger) -> None:
+        self._problems, self._before, self._log = problems, before, log
+        self._begun = self._said = time.monotonic()
+
+    def say(self, progress: Progress) -> None:
+        now = time.monotonic()
+        done = [one.rate for one in progress.done.values() if one.index < self._problems]
+        count = len(done)
+        if now - self._said < _SAY_S and count < self._problems:
+            return
+        self._said = now
+        rates = [rate for rate in done if rate is not None]
+        mean = sum(rates) / len(rates) if rates else 0.0
+        speed = (count - self._before) / max(now - self._begun, 1e-9)
+        self._log.info(
+            "%d of %d problems, mean solve rate %.3f, %d without one; about %.0f s left",
+            *(count, self._problems, mean, count - len(rates)),
+            (self._problems - count) / speed if speed else 0.0,
+        )

@@ -1,0 +1,80 @@
+"""Problems with their solve rates, as a Parquet file that the source `parquet` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from runspec.common.errors import UserError
+from runspec.common.files import temporary_name
+from sampler.measuring.progress import Tries
+from verify.plugins import TaskSet
+
+_GROUP_ROWS = 1000
+METADATA = b"runspec.solve_rates"
+"""Key in the file's schema of what was measured: model, settings, data."""
+
+
+def write_rows(
+    path: Path,
+    tasks: TaskSet,
+    tries: Mapping[int, Tries],
+    *,
+    field: str,
+    about: Mapping[str, object],
+) -> None:
+    """Writes problem_id, task_type, prompt, verification_info and the rate, in the order of the
+    problems; the file appears whole or not at all.
+
+    Args:
+        path: what it becomes.
+        tasks: the problems.
+        tries: by index; those that are there are written.
+        field: the solve rate's column; null where no try could be graded.
+        about: kept in the file's metadata.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    texts = [(name, pa.string()) for name in _TEXTS]
+    schema = pa.schema(
+        [*texts, (field, pa.float64())],
+        metadata={METADATA: json.dumps(about, sort_keys=True).encode()},
+    )
+    temporary = temporary_name(path)
+    rows = (_row(tasks, tries[index], field) for index in sorted(tries))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb") as file:
+            with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+                while group := list(islice(rows, _GROUP_ROWS)):
+                    writer.write_table(pa.Table.from_pylist(group, schema=schema))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise UserError(
+            f"cannot write: {error.strerror or error}",
+            place=str(path),
+            remedy="free disk space or mend the permissions; the same command goes on",
+        ) from error
+
+
+_TEXTS = ("problem_id", "task_type", "prompt", "verification_info")
+
+
+def _row(tasks: TaskSet, tries: Tries, field: str) -> dict[str, Any]:
+    problem = tasks.problem(tries.index)
+    info = json.dumps(dict(problem.verification), ensure_ascii=False)
+    texts = (problem.problem_id, problem.task_type, problem.prompt, info)
+    return {**dict(zip(_TEXTS, texts, strict=True)), field: tries.rate}
