@@ -35,7 +35,7 @@ END_S = 30.0
 STDERR_TAIL_BYTES = 64 << 10
 _HERE = str(Path(__file__).parent)
 _LAUNCH = "import sys; sys.path.insert(0, sys.argv[1]); from inside.launcher import main; "
-_LAUNCH += "main(int(sys.argv[2]))"
+_LAUNCH += "main(int(sys.argv[2])); import os; os._exit(0)"  # nothing to take apart
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LC_ALL": "C.UTF-8",
@@ -107,10 +107,14 @@ class Isolated:
         Raises:
             TimeoutError: it has not ended in time.
         """
-        with self._lock:
+        if not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise TimeoutError(f"another thread waits for the program, {timeout_s} s already")
+        try:
             if self._finished is None:
                 self._finished = self._collect(timeout_s)
             return self._finished
+        finally:
+            self._lock.release()
 
     def _collect(self, timeout_s: float | None) -> Finished:
         try:

@@ -244,6 +244,15 @@ process.wait(None)
     eventually(lambda: not list(sandbox.directory.iterdir()), "the scratch directory's end")
 
 
+def test_the_kernel_short_of_memory_takes_the_program_first(sandbox: Sandbox) -> None:
+    with sandbox.unchanged():
+        process = sandbox.start("time.sleep(300)")
+        sandbox.until_running()
+        scores = [Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in sandbox.processes()]
+        process.kill()
+    assert set(scores) == {"1000\n"}
+
+
 def test_a_crash_leaves_no_core_and_is_told(sandbox: Sandbox) -> None:
     finished = sandbox.run("ctypes.string_at(0)")
     assert (finished.outcome, finished.code) == ("signal", -signal.SIGSEGV), finished

@@ -31,6 +31,7 @@ def guard(order: Order, user: int, tasks: int, ready: int, failures: int, report
             os._exit(1)
         os.close(ready)
         os.umask(0o022)
+        limits.die_first()
         place = order.scratch
         contained = order.isolates(NAMESPACES)
         if contained:

@@ -80,6 +80,18 @@ def test_waiting_in_vain_is_a_time_out_and_harms_nothing() -> None:
         assert process.wait(30).ok
 
 
+def test_a_program_can_be_killed_while_another_thread_waits_for_it() -> None:
+    process = start([*BARE, "-c", "input()"], limits=LIMITS)
+    ends: list[Finished] = []
+    thread = threading.Thread(target=lambda: ends.append(process.wait(None)))
+    thread.start()
+    with pytest.raises(TimeoutError):
+        process.wait(0.05)
+    assert process.kill().outcome == "killed"
+    thread.join()
+    assert ends == [process.kill()]
+
+
 def test_a_thread_that_started_a_program_may_end_before_it() -> None:
     started = []
     thread = threading.Thread(target=lambda: started.append(start([*BARE, "-c", "input()"],
