@@ -44,7 +44,8 @@ class Finished:
         code: exit status with `exit`; minus the signal's number with `signal`; else -9.
         stdout: what it wrote, cut at the limit; empty after `start`.
         stderr: the last 64 KiB of it.
-        wall_s, cpu_s: seconds, CPU time of all processes that ended by themselves.
+        wall_s, cpu_s: seconds; CPU time of all its processes, up to the last look at those that
+            were killed.
         peak_bytes: most memory seen, of one process or of all.
     """
 
@@ -63,15 +64,15 @@ class Finished:
 
 
 def judge(message: dict[str, bytes], stderr: bytes, limits: Limits) -> Finished:
-    """Makes sense of the launcher's last message (`verdict`, `wall_s`, `seen`, and where the
-    program ended by itself `status`, `cpu_s`, `peak`)."""
+    """Makes sense of the launcher's last message: `verdict`, `wall_s`, `seen`, `cpu_seen`, and
+    where the program ended by itself `status`, `cpu_s`, `peak`."""
     status = int(message.get("status", b"9"))
     signal = status & 0x7F
     code = -signal if signal else status >> 8
     verdict = message.get("verdict", b"killed").decode()
     if not verdict and "status" not in message:
         verdict = "killed"  # the guard itself was, from outside
-    cpu_s = float(message.get("cpu_s", b"0"))
+    cpu_s = max(float(message.get("cpu_s", b"0")), float(message.get("cpu_seen", b"0")))
     outcome = verdict or _by_status(code, cpu_s, stderr, limits)
     return Finished(
         outcome,  # type: ignore[arg-type]  # the launcher speaks of these alone

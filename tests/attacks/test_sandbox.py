@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from sampler.sandbox import NotIsolated, run
+from sampler.sandbox.paths import open_to_all
 from tests.attacks.sandboxed import LIMITS, PRELUDE, SETS, Sandbox, refused
 
 ROOT = Path(__file__).parents[2]
@@ -225,6 +226,8 @@ def test_all_this_holds_for_an_ordinary_user() -> None:
     if os.geteuid() != 0 or python is None:
         pytest.skip("needs root, and an interpreter that everybody can reach")
     packages = Path(pytest.__file__).parents[1]
+    if not open_to_all([bytes(packages), bytes(ROOT)]):
+        pytest.skip("needs a checkout that everybody can read")
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o777)
         names = [f"test_sandbox{part}.py" for part in ("", "_calls", "_bombs")]

@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sampler.sandbox import Finished
+from sampler.sandbox import Finished, run
 from tests.attacks.sandboxed import LIMITS, PRELUDE, Sandbox
 from tests.waiting import eventually
 
@@ -105,7 +106,9 @@ print("done")
 
 
 def test_an_endless_loop_meets_the_limit_on_cpu(sandbox: Sandbox) -> None:
-    assert sandbox.run("while True: pass", limits=replace(LIMITS, cpu_s=0.5)).outcome == "cpu"
+    finished = sandbox.run("while True: pass", limits=replace(LIMITS, cpu_s=0.5))
+    assert finished.outcome == "cpu"
+    assert finished.cpu_s > 0.5
 
 
 def test_loops_in_children_are_added_up(sandbox: Sandbox) -> None:
@@ -171,6 +174,25 @@ for i in range(200):
 def test_countless_files_are_bounded(sandbox: Sandbox) -> None:
     finished = sandbox.run("for i in range(100000): open(str(i), 'w').close()\ntime.sleep(5)")
     assert finished.outcome == "files", finished
+
+
+@pytest.mark.slow
+def test_many_at_a_time_do_not_get_in_each_other_s_way(sandbox: Sandbox) -> None:
+    source = """
+import threading
+threads = [threading.Thread(target=time.sleep, args=(0.2,)) for _ in range(LIMIT)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print("done")
+""".replace("LIMIT", str(LIMITS.processes - 1))
+    with sandbox.unchanged(), ThreadPoolExecutor(12) as pool:
+        command = sandbox.command(source)
+        runs = [
+            pool.submit(run, command, limits=LIMITS, mechanisms=sandbox.mechanisms)
+            for _ in range(60)
+        ]
+        ends = [future.result() for future in runs]
+    assert {end.stdout for end in ends} == {b"done\n"}, [end for end in ends if not end.ok]
 
 
 def test_nobody_outlives_the_program(sandbox: Sandbox) -> None:

@@ -98,11 +98,15 @@ def _supervise(
             break
         verdict = "killed" if control in events else watch.look()
     ending = [] if verdict else wire.read(report) or []
-    peak = watch.peak
     _end(child, contained=order.isolates(NAMESPACES), program=program)
     wall = time.monotonic() - started
     try:
-        fields = [("verdict", verdict.encode()), ("wall_s", b"%f" % wall), ("seen", b"%d" % peak)]
+        fields = [
+            ("verdict", verdict.encode()),
+            ("wall_s", b"%f" % wall),
+            ("seen", b"%d" % watch.peak),
+        ]
+        fields.append(("cpu_seen", b"%f" % watch.cpu))
         wire.write(control, [*fields, *ending])
     except OSError:
         return  # the parent has closed its end: nobody asks

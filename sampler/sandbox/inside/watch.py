@@ -30,6 +30,9 @@ class Watch:
         order: the limits.
         guard: process id of the guard, which is not counted.
         started: `time.monotonic()` from which the wall clock counts.
+
+    Attributes:
+        cpu, peak: seconds of CPU and most bytes of memory seen so far.
     """
 
     def __init__(self, order: Order, guard: int, started: float) -> None:
@@ -37,7 +40,7 @@ class Watch:
         self._guard = guard
         self._end = started + order.wall_s if order.wall_s else float("inf")
         self._tick_s = _TICK_S
-        self._cpu_before = 0.0
+        self.cpu = 0.0
         self.peak = 0
 
     def wait_ms(self) -> int:
@@ -52,8 +55,8 @@ class Watch:
         cpu, anonymous, tasks, pids = self._sums()
         self.peak = max(self.peak, anonymous)
         # A program that waits is looked at less and less, and at once again when it works.
-        self._tick_s = _TICK_S if cpu > self._cpu_before else min(2 * self._tick_s, _IDLE_S)
-        self._cpu_before = cpu
+        self._tick_s = _TICK_S if cpu > self.cpu else min(2 * self._tick_s, _IDLE_S)
+        self.cpu = max(cpu, self.cpu)
         if self._order.cpu_s and cpu > self._order.cpu_s:
             return "cpu"
         if anonymous > self._order.memory and self._proportional(pids) > self._order.memory:
