@@ -105,9 +105,10 @@ class RequestChecker:
         if not (_TIME.fullmatch(moment) and _NONCE.fullmatch(nonce)):
             raise Unauthorised(f"{TIME} must be seconds since the epoch, {NONCE} 32 hex characters")
         if abs(now - int(moment)) > self._skew_s:
+            way = "behind" if now > int(moment) else "ahead of"
             raise Unauthorised(
-                f"signed {now - int(moment):.0f} s ago by this clock, {self._skew_s:.0f} s are "
-                "allowed: set the clock"
+                f"the caller's clock is {abs(now - int(moment)):.0f} s {way} ours, "
+                f"{self._skew_s:.0f} s are allowed: set the clock"
             )
         message = _message(self._run, method, path, body_digest, moment, nonce)
         if not signature_is_valid(key, message, signature):

@@ -100,7 +100,9 @@ class Run:
         return self.start(
             "sampler",
             *("work", "--run", self.spec.name, "--pool", "volunteers"),
-            *("--coordinator", f"http://{self.coordinator}", "--weights", f"http://{self.origin}"),
+            *("--coordinator", f"http://{self.coordinator}"),
+            *("--weights", f"http://{free_address()}"),  # a relay that is gone
+            *("--weights", f"http://{self.origin}"),
             *("--public-key", self.identity.root_public_key),
             *("--key", self.identity.key("volunteers-0"), "--dir", self.dir / "worker"),
         )
@@ -152,6 +154,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         run.wait_for_submissions(len(run.submissions()) + 2)
         assert worker.poll() is None, "the worker did not survive its coordinator's restart"
 
+        (run.dir / "killed-core").write_text(str(kill_core(worker.pid)))
+        run.wait_for(lambda: "again with a new one" in run._logs(), "a new engine")
+        run.wait_for_submissions(len(run.submissions()) + 2)
         run.status = httpx.get(f"http://{run.coordinator}/v1/status").json()
 
         worker.send_signal(signal.SIGTERM)
@@ -162,6 +167,28 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield run
     finally:
         run.close()
+
+
+def kill_core(worker: int) -> int:
+    """Kills what vLLM runs in below a worker's process; returns its id."""
+    children = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/stat")
+        if f") S {worker} " in (stat := read(path)) or f") R {worker} " in stat
+    ]
+    cores = [
+        pid for pid in children if "resource_tracker" not in read(Path(f"/proc/{pid}/cmdline"))
+    ]
+    assert len(cores) == 1, cores
+    os.kill(cores[0], signal.SIGKILL)
+    return cores[0]
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it ended meanwhile
+        return ""
 
 
 def elapsed(action: Callable[[], object]) -> float:
@@ -208,7 +235,7 @@ def test_the_pause_of_each_switch_is_in_the_log_and_the_heartbeat(run):
     logs = "".join(path.read_text() for path in run.dir.glob("sampler-*.log"))
     assert "sampling paused for" in logs
     (worker,) = run.status["workers"]
-    assert worker["state"]["loads"] == 1
+    assert worker["state"]["loads"] == 2  # the second with a new engine, after the first died
     assert 0.0 < worker["state"]["pause_s"] < worker["state"]["uptime_s"]
 
 
