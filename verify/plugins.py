@@ -4,6 +4,7 @@
 
     [project.entry-points."runspec.tasks"]
     default = "sampler.tasks.task_set:build_task_set"
+    requirements = "sampler.grading.launch:require_graders"
 
     [project.entry-points."runspec.prefill"]
     jax = "learner_jax.prefill:JaxPrefill"
@@ -213,6 +214,15 @@ def load_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = No
     """
     task_set: TaskSet = _load(TASK_GROUP, "default")(spec, tokenizer_dir, data_dir)
     return task_set
+
+
+def require_graders(spec: RunSpec) -> None:
+    """Makes sure that this machine may grade for a run, by the entry point `requirements`.
+
+    Raises:
+        UserError: a reward executes answers and has no sandbox here, or nothing offers its kind.
+    """
+    _load(TASK_GROUP, "requirements")(spec)
 
 
 def load_warm_start_data(spec: RunSpec) -> WarmStartData:

@@ -35,6 +35,7 @@ from verify.plugins import (
     WeightsLocation,
     load_prefill_engine,
     load_task_set,
+    require_graders,
 )
 
 MAX_CLAIMS = 8
@@ -83,6 +84,7 @@ class Validator:
         self._task_set_of = task_set_of
         self._coordinator, self._engine = coordinator, engine
         self._examiner: Examiner | None = None
+        self._task_set: TaskSet | None = None
         self.checked = 0
         """Submissions given a verdict."""
         self.busy_s = 0.0
@@ -97,6 +99,11 @@ class Validator:
                     self._check(items)
         except RunFinished:
             self._log.info("the run is finished; %d submissions checked", self.checked)
+
+    def close(self) -> None:
+        """Ends what grades."""
+        if self._task_set is not None:
+            self._task_set.close()
 
     def _claim(self, stop: threading.Event) -> list[WorkItem]:
         """Waits for a submission and takes along what else is queued."""
@@ -137,9 +144,10 @@ class Validator:
         directory = self._engine.ensure_version(
             file.lease.version, file.lease.manifest_digest, deadline_s=WEIGHTS_DEADLINE_S
         )
+        self._task_set = self._task_set_of(directory)
         self._examiner = Examiner(
             self._spec,
-            task_set=self._task_set_of(directory),
+            task_set=self._task_set,
             engine=self._engine,
             vocab_size=vocab_size(directory),
             wants_prefill=self._wants_prefill,
@@ -229,13 +237,14 @@ def run(
     key = SigningKey.load(key_file)
     client = CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)
     spec = client.spec()
+    require_graders(spec)
     location = WeightsLocation(run, weights, public_key, directory / "weights")
     with closing(load_prefill_engine(spec, location)) as engine:
         validator = Validator(
             spec, key, client, engine, task_set_of=partial(load_task_set, spec), log=log
         )
         log.info("validator %s serves run %s", key.public_hex[:12], run)
-        with _heartbeat(client, validator, log):
+        with closing(validator), _heartbeat(client, validator, log):
             validator.serve(stop)
 
 

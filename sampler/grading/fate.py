@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from sampler.sandbox import Isolated
+from sampler.grading.launch import Running
 
 _SETTLE_S = 5.0
 _LIMITS = {
@@ -17,7 +17,7 @@ _LIMITS = {
 }
 
 
-def fate(process: Isolated) -> str:
+def fate(process: Running) -> str:
     """Of a process whose pipe has ended: waits for its end a little, then sees to it."""
     try:
         finished = process.wait(_SETTLE_S)

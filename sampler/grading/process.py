@@ -15,7 +15,8 @@ from runspec.common.errors import UserError
 from runspec.spec.schema import Reward
 from sampler.grading.channel import Channel, ChannelClosed, Overdue
 from sampler.grading.fate import fate
-from sampler.sandbox import PYTHON, Limits, NotIsolated, start
+from sampler.grading.launch import launcher
+from sampler.sandbox import PYTHON, Limits, NotIsolated
 
 START_S = 60.0
 """Longest time from the start of a grader to its first word; it imports its terms in it."""
@@ -73,7 +74,9 @@ class GraderProcess:
         paths = [path for path in sys.path if _installed(path)]
         command = [*PYTHON, "-c", _BOOT, json.dumps([paths, packages])]
         try:
-            self._isolated = start(command, limits=LIMITS, readable=[*readable, *map(Path, paths)])
+            self._isolated = launcher(required=False, place="reward").start(
+                command, limits=LIMITS, readable=[*readable, *map(Path, paths)]
+            )
         except NotIsolated as error:
             raise _no_start(str(error)) from error
         self._channel = Channel(

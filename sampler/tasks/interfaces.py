@@ -75,6 +75,8 @@ class TaskTerm(Protocol):
     timeout_s: ClassVar[float] = 10.0
     """Longest time for one answer where the spec gives no `timeout`. A grader process that takes
     longer is ended."""
+    executes_answers: ClassVar[bool] = False
+    """Whether it runs answers as programs: no untrusted pool without a sandbox then."""
     limits_blame_answer: ClassVar[bool] = False
     """What an answer gets on which the grader process runs out of time or memory: a reward of 0
     where the answer alone decides how much work there is, else no reward but a fault."""

@@ -6,13 +6,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any
 
 from sampler.grading.channel import ChannelClosed, Overdue
 from sampler.grading.fate import describe
-from sampler.sandbox import PYTHON, Limits, run
+from sampler.grading.launch import Launcher
+from sampler.sandbox import PYTHON, Limits
 from sampler.tasks.rewards.code.compare import same_output, same_value
 from sampler.tasks.rewards.code.formats import CallTest, CheckTests, StdioTest, Tests
 from sampler.tasks.rewards.code.plain import decode, encode
@@ -23,100 +24,106 @@ MAX_CALLS = 200_000
 """Calls of one program that its tests may make."""
 
 
-def judge(program: str, tests: Tests, *, timeout_s: float, limits: Limits) -> str:
-    """Runs a program against all its tests, up to the first that fails.
+@dataclass(frozen=True)
+class Judge:
+    """Runs one program against its tests."""
 
-    Args:
-        program: Python source.
-        tests: what it has to pass.
-        timeout_s: wall time for all of it.
-        limits: of each process.
+    launcher: Launcher
+    limits: Limits
+    """Of each process."""
+    deadline: float
+    """Of all of it (`time.monotonic`)."""
 
-    Returns:
-        Why it fails; empty where it passes all.
+    def judge(self, program: str, tests: Tests) -> str:
+        """Runs a program against all its tests, up to the first that fails.
 
-    Raises:
-        ValueError: the tests themselves cannot be run.
-    """
-    if len(program) > MAX_PROGRAM_CHARS:
-        return f"a program of {len(program)} characters, over {MAX_PROGRAM_CHARS}"
-    if not program.strip():
-        return "no program"
-    deadline = time.monotonic() + timeout_s
-    try:
-        _run_stdio(program, tests.stdio, tests.tolerance, limits, deadline)
-        if tests.calls:
-            _run_calls(program, tests.calls, tests.tolerance, limits, deadline)
-        if tests.check is not None:
-            _run_check(program, tests.check, limits, deadline)
-    except ProgramFailed as failure:
-        return str(failure)
-    return ""
+        Args:
+            program: Python source.
+            tests: what it has to pass.
 
+        Returns:
+            Why it fails; empty where it passes all.
 
-def _run_stdio(
-    program: str, tests: list[StdioTest], tolerance: float, limits: Limits, deadline: float
-) -> None:
-    files = {"main.py": program.encode(errors="replace")}
-    for number, test in enumerate(tests, start=1):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise ProgramFailed(f"test {number} of {len(tests)}: the program took too long")
-        done = run(
-            [*PYTHON, "main.py"],
-            stdin=test.given.encode(errors="replace"),
-            limits=replace(limits, wall_s=left),
-            files=files,
-        )
-        place = f"test {number} of {len(tests)}"
-        if not done.ok:
-            raise ProgramFailed(f"{place}: {describe(done.outcome, done.code, done.stderr)}")
-        if not same_output(done.stdout.decode(errors="replace"), test.expected, tolerance):
-            raise ProgramFailed(f"{place}: printed {_short(done.stdout.decode(errors='replace'))}")
+        Raises:
+            ValueError: the tests themselves cannot be run.
+        """
+        if len(program) > MAX_PROGRAM_CHARS:
+            return f"a program of {len(program)} characters, over {MAX_PROGRAM_CHARS}"
+        if not program.strip():
+            return "no program"
+        try:
+            self._run_stdio(program, tests.stdio, tests.tolerance)
+            if tests.calls:
+                self._run_calls(program, tests.calls, tests.tolerance)
+            if tests.check is not None:
+                self._run_check(program, tests.check)
+        except ProgramFailed as failure:
+            return str(failure)
+        return ""
 
-
-def _run_calls(
-    program: str, tests: list[CallTest], tolerance: float, limits: Limits, deadline: float
-) -> None:
-    setup = {"candidates": [program], "entry_point": None}
-    with Session("inside_program", setup, limits, deadline) as session:
-        called = Program(session)
-        called.load()
+    def _run_stdio(self, program: str, tests: list[StdioTest], tolerance: float) -> None:
+        files = {"main.py": program.encode(errors="replace")}
         for number, test in enumerate(tests, start=1):
             place = f"test {number} of {len(tests)}"
-            answer = called.call(test.name, encode(test.arguments), encode({}))
-            if "raised" in answer:
-                raise ProgramFailed(f"{place}: {answer['text']}")
-            returned = decode(answer["value"])
-            try:
-                right = same_value(returned, test.expected, tolerance)
-            except (ValueError, OverflowError):  # keys or numbers beyond what Python prints
-                right = False
-            if not right:
-                raise ProgramFailed(f"{place}: returned another value")
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                raise ProgramFailed(f"{place}: the program took too long")
+            done = self.launcher.run(
+                [*PYTHON, "main.py"],
+                stdin=test.given.encode(errors="replace"),
+                limits=replace(self.limits, wall_s=left),
+                files=files,
+            )
+            if not done.ok:
+                raise ProgramFailed(f"{place}: {describe(done.outcome, done.code, done.stderr)}")
+            printed = done.stdout.decode(errors="replace")
+            if not same_output(printed, test.expected, tolerance):
+                raise ProgramFailed(f"{place}: printed {_short(printed)}")
+
+    def _run_calls(self, program: str, tests: list[CallTest], tolerance: float) -> None:
+        setup = {"candidates": [program], "entry_point": None}
+        with self._session("inside_program", setup) as session:
+            called = Program(session)
+            called.load()
+            for number, test in enumerate(tests, start=1):
+                place = f"test {number} of {len(tests)}"
+                answer = called.call(test.name, encode(test.arguments), encode({}))
+                if "raised" in answer:
+                    raise ProgramFailed(f"{place}: {answer['text']}")
+                if not _right(decode(answer["value"]), test.expected, tolerance):
+                    raise ProgramFailed(f"{place}: returned another value")
+
+    def _run_check(self, program: str, tests: CheckTests) -> None:
+        candidates = completions(tests.prompt, program) if tests.prompt else [program]
+        model = {"candidates": candidates, "entry_point": tests.entry_point}
+        data_set: dict[str, Any] = {
+            "prompt": tests.prompt,
+            "entry_point": tests.entry_point,
+            "before": tests.before,
+            "asserts": tests.asserts,
+        }
+        with (
+            self._session("inside_program", model) as session,
+            self._session("inside_tests", data_set) as checker,
+        ):
+            called = Program(session)
+            names = called.load()
+            if tests.entry_point is not None and tests.entry_point not in names:
+                names.append(tests.entry_point)
+            with _tests_at_fault(checker):
+                checker.set_up(functions=names)
+                message = checker.receive()
+            _answer_calls(called, checker, message, set(names))
+
+    def _session(self, side: str, setup: dict[str, Any]) -> Session:
+        return Session(side, setup, self.launcher, self.limits, self.deadline)
 
 
-def _run_check(program: str, tests: CheckTests, limits: Limits, deadline: float) -> None:
-    candidates = completions(tests.prompt, program) if tests.prompt else [program]
-    model = {"candidates": candidates, "entry_point": tests.entry_point}
-    data_set: dict[str, Any] = {
-        "prompt": tests.prompt,
-        "entry_point": tests.entry_point,
-        "before": tests.before,
-        "asserts": tests.asserts,
-    }
-    with (
-        Session("inside_program", model, limits, deadline) as session,
-        Session("inside_tests", data_set, limits, deadline) as checker,
-    ):
-        called = Program(session)
-        names = called.load()
-        if tests.entry_point is not None and tests.entry_point not in names:
-            names.append(tests.entry_point)
-        with _tests_at_fault(checker):
-            checker.set_up(functions=names)
-            message = checker.receive()
-        _answer_calls(called, checker, message, set(names))
+def _right(returned: Any, expected: Any, tolerance: float) -> bool:
+    try:
+        return same_value(returned, expected, tolerance)
+    except (ValueError, OverflowError):  # keys or numbers beyond what Python prints
+        return False
 
 
 def _answer_calls(

@@ -8,7 +8,8 @@ from typing import Any
 
 from sampler.grading.channel import Channel, ChannelClosed, Overdue
 from sampler.grading.fate import fate
-from sampler.sandbox import PYTHON, Limits, start
+from sampler.grading.launch import Launcher
+from sampler.sandbox import PYTHON, Limits
 from sampler.tasks.rewards.code.plain import NotPlain, decode, encode
 
 MAX_REPLY_BYTES = 2 * 1024 * 1024
@@ -26,12 +27,21 @@ class Session:
     Args:
         side: `inside_program` or `inside_tests`.
         setup: its first message.
+        launcher: starts it.
         limits: of the process.
+        deadline: of all messages (`time.monotonic`).
     """
 
-    def __init__(self, side: str, setup: dict[str, Any], limits: Limits, deadline: float) -> None:
+    def __init__(
+        self,
+        side: str,
+        setup: dict[str, Any],
+        launcher: Launcher,
+        limits: Limits,
+        deadline: float,
+    ) -> None:
         self._deadline = deadline
-        self._process = start([*PYTHON, "-S", "-c", source_of(side)], limits=limits)
+        self._process = launcher.start([*PYTHON, "-S", "-c", source_of(side)], limits=limits)
         self._channel = Channel(
             self._process.stdout.fileno(),
             self._process.stdin.fileno(),

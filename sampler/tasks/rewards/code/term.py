@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import ClassVar, Literal
 
 from runspec.spec.schema import Reward
-from sampler.sandbox import Limits, require
+from sampler.grading.launch import launcher
+from sampler.sandbox import Limits
 from sampler.tasks.interfaces import Score
 from sampler.tasks.rewards.code.formats import read_tests
-from sampler.tasks.rewards.code.judge import judge
+from sampler.tasks.rewards.code.judge import Judge
 from sampler.tasks.rewards.code.program import program_of
 from verify.plugins import Problem
 
@@ -30,16 +32,17 @@ class CodeReward:
     own, and so do tests that are code; docs/rewards.md lists the forms of verification_info.
 
     Raises:
-        UserError: no sandbox works on this machine.
+        UserError: no sandbox works on this machine, and the spec does not say `sandboxed: false`.
     """
 
     role: ClassVar[Literal["task", "length"]] = "task"
     isolated: ClassVar[bool] = False
     repeatable: ClassVar[bool] = False
+    executes_answers: ClassVar[bool] = True
     timeout_s: ClassVar[float] = TIMEOUT_S
 
     def __init__(self, reward: Reward) -> None:
-        require(f"reward.{reward.name}")
+        self._launcher = launcher(required=reward.sandboxed, place=f"reward.{reward.name}")
         self._timeout_s = TIMEOUT_S if reward.timeout is None else float(reward.timeout)
 
     def score(self, problem: Problem, answer: str) -> Score:
@@ -49,5 +52,6 @@ class CodeReward:
             ValueError: verification_info cannot be read, or its tests cannot be run.
         """
         tests = read_tests(problem.verification)
-        reason = judge(program_of(answer), tests, timeout_s=self._timeout_s, limits=LIMITS)
+        judge = Judge(self._launcher, LIMITS, time.monotonic() + self._timeout_s)
+        reason = judge.judge(program_of(answer), tests)
         return Score(0.0 if reason else 1.0, reason)
