@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sampler.engine.patch import patch_weights
 from sampler.engine.readback import compare_weights
 from sampler.engine.recorded import Recorded
 from sampler.engine.recorder import TokenRecorder
@@ -68,6 +69,14 @@ class SamplerExtension:
         model = self._model()
         if model.config.tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+    def patch_weights(self, base_dir: str, weights_dir: str) -> bool:
+        """Overwrites what changed from the version held to another; see `patch`."""
+
+        def reload(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            self.model_runner.reload_weights(weights_iterator=tensors)
+
+        return patch_weights(self._model(), Path(base_dir), Path(weights_dir), reload=reload)
 
     def compare_weights(self, weights_dir: str) -> LoadReport:
         """Reads the weights back and compares them with the files; see `readback`."""

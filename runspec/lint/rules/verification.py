@@ -105,25 +105,19 @@ def unsandboxed_grading(context: Context) -> Iterator[Violation]:
 
 @rule("in-flight-updates", "verification")
 def in_flight_updates(context: Context) -> Iterator[Violation]:
-    """A rollout must be of one policy version from its first token to its last.
+    """A rollout of an untrusted pool must be of one policy version from first token to last.
 
-        not samplers[].in_flight_updates
+        in_flight_updates  =>  trust = trusted
 
-    A validator prefills a rollout with the version that its lease names. Of one that began under
-    another version neither log-probs nor seeded choices nor proofs can be reproduced, and honest
-    work would be rejected. In a trusted pool it would be sound with each token's version recorded;
-    workers do not do that yet, and refuse to start.
+    A validator prefills a rollout with the version that its lease names. Of one that went on under
+    another version neither log-probs nor seeded choices nor proofs can be reproduced. Trusted pools
+    name each token's version, and those rollouts are believed without a prefill.
     """
     for pool in context.spec.samplers:
-        if pool.in_flight_updates:
-            reason = (
-                "a validator could not reproduce a rollout that spans two versions"
-                if pool.trust == "untrusted"
-                else "workers cannot take over a version in the middle of a rollout yet"
-            )
+        if pool.in_flight_updates and pool.trust == "untrusted":
             yield Violation(
                 ("samplers", pool.name, "in_flight_updates"),
-                reason,
+                "a validator could not reproduce a rollout that spans two versions",
                 numbers={"trust": pool.trust},
                 requires="not in_flight_updates",
                 suggestion="in_flight_updates: false",

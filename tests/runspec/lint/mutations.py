@@ -377,7 +377,10 @@ RULES = {
     "unsandboxed-grading": Mutation(
         lambda spec: spec["reward"].append({"name": "code", "kind": "code", "sandboxed": False})
     ),
-    "in-flight-updates": Mutation(put(pool__in_flight_updates=True)),
+    "in-flight-updates": Mutation(
+        put(pool__trust="untrusted", pool__sampling__seeded=True, pool__in_flight_updates=True),
+        kinds=FLEET,
+    ),
     "validator-capacity": Mutation(
         both(put(verify__validators=1, verify__tokens_per_s=1.0), all_pools(tokens_per_s=1000.0)),
         kinds=FLEET,

@@ -50,7 +50,7 @@ BREACHES = [
     (FLEET, ["samplers.pool.trust=trusted",
              "reward.code={kind: code, sandboxed: false}", "reward.math=null"],
      "unsandboxed-grading", "reward.code.sandboxed", "warning"),
-    (BASE, ["samplers.pool.in_flight_updates=true"],
+    (FLEET, ["samplers.pool.in_flight_updates=true"],
      "in-flight-updates", "samplers.pool.in_flight_updates", "error"),
     (FLEET, ["samplers.pool.dtype=float32", "samplers.pool.hardware.memory=1000GB"],
      "uncalibrated-precision", "samplers.pool.dtype", "error"),
