@@ -17,7 +17,7 @@ from sampler.worker.meter import Meter
 from sampler.worker.versions import Versions
 from sampler.worker.worker import Worker
 from verify.client import CoordinatorClient, RunFinished
-from verify.plugins import load_task_set
+from verify.plugins import load_task_set, require_graders
 
 HEARTBEAT_S = 2.0
 COORDINATOR_PATIENCE_S = 900.0
@@ -68,6 +68,7 @@ def work(
     )
     spec = client.spec()
     pool = find_pool(spec, options.pool)
+    require_graders(spec)
     client.register(pool.name, {"engine": pool.engine, "dtype": pool.dtype})
     meter = Meter()
     threading.Thread(
