@@ -1,12 +1,14 @@
 """Times the sampling engine against a bare vLLM loop on the same prompts; prints JSON.
 
-    taskset -c 0 python -m benchmarks.sampler_engine
+    python -m benchmarks.sampler_engine
 
-Ours samples with seeded noise and captures log-probs and hidden states; bare is `LLM.generate` at
-temperature 1. Seconds are CPU seconds of this process, which runs one thread; rounds alternate and
-the best of each counts, so that other work on the machine counts little. `proofs_s` is what one
-batch costs beside the sampling, `load_s` a switch of version with its checks, `start_s` the first
-load and `import_s` vLLM's import.
+Ours samples with seeded noise and records log-probs and proofs' activations; bare is `LLM.generate`
+at temperature 1. Both have their engine core in a process of its own, with one thread and the same
+executor. Rounds alternate and the best of each counts, so that other work on the machine counts
+little. `share` is of tokens a second of wall time, `cpu_share` of tokens a second of CPU time, of
+front and core together. `submissions_share` is `share` where ours get the batch as sixteen
+submissions. `proofs_s` is what one batch's proofs cost, `load_s` a switch of version with its
+checks (`patch_s`: to one that differs in a few tensors), `start_s` the first load.
 """
 
 from __future__ import annotations
@@ -16,19 +18,45 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is first imported
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is first imported, here and in the cores
 
 from runspec.spec.schema import SamplerPool
+from sampler.engine.arguments import engine_arguments
 from sampler.engine.engine import Engine
 from sampler.engine.proofs import prove
 from sampler.engine.requests import SampleRequest
-from tests.sampler.engine.models import END_TOKEN, VOCABULARY, save_version
+from tests.sampler.engine.models import END_TOKEN, VOCABULARY, perturbed_version, save_version
 from verify.noise import noise_key
 
-PROMPT_TOKENS, NEW_TOKENS, CONTEXT = 40, 48, 96
+PROMPT_TOKENS, NEW_TOKENS, CONTEXT = 40, 192, 256
+SUBMISSIONS = 16
+WAIT_S = 600.0
+
+
+class Side:
+    """One of the two that are compared."""
+
+    def __init__(self, sample: Callable[[], int], pids: Sequence[int]) -> None:
+        self._sample, self._pids = sample, [os.getpid(), *pids]
+        self.wall, self.cpu = 0.0, 0.0
+        """Tokens a second, of the best round."""
+
+    def round(self) -> None:
+        wall, cpu = time.perf_counter(), self._cpu_s()
+        tokens = self._sample()
+        self.wall = max(self.wall, tokens / (time.perf_counter() - wall))
+        self.cpu = max(self.cpu, tokens / (self._cpu_s() - cpu))
+
+    def _cpu_s(self) -> float:
+        """Of all threads of front and core, to the nanosecond; an idle core of the other side's
+        adds nothing."""
+        tasks = (task for pid in self._pids for task in Path(f"/proc/{pid}/task").iterdir())
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def prompts(groups: int, size: int) -> list[list[int]]:
@@ -39,14 +67,44 @@ def prompts(groups: int, size: int) -> list[list[int]]:
     return [prompt for prompt in each for _ in range(size)]
 
 
-def timed(action: Callable[[], object]) -> float:
-    begun = time.process_time()
+def seconds(action: Callable[[], object]) -> float:
+    begun = time.perf_counter()
     action()
-    return time.process_time() - begun
+    return time.perf_counter() - begun
+
+
+def bare_loop(arguments: dict[str, Any], batch: list[list[int]]) -> tuple[Callable[[], int], int]:
+    """vLLM's own blocking loop without anything of ours.
+
+    Returns:
+        What samples the batch and counts its tokens; the engine core's process.
+    """
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    ours = {"logits_processors", "worker_extension_cls", "data_parallel_size", "use_tqdm_on_load"}
+    llm = LLM(**{name: value for name, value in arguments.items() if name not in ours})
+    plain = SamplingParams(
+        temperature=1.0,
+        max_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        stop_token_ids=[END_TOKEN],
+        detokenize=False,
+    )
+
+    def sample() -> int:
+        outputs = llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in batch], plain, use_tqdm=False
+        )
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    [core] = llm.llm_engine.engine_core.resources.engine_manager.processes
+    return sample, core.pid
 
 
 def measure(groups: int, size: int, rounds: int, folder: Path) -> dict[str, float]:
     version = save_version(folder / "v0")
+    near = perturbed_version(version, folder / "v1", "norm.weight")
     pool = SamplerPool.model_validate(
         {
             "name": "bench",
@@ -56,63 +114,53 @@ def measure(groups: int, size: int, rounds: int, folder: Path) -> dict[str, floa
             "max_new_tokens": NEW_TOKENS,
         }
     )
-    begun = time.process_time()
-    engine = Engine(pool)
-    import_s = time.process_time() - begun
-    start_s = timed(lambda: engine.load(version, 0))
-
-    from vllm import LLM, SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    bare = LLM(
-        str(version),
-        dtype="float32",
-        max_model_len=CONTEXT,
-        max_num_seqs=256,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        kv_cache_memory_bytes=64 << 20,
-        block_size=32,
-    )
-    plain = SamplingParams(
-        temperature=1.0,
-        max_tokens=NEW_TOKENS,
-        ignore_eos=True,
-        stop_token_ids=[END_TOKEN],
-        detokenize=False,
-    )
     batch = prompts(groups, size)
     requests = [
         SampleRequest(prompt, NEW_TOKENS, END_TOKEN, 1.0, noise_key(b"\0" * 32, 0, i))
         for i, prompt in enumerate(batch)
     ]
+    step = -(-len(requests) // SUBMISSIONS)
+    parts = [requests[start : start + step] for start in range(0, len(requests), step)]
+    with closing(Engine(pool)) as engine:
+        start_s = seconds(lambda: engine.load(version, 0))
+        bare_sample, bare_core = bare_loop(engine_arguments(pool, version, {}), batch)
 
-    def bare_tokens() -> int:
-        outputs = bare.generate(
-            [TokensPrompt(prompt_token_ids=prompt) for prompt in batch], plain, use_tqdm=False
-        )
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
+        def one() -> int:
+            return sum(len(s.output_tokens) for s in engine.submit(requests).result(WAIT_S))
 
-    def our_tokens() -> int:
-        return sum(len(result.output_tokens) for result in engine.generate(requests))
+        def several() -> int:
+            futures = [engine.submit(part) for part in parts]
+            return sum(len(s.output_tokens) for f in futures for s in f.result(WAIT_S))
 
-    ours, theirs = [], []
-    for _ in range(rounds):
-        for rates, sample in ((theirs, bare_tokens), (ours, our_tokens)):
-            begun = time.process_time()
-            tokens = sample()
-            rates.append(tokens / (time.process_time() - begun))
-    sampled = engine.generate(requests)
-    return {
-        "sequences": len(batch),
-        "tokens_per_s": max(ours),
-        "bare_tokens_per_s": max(theirs),
-        "share": max(ours) / max(theirs),
-        "proofs_s": min(timed(lambda: prove(sampled)) for _ in range(rounds)),
-        "load_s": min(timed(lambda: engine.load(version, 0)) for _ in range(rounds)),
-        "start_s": start_s,
-        "import_s": import_s,
-    }
+        cores = engine.pids
+        bare, ours, divided = Side(bare_sample, [bare_core]), Side(one, cores), Side(several, cores)
+        for _ in range(rounds):
+            for side in (bare, ours, divided):
+                side.round()
+        sampled = engine.submit(requests).result(WAIT_S)
+        switches = [(engine.load(near, 1), engine.load(version, 0)) for _ in range(rounds)]
+        patched = [report.load_s for pair in switches for report in pair if report.patched]
+        return {
+            "sequences": len(batch),
+            "tokens_per_s": ours.wall,
+            "bare_tokens_per_s": bare.wall,
+            "share": ours.wall / bare.wall,
+            "cpu_share": ours.cpu / bare.cpu,
+            "submissions_share": divided.wall / bare.wall,
+            "proofs_s": min(seconds(lambda: prove(sampled)) for _ in range(rounds)),
+            "patch_s": min(patched),
+            "load_s": min(_whole_load(engine, near, version) for _ in range(rounds)),
+            "start_s": start_s,
+        }
+
+
+def _whole_load(engine: Engine, near: Path, version: Path) -> float:
+    """Of a version whose predecessor's files are gone."""
+    engine.load(near, 1)
+    away = near.rename(near.with_name("away"))
+    report = engine.load(version, 0)
+    away.rename(near)
+    return report.load_s
 
 
 def main() -> None:

@@ -74,6 +74,11 @@ class Engine:
         """Sequences worth having in flight at once: what vLLM decodes at a time."""
         return MAX_SEQUENCES * self._pool.parallel.data
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the engine cores, one for each data-parallel rank; none where vLLM does not run."""
+        return [] if self._core is None else self._core.pids
+
     def load(self, weights_dir: Path, version: int) -> LoadReport:
         """Makes a policy version the one that is sampled from, and checks that it is.
 

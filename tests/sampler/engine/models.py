@@ -43,7 +43,7 @@ def save_version(
         num_hidden_layers=LAYERS,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=128,
+        max_position_embeddings=512,
         initializer_range=0.1,
         tie_word_embeddings=tied,
         eos_token_id=END_TOKEN,

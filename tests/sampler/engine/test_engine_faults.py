@@ -28,7 +28,7 @@ def test_a_core_that_is_killed_fails_what_is_under_way_and_a_load_starts_another
     engine = new_engine()
     engine.load(untied, 0)
     expected = engine.submit(batch()).result(WAIT_S)
-    [core] = engine._core.pids
+    [core] = engine.pids
     futures = [engine.submit(batch(16, 16)), engine.submit(batch(2, 2))]
     # when its core is killed
     os.kill(core, signal.SIGKILL)
@@ -65,7 +65,7 @@ def test_closing_ends_every_process_and_fails_what_is_under_way(
     before = set(descendants())
     engine = Engine(new_engine()._pool)
     engine.load(untied, 0)
-    [core] = engine._core.pids
+    [core] = engine.pids
     future = engine.submit(batch(16, 16))
 
     engine.close()
@@ -108,7 +108,7 @@ def test_no_process_of_vllms_outlives_its_front(
 def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
     # given an engine that has sampled, and has nothing to do
     engine.submit(batch()).result(WAIT_S)
-    [core] = engine._core.pids
+    [core] = engine.pids
     # when time passes
     before = cpu_seconds(core)
     threading.Event().wait(IDLE_S)
