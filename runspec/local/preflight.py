@@ -36,6 +36,7 @@ from runspec.spec.role_names import (
 )
 from runspec.spec.run_files import numbered, state_folder
 from runspec.spec.schema import Hardware, RunSpec
+from runspec.spec.source_files import source_files
 
 GIB = 2**30
 _ROOM_BYTES = GIB // 2
@@ -94,6 +95,7 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
         *_model(spec, facts),
         *_tokenizer(spec, facts),
         *_plugins(spec),
+        *_data(spec),
         *_secrets(spec, facts),
         *_identity(spec, run_dir, facts),
         *_servers(spec),
@@ -223,6 +225,15 @@ def _plugins(spec: RunSpec) -> Iterator[Missing]:
     for sentence in missing_plugins(spec):
         path, thing = sentence.split(": ", 1)
         yield Missing(path, thing)
+
+
+def _data(spec: RunSpec) -> Iterator[Missing]:
+    """Files of the sources: the coordinator and the validators, which read them, are here."""
+    for source in spec.data.sources:
+        try:
+            source_files(source)
+        except UserError as error:
+            yield Missing(error.place, error.thing, error.remedy)
 
 
 def _secrets(spec: RunSpec, facts: Facts) -> Iterator[Missing]:

@@ -65,6 +65,16 @@ def test_a_laptop_lacks_all_of_the_full_run(full_spec: RunSpec, tmp_path: Path) 
     assert "Qwen/QwQ-32B" in found["model.hf"]
     assert "HF_TOKEN is not set" in found["secrets.HF_TOKEN"]
     assert {"identity.root_public_key", "broadcast.relays.eu.url"} <= set(found)
+    assert "is not on this machine" in found["data.sources.intellect2.uri"]
+
+
+def test_rows_that_are_here_are_not_missed(full_spec: RunSpec, tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    [source] = full_spec.data.sources
+    here = source.model_copy(update={"uri": str(tmp_path / "rows.parquet")})
+    data = full_spec.data.model_copy(update={"sources": [here]})
+    spec = full_spec.model_copy(update={"data": data})
+    assert "data.sources.intellect2.uri" not in paths(spec, LAPTOP, tmp_path)
 
 
 def test_hardware_that_is_there_is_not_missed(full_spec: RunSpec, tmp_path: Path) -> None:
