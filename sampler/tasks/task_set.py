@@ -11,6 +11,7 @@ from runspec.spec.schema import RunSpec
 from runspec.spec.source_files import data_digest
 from sampler.grading.answers import Answer, Result
 from sampler.grading.graders import Graders
+from sampler.grading.launch import require_graders
 from sampler.tasks.interfaces import LengthTerm, Score, length_term
 from sampler.tasks.keep import keeper, target_lengths
 from sampler.tasks.problems import Problems
@@ -91,9 +92,10 @@ def build_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = N
     """The run's task; see `verify.plugins.load_task_set`.
 
     Raises:
-        UserError: a kind that no installed package offers, a source that cannot be read, or a
-            directory without a tokenizer.
+        UserError: a kind that no installed package offers, a source that cannot be read, a
+            directory without a tokenizer, or a reward that needs a sandbox where none works.
     """
+    require_graders(spec)
     codec = PromptCodec.read(tokenizer_dir, PromptForm.of(spec.data))
     problems = Problems(spec, keeper(spec, codec, "train"), data_dir)
     return RunTask(spec, codec, problems, data_digest(spec, data_dir))

@@ -1,0 +1,99 @@
+"""Machines without a sandbox: what is refused there, and what is graded all the same."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+import sampler.sandbox
+from runspec.common.errors import UserError
+from runspec.spec.schema import RunSpec
+from sampler.grading import launch
+from sampler.grading.answers import Answer
+from sampler.grading.graders import Graders
+from sampler.sandbox import Mechanism, Report
+from sampler.tasks.interfaces import Score
+from tests.sampler.grading.plugin import reward
+from tests.sampler.tasks.conftest import laptop_spec
+from verify.plugins import Problem, require_graders
+
+NOWHERE = Report(*(Mechanism(n, False, "off") for n in ("namespaces", "landlock", "seccomp")))
+SUM = {"inputs": ["1 2\n"], "outputs": ["3"]}
+CALL = {"test_list": ["assert add(1, 2) == 3"]}
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No mechanism of the sandbox works."""
+    monkeypatch.setattr(sampler.sandbox, "probe", lambda: NOWHERE)
+    monkeypatch.setattr(sys.modules["sampler.sandbox.probe"], "probe", lambda: NOWHERE)
+    launch._warn.cache_clear()
+
+
+def spec_of(trust: str, **fields: Any) -> RunSpec:
+    spec = laptop_spec()
+    pools = [pool.model_copy(update={"trust": trust}) for pool in spec.samplers]
+    return spec.model_copy(update={"samplers": pools, "reward": [reward("code", **fields)]})
+
+
+def test_code_rewards_are_refused_where_no_sandbox_works(bare: None) -> None:
+    with pytest.raises(UserError, match="cannot be isolated on this machine") as refused:
+        require_graders(spec_of("untrusted"))
+    assert refused.value.place == "reward.term"
+    assert "user namespaces" in refused.value.remedy
+    with pytest.raises(UserError, match="cannot be isolated"):
+        Graders([reward("code")])
+
+
+def test_an_untrusted_pool_cannot_do_without_the_sandbox() -> None:
+    with pytest.raises(UserError, match="the untrusted pool") as refused:
+        require_graders(spec_of("untrusted", sandboxed=False))
+    assert refused.value.place == "reward.term.sandboxed"
+
+
+def test_what_executes_nothing_and_trusted_pools_that_say_so_are_not_refused(bare: None) -> None:
+    require_graders(laptop_spec())
+    require_graders(spec_of("trusted", sandboxed=False))
+
+
+def test_where_the_sandbox_works_it_is_taken_whatever_the_spec_says() -> None:
+    assert launch.launcher(required=False, place="reward") is launch.SANDBOX
+
+
+@pytest.mark.slow
+def test_mathematics_is_graded_without_a_sandbox_and_says_so(
+    bare: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), closing(Graders([reward("math")])) as graders:
+        right = Answer(Problem("p", "math", "", {"ground_truth": "1/2"}), "0.5")
+        assert graders.score([right]) == [Score(1.0)]
+    assert "no sandbox works on this machine" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("info", "program", "reason"),
+    [
+        (SUM, "print(sum(map(int, input().split())))", ""),
+        (CALL, "def add(a, b): return a + b", ""),
+        (SUM, "print(4)", "printed"),
+        (SUM, "while True: pass", "too long"),
+        (CALL, "while True: pass", "too long"),
+        (SUM, "x = bytearray(1 << 40)", "too much memory"),
+        (SUM, "while True: print('x' * 65536)", "printed too much"),
+        (SUM, "import os\nos.kill(os.getpid(), 11)", "SIGSEGV"),
+        (CALL, "import os\nos._exit(0)", "exit code 0"),
+    ],
+)
+def test_trusted_pools_may_run_programs_within_limits_alone(
+    bare: None, info: dict[str, Any], program: str, reason: str
+) -> None:
+    with closing(Graders([reward("code", sandboxed=False, timeout="3s")])) as graders:
+        (score,) = graders.score([Answer(Problem("p", "code", "", info), program)])
+    assert isinstance(score, Score)
+    assert (score.value == 1.0) is (reason == "")
+    assert reason in score.reason
