@@ -3,133 +3,37 @@
 from __future__ import annotations
 
 import logging
+import random
 import socket
 import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
 from runspec.common.keys import SigningKey
 from runspec.spec.schema import RunSpec
 from sampler.engine.engine import EngineDied
-from sampler.engine.requests import GenerationAborted, LoadReport, Sampled, SampleRequest
 from sampler.worker.meter import Meter
 from sampler.worker.worker import Worker
+from tests.sampler.worker.obedient import LENGTH, Counting, ObedientEngine, Shelf
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.waiting import eventually
 from verify.client import CoordinatorClient
+from verify.coordinator.events import LeaseGranted, SubmissionReceived
+from verify.coordinator.filling import MAX_OPEN_LEASES
+from verify.formats.layout import STATE_FILE
 from verify.formats.submission import Rollout, decode_rollouts
-from verify.plugins import Graded, GradeItem, Problem
-from verify.toploc.selection import select, split
+from verify.ledger import Ledger
 
 LOG = logging.getLogger("test-worker")
 DEADLINE_S = 20.0
-LENGTH = 8
-
-
-class ObedientEngine:
-    """Finishes what is submitted when it is told to, with tokens that follow from the noise key."""
-
-    capacity = 100
-
-    def __init__(self) -> None:
-        self.version: int | None = None
-        self.loads: list[tuple[int, int]] = []
-        """Version, and sequences that were running."""
-        self.submitted: list[list[SampleRequest]] = []
-        self.refuses: UserError | None = None
-        self.at_once = True
-        self._open: list[tuple[Sequence[SampleRequest], Future[list[Sampled]]]] = []
-        self._lock = threading.Lock()
-
-    @property
-    def running(self) -> int:
-        with self._lock:
-            return sum(len(requests) for requests, _ in self._open)
-
-    def load(self, weights_dir: Path, version: int) -> LoadReport:
-        self.loads.append((version, self.running))
-        if self.refuses is not None and len(self.loads) > 1:
-            raise self.refuses
-        self.version = version
-        return LoadReport([], [], [], load_s=0.5, pause_s=0.25)
-
-    def submit(self, requests: Sequence[SampleRequest]) -> Future[list[Sampled]]:
-        future: Future[list[Sampled]] = Future()
-        with self._lock:
-            self.submitted.append(list(requests))
-            self._open.append((requests, future))
-        if self.at_once:
-            self.finish()
-        return future
-
-    def finish(self) -> None:
-        for requests, future in self._take():
-            future.set_result([self._sampled(request) for request in requests])
-
-    def die(self) -> None:
-        for _, future in self._take():
-            future.set_exception(EngineDied("the engine core ended (killed)"))
-
-    def abort(self) -> None:
-        for _, future in self._take():
-            future.set_exception(GenerationAborted())
-
-    def _take(self) -> list[tuple[Sequence[SampleRequest], Future[list[Sampled]]]]:
-        with self._lock:
-            taken, self._open = self._open, []
-        return taken
-
-    def _sampled(self, request: SampleRequest) -> Sampled:
-        assert request.noise_key is not None
-        rng = np.random.default_rng([word & 0xFFFFFFFF for word in request.noise_key])
-        hidden = rng.integers(0x3C00, 0x4000, (LENGTH, 16)).astype(np.uint16)
-        return Sampled(
-            rng.integers(1, 100, LENGTH).astype(np.int32),
-            -rng.random(LENGTH, dtype=np.float32),
-            "length",
-            np.full(LENGTH, self.version, np.int32),
-            select(split(hidden)),
-        )
-
-
-class Counting:
-    """A task set whose problems are numbers."""
-
-    eos_token_id, targets, data_digest = 0, [4, 8], ""
-
-    def __len__(self) -> int:
-        return 50
-
-    def problem(self, index: int) -> Problem:
-        return Problem(f"count-{index}", "counting", str(index), {})
-
-    def prompt_tokens(self, index: int, target: int | None) -> list[int]:
-        return [index, target or 0]
-
-    def grade_all(self, items: Sequence[GradeItem]) -> list[Graded]:
-        return [Graded(1.0, 0.0, 1.0) for _ in items]
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-class Shelf:
-    """Versions that are all here."""
-
-    newest = 0
-
-    def get(self, version: int, manifest_digest: str | None) -> Path:
-        return Path(f"v{version}")
-
-    def keep(self, *versions: int) -> None:
-        """Keeps everything."""
+KILLS = 6
 
 
 class Member:
@@ -431,3 +335,46 @@ def test_a_coordinator_that_stays_away_ends_the_worker_with_its_address(tmp_path
         eventually(member.ended, "its end")
         assert isinstance(member.failure, UserError)
         assert member.failure.place == f"coordinator {works.site.url}"
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_at_any_moment_leaves_whole_submissions_and_repeats_none(
+    tmp_path: Path,
+):
+    # given a step that is so large that there is always something to do
+    algorithm = tiny_spec().algorithm.model_copy(update={"prompts_per_step": 10_000})
+    spec = tiny_spec().model_copy(update={"algorithm": algorithm})
+    key, rng = SigningKey.generate(), random.Random(6)
+    key.save(tmp_path / "worker.key")
+    with site_of(tmp_path, spec) as works, works.site.serving():
+        command = [
+            *(sys.executable, "-m", "tests.sampler.worker.obedient", works.site.url, spec.name),
+            *(works.site.root.public_hex, str(tmp_path / "worker.key"), "near"),
+        ]
+        # when a worker is killed again and again
+        for _ in range(KILLS):
+            before = len(works.submissions())
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            with ended(process):
+                assert process.stdout is not None
+                assert process.stdout.readline() == "working\n"
+                threading.Event().wait(rng.uniform(0.0, 0.5))
+            assert len(works.submissions()) >= before
+        with ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)):
+            count = len(works.submissions())
+            eventually(lambda: len(works.submissions()) >= count + MAX_OPEN_LEASES, "its last work")
+        submissions = works.submissions()
+
+    # then each submission is whole, and each lease was granted once and answered once
+    with closing(Ledger(works.site.run_dir / STATE_FILE)) as ledger:
+        events = list(ledger.events())
+    granted = [event for event in events if isinstance(event, LeaseGranted)]
+    received = [event for event in events if isinstance(event, SubmissionReceived)]
+    assert len({event.lease.seed for event in granted}) == len(granted)
+    assert len({event.lease for event in received}) == len(received) >= len(submissions) - 1
+    unanswered = {event.digest for event in granted} - {event.lease for event in received}
+    assert len(unanswered) <= MAX_OPEN_LEASES
+    for path in submissions:
+        assert digest_bytes(path.read_bytes()) == path.stem
+        rows = decode_rollouts(path.read_bytes(), max_rows=9, max_bytes=1 << 20)
+        assert [(row.group, row.sample) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
