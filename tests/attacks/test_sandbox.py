@@ -201,6 +201,15 @@ print("made")
     assert (outside / "kept").read_text() == CANARY
 
 
+def test_nothing_is_left_in_shared_places(sandbox: Sandbox) -> None:
+    places = [f"{folder}/{sandbox.token}" for folder in ("/dev/shm", "/tmp", "/var/tmp", "/run")]
+    source = "".join(f"attempt({p!r}, lambda: open({p!r}, 'w').write('x'))\n" for p in places)
+    attempts = sandbox.attempts(source)
+    # /dev/shm and /tmp lead to the scratch directory where the root is the sandbox's own
+    assert refused({p: got for p, got in attempts.items() if not sandbox.contained}), attempts
+    assert [place for place in places if Path(place).exists()] == []
+
+
 def test_a_file_of_the_grader_cannot_be_put_outside_the_scratch(sandbox: Sandbox) -> None:
     for name in ("../x", "/etc/x", "a/../../x", ""):
         with sandbox.unchanged(), pytest.raises(ValueError, match="below the scratch"):

@@ -79,11 +79,14 @@ def test_a_memory_bomb_meets_its_limit(sandbox: Sandbox) -> None:
     assert (finished.outcome, finished.code) == ("memory", 1), finished
 
 
-def test_children_each_below_the_limit_are_bounded_together(sandbox: Sandbox) -> None:
-    source = """
+@pytest.mark.parametrize("kind", ["private", "shared"])
+def test_children_each_below_the_limit_are_bounded_together(sandbox: Sandbox, kind: str) -> None:
+    source = f"""
+import mmap
 for _ in range(6):
     if os.fork() == 0:
-        x = bytearray(os.urandom(1 << 20) * 150)
+        x = bytearray(120 << 20) if {kind == "private"} else mmap.mmap(-1, 120 << 20)
+        for i in range(0, len(x), 4096): x[i] = 1
         time.sleep(300)
 time.sleep(300)
 """

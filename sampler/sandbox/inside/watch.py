@@ -52,14 +52,14 @@ class Watch:
         """The limit that has been passed: time, cpu, memory, processes, files; or nothing."""
         if time.monotonic() >= self._end:
             return "time"
-        cpu, anonymous, tasks, pids = self._sums()
-        self.peak = max(self.peak, anonymous)
+        cpu, memory, tasks, pids = self._sums()
+        self.peak = max(self.peak, memory)
         # A program that waits is looked at less and less, and at once again when it works.
         self._tick_s = _TICK_S if cpu > self.cpu else min(2 * self._tick_s, _IDLE_S)
         self.cpu = max(cpu, self.cpu)
         if self._order.cpu_s and cpu > self._order.cpu_s:
             return "cpu"
-        if anonymous > self._order.memory and self._proportional(pids) > self._order.memory:
+        if memory > self._order.memory and self._proportional(pids) > self._order.memory:
             return "memory"
         if tasks > self._order.processes:
             return "processes"
@@ -68,8 +68,8 @@ class Watch:
         return ""
 
     def _sums(self) -> tuple[float, int, int, list[int]]:
-        """CPU seconds, bytes of memory that no file backs, tasks, and process ids, of all below
-        the guard (what a process shares with its children counts for each)."""
+        """CPU seconds, bytes of memory, tasks, and process ids, of all below the guard (memory that
+        processes share counts for each)."""
         pages = tasks = 0
         cpu = self._collected()
         pids = descendants(self._guard)
@@ -83,7 +83,7 @@ class Watch:
                 continue  # ended meanwhile
             cpu += sum(int(field) for field in fields[11:15])
             tasks += int(fields[17])
-            pages += max(0, int(memory[1]) - int(memory[2]))
+            pages += int(memory[1])
         return cpu / _TICKS, pages * _PAGE, tasks, pids
 
     def _collected(self) -> int:
@@ -96,13 +96,14 @@ class Watch:
         return int(fields[13]) + int(fields[14])
 
     def _proportional(self, pids: list[int]) -> int:
-        """Bytes of memory, what is shared divided among those who share it."""
+        """Bytes of memory that no file backs, what is shared divided among those who share it."""
         total = 0
         for pid in pids:
             try:
                 with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
                     rows = dict(row.split(b":", 1) for row in file.read().splitlines()[1:])
-                total += int(rows[b"Pss_Anon"].split()[0]) << 10
+                shares = (rows[b"Pss_Anon"], rows[b"Pss_Shmem"])
+                total += sum(int(share.split()[0]) << 10 for share in shares)
             except (OSError, KeyError):
                 continue  # ended meanwhile
         return total
