@@ -25,6 +25,7 @@ from runspec.common.process import stop_event
 from runspec.common.roles import Roles
 from runspec.common.signed import BadSignature
 from runspec.spec.schema import RunSpec
+from runspec.spec.source_files import compare_data_digests, data_digest
 from verify.client import CoordinatorClient, RunFinished, WorkItem
 from verify.examiner import WEIGHTS_DEADLINE_S, Examiner, SubmissionFile, Verdict
 from verify.formats.lease import lease_digest, open_lease
@@ -238,6 +239,8 @@ def run(
     client = CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)
     spec = client.spec()
     require_graders(spec)
+    if theirs := client.site().data:  # with other problems it would reject everybody's rollouts
+        compare_data_digests(data_digest(spec), theirs, whose="the coordinator")
     location = WeightsLocation(run, weights, public_key, directory / "weights")
     with closing(load_prefill_engine(spec, location)) as engine:
         validator = Validator(
