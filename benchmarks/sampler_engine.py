@@ -73,7 +73,9 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def bare_loop(arguments: dict[str, Any], batch: list[list[int]]) -> tuple[Callable[[], int], int]:
+def bare_loop(
+    arguments: dict[str, Any], batch: list[list[int]], new_tokens: int = NEW_TOKENS
+) -> tuple[Callable[[], int], int]:
     """vLLM's own blocking loop without anything of ours.
 
     Returns:
@@ -86,7 +88,7 @@ def bare_loop(arguments: dict[str, Any], batch: list[list[int]]) -> tuple[Callab
     llm = LLM(**{name: value for name, value in arguments.items() if name not in ours})
     plain = SamplingParams(
         temperature=1.0,
-        max_tokens=NEW_TOKENS,
+        max_tokens=new_tokens,
         ignore_eos=True,
         stop_token_ids=[END_TOKEN],
         detokenize=False,

@@ -30,7 +30,7 @@ _RING = CHUNK_ROWS + RUN_AHEAD
 
 
 @dataclass(frozen=True)
-class _Selected:
+class Selected:
     """Chunks that were completed in one step, on their way to the host."""
 
     indices: torch.Tensor
@@ -74,7 +74,7 @@ class TokenRecorder:
         self._versions = np.zeros(shape, np.int32)
         self._length = np.zeros(slots, np.int64)
         self._furthest = np.full(slots, -1, np.int64)
-        self._selected: list[dict[int, tuple[_Selected, int]]] = [{} for _ in range(slots)]
+        self._selected: list[dict[int, tuple[Selected, int]]] = [{} for _ in range(slots)]
 
     def record(
         self,
@@ -93,20 +93,12 @@ class TokenRecorder:
             hidden: [R, D], of the engine's dtype; rounded to bf16 here.
         """
         columns = np.minimum(positions, self._longest)
-        slot, place, column = on_device(np.stack([slots, positions % _RING, columns]), self._device)
-        self._ring[slot, place] = hidden.to(torch.bfloat16)
+        slot, column = on_device(np.stack([slots, columns]), self._device)
         self._tokens[slot, column] = tokens.to(torch.int32)
         self._logprobs[slot, column] = logprobs
         self._versions[slots, columns] = self.version
         self._advance(slots, positions)
-        whole = np.flatnonzero(
-            (positions % CHUNK_ROWS == CHUNK_ROWS - 1) & (positions < self._longest)
-        )
-        if whole.size:
-            starts = positions[whole] - (CHUNK_ROWS - 1)
-            found = self._select(slots[whole], starts, None)
-            for row, (of, start) in enumerate(zip(slots[whole], starts, strict=True)):
-                self._selected[of][int(start) // CHUNK_ROWS] = (found, row)
+        self._keep_states(slots, positions, hidden)
 
     def take(self, slots: Sequence[int], lengths: Sequence[int]) -> Recorded:
         """Returns the records of some slots and forgets them.
@@ -122,29 +114,18 @@ class TokenRecorder:
         missing = np.maximum(wanted - self._length[at], 0)
         if missing.any():
             raise RuntimeError(f"{int(missing.sum())} sampled tokens were not recorded")
-        # Whole chunks travelled when they were complete, the last ones follow now.
-        left = np.flatnonzero(wanted % CHUNK_ROWS)
-        starts = wanted[left] // CHUNK_ROWS * CHUNK_ROWS
-        if (self._furthest[at[left]] >= starts + _RING).any():
-            raise RuntimeError(f"a sequence was set back by more than {RUN_AHEAD} rows")
-        partial = self._select(at[left], starts, wanted[left] - starts) if left.size else None
+        chunks = self._chunks(at, wanted)
         index = on_device(at, self._device)
         longest = int(wanted.max(initial=0))
         tokens = self._tokens[index, :longest].cpu().numpy()
         logprobs = self._logprobs[index, :longest].cpu().numpy()  # waits for all copies before it
-        of_partial = {int(sequence): row for row, sequence in enumerate(left)}
-        chunks = []
-        for sequence, (slot, length) in enumerate(zip(at, wanted, strict=True)):
-            chunks += [self._selected[slot][number] for number in range(length // CHUNK_ROWS)]
-            if partial is not None and sequence in of_partial:
-                chunks.append((partial, of_partial[sequence]))
         present = np.arange(longest) < wanted[:, None]
         recorded = Recorded(
             tokens=tokens[present].tobytes(),
             logprobs=logprobs[present].tobytes(),
             versions=self._versions[at, :longest][present].tobytes(),
-            indices=b"".join(found.indices[row].numpy().tobytes() for found, row in chunks),
-            bits=b"".join(found.bits[row].numpy().tobytes() for found, row in chunks),
+            indices=b"".join(of.indices[row].numpy().tobytes() for of, row in chunks),
+            bits=b"".join(of.bits[row].numpy().tobytes() for of, row in chunks),
             hidden_size=self._hidden_size,
         )
         self.forget(slots)
@@ -166,7 +147,36 @@ class TokenRecorder:
         )
         self._furthest[slots] = furthest
 
-    def _select(self, slots: np.ndarray, starts: np.ndarray, rows: np.ndarray | None) -> _Selected:
+    def _keep_states(self, slots: np.ndarray, positions: np.ndarray, hidden: torch.Tensor) -> None:
+        """Puts rows into the ring, and selects from the chunks that are whole now."""
+        slot, place = on_device(np.stack([slots, positions % _RING]), self._device)
+        self._ring[slot, place] = hidden.to(torch.bfloat16)
+        whole = np.flatnonzero(
+            (positions % CHUNK_ROWS == CHUNK_ROWS - 1) & (positions < self._longest)
+        )
+        if whole.size:
+            starts = positions[whole] - (CHUNK_ROWS - 1)
+            found = self._select(slots[whole], starts, None)
+            for row, (of, start) in enumerate(zip(slots[whole], starts, strict=True)):
+                self._selected[of][int(start) // CHUNK_ROWS] = (found, row)
+
+    def _chunks(self, slots: np.ndarray, lengths: np.ndarray) -> list[tuple[Selected, int]]:
+        """What was selected of each chunk of the slots, in order, as rows of `Selected`."""
+        # Whole chunks travelled when they were complete, the last ones follow now.
+        left = np.flatnonzero(lengths % CHUNK_ROWS)
+        starts = lengths[left] // CHUNK_ROWS * CHUNK_ROWS
+        if (self._furthest[slots[left]] >= starts + _RING).any():
+            raise RuntimeError(f"a sequence was set back by more than {RUN_AHEAD} rows")
+        last = self._select(slots[left], starts, lengths[left] - starts) if left.size else None
+        rows = {int(sequence): row for row, sequence in enumerate(left)}
+        chunks = []
+        for sequence, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+            chunks += [self._selected[slot][number] for number in range(length // CHUNK_ROWS)]
+            if last is not None and sequence in rows:
+                chunks.append((last, rows[sequence]))
+        return chunks
+
+    def _select(self, slots: np.ndarray, starts: np.ndarray, rows: np.ndarray | None) -> Selected:
         """The largest magnitudes of chunks that lie in the ring.
 
         Args:
@@ -184,7 +194,7 @@ class TokenRecorder:
         indices = magnitudes.flatten(1).topk(count, dim=1).indices
         bits = chunks.flatten(1).gather(1, indices)
         wanted = torch.nn.functional.pad(indices.to(torch.int32), (0, TOP_K - count))
-        return _Selected(
+        return Selected(
             wanted.to("cpu", non_blocking=True),
             torch.nn.functional.pad(bits, (0, TOP_K - count)).to("cpu", non_blocking=True),
         )

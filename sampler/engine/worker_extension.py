@@ -21,6 +21,7 @@ class SamplerExtension:
 
     model_runner: Any
     device: torch.device
+    recorder_kind: type[TokenRecorder] = TokenRecorder
 
     def start_capture(self, slots: int, max_new_tokens: int) -> None:
         """Makes room for records, and shows the sampler the states behind each step's logits.
@@ -36,7 +37,7 @@ class SamplerExtension:
         if not processor.records:
             return
         hidden_size = self.model_runner.model_config.get_hidden_size()
-        processor.recorder = TokenRecorder(slots, max_new_tokens, hidden_size, self.device)
+        processor.recorder = self.recorder_kind(slots, max_new_tokens, hidden_size, self.device)
 
         def see(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             processor.see_hidden(args[1])  # forward(lm_head, hidden_states)

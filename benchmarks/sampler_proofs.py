@@ -1,0 +1,162 @@
+"""Times sampling with proofs against without, and seeded against plain sampling; prints JSON.
+
+    python -m benchmarks.sampler_proofs [--layers 8 --hidden 512 --vocabulary 8192]
+
+Three engines on the same prompts, each core in a process of its own, on the GPU where there is one:
+- `proven`: seeded noise, log-probs, hidden states captured and selected, and proofs built in a
+  thread beside the sampling;
+- `seeded`: the same without hidden states and proofs;
+- `plain`: a bare `LLM.generate` loop at temperature 1, without anything of ours.
+`proofs_share` is proven over seeded, `seeded_share` seeded over plain, in tokens a second of wall
+time, `..._cpu_share` in tokens a second of CPU time of front and core together. Rounds alternate
+and the best of each counts. The bars are 0.97 and 0.95. A random model makes outputs of full length
+unless it hits its end token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.sampler_engine import WAIT_S, Side, bare_loop
+from runspec.spec.schema import SamplerPool
+from sampler.engine.arguments import engine_arguments
+from sampler.engine.engine import Engine
+from sampler.engine.proofs import prove
+from sampler.engine.requests import SampleRequest
+from verify.noise import noise_key
+
+END_TOKEN = 1
+SUBMISSIONS = 8
+WITHOUT_PROOFS = "benchmarks.without_proofs.WithoutProofsExtension"
+
+
+def save_model(folder: Path, options: argparse.Namespace, dtype: torch.dtype) -> Path:
+    """A random Qwen2 of the size asked for."""
+    torch.manual_seed(0)
+    heads = max(1, options.hidden // 64)
+    config = Qwen2Config(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        intermediate_size=3 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        max_position_embeddings=options.prompt_tokens + options.new_tokens,
+        tie_word_embeddings=False,
+        eos_token_id=END_TOKEN,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def sampler_pool(options: argparse.Namespace, *, gpu: bool) -> SamplerPool:
+    return SamplerPool.model_validate(
+        {
+            "name": "bench",
+            "hardware": {"kind": "h100-80g", "count": 1} if gpu else {"kind": "cpu"},
+            "dtype": "bfloat16" if gpu else "float32",
+            "max_model_len": options.prompt_tokens + options.new_tokens,
+            "max_new_tokens": options.new_tokens,
+        }
+    )
+
+
+def our_loop(engine: Engine, requests: list[SampleRequest], *, proofs: bool) -> Callable[[], int]:
+    """What samples the requests in several submissions, and proves each while others are sampled.
+
+    It returns when all of it is done.
+    """
+    size = -(-len(requests) // SUBMISSIONS)
+    parts = [requests[at : at + size] for at in range(0, len(requests), size)]
+    prover = ThreadPoolExecutor(1, "prover")
+
+    def sample() -> int:
+        futures = [engine.submit(part) for part in parts]
+        tokens, proving = 0, []
+        for future in futures:
+            sampled = future.result(WAIT_S)
+            tokens += sum(len(result.output_tokens) for result in sampled)
+            if proofs:
+                proving.append(prover.submit(prove, sampled))
+        for proven in proving:
+            proven.result(WAIT_S)
+        return tokens
+
+    return sample
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, float | str]:
+    gpu = torch.cuda.is_available()
+    version = save_model(folder / "v0", options, torch.bfloat16 if gpu else torch.float32)
+    pool = sampler_pool(options, gpu=gpu)
+    generator = np.random.default_rng(0)
+    shape = (options.groups, options.prompt_tokens)
+    each = generator.integers(2, options.vocabulary, shape).tolist()
+    prompts = [prompt for prompt in each for _ in range(options.size)]
+    requests = [
+        SampleRequest(p, options.new_tokens, END_TOKEN, 1.0, noise_key(b"\0" * 32, 0, n))
+        for n, p in enumerate(prompts)
+    ]
+    # Three engines share what one would take.
+    shared = {"gpu_memory_utilization": 0.25} if gpu else {}
+    with (
+        closing(Engine(pool, options=shared, probe=False)) as proven,
+        closing(
+            Engine(pool, options={**shared, "worker_extension_cls": WITHOUT_PROOFS}, probe=False)
+        ) as seeded,
+    ):
+        for engine in (proven, seeded):
+            engine.load(version, 0)
+        arguments = engine_arguments(pool, version, shared)
+        plain, plain_pid = bare_loop(arguments, prompts, options.new_tokens)
+        sides = {
+            "proven": Side(our_loop(proven, requests, proofs=True), proven.pids),
+            "seeded": Side(our_loop(seeded, requests, proofs=False), seeded.pids),
+            "plain": Side(plain, [plain_pid]),
+        }
+        for _ in range(options.rounds):
+            for side in sides.values():
+                side.round()
+    shares = {
+        f"{name}{kind}_share": getattr(sides[one], clock) / getattr(sides[other], clock)
+        for name, one, other in (("proofs", "proven", "seeded"), ("seeded", "seeded", "plain"))
+        for kind, clock in (("", "wall"), ("_cpu", "cpu"))
+    }
+    rates = {f"{name}_tokens_per_s": side.wall for name, side in sides.items()}
+    device = torch.cuda.get_device_name(0) if gpu else "cpu"
+    return {"device": device, "sequences": len(prompts), **rates, **shares}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--size", type=int, default=8, help="samples of each prompt")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--prompt-tokens", type=int, default=40)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        row = measure(options, Path(folder))
+    print(json.dumps({"benchmark": "sampler_proofs", **row}))
+
+
+if __name__ == "__main__":
+    main()
