@@ -87,7 +87,7 @@ def vllm_environment(cores: Sequence[int], *, on_cpu: bool, tensor: int) -> dict
         on_cpu: whether its hardware is `cpu`.
         tensor: tensor-parallel ranks; several share the process's cores as the kernel sees fit.
     """
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    variables = {"VLLM_NO_USAGE_STATS": "1"}
     if on_cpu:
         pinned = bool(cores) and tensor == 1
         variables["VLLM_CPU_OMP_THREADS_BIND"] = (

@@ -183,10 +183,10 @@ class Engine:
         self._loop.run(self._abort())
 
     def close(self) -> None:
-        """Ends vLLM's processes; what is under way raises GenerationAborted. Once."""
-        self.version = None
-        self._loop.run(self._stop(GenerationAborted()))
-        self._loop.close()
+        """Ends vLLM's processes; what is under way raises GenerationAborted. The engine's end."""
+        if not self._loop.closed:
+            self._loop.run(self._stop(GenerationAborted()))
+            self._loop.close()
 
     def patch(self, held: Path, weights_dir: Path) -> bool:
         """Overwrites what differs between the version held and another, in place.

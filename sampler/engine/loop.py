@@ -18,6 +18,10 @@ class Loop:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Waits for a coroutine, which has deadlines of its own."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
