@@ -236,19 +236,21 @@ def run(
     """
     stop = stop_event()
     key = SigningKey.load(key_file)
-    client = CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)
-    spec = client.spec()
-    require_graders(spec)
-    if theirs := client.site().data:  # with other problems it would reject everybody's rollouts
-        compare_data_digests(data_digest(spec), theirs, whose="the coordinator")
-    location = WeightsLocation(run, weights, public_key, directory / "weights")
-    with closing(load_prefill_engine(spec, location)) as engine:
-        validator = Validator(
-            spec, key, client, engine, task_set_of=partial(load_task_set, spec), log=log
-        )
-        log.info("validator %s serves run %s", key.public_hex[:12], run)
-        with closing(validator), _heartbeat(client, validator, log):
-            validator.serve(stop)
+    with closing(
+        CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)
+    ) as client:
+        spec = client.spec()
+        require_graders(spec)
+        if theirs := client.site().data:  # with other problems it would reject everybody
+            compare_data_digests(data_digest(spec), theirs, whose="the coordinator")
+        location = WeightsLocation(run, weights, public_key, directory / "weights")
+        with closing(load_prefill_engine(spec, location)) as engine:
+            validator = Validator(
+                spec, key, client, engine, task_set_of=partial(load_task_set, spec), log=log
+            )
+            log.info("validator %s serves run %s", key.public_hex[:12], run)
+            with closing(validator), _heartbeat(client, validator, log):
+                validator.serve(stop)
 
 
 @contextmanager
