@@ -145,9 +145,11 @@ class Isolated:
             message = dict(_receive(self._control) or [])
         except TimeoutError:
             message = {"failed": f"the launcher said nothing for {START_S:g} s".encode()}
+        except ConnectionResetError:
+            message = {}
         if "started" in message:
             return
-        self.kill()
+        self.kill()  # and all of its stderr is here
         why = message.get("failed", b"the launcher ended: " + self.stderr[-2000:])
         raise NotIsolated(why.decode(errors="replace"))
 
@@ -272,13 +274,20 @@ def start(
             )
     except OSError:
         ours.close()
+        if order.scratch:
+            scratch.remove(order.scratch)
         raise
     process = Isolated(supervisor, ours, limits)
     process._scratch = order.scratch
-    with contextlib.suppress(BrokenPipeError):  # the launcher's reason is on its stderr
-        ours.settimeout(START_S)
-        ours.sendall(wire.encode(pack(order)))
-    process._await_start()
+    try:
+        # A launcher that ended before it read all has its reason on its stderr.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            ours.settimeout(START_S)
+            ours.sendall(wire.encode(pack(order)))
+        process._await_start()
+    except BaseException:
+        process.kill()
+        raise
     return process
 
 
