@@ -88,6 +88,8 @@ def unsandboxed_grading(context: Context) -> Iterator[Violation]:
     What comes back from an untrusted pool was written by whoever runs the worker, and the grader
     runs it beside the validator's signing key. Of trusted pools it is a warning: there the model
     alone wrote it, and a policy that is rewarded for passing tests looks for every way to.
+    `sandboxed: false` makes a difference only on machines where no sandbox works (docs/sandbox.md);
+    there sampler and validator refuse it too, where a pool is untrusted.
     """
     pools = untrusted_pools(context.spec)
     for term in context.spec.reward:
