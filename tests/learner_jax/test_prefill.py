@@ -36,6 +36,7 @@ from verify.plugins import (
     WeightsLocation,
     load_prefill_engine,
 )
+from verify.truncation import Truncation, judged
 
 TEMPERATURE = 0.7
 ROW = 64
@@ -79,8 +80,8 @@ def hidden_of(
     return hidden, (hidden @ head_weight(params).astype(hidden.dtype)).astype(jnp.float32)
 
 
-def alone(policy: Policy, rollout: PrefillInput) -> PrefillOutput:
-    """The definition: one rollout, no packing, all logits, float64 after them."""
+def states_alone(policy: Policy, rollout: PrefillInput) -> tuple[np.ndarray, np.ndarray]:
+    """One rollout, no packing: u16 [n, D] of the hidden states, f64 [n, V] of logits / T."""
     text = np.concatenate([rollout.prompt_tokens, rollout.output_tokens])
     tokens = np.zeros((1, ROW), np.int32)
     tokens[0, : len(text)] = text
@@ -93,17 +94,37 @@ def alone(policy: Policy, rollout: PrefillInput) -> PrefillOutput:
     )
     n, p = len(rollout.output_tokens), len(rollout.prompt_tokens)
     producing = slice(p - 1, p - 1 + n)  # the positions that produced the output tokens
-    logits = np.asarray(all_logits[producing], np.float64) / TEMPERATURE
-    own = np.arange(n), rollout.output_tokens
-    logprobs = logits[own] - np.log(np.exp(logits).sum(-1))
     bits = np.asarray(hidden[producing].astype(jnp.bfloat16)).view(np.uint16)
+    return bits, np.asarray(all_logits[producing], np.float64) / TEMPERATURE
+
+
+def noise_alone(rollout: PrefillInput) -> np.ndarray:
+    """f32 [n, V]."""
+    assert rollout.noise_key is not None
+    first, second = (np.int32(word) for word in rollout.noise_key)
+    position = np.arange(len(rollout.output_tokens), dtype=np.int32)[:, None]
+    token = np.arange(VOCABULARY, dtype=np.int32)[None]
+    with np.errstate(over="ignore"):
+        return np.asarray(gumbel(np, first, second, position, token))
+
+
+def logits_alone(
+    policy: Policy, rollout: PrefillInput
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """logits / T f32, noise f32 and which token is the rollout's own, all [n, V]."""
+    scaled = states_alone(policy, rollout)[1].astype(np.float32)
+    own = np.arange(VOCABULARY) == rollout.output_tokens[:, None]
+    return scaled, noise_alone(rollout), own
+
+
+def alone(policy: Policy, rollout: PrefillInput) -> PrefillOutput:
+    """The definition: one rollout, no packing, all logits, float64 after them."""
+    bits, logits = states_alone(policy, rollout)
+    own = np.arange(len(logits)), rollout.output_tokens
+    logprobs = logits[own] - np.log(np.exp(logits).sum(-1))
     gap = None
     if rollout.noise_key is not None:
-        first, second = (np.int32(word) for word in rollout.noise_key)
-        position = np.arange(n, dtype=np.int32)[:, None]
-        token = np.arange(VOCABULARY, dtype=np.int32)[None]
-        with np.errstate(over="ignore"):
-            noisy = logits + gumbel(np, first, second, position, token)
+        noisy = logits + noise_alone(rollout)
         gap = noisy.max(-1) - noisy[own]
     return PrefillOutput(logprobs, bits, gap)
 
@@ -144,6 +165,35 @@ def test_the_seeded_token_has_gap_zero_and_no_other_has() -> None:
     gaps = [output.seeded_gap[-1] for output in outputs if output.seeded_gap is not None]
     assert len(gaps) == VOCABULARY and sorted(gaps)[0] == 0.0 < sorted(gaps)[1]
     assert np.exp([output.logprobs[-1] for output in outputs]).sum() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rule", [Truncation(0.9, -1, 1e-3), Truncation(1.0, 5, 1e-3), Truncation(0.8, 10, 0.1)], ids=str
+)
+def test_a_truncated_distribution_is_judged_by_its_definition(rule: Truncation) -> None:
+    # given rollouts of any tokens, most of which top-k and top-p would not have kept
+    subject, given = policy(1), rollouts(12)
+    # when they are prefilled under the rule
+    outputs = prefill(subject, given, temperature=TEMPERATURE, truncation=rule)
+    # then log-probs and gaps are those of the rule on all logits of each rollout alone
+    outside = 0
+    for output, rollout in zip(outputs, given, strict=True):
+        assert rollout.noise_key is not None and output.seeded_gap is not None
+        scaled, noise, own = logits_alone(subject, rollout)
+        logprob, gap = judged(np, scaled, noise, own, rule)
+        np.testing.assert_allclose(output.logprobs, logprob, atol=1e-5)
+        np.testing.assert_allclose(output.seeded_gap, gap, atol=1e-5)
+        outside += int((output.seeded_gap > 2 * rule.margin).sum())
+    assert outside > 0
+
+
+def test_a_rule_that_cuts_nothing_changes_nothing() -> None:
+    subject, given = policy(1), rollouts(3)
+    plain = prefill(subject, given, temperature=TEMPERATURE)
+    ruled = prefill(subject, given, temperature=TEMPERATURE, truncation=Truncation(margin=0.1))
+    for one, two in zip(plain, ruled, strict=True):
+        assert np.array_equal(one.logprobs, two.logprobs)
+        assert one.seeded_gap is not None and np.array_equal(one.seeded_gap, two.seeded_gap)
 
 
 def test_unseeded_rollouts_have_no_gap_and_none_is_no_work() -> None:
