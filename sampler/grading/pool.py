@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from runspec.common.errors import UserError
 from sampler.grading.answers import Answer, Result, TermRules, fault, over_limit, result_of
 from sampler.grading.process import GraderLost, GraderProcess
 
@@ -23,7 +22,7 @@ class _Batch:
 
     def __init__(self, size: int) -> None:
         self.results: list[Result | None] = [None] * size
-        self.failure: UserError | None = None
+        self.failure: Exception | None = None
         self.done = threading.Event()
         self._open = size
         self._lock = threading.Lock()
@@ -37,7 +36,7 @@ class _Batch:
             if not self._open:
                 self.done.set()
 
-    def fail(self, error: UserError) -> None:
+    def fail(self, error: Exception) -> None:
         self.failure = error
         self.done.set()
 
@@ -47,8 +46,8 @@ class _Item:
     """One answer on its way."""
 
     answer: Answer
-    message: dict[str, Any]
-    size: int
+    message: str
+    """As JSON."""
     batch: _Batch
     index: int
 
@@ -128,22 +127,27 @@ class GraderPool:
             "prompt": problem.prompt,
             "verification": dict(problem.verification),
         }
-        size = len(repr(message))
-        if size > MAX_ITEM_BYTES:
-            batch.set(index, fault(problem, f"{size} characters to grade are over the limit"))
+        try:
+            text = json.dumps(message)
+        except (TypeError, ValueError, RecursionError) as error:
+            batch.set(index, fault(problem, f"its verification is no JSON: {error}"))
             return None
-        return _Item(answer, message, size, batch, index)
+        if len(text) > MAX_ITEM_BYTES:
+            batch.set(index, fault(problem, f"{len(text)} bytes to grade are over the limit"))
+            return None
+        return _Item(answer, text, batch, index)
 
     def _serve(self) -> None:
         process: GraderProcess | None = None
         while (items := self._take()) is not None:
             try:
                 process = process or self._start()
-            except UserError as error:
+                going_on = self._grade(process, items)
+            except Exception as error:  # noqa: BLE001 - raised again where its caller waits
                 for item in items:
                     item.batch.fail(error)
-                continue
-            if not self._grade(process, items):
+                going_on = False
+            if not going_on and process is not None:
                 self._end(process)
                 process = None
         if process is not None:
@@ -174,7 +178,7 @@ class GraderPool:
             share = max(1, min(ANSWERS_A_MESSAGE, len(self._queue) // self._processes))
             size = 0
             while self._queue and len(taken) < share:
-                size += self._queue[0].size
+                size += len(self._queue[0].message)
                 if taken and size > BYTES_A_MESSAGE:
                     break
                 taken.append(self._queue.popleft())

@@ -90,13 +90,14 @@ class GraderProcess:
             self.kill()
             raise
 
-    def ask(self, items: list[dict[str, Any]]) -> None:
-        """Sends answers to grade.
+    def ask(self, items: list[str]) -> None:
+        """Sends answers to grade, each as JSON.
 
         Raises:
             GraderLost: it does not take them.
         """
-        self._guard(lambda: self._channel.send(items, time.monotonic() + SEND_S))
+        line = f"[{','.join(items)}]"
+        self._guard(lambda: self._channel.send_line(line, time.monotonic() + SEND_S))
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
         """What it says of the next of the answers sent.
@@ -158,7 +159,10 @@ def _packages(terms: Mapping[str, TermSource]) -> tuple[dict[str, str], list[Pat
     files: dict[str, str] = {}
     readable = []
     for name in ("runspec", "sampler", "verify", *(_top(t.entry_point) for t in terms.values())):
-        file = Path(str(sys.modules[name].__file__)).resolve()
+        found = sys.modules[name].__file__
+        if found is None:  # a namespace package, which is found where packages are installed
+            continue
+        file = Path(found).resolve()
         files[name] = str(file)
         readable.append(file.parent if file.name == "__init__.py" else file)
     return files, readable

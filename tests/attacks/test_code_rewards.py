@@ -26,7 +26,7 @@ HUMAN = {
     "entry_point": "add",
     "test": (
         "def check(candidate):\n    secret = 'f3a9-token'\n"
-        "    assert candidate(1, 2) == 3\n    assert candidate(20, 22) == 42\n"
+        "    assert abs(candidate(1, 2) - 3) < 1e-9\n    assert candidate(20, 22) == 42\n"
     ),
 }
 MBPP = {"test_list": ["assert add(1, 2) == 3", "assert add(20, 22) == 42"]}
@@ -103,6 +103,16 @@ CALLED = {
         "    for n in list(getattr(m, '__dict__', {})):\n"
         "        if n in ('encode', 'decode', 'reply', 'found', 'check', 'run'):\n"
         "            setattr(m, n, lambda *a, **k: True)\n"
+        "def add(a, b): return 0\n"
+    ),
+    "judging itself": (
+        "def abs(x): return 0\ndef all(x): return True\ndef isinstance(x, y): return True\n"
+        "def check(candidate): pass\ndef candidate(a, b): return a + b\n"
+        "def add(a, b): return 42\n"
+    ),
+    "malformed replies": (
+        "import json, sys\nturns = iter(['{\"c\": []}', '{\"d\": [[[], 1]]}', '{\"s\": [[]]}'])\n"
+        'json.dumps = lambda m: \'{"id": 1, "value": %s}\' % next(turns)\n'
         "def add(a, b): return 0\n"
     ),
     "the caller's frame": (

@@ -45,7 +45,10 @@ def main() -> None:
         return call
 
     try:
-        run(setup, {name: proxy(name) for name in setup["functions"]})
+        # A program that defines `abs` or `all` must not judge itself with them.
+        names = [name for name in setup["functions"] if not hasattr(builtins, name)]
+        names += [setup["entry_point"]] if setup["entry_point"] else []
+        run(setup, {name: proxy(name) for name in names})
         send({"passed": True})
     except Broken as error:
         send({"fault": str(error)})

@@ -67,7 +67,7 @@ def decode(data: Any, depth: int = 0) -> Any:
     ((tag, inner),) = data.items()
     try:
         return _DECODERS[tag](inner, depth + 1)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise NotPlain("malformed data") from error
 
 

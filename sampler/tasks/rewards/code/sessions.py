@@ -116,7 +116,7 @@ class Program:
         if "value" in reply:
             try:
                 return {"value": encode(decode(reply["value"]))}
-            except (NotPlain, RecursionError, ValueError) as error:
+            except (NotPlain, RecursionError) as error:
                 raise ProgramFailed(f"{name} returned what is no plain data: {error}") from error
         return {"raised": _text(reply.get("raised")), "text": _text(reply.get("text"))}
 

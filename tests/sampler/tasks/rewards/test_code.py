@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sampler.grading.answers import Answer, Result
 from sampler.grading.graders import Graders
@@ -217,6 +220,22 @@ def test_plain_data_crosses_unchanged(value: object) -> None:
 )
 def test_malformed_data_is_refused(data: object) -> None:
     with pytest.raises(NotPlain):
+        decode(data)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from("ifcbtszrdx"), inner, min_size=1, max_size=1)
+        | st.lists(st.lists(inner, min_size=2, max_size=2), max_size=3).map(lambda d: {"d": d})
+    ),
+)
+
+
+@given(JSON)
+def test_whatever_a_program_sends_is_plain_data_or_refused(data: object) -> None:
+    with contextlib.suppress(NotPlain):
         decode(data)
 
 
