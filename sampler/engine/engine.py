@@ -203,10 +203,19 @@ class Engine:
             self._loop.run(self._start(weights_dir, version))
             return False
         self._loop.run(self._pause())
-        patched = held is not None and held.is_dir() and self.patch(held, weights_dir)
-        if not patched:
-            self._rpc("reload_weights", weights_path=str(weights_dir))
-            self.repack()
+        try:
+            patched = held is not None and held.is_dir() and self.patch(held, weights_dir)
+            if not patched:
+                self._rpc("reload_weights", weights_path=str(weights_dir))
+                self.repack()
+        except EngineDied:
+            raise
+        except Exception as error:  # of its workers nothing arrives but the words
+            raise UserError(
+                f"version {version}: vLLM cannot load it: {error}",
+                place=str(weights_dir),
+                remedy="compare its files with the manifest's digests, or fetch it again",
+            ) from error
         self._loop.run(self._relabel(version))
         return patched
 

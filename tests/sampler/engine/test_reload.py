@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ import pytest
 from runspec.common.errors import UserError
 from sampler.engine.engine import Engine
 from tests.sampler.engine.agreement import assert_follows
+from tests.sampler.engine.conftest import cpu_pool
 from tests.sampler.engine.models import (
     WEIGHT_GROUPS,
     Reference,
     perturbed_version,
     save_version,
 )
+from tests.sampler.engine.requests import batch
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +114,30 @@ def test_the_tied_head_that_vllm_leaves_stale_is_caught(tied, tmp_path, new_engi
         engine.load(newer, 1)
 
     assert engine.version is None
+
+
+def test_files_that_cannot_be_read_are_named_and_a_good_version_heals(engine, untied, tmp_path):
+    broken = perturbed_version(untied, tmp_path / "v1", "norm.weight")
+    (broken / "model.safetensors").write_bytes(b"no tensors")
+
+    with pytest.raises(UserError, match=r"version 1: vLLM cannot load it") as error:
+        engine.load(broken, 1)
+
+    assert error.value.place == str(broken)
+    with pytest.raises(RuntimeError, match="no version is loaded"):
+        engine.submit(batch(1, 1))
+    assert not engine.load(untied, 2).patched
+    assert engine.version == 2
+
+
+def test_without_a_probe_an_engine_that_asks_for_none_loads(tmp_path, untied):
+    plain = perturbed_version(untied, tmp_path / "plain", "norm.weight")
+    (plain / "probe.json").unlink()
+
+    with closing(Engine(cpu_pool(), probe=False)) as engine:
+        engine.load(plain, 0)
+
+        assert engine.version == 0
 
 
 def test_a_version_without_a_probe_is_refused(engine, untied, tmp_path):
