@@ -40,6 +40,8 @@ FINISH_S = 1.2
 """How long, once told to end, what is nearly done may take to be handed in."""
 RELEASE_S = 0.5
 """How long giving the other leases back may take."""
+DEATH_S = 10.0
+"""How long an engine that died may take to say so of everything that it was given."""
 _LOOK_S = 0.05
 """Between two looks at the engine and at `stop`."""
 
@@ -125,8 +127,10 @@ class Worker:
         return rollouts
 
     def _act(self) -> None:
-        """One action, or one thing that happened."""
+        """Takes note of all that has happened, then does one thing, or waits for the next."""
         self._submitter.check()
+        while not self._happenings.empty():
+            self._take(self._happenings.get())
         match next_action(self._situation()):
             case Ask():
                 self._asking = True
@@ -211,7 +215,10 @@ class Worker:
 
     def _revive(self, error: EngineDied) -> None:
         """Starts the engine again after a death, with the same leases and so the same tokens."""
-        dead = [held for held in self._held.values() if held.stage == "sampling"]
+        ends = time.monotonic() + DEATH_S
+        while self._engine.version is None and self._engine.running and time.monotonic() < ends:
+            time.sleep(_LOOK_S)  # it still tells one lease after the other
+        dead = [held for held in self._held.values() if _died(held)]
         for held in dead:
             held.deaths += 1
             if held.deaths > 1:
@@ -221,7 +228,8 @@ class Worker:
         self._log.warning(
             "the engine died, sampling %d leases again with a new one: %s", len(dead), error
         )
-        self.load(*self._loaded)
+        if self._engine.version is None:
+            self.load(*self._loaded)
         for held in dead:
             self._submit_requests(held)
 
@@ -270,3 +278,11 @@ class Worker:
             table, run=lease.run, step=lease.step, index=lease.index, lease=digest, key=self._key
         )
         self._client.submit(envelope, table)
+
+
+def _died(held: HeldLease) -> bool:
+    """Whether the engine died under a lease that it was sampling."""
+    future = held.future
+    if held.stage != "sampling" or future is None or not future.done():
+        return False
+    return isinstance(future.exception(), EngineDied)

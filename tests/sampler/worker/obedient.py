@@ -65,6 +65,7 @@ class ObedientEngine:
             future.set_result([self._sampled(request) for request in requests])
 
     def die(self) -> None:
+        self.version = None
         for _, future in self._take():
             future.set_exception(EngineDied("the engine core ended (killed)"))
 
