@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from contextlib import closing
 from typing import Any
@@ -62,6 +63,18 @@ def test_what_executes_nothing_and_trusted_pools_that_say_so_are_not_refused(bar
 
 def test_where_the_sandbox_works_it_is_taken_whatever_the_spec_says() -> None:
     assert launch.launcher(required=False, place="reward") is launch.SANDBOX
+
+
+def test_graders_need_no_engine_and_import_no_term_before_it_is_asked() -> None:
+    heavy = {"torch", "vllm", "transformers", "jax", "math_verify", "sympy", "reasoning_gym"}
+    program = (
+        "import sys, sampler.grading.command, sampler.tasks.task_set\n"
+        "from sampler.tasks.interfaces import find_kind\n"
+        "[find_kind(kind) for kind in ('math', 'code', 'reasoning_gym', 'target_length')]\n"
+        f"print({heavy!r} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert done.stdout == b"set()\n", done.stderr
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,29 @@ def test_whatever_is_not_the_whole_answer_earns_nothing(task: RunTask, tokenizer
     assert rewards == dict.fromkeys(wrong, 0.0)
     # The length term does not depend on being right.
     assert grade(task, 5, 8, wrong["empty"]).length_penalty == pytest.approx(-0.05 * (8 - 3))
+
+
+def test_a_grade_in_which_time_has_a_say_is_marked(
+    task: RunTask, tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    # Given a problem of mathematics beside the generator's
+    row = {
+        "problem_id": "sum",
+        "task_type": "math",
+        "prompt": "one and one",
+        "verification_info": {"ground_truth": "x"},
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    rows = f"{{kind: jsonl, uri: {tmp_path / 'rows.jsonl'}}}"
+    spec = laptop_spec(
+        f"data.sources={{spell_backward: null, rows: {rows}}}",
+        "reward={spelling: null, math: {kind: math}}",
+    )
+    with closing(build_task_set(spec, tokenizer_dir)) as mixed:
+        # Then its grade says that it may differ elsewhere; the generator's may not
+        assert grade(mixed, 0, None, output(tokenizer_dir, "</think>x")).task_reward == 1.0
+        assert not grade(mixed, 0, None, output(tokenizer_dir, "</think>y")).repeatable
+    assert grade(task, 5, None, output(tokenizer_dir, "</think>x")).repeatable
 
 
 def test_a_long_answer_that_only_begins_right_gets_no_credit(tokenizer_dir: Path) -> None:
