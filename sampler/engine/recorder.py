@@ -27,6 +27,8 @@ RUN_AHEAD = 4
 """How far a sequence may be set back behind the furthest row that was computed for it. vLLM's
 schedulers run one row ahead of what they know."""
 _RING = CHUNK_ROWS + RUN_AHEAD
+_PORTION_ELEMENTS = 1 << 23
+"""Selected from at once: some 200 MB of keys, however many sequences complete a chunk."""
 
 
 @dataclass(frozen=True)
@@ -183,18 +185,37 @@ class TokenRecorder:
             slots, starts: i64 [C]: the chunk's slot and its first position.
             rows: i64 [C]: how many rows count; None for all 32.
         """
+        step = max(1, _PORTION_ELEMENTS // (CHUNK_ROWS * self._hidden_size))
+        found = [
+            self._select_portion(
+                slots[at : at + step],
+                starts[at : at + step],
+                None if rows is None else rows[at : at + step],
+            )
+            for at in range(0, len(slots), step)
+        ]
+        indices, bits = (torch.cat(part) for part in zip(*found, strict=True))
+        unused = (0, TOP_K - indices.shape[1])
+        return Selected(
+            torch.nn.functional.pad(indices, unused).to("cpu", non_blocking=True),
+            torch.nn.functional.pad(bits, unused).to("cpu", non_blocking=True),
+        )
+
+    def _select_portion(
+        self, slots: np.ndarray, starts: np.ndarray, rows: np.ndarray | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """i32 [C, k] and i16 [C, k]: positions and bits of a few chunks, on the device."""
         places = (starts[:, None] + np.arange(CHUNK_ROWS)) % _RING
         index = on_device(slots[:, None] * _RING + places, self._device)
         chunks = self._ring.view(-1, self._hidden_size)[index].view(torch.int16)  # [C, 32, D]
-        magnitudes = chunks & MAGNITUDE
+        magnitudes = (chunks & MAGNITUDE).long()
         if rows is not None:
             beyond = on_device(np.arange(CHUNK_ROWS) >= rows[:, None], self._device)
             magnitudes = magnitudes.masked_fill(beyond[:, :, None], -1)
-        count = min(TOP_K, CHUNK_ROWS * self._hidden_size)
-        indices = magnitudes.flatten(1).topk(count, dim=1).indices
-        bits = chunks.flatten(1).gather(1, indices)
-        wanted = torch.nn.functional.pad(indices.to(torch.int32), (0, TOP_K - count))
-        return Selected(
-            wanted.to("cpu", non_blocking=True),
-            torch.nn.functional.pad(bits, (0, TOP_K - count)).to("cpu", non_blocking=True),
-        )
+        # Keys of magnitude, then position: no two are equal, so every device selects the same.
+        elements = CHUNK_ROWS * self._hidden_size
+        backwards = torch.arange(elements - 1, -1, -1, device=self._device)
+        keys = magnitudes.flatten(1) * elements + backwards
+        best = keys.topk(min(TOP_K, elements), dim=1).values
+        indices = elements - 1 - best % elements
+        return indices.to(torch.int32), chunks.flatten(1).gather(1, indices)

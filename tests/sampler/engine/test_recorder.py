@@ -98,6 +98,26 @@ def test_selections_make_the_proofs_of_all_hidden_states(length, hidden):
     assert build_proofs_of([found.selection]) == [proofs_of_tokens(tokens, hidden)]
 
 
+def test_of_equal_magnitudes_the_earlier_position_is_selected():
+    import torch
+
+    hidden = 16
+    recorder = new_recorder(hidden)
+    generator = np.random.default_rng(0)
+    # five magnitudes, and both signs: many equals at the edge of the selection
+    values = generator.integers(1, 6, (40, hidden)) * generator.choice([-1, 1], (40, hidden))
+    states = torch.from_numpy(values).to(torch.bfloat16)
+    for position in range(40):
+        row = slice(position, position + 1)
+        at = np.array([0]), np.array([position])
+        recorder.record(*at, torch.zeros(1, dtype=torch.int64), torch.zeros(1), states[row])
+
+    (found,) = taken(recorder, [0], [40])
+
+    bits = states.view(torch.int16).numpy().view(np.uint16)
+    assert build_proofs_of([found.selection]) == [build_proofs(bits)]
+
+
 def test_chunks_that_several_sequences_complete_in_one_step_stay_apart():
     recorder = new_recorder()
     for position in range(CHUNK_ROWS):

@@ -105,12 +105,12 @@ def statistics(
     return found
 
 
-def assert_proven(found: Sequence[ChunkStatistics], *, error: float = 0.05) -> None:
-    """Every chunk: right positions, signs and exponents, mantissas but for rounding to bf16."""
+def assert_proven(found: Sequence[ChunkStatistics]) -> None:
+    """Every chunk: right positions, signs and exponents, mantissas but for rounding to bf16, which
+    may also exchange the 128th magnitude with the 129th."""
     for chunk in found:
-        assert chunk.exponent_mismatches <= 1
-        assert chunk.sign_mismatches == 0
-        assert chunk.mantissa_error_mean <= error
+        assert chunk.exponent_mismatches + chunk.sign_mismatches <= 2
+        assert chunk.mantissa_error_mean <= 0.05
         assert chunk.error_median == 0
 
 
@@ -124,15 +124,13 @@ def test_proofs_speak_of_the_hidden_states_of_transformers(engine, untied):
 
 
 def test_proofs_of_another_rollout_do_not(engine, untied):
-    requests = batch(2, 1)
+    requests = [replace(request, max_new_tokens=20) for request in batch(2, 1)]
     one, two = sample(engine, requests)
     exchanged = [replace(one, selection=two.selection), replace(two, selection=one.selection)]
-    same_chunks = len(one.selection.sizes) == len(two.selection.sizes)
-    assert same_chunks
 
     found = statistics(Reference(untied), requests, exchanged)
 
-    assert max(chunk.exponent_mismatches for chunk in found) > 20
+    assert min(chunk.exponent_mismatches for chunk in found) > 8
 
 
 @pytest.mark.parametrize("rule", CUTS.values(), ids=CUTS.keys())
