@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ROOT, LiveRun
+from tests.sampler.engine.processes import alive, descendants
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -60,11 +61,12 @@ def test_a_volunteer_joins_by_a_link_leaves_and_comes_back(tmp_path: Path) -> No
             os.kill(run.status()["roles"]["coordinator"]["pid"], signal.SIGKILL)
             steps = len(run.metrics())
             run.wait_until(lambda: len(run.metrics()) > steps, "another", others=[volunteer])
-            # then it works on, and leaves politely on Ctrl-C
+            # then it works on, and leaves politely on Ctrl-C, with all that it started
+            below = descendants(volunteer.pid)
+            assert len(below) > 1, "the worker, and vLLM's core"
             volunteer.send_signal(signal.SIGINT)
             assert volunteer.wait(60) == 0, log.read_text()
-            pids = processes_below(tmp_path / "volunteer")
-            eventually(lambda: not any(map(alive, pids)), "no process of its is left")
+            eventually(lambda: not any(map(alive, below)), "no process of its is left")
         words = log.read_text()
         assert "made a key" in words
         assert (tmp_path / "mine.key").stat().st_mode & 0o777 == 0o600
@@ -78,19 +80,3 @@ def test_a_volunteer_joins_by_a_link_leaves_and_comes_back(tmp_path: Path) -> No
         assert summary["steps"] == 24
         assert summary["rollouts_rejected"] == 0
         assert "the run is finished; thank you" in log.read_text()
-
-
-def processes_below(folder: Path) -> list[int]:
-    """Processes whose command line names the volunteer's folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if str(folder).encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
-
-
-def alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()

@@ -184,10 +184,9 @@ def kill_core(worker: int) -> None:
         for path in Path("/proc").glob("[0-9]*/stat")
         if f") S {worker} " in (stat := read(path)) or f") R {worker} " in stat
     ]
-    cores = [
-        pid for pid in children if "resource_tracker" not in read(Path(f"/proc/{pid}/cmdline"))
-    ]
-    assert len(cores) == 1, cores
+    words = {pid: read(Path(f"/proc/{pid}/cmdline")) for pid in children}
+    cores = [pid for pid in children if "VLLM::EngineCore" in words[pid]]
+    assert len(cores) == 1, words
     os.kill(cores[0], signal.SIGKILL)
 
 
