@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from sampler.grading.answers import (
     fault,
     graders_at_once,
 )
-from sampler.grading.pool import GraderPool
+from sampler.grading.pool import GraderPool, GradersClosed
 from sampler.grading.process import GraderProcess, TermSource
 from sampler.tasks.interfaces import Score, TaskTerm, make_term, reward_entry_point
 
@@ -71,6 +71,7 @@ class Graders:
 
         Raises:
             UserError: no grader process starts, or a sandbox that a term needs does not work.
+            GradersClosed: before all were graded.
         """
         results: dict[int, Result] = {}
         pooled: list[int] = []
@@ -109,6 +110,8 @@ class Graders:
             except NotYet:
                 if call.running_s() <= rules.timeout_s + _GRACE_S:
                     continue
+            except CancelledError as error:
+                raise GradersClosed("the graders were closed") from error
             with self._lock:  # its thread cannot be ended: what waits behind it gets others
                 self._threads.shutdown(wait=False)
                 self._threads = self._make_threads()

@@ -17,6 +17,10 @@ MAX_ITEM_BYTES = 8 << 20
 """Largest problem and answer together that go to a grader."""
 
 
+class GradersClosed(RuntimeError):
+    """The graders were closed before an answer was graded: there is no grade, and no fault."""
+
+
 class _Batch:
     """The answers of one caller, and how many are still open."""
 
@@ -84,12 +88,13 @@ class GraderPool:
 
         Raises:
             UserError: no grader process starts.
+            GradersClosed: before all were graded.
         """
         batch = _Batch(len(answers))
         items = [self._item(answer, batch, index) for index, answer in enumerate(answers)]
         with self._changed:
             if self._closed:
-                raise RuntimeError("the graders are closed")
+                raise GradersClosed("the graders are closed")
             self._queue.extend(item for item in items if item is not None)
             while len(self._threads) < min(self._processes, len(self._queue)):
                 name = f"grader-{len(self._threads)}"
@@ -103,7 +108,7 @@ class GraderPool:
         return [result for result in batch.results if result is not None]
 
     def close(self) -> None:
-        """Ends the processes; answers that are still open become faults."""
+        """Ends the processes; who waits for an answer gets `GradersClosed`."""
         with self._changed:
             self._closed = True
             left = [*self._queue]
@@ -111,7 +116,7 @@ class GraderPool:
             alive = [*self._alive]
             self._changed.notify_all()
         for item in left:
-            item.finish(fault(item.answer.problem, "the graders were closed"))
+            item.batch.fail(GradersClosed("the graders were closed"))
         for process in alive:
             process.stop()
         for thread in self._threads:
@@ -195,16 +200,15 @@ class GraderPool:
                 item.finish(result_of(item.answer, process.answer(rules.timeout_s), rules))
                 items.popleft()
         except GraderLost as lost:
+            with self._changed:
+                if self._closed:
+                    raise GradersClosed("the graders were closed") from lost
             item = items.popleft()
             rules = self._rules[item.answer.problem.task_type]
             reason = f"no verdict within {rules.timeout_s:g} s" if lost.overdue else str(lost)
             item.finish(over_limit(item.answer, reason, rules))
             with self._changed:
-                if not self._closed:
-                    self._queue.extendleft(reversed(items))
-                    self._changed.notify_all()
-                    return False
-            for item in items:
-                item.finish(fault(item.answer.problem, "the graders were closed"))
+                self._queue.extendleft(reversed(items))
+                self._changed.notify_all()
             return False
         return True

@@ -73,16 +73,19 @@ def plan_rollouts(
 def claim_rewards(
     plan: Sequence[PlannedRollout], sampled: Sequence[Sampled], tasks: TaskSet
 ) -> list[Graded]:
-    """Grades each rollout. Where the grader fails it claims 0: the validator drops the group."""
-    results = tasks.grade_all(
-        [
-            GradeItem(planned.problem, planned.target, result.output_tokens.tolist())
-            for planned, result in zip(plan, sampled, strict=True)
-        ]
-    )
+    """Grades each rollout. Where the grader fails twice it claims 0: so it will at the validator,
+    which drops the group. Once may be this machine's doing, and 0 a false claim."""
+    items = [
+        GradeItem(planned.problem, planned.target, result.output_tokens.tolist())
+        for planned, result in zip(plan, sampled, strict=True)
+    ]
+    results = tasks.grade_all(items)
+    failed = [index for index, result in enumerate(results) if isinstance(result, GraderFault)]
+    again = dict(zip(failed, tasks.grade_all([items[index] for index in failed]), strict=True))
+    claims = [again.get(index, result) for index, result in enumerate(results)]
     return [
-        Graded(0.0, 0.0, 0.0, reason=str(result)) if isinstance(result, GraderFault) else result
-        for result in results
+        Graded(0.0, 0.0, 0.0, reason=str(claim)) if isinstance(claim, GraderFault) else claim
+        for claim in claims
     ]
 
 

@@ -187,3 +187,19 @@ def test_a_fault_of_the_grader_claims_nothing_and_stops_nothing():
     assert (claims[0].task_reward, claims[0].length_penalty) == (0.0, 0.0)
     assert claims[0].reason == "thirteen"
     assert all(claim.task_reward == 1.0 for claim in claims[1:])
+
+
+def test_a_grader_that_failed_once_is_asked_again():
+    class Stumbling(CountingTask):
+        asked = 0
+
+        def grade_all(self, items):
+            self.asked += 1
+            if self.asked == 1:
+                return [GraderFault("hung"), *super().grade_all(items[1:])]
+            return super().grade_all(items)
+
+    planned = plan()
+    claims = claim_rewards(planned, sampled([[p.problem, 0] for p in planned]), Stumbling())
+
+    assert all(claim.task_reward == 1.0 for claim in claims)
