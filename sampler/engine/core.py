@@ -40,6 +40,7 @@ class Core:
 
     Raises:
         EngineDied: it does not start.
+        UserError: vLLM does not take the arguments.
     """
 
     def __init__(self, arguments: Mapping[str, Any], died: Callable[[EngineDied], None]) -> None:
@@ -54,6 +55,12 @@ class Core:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except (RuntimeError, TimeoutError) as error:  # its own words; the cause is in the log
             raise EngineDied(f"the engine does not start: {error}") from error
+        except ValueError as error:
+            raise UserError(
+                f"vLLM refuses the model or the pool's settings: {error}",
+                place=str(arguments["model"]),
+                remedy="change what it names",
+            ) from error
         client = self._llm.engine_core
         self._client = client
         self._processes = list(client.resources.engine_manager.processes)

@@ -19,6 +19,16 @@ def test_a_quantised_pool_on_cpus_is_refused() -> None:
     assert error.value.place == "samplers.home.quantization"
 
 
+@pytest.mark.slow
+def test_what_vllm_refuses_is_said_in_its_words(untied, new_engine) -> None:
+    engine = new_engine(quantization="nonsense")
+
+    with pytest.raises(UserError, match=r"vLLM refuses.*(.|\n)*nonsense") as error:
+        engine.load(untied, 0)
+
+    assert error.value.place == str(untied)
+
+
 def test_a_pool_that_is_not_in_the_spec_is_named_with_those_that_are() -> None:
     with pytest.raises(UserError, match="no sampler pool 'away'") as error:
         find_pool(small_spec(), "away")
