@@ -76,7 +76,7 @@ def _join(options: JoinOptions) -> int:
             return 0
         folder.mkdir(parents=True, exist_ok=True)
         with hold(folder):
-            data = _fetch_data(client, site, folder / "data")
+            data = fetch_data(client, site, folder / "data")
             worker = Worker(
                 link=link,
                 weights=[reachable(url, link) for url in site.weights],
@@ -278,8 +278,12 @@ def _choose(options: JoinOptions, spec: RunSpec, site: Site, folder: Path) -> st
     return choose_pool(found, options.pool)
 
 
-def _fetch_data(client: CoordinatorClient, site: Site, folder: Path) -> Path | None:
-    """Fetches the problems' files that are not here yet; None where the run has none."""
+def fetch_data(client: CoordinatorClient, site: Site, folder: Path) -> Path | None:
+    """Fetches the problems' files that are not here yet.
+
+    Returns:
+        The folder, in which they lie as <source>/<name>; None where the run has none.
+    """
     if not site.files:
         return None
     wanted = {folder / file.source / file.path: file for file in site.files}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from runspec.cli.join import progress_line
+from runspec.cli.join import fetch_data, progress_line
 from runspec.common.errors import UserError
 from runspec.common.join_link import JoinLink, parse_join_link, reachable
 from runspec.estimate.model import model_config
 from runspec.local.fitting import Host, choose_pool, lacks
 from runspec.spec.schema import RunSpec, SamplerPool
+from runspec.spec.source_files import source_files
 from tests.harness import runspec
+from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.verify.small_model import small_spec
 
 ROOT_KEY = "ab" * 32
@@ -154,3 +157,23 @@ def test_a_plain_address_without_a_root_is_refused(tmp_path):
     assert done.returncode == 1
     assert "nothing says whose signatures count" in done.stderr
     assert not (tmp_path / "my.key").exists()
+
+
+def test_the_datas_files_are_fetched_once_and_lie_where_the_sources_look(tmp_path: Path):
+    # given a run whose problems lie in a file of the coordinator's machine
+    (tmp_path / "rows.parquet").write_bytes(b"rows" * 1000)
+    spec = tiny_spec()
+    source = spec.data.sources[0].model_copy(update={"uri": str(tmp_path / "rows.parquet")})
+    data = spec.data.model_copy(update={"sources": [source]})
+    site = Site(tmp_path, spec.model_copy(update={"data": data}))
+    with site.origin(), site.serving():
+        _, client = site.worker()
+        # when a volunteer fetches them, twice
+        folder = fetch_data(client, client.site(), tmp_path / "volunteer")
+        assert folder is not None
+        (copy,) = source_files(source, folder).values()
+        first = copy.stat()
+        fetch_data(client, client.site(), folder)
+        # then they are where its sources read them, and stayed as they were
+        assert copy.read_bytes() == b"rows" * 1000
+        assert copy.stat() == first
