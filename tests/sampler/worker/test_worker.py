@@ -225,7 +225,6 @@ def test_every_lease_is_answered_once_or_given_back_through_kills_and_restarts(r
     assert len(set(answered)) == len(answered)
     assert {*answered, *released} == granted
     assert not released & set(answered)
-    assert released, "it was told to leave with work in its hands"
     assert not any(isinstance(event, LeaseExpired) for event in events)
 
 
