@@ -35,12 +35,34 @@ from runspec.spec.schema import SamplerPool
 from sampler.engine.arguments import engine_arguments
 from sampler.engine.engine import Engine
 from sampler.engine.proofs import prove
+from sampler.engine.recorder import Selected, TokenRecorder
 from sampler.engine.requests import SampleRequest
+from sampler.engine.worker_extension import SamplerExtension
 from verify.noise import noise_key
+from verify.toploc import CHUNK_ROWS, TOP_K
 
 END_TOKEN = 1
 SUBMISSIONS = 8
-WITHOUT_PROOFS = "benchmarks.without_proofs.WithoutProofsExtension"
+WITHOUT_PROOFS = "benchmarks.sampler_proofs.WithoutProofsExtension"
+
+
+class WithoutProofs(TokenRecorder):
+    """Keeps tokens, log-probs and versions, and gives nothing for hidden states."""
+
+    def _keep_states(self, slots: np.ndarray, positions: np.ndarray, hidden: torch.Tensor) -> None:
+        pass
+
+    def _chunks(self, slots: np.ndarray, lengths: np.ndarray) -> list[tuple[Selected, int]]:
+        nothing = Selected(
+            torch.zeros((1, TOP_K), dtype=torch.int32), torch.zeros((1, TOP_K), dtype=torch.int16)
+        )
+        return [(nothing, 0)] * int((-(-lengths // CHUNK_ROWS)).sum())
+
+
+class WithoutProofsExtension(SamplerExtension):
+    """The `worker_extension_cls` of `seeded`."""
+
+    recorder_kind = WithoutProofs
 
 
 def save_model(folder: Path, options: argparse.Namespace, dtype: torch.dtype) -> Path:

@@ -87,6 +87,7 @@ class SeededSampler(LogitsProcessor):
         self._requests: dict[int, _Request] = {}
         self._rows: _Rows | None = None
         self._hidden: torch.Tensor | None = None
+        self._tokens: torch.Tensor | None = None
         # Every tensor-parallel rank samples the same tokens; one of them keeps the books.
         self.records = vllm_config.parallel_config.rank == 0
         self.recorder: TokenRecorder | None = None
@@ -117,12 +118,14 @@ class SeededSampler(LogitsProcessor):
             rows.key_0,
             rows.key_1,
             on_device(positions.astype(np.int32), self._device)[:, None],
-            torch.arange(logits.shape[-1], dtype=torch.int32, device=self._device)[None, :],
+            self._vocabulary(logits.shape[-1]),
         )
         tokens = (scaled + noise).argmax(dim=-1, keepdim=True)
         if self.recorder is not None:
             self._record(self.recorder, logits, rows, positions, scaled, tokens)
         # One winner and no ties: what is recorded is what vLLM's argmax picks.
+        if isinstance(rows.index, slice):
+            return logits.fill_(-torch.inf).scatter_(1, tokens, 0.0)
         logits[rows.index] = torch.full_like(scaled, -torch.inf).scatter_(1, tokens, 0.0)
         return logits
 
@@ -140,6 +143,12 @@ class SeededSampler(LogitsProcessor):
             raise RuntimeError("hidden states and logits of this step do not match")
         logprobs = scaled.gather(1, tokens)[:, 0] - scaled.logsumexp(dim=-1)
         recorder.record(rows.slots, positions, tokens[:, 0], logprobs, hidden[rows.index])
+
+    def _vocabulary(self, size: int) -> torch.Tensor:
+        """Token ids i32 [1, V], made once."""
+        if self._tokens is None or self._tokens.shape[1] != size:
+            self._tokens = torch.arange(size, dtype=torch.int32, device=self._device)[None, :]
+        return self._tokens
 
     def _kept(self, scaled: torch.Tensor, rows: _Rows) -> torch.Tensor:
         """The same with -inf for the tokens that top-k and top-p leave out."""
