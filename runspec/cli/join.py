@@ -161,7 +161,7 @@ class Progress:
         try:
             line = progress_line(_status(self._url), self._key)
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            if not self._away:
+            if not self._away and not now:  # a run that is finished may be gone already
                 say(f"the coordinator does not answer ({type(error).__name__}); work goes on")
             self._away = True
             return
