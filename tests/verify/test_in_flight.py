@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.verify.bench import Bench
@@ -49,6 +51,19 @@ def test_versions_of_tokens_survive_the_file(bench: Bench) -> None:
         assert two.versions.dtype == np.int32
         assert np.array_equal(one.versions, two.versions)
     assert back[2].versions is None
+
+
+def test_a_submission_of_before_there_were_versions_is_still_read(bench: Bench) -> None:
+    """A run that goes on after an upgrade replays such files."""
+    rollouts = bench.honest()
+    now = pq.read_table(pa.BufferReader(encode_rollouts(rollouts)))
+    sink = pa.BufferOutputStream()
+    pq.write_table(now.drop_columns(["versions"]), sink)
+
+    back = decode_rollouts(sink.getvalue().to_pybytes(), max_rows=len(rollouts), max_bytes=1 << 20)
+
+    assert [row.versions for row in back] == [None] * len(rollouts)
+    assert back[0].output_tokens.tolist() == rollouts[0].output_tokens.tolist()
 
 
 def test_a_rollout_of_the_leases_version_alone_is_recomputed_as_any(bench: Bench) -> None:

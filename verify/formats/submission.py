@@ -48,6 +48,8 @@ SCHEMA = pa.schema(
         pa.field("versions", _list_of(pa.int32())),
     ]
 )
+_NEWER_COLUMNS = ("versions",)
+"""A run that goes on after an upgrade reads what was handed in before it."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,9 @@ def decode_rollouts(data: bytes, *, max_rows: int, max_bytes: int) -> list[Rollo
     Raises:
         MalformedTable: not a table of this format within the limits.
     """
-    table = decode_table(data, SCHEMA, max_rows=max_rows, max_bytes=max_bytes)
+    table = decode_table(
+        data, SCHEMA, max_rows=max_rows, max_bytes=max_bytes, newer=_NEWER_COLUMNS
+    )
     rows = []
     for row in table.to_pylist():
         for name, dtype in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Collection
 from typing import Any
 
 import pyarrow as pa
@@ -22,7 +23,14 @@ def encode_table(rows: list[dict[str, Any]], schema: pa.Schema) -> bytes:
     return sink.getvalue()
 
 
-def decode_table(data: bytes, schema: pa.Schema, *, max_rows: int, max_bytes: int) -> pa.Table:
+def decode_table(
+    data: bytes,
+    schema: pa.Schema,
+    *,
+    max_rows: int,
+    max_bytes: int,
+    newer: Collection[str] = (),
+) -> pa.Table:
     """Reads Parquet bytes from outside.
 
     Args:
@@ -30,6 +38,7 @@ def decode_table(data: bytes, schema: pa.Schema, *, max_rows: int, max_bytes: in
         schema: must match exactly: names, order, types, nullability.
         max_rows: rows allowed.
         max_bytes: bytes allowed, of the file and of its decoded columns.
+        newer: columns that files of older releases lack; they are read as nulls.
 
     Raises:
         MalformedTable: anything else than such a table.
@@ -42,7 +51,10 @@ def decode_table(data: bytes, schema: pa.Schema, *, max_rows: int, max_bytes: in
             thrift_string_size_limit=1 << 20,
             thrift_container_size_limit=1 << 16,
         )
-        if not file.schema_arrow.remove_metadata().equals(schema):
+        found = file.schema_arrow.remove_metadata()
+        lacking = set(newer) - set(found.names)
+        expected = pa.schema([field for field in schema if field.name not in lacking])
+        if not found.equals(expected):
             raise MalformedTable("the columns are not those of the format")
         meta = file.metadata
         if meta.num_rows > max_rows:
@@ -56,7 +68,10 @@ def decode_table(data: bytes, schema: pa.Schema, *, max_rows: int, max_bytes: in
             if size > max_bytes:
                 raise MalformedTable(f"decodes to more than the {max_bytes} bytes allowed")
             batches.append(batch.replace_schema_metadata(None))
-        table = pa.Table.from_batches(batches, schema=schema)
+        table = pa.Table.from_batches(batches, schema=expected)
+        for index, field in enumerate(schema):
+            if field.name in lacking:
+                table = table.add_column(index, field, pa.nulls(len(table), field.type))
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         if isinstance(error, MalformedTable):
