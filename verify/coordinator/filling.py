@@ -152,7 +152,7 @@ def leasable_groups(state: State, number: int) -> int:
 def _still_needed(state: State, record: LeaseRecord) -> bool:
     """Whether a lease that was given back may be taken up again: nobody else got its groups."""
     number = record.lease.step
-    return number in state.steps and needed_groups(state, number) >= record.lease.groups
+    return number in state.steps and leasable_groups(state, number) >= record.lease.groups
 
 
 def expired_leases(state: State, now: float) -> list[LeaseRecord]:

@@ -102,7 +102,7 @@ class OpenStep:
     """What the deadline counts from: `opened`, or the coordinator's last start."""
     draws: tuple[Draw, ...]
     leased: int = 0
-    """Groups, failed ones included."""
+    """Groups, failed ones included; without those that were given back."""
     next_index: Mapping[str, int] = field(default_factory=dict)
     rejected: Mapping[str, int] = field(default_factory=dict)
     """For each worker the groups of its rejected submissions."""
@@ -271,14 +271,26 @@ def _expire(state: State, event: LeaseExpired) -> State:
 
 
 def _release(state: State, event: LeaseReleased) -> State:
-    """Only who may be leased the groups changes: the lease still counts as withheld at its end."""
-    return _with_lease(state, replace(_record(state, event.lease, "open"), status="released"))
+    """Others may be leased the groups, as if nobody had been: volunteers who come and go must not
+    use up what a step may lease. The lease itself still counts as withheld at its end."""
+    record = _record(state, event.lease, "open")
+    state = _with_leased(state, record, -record.lease.groups)
+    return _with_lease(state, replace(record, status="released"))
 
 
 def _resume(state: State, event: LeaseResumed) -> State:
     record = _record(state, event.lease, "released")
     _require(record.lease.step in state.steps, "a lease of a step that is closed")
+    state = _with_leased(state, record, record.lease.groups)
     return _with_lease(state, replace(record, status="open"))
+
+
+def _with_leased(state: State, record: LeaseRecord, change: int) -> State:
+    step = state.steps.get(record.lease.step)
+    if step is None:
+        return state
+    step = replace(step, leased=step.leased + change)
+    return replace(state, steps={**state.steps, record.lease.step: step})
 
 
 def _judge(state: State, event: SubmissionJudged) -> State:

@@ -275,6 +275,21 @@ def test_a_step_that_used_up_max_groups_closes_with_what_it_has():
     assert len(closed.groups) == 2
 
 
+def test_volunteers_who_come_and_go_do_not_use_up_what_a_step_may_lease():
+    # given more leases given back, by keys of their own, than max_groups allows
+    run = started(max_groups=4)
+    for number in range(6):
+        run.register(f"passing {number}")
+        run.release(run.lease(f"passing {number}"))
+
+    # when those who stay work
+    run.work("x"), run.work("y")
+
+    # then the step is filled by them
+    (closed,) = run.advance()
+    assert closed.complete
+
+
 def test_a_step_that_used_up_max_groups_in_vain_stalls_and_says_why():
     run = started(max_groups=4)
     run.work("x", "rejected"), run.work("y", "filtered")
