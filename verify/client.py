@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 
 ROLES_REFRESH_S = 300.0
 _MAX_ANSWER_BYTES = 64 * 1024
+_AS_IT_IS = {"Accept-Encoding": "identity"}
 _TIMEOUT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
@@ -211,17 +212,24 @@ class CoordinatorClient:
         """Fetches a file of the data, checked against its digest; a whole file or none.
 
         Raises:
-            UserError: the disk is full, or the file there is not the one that was listed.
+            UserError: the disk is full, the file there is not the one that was listed, or it is
+                there no more.
         """
         request = f"/v1/data/{file.digest}"
         deadline, pause = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
         while True:
             try:
-                with self._http.stream("GET", request) as answer:
+                with self._http.stream("GET", request, headers=_AS_IT_IS) as answer:
                     if answer.is_success:
                         write_checked(path, answer.iter_raw(), size=file.bytes, digest=file.digest)
                         return
                     trouble = f"answers {answer.status_code}"
+                    if answer.is_client_error:
+                        raise UserError(
+                            f"GET {request}: {trouble}",
+                            place=f"coordinator {self._url}",
+                            remedy="its data changed: start the same command again",
+                        )
             except httpx.TransportError as error:
                 trouble = str(error) or type(error).__name__
             if time.monotonic() + pause > deadline:

@@ -21,7 +21,7 @@ from runspec.common.hashing import digest_bytes, is_digest
 from runspec.common.roles import Roles
 from runspec.common.signed import BadSignature
 from verify.coordinator.activity import Activity, scalars
-from verify.coordinator.data import SiteDesk
+from verify.coordinator.data import SiteDesk, send_file
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.judging import Judging
@@ -119,7 +119,7 @@ class Api:
         path = await self._site.path(request.match_info["digest"])
         if path is None:
             raise Refusal(404, "no file of the data has this digest")
-        return web.FileResponse(path)
+        return await send_file(request, path)
 
     async def _get_status(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(self._status.report())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,27 @@ def test_a_volunteer_gets_the_datas_files_and_they_are_checked(site: Site, tmp_p
     assert (tmp_path / "copy" / "rows.parquet").read_bytes() == ROWS
     assert (file.bytes, file.digest) == (len(ROWS), digest_bytes(ROWS))
     assert client.site().weights == [site.weights]
+
+
+def test_a_packed_copy_beside_a_file_of_the_data_is_not_served_in_its_place(
+    site: Site, tmp_path: Path
+):
+    (tmp_path / "rows.parquet.gz").write_bytes(gzip.compress(ROWS))
+    _, client = site.worker()
+
+    (file,) = client.site().files
+    client.fetch_data(file, tmp_path / "copy" / "rows.parquet")
+
+    assert (tmp_path / "copy" / "rows.parquet").read_bytes() == ROWS
+
+
+def test_a_file_that_went_away_under_the_coordinator_is_said_at_once(site: Site, tmp_path: Path):
+    _, client = site.worker()
+    (file,) = client.site().files
+    (tmp_path / "rows.parquet").unlink()
+
+    with pytest.raises(UserError, match="404"):
+        client.fetch_data(file, tmp_path / "copy" / "rows.parquet")
 
 
 def test_a_file_that_changed_under_the_coordinator_is_refused_and_leaves_nothing(
