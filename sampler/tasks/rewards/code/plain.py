@@ -10,6 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_DEPTH = 64
+MAX_COLLISIONS = 64
+"""Keys of one hash in a set or dictionary; numbers can be chosen to have the same, and each then
+costs a comparison with all the others."""
 _SMALL = 1 << 53
 
 
@@ -77,14 +80,29 @@ def _items(inner: Any, depth: int) -> list[Any]:
     return [decode(item, depth) for item in inner]
 
 
+def _keys(keys: list[Any]) -> list[Any]:
+    counts: dict[int, int] = {}
+    for key in keys:
+        counts[hash(key)] = seen = counts.get(hash(key), 0) + 1
+        if seen > MAX_COLLISIONS:
+            raise NotPlain("too many keys of one hash")
+    return keys
+
+
+def _dictionary(inner: Any, depth: int) -> dict[Any, Any]:
+    pairs = [(decode(key, depth), decode(value, depth)) for key, value in inner]
+    _keys([key for key, _ in pairs])
+    return dict(pairs)
+
+
 _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "i": lambda inner, depth: int(inner, 16),
     "f": lambda inner, depth: float.fromhex(inner),
     "c": lambda inner, depth: complex(float.fromhex(inner[0]), float.fromhex(inner[1])),
     "b": lambda inner, depth: bytes.fromhex(inner),
     "t": lambda inner, depth: tuple(_items(inner, depth)),
-    "s": lambda inner, depth: set(_items(inner, depth)),
-    "z": lambda inner, depth: frozenset(_items(inner, depth)),
+    "s": lambda inner, depth: set(_keys(_items(inner, depth))),
+    "z": lambda inner, depth: frozenset(_keys(_items(inner, depth))),
     "r": lambda inner, depth: range(*_items(inner, depth)),
-    "d": lambda inner, depth: {decode(k, depth): decode(v, depth) for k, v in inner},
+    "d": _dictionary,
 }

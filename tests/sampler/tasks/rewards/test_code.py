@@ -239,6 +239,16 @@ def test_whatever_a_program_sends_is_plain_data_or_refused(data: object) -> None
         decode(data)
 
 
+@pytest.mark.parametrize("tag", ["s", "z", "d"])
+def test_keys_chosen_to_have_one_hash_are_refused_and_cost_nothing(tag: str) -> None:
+    # Given the numbers that Python hashes to 0: as keys, each is compared with all before it
+    keys = [{"i": hex(((1 << 61) - 1) * n)} for n in range(1, 70_000)]
+    data = {tag: [[key, 1] for key in keys] if tag == "d" else keys}
+    # Then they are refused before they are
+    with pytest.raises(NotPlain, match="one hash"):
+        decode(data)
+
+
 def test_depth_is_bounded_both_ways() -> None:
     deep: list[Any] = []
     for _ in range(100):
