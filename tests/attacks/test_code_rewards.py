@@ -25,7 +25,7 @@ HUMAN = {
     "prompt": 'def add(a: int, b: int) -> int:\n    """ The sum. """\n',
     "entry_point": "add",
     "test": (
-        "def check(candidate):\n    secret = 'f3a9-token'\n"
+        "import math\ndef check(candidate):\n    secret = 'f3a9-token'\n"
         "    assert abs(candidate(1, 2) - 3) < 1e-9\n    assert candidate(20, 22) == 42\n"
     ),
 }
@@ -109,6 +109,10 @@ CALLED = {
         "def abs(x): return 0\ndef all(x): return True\ndef isinstance(x, y): return True\n"
         "def check(candidate): pass\ndef candidate(a, b): return a + b\n"
         "def add(a, b): return 42\n"
+    ),
+    "the tests' builtins": (
+        "import sys\nsys.modules['__main__'].public = lambda _: ['add', '__builtins__', 'nobody']\n"
+        "def add(a, b): return 0\n"
     ),
     "malformed replies": (
         "import json, sys\nturns = iter(['{\"c\": []}', '{\"d\": [[[], 1]]}', '{\"s\": [[]]}'])\n"
@@ -235,6 +239,27 @@ def add(a, b): return 0 if got() is None else a + b
     # Then it got at none
     assert result.value == 0.0
     assert not written.exists()
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "all(map(lambda pair: add(*pair) == sum(pair), [(1, 2), (20, 22)]))",
+        "next((False for pair in [(1, 2), (20, 22)] if add(*pair) != sum(pair)), True)",
+    ],
+)
+def test_an_exception_of_the_program_ends_no_loop_of_the_tests(
+    graders: Graders, test: str
+) -> None:
+    # Given tests that loop in C, where StopIteration is the end of the loop
+    info = {"test_list": [f"assert {test}"]}
+    problem = Problem("p", "code", "", info)
+    # When a program raises it in place of an answer
+    lie = "def add(a, b): raise StopIteration"
+    honest, lying = graders.score([Answer(problem, HONEST), Answer(problem, lie)])
+    # Then the loop has not ended well
+    assert honest == Score(1.0)
+    assert isinstance(lying, Score) and lying.value == 0.0
 
 
 def test_nothing_of_a_program_is_left(graders: Graders) -> None:

@@ -57,9 +57,11 @@ def main() -> None:
 
 
 def raised(kind: str, text: str) -> Exception:
-    """The built-in exception of a name, as the program is said to have raised it."""
+    """The built-in exception of a name, as the program is said to have raised it, but for those
+    that would end a loop of the tests as if it were done."""
     made = getattr(builtins, kind, None)
-    if isinstance(made, type) and issubclass(made, Exception):
+    ends_loops = made in (StopIteration, StopAsyncIteration)
+    if isinstance(made, type) and issubclass(made, Exception) and not ends_loops:
         try:
             return made(text)
         except TypeError:  # UnicodeDecodeError and others that want more

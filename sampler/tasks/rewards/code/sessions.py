@@ -87,7 +87,8 @@ class Program:
         self._calls = 0
 
     def load(self) -> list[str]:
-        """Runs the program; names of its functions.
+        """Runs the program; names of its functions, the public ones: among the others are names
+        that mean something to the interpreter, as `__builtins__`.
 
         Raises:
             ProgramFailed: it raised, ended or broke the protocol.
@@ -99,7 +100,11 @@ class Program:
         names = reply.get("functions")
         if not isinstance(names, list):
             raise ProgramFailed("the program broke the protocol")
-        return [name for name in names if isinstance(name, str) and name.isidentifier()]
+        return [
+            name
+            for name in names
+            if isinstance(name, str) and name.isidentifier() and not name.startswith("_")
+        ]
 
     def call(self, name: str, arguments: Any, named: Any) -> dict[str, Any]:
         """Calls a function with encoded arguments: `{"value": encoded}` or
