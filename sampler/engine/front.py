@@ -109,8 +109,11 @@ class Front:
         """Fails every submission with an error and takes its sequences out of vLLM."""
         self.fail(error)
         async with self._records:
-            victims, self._live = list(self._live.values()), {}
-            self._finished.clear()
+            # Not those of submissions that came while the last record was fetched.
+            victims = [s for s in self._live.values() if s.submission.future.done()]
+            self._finished = [s for s in self._finished if s not in victims]
+            for victim in victims:
+                del self._live[victim.name]
             if victims:
                 await self._core.abort([victim.name for victim in victims])
             for rank in {victim.slot.rank for victim in victims}:
@@ -122,12 +125,13 @@ class Front:
 
     def fail(self, error: Exception) -> None:
         """Fails every submission; vLLM is told nothing."""
-        open_ones = {s for s, _ in self._waiting} | {s.submission for s in self._live.values()}
+        submissions = {s for s, _ in self._waiting} | {s.submission for s in self._live.values()}
         self._waiting.clear()
         for task in self._tasks:
             task.cancel()
-        for submission in open_ones:
-            self._fail(submission, error)
+        for submission in submissions:
+            if not submission.future.done():  # an abort may be under way
+                self._fail(submission, error)
 
     def close(self) -> None:
         """Ends the tasks of this front."""
