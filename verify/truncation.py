@@ -19,12 +19,15 @@ and whatever lies above `Thresholds.sure` the sampler kept:
 
     allowed = threshold(top_p at odds x exp(margin)) - margin
     sure = threshold(top_p at odds x exp(-margin)) + margin
+
+Rounding has tails: of a hundred thousand tokens a few differ by more, and a token on the wrong side
+of a threshold may lie any distance from the choice. Those count as exceptions, not as forged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +35,8 @@ Repeat = Callable[[int, Callable[[Any], Any], Any], Any]
 """repeat(count, step, state): applies a step so many times."""
 _HALVINGS = 32
 _SIGN = 0x7FFFFFFF
+_TAIL = 5.0
+"""Margins within which a single token is an exception still."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,8 @@ class Thresholds(NamedTuple):
     allowed: Any
     """What is smaller nobody kept whose z differ by the margin at most."""
     sure: Any
-    """What is at least as large everybody kept; the row's maximum is always among them."""
+    """What is at least as large everybody kept. It may be nothing: of two that are all but equal
+    either may be the one that is kept."""
 
 
 def repeated(count: int, step: Callable[[Any], Any], state: Any) -> Any:
@@ -85,28 +91,10 @@ def kept_from(
         f32 [..., 1], one of the row's own values.
     """
     keys = _ordered(xp, scaled)
-    largest = xp.amax(keys, -1)[..., None]
-    cut = xp.amin(keys, -1)[..., None]
-    if top_k is not None:
-
-        def few(key: Any) -> Any:
-            return (keys > key).sum(-1)[..., None] < top_k
-
-        cut = _smallest(xp, few, cut, largest, repeat)
+    cut = _cut_by_top_k(xp, keys, top_k, repeat)
     if top_p is not None:
-        weights = xp.exp(scaled - xp.amax(scaled, -1)[..., None])
-        weights = xp.where(keys >= cut, weights, xp.zeros_like(weights))
-        needed = weights.sum(-1)[..., None] * top_p
-
-        def light(key: Any) -> Any:
-            above = xp.where(keys > key, weights, xp.zeros_like(weights))
-            return above.sum(-1)[..., None] < needed
-
-        found = _smallest(xp, light, cut, largest, repeat)
-        # Rounding of the sum must cut nothing where all is kept.
-        cut = xp.where(xp.asarray(top_p) + xp.zeros_like(needed) < 1.0, found, cut)
-    # A halving may end between two values.
-    return xp.amin(xp.where(keys >= cut, scaled, xp.amax(scaled, -1)[..., None]), -1)[..., None]
+        cut = _cut_by_top_p(xp, scaled, keys, cut, top_p, repeat)
+    return _smallest_kept(xp, scaled, keys, cut)
 
 
 def thresholds(xp: Any, scaled: Any, rule: Truncation, *, repeat: Repeat = repeated) -> Thresholds:
@@ -116,17 +104,7 @@ def thresholds(xp: Any, scaled: Any, rule: Truncation, *, repeat: Repeat = repea
         xp, scaled, repeat: as for `kept_from`.
         rule: cuts something.
     """
-
-    def at(odds: float) -> Any:
-        top_p = _shifted(rule.top_p, odds) if rule.top_p < 1.0 else None
-        top_k = rule.top_k if rule.top_k > 0 else None
-        return kept_from(xp, scaled, top_p=top_p, top_k=top_k, repeat=repeat)
-
-    kept = at(0.0)
-    if rule.margin == 0.0:
-        return Thresholds(kept, kept, kept)
-    sure = xp.minimum(at(-rule.margin) + rule.margin, xp.amax(scaled, -1)[..., None])
-    return Thresholds(kept, at(rule.margin) - rule.margin, sure)
+    return _thresholds(xp, scaled, rule, [rule.margin], repeat)[0]
 
 
 def judged(
@@ -143,17 +121,77 @@ def judged(
     Returns:
         f32 [...]: log-prob among the tokens kept, the token itself among them in any case.
         f32 [...]: the seeded gap: how far the token lies below the largest z + noise of those that
-        are sure to be kept. A token that nobody kept lies margin + (allowed - z) below at least.
+        are sure to be kept. A token that nobody kept lies margin + (allowed - z) below at least. Where
+        `_TAIL` margins explain a token it lies 2 margins below at most: an exception.
     """
-    at = thresholds(xp, scaled, rule, repeat=repeat)
+    at, wide = _thresholds(xp, scaled, rule, [rule.margin, _TAIL * rule.margin], repeat)
     mine = xp.where(own, scaled, 0.0).sum(-1)
     kept = xp.where((scaled >= at.kept) | own, scaled, -math.inf)
     top = xp.amax(kept, -1)
     logprob = mine - top - xp.log(xp.exp(kept - top[..., None]).sum(-1))
-    rivals = xp.where((scaled >= at.sure) | own, scaled + noise, -math.inf)
-    gap = xp.amax(rivals, -1) - xp.where(own, rivals, 0.0).sum(-1)
-    outside = at.allowed[..., 0] - mine
-    return logprob, xp.where(outside > 0.0, xp.maximum(gap, outside + rule.margin), gap)
+
+    def gap_within(at: Thresholds, margin: float) -> Any:
+        rivals = xp.where((scaled >= at.sure) | own, scaled + noise, -math.inf)
+        gap = xp.amax(rivals, -1) - xp.where(own, rivals, 0.0).sum(-1)
+        outside = at.allowed[..., 0] - mine
+        return xp.where(outside > 0.0, xp.maximum(gap, outside + margin), gap)
+
+    gap = gap_within(at, rule.margin)
+    exception = xp.clip(gap_within(wide, _TAIL * rule.margin), 2 * rule.margin, None)
+    return logprob, xp.minimum(gap, exception)
+
+
+def _thresholds(
+    xp: Any, scaled: Any, rule: Truncation, margins: Sequence[float], repeat: Repeat
+) -> list[Thresholds]:
+    """Under several margins; what does not depend on them is computed once."""
+    keys = _ordered(xp, scaled)
+    cut = _cut_by_top_k(xp, keys, rule.top_k if rule.top_k > 0 else None, repeat)
+
+    def at(odds: float) -> Any:
+        top_p = _shifted(rule.top_p, odds)
+        least = _cut_by_top_p(xp, scaled, keys, cut, top_p, repeat)
+        return _smallest_kept(xp, scaled, keys, least)
+
+    kept = at(0.0) if rule.top_p < 1.0 else _smallest_kept(xp, scaled, keys, cut)
+    found = []
+    for margin in margins:
+        moves = rule.top_p < 1.0 and margin > 0.0
+        low, high = (at(margin), at(-margin)) if moves else (kept, kept)
+        found.append(Thresholds(kept, low - margin, high + margin))
+    return found
+
+
+def _cut_by_top_k(xp: Any, keys: Any, top_k: Any, repeat: Repeat) -> Any:
+    """i32 [..., 1]: the least key that top-k keeps."""
+    least = xp.amin(keys, -1)[..., None]
+    if top_k is None:
+        return least
+
+    def few(key: Any) -> Any:
+        return (keys > key).sum(-1)[..., None] < top_k
+
+    return _smallest(xp, few, least, xp.amax(keys, -1)[..., None], repeat)
+
+
+def _cut_by_top_p(xp: Any, scaled: Any, keys: Any, cut: Any, top_p: Any, repeat: Repeat) -> Any:
+    """i32 [..., 1]: the least key that top-p keeps of those from `cut` on."""
+    weights = xp.exp(scaled - xp.amax(scaled, -1)[..., None])
+    weights = xp.where(keys >= cut, weights, xp.zeros_like(weights))
+    needed = weights.sum(-1)[..., None] * top_p
+
+    def light(key: Any) -> Any:
+        above = xp.where(keys > key, weights, xp.zeros_like(weights))
+        return above.sum(-1)[..., None] < needed
+
+    found = _smallest(xp, light, cut, xp.amax(keys, -1)[..., None], repeat)
+    # Rounding of the sum must cut nothing where all is kept.
+    return xp.where(xp.asarray(top_p) + xp.zeros_like(needed) < 1.0, found, cut)
+
+
+def _smallest_kept(xp: Any, scaled: Any, keys: Any, cut: Any) -> Any:
+    """f32 [..., 1]: the least logit from a key on; a halving may end between two values."""
+    return xp.amin(xp.where(keys >= cut, scaled, xp.amax(scaled, -1)[..., None]), -1)[..., None]
 
 
 def _shifted(probability: float, log_odds: float) -> float:

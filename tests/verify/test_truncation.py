@@ -157,7 +157,18 @@ def test_what_a_sampler_keeps_is_allowed_and_what_is_sure_it_keeps(
     assert (row[theirs] >= ours.allowed - slack).all()
     assert theirs[row >= ours.sure + slack].all()
     assert ours.allowed <= ours.kept
-    assert ours.sure <= row.max()
+
+
+def test_of_two_all_but_equal_either_may_be_the_only_one_kept() -> None:
+    row = np.log(np.array([0.48, 0.47, 0.05], np.float32))
+    noise = np.array([9.0, 0.0, 0.0], np.float32)
+
+    for rule in (Truncation(top_k=1, margin=0.1), Truncation(top_p=0.4, margin=0.1)):
+        first, second, third = (
+            judged(np, row, noise, np.arange(3) == token, rule)[1] for token in range(3)
+        )
+        assert first == second == 0.0
+        assert third > 1.0
 
 
 def test_a_token_outside_is_as_far_below_as_its_distance_and_the_margin() -> None:
@@ -169,6 +180,21 @@ def test_a_token_outside_is_as_far_below_as_its_distance_and_the_margin() -> Non
 
     assert gap == pytest.approx(0.1 + (3.0 - 0.1) + 5.0)
     assert np.isfinite(logprob)
+
+
+@pytest.mark.parametrize("rule", [Truncation(0.9, 5, 0.1), Truncation(0.5, -1, 0.1)], ids=str)
+def test_the_tail_of_honest_rounding_makes_exceptions_not_forgeries(rule: Truncation) -> None:
+    # given a sampler whose logits are off by more than the margin allows for, seldom as that is
+    rows, rng = 2 * logits(3000), np.random.default_rng(1)
+    theirs = (rows + rng.uniform(-0.2, 0.2, rows.shape)).astype(np.float32)
+    noise = rng.gumbel(size=rows.shape).astype(np.float32)
+    kept = theirs >= kept_from(np, theirs, **arguments(rule))
+    tokens = np.where(kept, theirs + noise, -np.inf).argmax(-1)
+
+    _, gaps = judged(np, rows, noise, np.arange(VOCABULARY) == tokens[:, None], rule)
+
+    assert gaps.max() <= 2 * 0.2 + 1e-4  # what their logits may differ by, and no jump beyond
+    assert (gaps > rule.margin).any()
 
 
 def test_log_probs_are_of_the_tokens_kept() -> None:
