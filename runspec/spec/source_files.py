@@ -193,7 +193,7 @@ def _regular(path: Path, place: str) -> Path:
         if stat.S_ISREG(resolved.stat().st_mode):
             return resolved
         reason = "no plain file"
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
     raise UserError(
         f"cannot read {path}: {reason}",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 5.0
 _MAX_CACHED_BYTES = 1 << 32
-_VERSION = "kept rows 1"
+_VERSION = "kept rows 2"
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,16 @@ def _cache_path(key: str) -> Path | None:
 def _write(path: Path, kept: Kept) -> None:
     """A line of JSON, then the row numbers, little-endian."""
     data = kept.rows.astype("<u4").tobytes()
-    head = {"task_types": kept.task_types, "rows": len(kept.rows), "digest": digest_bytes(data)}
+    digest = _digest(kept.task_types, data)
+    head = {"task_types": kept.task_types, "rows": len(kept.rows), "digest": digest}
     try:
         write_atomic(path, json.dumps(head).encode() + b"\n" + data)
     except UserError as error:
         _log.warning("which problems are kept is not remembered: %s", error)
+
+
+def _digest(task_types: list[str], data: bytes) -> str:
+    return hash_parts("kept", digest_bytes(data), *task_types).hex()
 
 
 def _read(path: Path, rows: int) -> Kept | None:
@@ -162,12 +167,13 @@ def _read(path: Path, rows: int) -> Kept | None:
         return None
     try:
         said = json.loads(head)
-        types, count, digest = said["task_types"], said["rows"], said["digest"]
+        types = [str(name) for name in said["task_types"]]
+        count, digest = said["rows"], said["digest"]
         numbers = np.frombuffer(data, dtype="<u4").astype(np.uint32)
-        whole = digest_bytes(data) == digest and len(numbers) == count > 0 and numbers[-1] < rows
+        whole = _digest(types, data) == digest and len(numbers) == count > 0 and numbers[-1] < rows
     except (ValueError, KeyError, TypeError):
         whole = False
     if not whole:
         _log.warning("%s is damaged: the rows are looked through again", path)
         return None
-    return Kept(numbers, [str(name) for name in types])
+    return Kept(numbers, types)

@@ -90,6 +90,10 @@ def text(row: Mapping[str, Any], name: str, place: str) -> str:
     value = row.get(name)
     if not isinstance(value, str) or not value:
         _malformed(f"{name} is {_shown(value, row, name)}, not a text", place)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a pair of surrogates
+        _malformed(f"{name} is no text: {error.reason} at {error.start}", place)
     return value
 
 
@@ -100,11 +104,13 @@ def verification(row: Mapping[str, Any], name: str, place: str) -> dict[str, Any
         UserError: it is not there, or something else.
     """
     value = row.get(name)
-    if isinstance(value, str):
-        try:
+    try:
+        if isinstance(value, str):
             value = json.loads(value, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            _malformed(f"{name} is no JSON: {error}", place)
+        else:
+            json.dumps(value, allow_nan=False)  # graders get it over a pipe
+    except (ValueError, TypeError, RecursionError) as error:
+        _malformed(f"{name} is no JSON: {error}", place)
     if not isinstance(value, dict):
         _malformed(f"{name} is {_shown(value, row, name)}, not an object", place)
     return value

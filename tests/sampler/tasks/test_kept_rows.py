@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes, hash_parts
 from runspec.spec.schema import Source
 from sampler.tasks.interfaces import make_source
 from sampler.tasks.keep import Fitting
@@ -131,7 +132,9 @@ def test_what_is_kept_is_remembered_until_something_that_decides_it_changes(
     assert remembered.is_file()
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "rows beyond the file", "no JSON"])
+@pytest.mark.parametrize(
+    "damage", ["empty", "cut", "flipped", "another type", "rows beyond the file", "no JSON"]
+)
 def test_a_damaged_memory_is_made_anew(tmp_path: Path, cache: Path, damage: str) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(18))
     first = kept(source("jsonl", path), KeepAll())
@@ -143,13 +146,14 @@ def test_a_damaged_memory_is_made_anew(tmp_path: Path, cache: Path, damage: str)
         del data[-4:]
     elif damage == "flipped":
         data[-3] ^= 1
+    elif damage == "another type":
+        data = data.replace(b'"math"', b'"mash"')
     elif damage == "no JSON":
         data[:1] = b"["
     else:
-        from runspec.common.hashing import digest_bytes
-
         numbers = (99).to_bytes(4, "little")
-        head = {"task_types": ["math"], "rows": 1, "digest": digest_bytes(numbers)}
+        digest = hash_parts("kept", digest_bytes(numbers), "math").hex()
+        head = {"task_types": ["math"], "rows": 1, "digest": digest}
         data = bytearray(json.dumps(head).encode() + b"\n" + numbers)
     remembered.write_bytes(data)
     keep = KeepAll()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,9 @@ def test_columns_of_other_names_and_other_task_types_are_mapped(tmp_path: Path) 
         ({"problem_id": "x" * 513}, "a problem_id of 513 characters"),
         ({"task_type": 1.5}, "task_type is 1.5, not a text"),
         ({"prompt": ["a", "chat"]}, r"prompt is \['a', 'chat'\], not a text"),
+        ({"problem_id": "a\ud800"}, "problem_id is no text: surrogates not allowed at 1"),
+        ({"prompt": "\ud800"}, "prompt is no text"),
+        ({"verification_info": {"a": float("nan")}}, "verification_info is no JSON"),
         ({"verification_info": "{"}, "verification_info is no JSON"),
         ({"verification_info": '{"a": NaN}'}, "NaN is no number of JSON"),
         ({"verification_info": "[1]"}, r"verification_info is \[1\], not an object"),
@@ -140,6 +144,15 @@ def test_rows_of_shards_are_counted_within_their_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="prompt is ''") as caught:
         read(source("hf_dataset", tmp_path / "saved"))
     assert caught.value.place == "data-00001-of-00002.arrow, row 8"
+
+
+def test_verification_that_no_pipe_carries_is_named_before_anything_is_graded(
+    tmp_path: Path,
+) -> None:
+    rows = [row | {"verification_info": {"due": datetime(2020, 1, 1)}} for row in make_rows(1)]
+    path = write_parquet(tmp_path / "rows.parquet", rows)
+    with pytest.raises(UserError, match=r"verification_info is no JSON: .*datetime"):
+        read(source("parquet", path))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "hf_dataset"])
