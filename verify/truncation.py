@@ -121,8 +121,8 @@ def judged(
     Returns:
         f32 [...]: log-prob among the tokens kept, the token itself among them in any case.
         f32 [...]: the seeded gap: how far the token lies below the largest z + noise of those that
-        are sure to be kept. A token that nobody kept lies margin + (allowed - z) below at least. Where
-        `_TAIL` margins explain a token it lies 2 margins below at most: an exception.
+        are sure to be kept. A token that nobody kept lies margin + (allowed - z) below at least.
+        One that `_TAIL` margins explain lies 2 margins below at most: an exception.
     """
     at, wide = _thresholds(xp, scaled, rule, [rule.margin, _TAIL * rule.margin], repeat)
     mine = xp.where(own, scaled, 0.0).sum(-1)
