@@ -22,6 +22,9 @@ from sampler.tasks.rewards.code.sessions import Program, ProgramFailed, Session
 
 MAX_CALLS = 200_000
 """Calls of one program that its tests may make."""
+TESTS_S = 10.0
+"""Time that tests which are code have for themselves once the program's is over: one that uses up
+its own puts no blame on them."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Judge:
         }
         with (
             self._session("inside_program", model) as session,
-            self._session("inside_tests", data_set) as checker,
+            self._session("inside_tests", data_set, TESTS_S) as checker,
         ):
             called = Program(session)
             names = called.load()
@@ -115,8 +118,10 @@ class Judge:
                 message = checker.receive()
             _answer_calls(called, checker, message, set(names))
 
-    def _session(self, side: str, setup: dict[str, Any]) -> Session:
-        return Session(side, setup, self.launcher, self.limits, self.deadline)
+    def _session(self, side: str, setup: dict[str, Any], longer_s: float = 0.0) -> Session:
+        deadline = self.deadline + longer_s
+        limits = replace(self.limits, wall_s=max(0.01, deadline - time.monotonic()))
+        return Session(side, setup, self.launcher, limits, deadline)
 
 
 def _right(returned: Any, expected: Any, tolerance: float) -> bool:

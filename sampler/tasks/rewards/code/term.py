@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from runspec.spec.schema import Reward
@@ -16,8 +17,6 @@ from verify.plugins import Problem
 
 TIMEOUT_S = 60.0
 LIMITS = Limits(
-    wall_s=TIMEOUT_S,
-    cpu_s=TIMEOUT_S,
     memory_bytes=1 << 30,
     processes=16,
     file_bytes=16 << 20,
@@ -52,6 +51,7 @@ class CodeReward:
             ValueError: verification_info cannot be read, or its tests cannot be run.
         """
         tests = read_tests(problem.verification)
-        judge = Judge(self._launcher, LIMITS, time.monotonic() + self._timeout_s)
+        limits = replace(LIMITS, cpu_s=self._timeout_s)
+        judge = Judge(self._launcher, limits, time.monotonic() + self._timeout_s)
         reason = judge.judge(program_of(answer), tests)
         return Score(0.0 if reason else 1.0, reason)

@@ -156,6 +156,18 @@ def test_tests_that_cannot_be_run_are_a_fault_and_no_reward(
 
 
 @pytest.mark.slow
+def test_a_program_that_leaves_its_tests_no_time_is_at_fault_itself() -> None:
+    # Given a program that takes most of the time before it is called, and tests that take some
+    program = f"import time\ntime.sleep(1.5)\n{ADD}"
+    info = {**MBPP, "test_setup_code": "import time\ntime.sleep(1)"}
+    with contextlib.closing(Graders([reward("code", timeout="2s")], processes=1)) as graders:
+        # When it is graded
+        result = grade(graders, info, program)
+    # Then it took too long, and the tests are not blamed
+    assert result == Score(0.0, "the program took too long")
+
+
+@pytest.mark.slow
 def test_helpers_of_the_prompt_stay_the_data_sets_own(graders: Graders) -> None:
     # Given tests that use a helper of the prompt, and a program that bends it
     bent = f"def twice(x):\n    return 0\n\n{ADD}"
