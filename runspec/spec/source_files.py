@@ -54,9 +54,16 @@ def source_files(source: Source, data_dir: Path | None = None) -> dict[str, Path
     assert local.uri is not None
     place = _place(local)
     root, names = _named(local.uri, place)
-    if root == Path(local.uri):
-        suffix = SUFFIXES.get(local.kind, "")
-        names = [name for name in names if name.endswith(suffix)] or names
+    of_kind = [name for name in names if name.endswith(SUFFIXES.get(local.kind, ""))] or names
+    if root != Path(local.uri) and len(of_kind) < len(names):
+        other = next(name for name in names if name not in of_kind)
+        raise UserError(
+            f"{local.uri} matches {of_kind[0]} and {other}: of a folder with both, such as a "
+            "volunteer's copy, only the first is read",
+            place=place,
+            remedy="narrow the pattern",
+        )
+    names = of_kind
     return {name: _regular(root / name, place) for name in sorted(names)}
 
 
@@ -160,8 +167,10 @@ def _named(uri: str, place: str) -> tuple[Path, list[str]]:
             remedy="name a folder to read all that lies below it",
         )
     root = Path(*path.parts[:fixed])
-    found = sorted(path.relative_to(root).as_posix() for path in root.glob(str(Path(*pattern))))
-    return root, _bounded(found, uri, place)
+    matched = (path for path in root.glob(str(Path(*pattern))) if not path.is_dir())
+    names = [path.relative_to(root) for path in matched]
+    seen = [name.as_posix() for name in names if not any(p.startswith(".") for p in name.parts)]
+    return root, _bounded(sorted(seen), uri, place)
 
 
 def _walk(folder: Path, place: str) -> Iterator[str]:

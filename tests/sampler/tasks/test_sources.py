@@ -13,6 +13,7 @@ import pytest
 
 from runspec.common.errors import UserError
 from runspec.spec.schema import Source
+from runspec.spec.source_files import source_files
 from sampler.tasks.interfaces import ProblemSource, make_source
 from tests.sampler.tasks.row_files import (
     FORMS,
@@ -251,6 +252,16 @@ def test_a_path_that_names_no_rows_says_why(tmp_path: Path, uri: str | None, mes
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(UserError, match=message):
         read(source("jsonl", None if uri is None else tmp_path / uri))
+
+
+def test_a_pattern_reads_what_a_volunteers_copy_of_its_files_would(tmp_path: Path) -> None:
+    for name in ("a.jsonl", ".hidden.jsonl", "b.json"):
+        write_jsonl(tmp_path / name, make_rows(1))
+    (tmp_path / "c.jsonl").mkdir()
+
+    assert list(source_files(source("jsonl", tmp_path / "*.jsonl"))) == ["a.jsonl"]
+    with pytest.raises(UserError, match=r"matches a.jsonl and b.json: of a folder with both"):
+        source_files(source("jsonl", tmp_path / "*.json*"))
 
 
 @pytest.mark.parametrize(
