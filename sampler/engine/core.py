@@ -8,16 +8,22 @@ end of every core.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from runspec.common.errors import UserError
 
+START_S = 600.0
+"""How long vLLM may take to start."""
 RPC_S = 600.0
 """How long an engine core may take over one call: the longest reads all weights from disk."""
 _GRACE_S, _KILL_S = 5.0, 10.0
-"""How long a core may take to leave when asked, and when killed."""
+"""How long a core with ranks below it may take to leave when asked, and any when killed."""
+_CODE_S = 1.0
+"""From the end of a core to its exit code."""
 
 
 class EngineDied(UserError):
@@ -29,6 +35,27 @@ class EngineDied(UserError):
             place="vLLM",
             remedy="see the log above; out of memory is the usual cause (`dmesg` names it)",
         )
+
+
+class Start:
+    """While vLLM starts it holds the event loop; what hangs there ends with the processes that it
+    started, which this kills after a while, or when told to. A context manager around the start."""
+
+    def __init__(self, seconds: float = START_S) -> None:
+        self._before = set(multiprocessing.active_children())
+        self._watchdog = threading.Timer(seconds, self.kill)
+        self._watchdog.daemon = True
+
+    def kill(self) -> None:
+        for process in set(multiprocessing.active_children()) - self._before:
+            process.kill()
+
+    def __enter__(self) -> Start:
+        self._watchdog.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._watchdog.cancel()
 
 
 class Core:
@@ -48,7 +75,7 @@ class Core:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._loop = asyncio.get_running_loop()
-        self._died = died
+        self._died, self._has_ranks = died, arguments["tensor_parallel_size"] > 1
         self.death: asyncio.Future[EngineDied] = self._loop.create_future()
         """Resolved when a core has ended."""
         try:
@@ -124,9 +151,10 @@ class Core:
         self._forget_sentinels()
         if (handler := self._llm.output_handler) is not None:
             handler.cancel()
-        for process in self._processes:
-            process.terminate()
-        self._join(_GRACE_S)
+        if self._has_ranks:  # these share memory, which a core gives back when it is asked
+            for process in self._processes:
+                process.terminate()
+            self._join(_GRACE_S)
         self._kill()
         self._llm.shutdown(timeout=_KILL_S)
         # Where vLLM's own watch noticed the end first, it has put this off to the loop, which is
@@ -178,7 +206,7 @@ class Core:
         raise self._dead()
 
     def _ended(self, process: Any) -> None:
-        process.join(0)
+        process.join(_CODE_S)
         code = process.exitcode
         how = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
         self._end(EngineDied(f"the engine core ended ({how})"))

@@ -23,7 +23,7 @@ from runspec.estimate.sampler import MAX_SEQUENCES
 from runspec.spec.schema import SamplerPool
 from sampler.engine.arguments import engine_arguments, prepare_environment, refuse
 from sampler.engine.checks import merge, require_same_bytes, require_same_logprobs
-from sampler.engine.core import Core, EngineDied
+from sampler.engine.core import Core, EngineDied, Start
 from sampler.engine.front import Front, Submission
 from sampler.engine.loop import Loop
 from sampler.engine.probe import FILE_NAME as PROBE_FILE
@@ -32,6 +32,9 @@ from sampler.engine.requests import GenerationAborted, LoadReport, Sampled, Samp
 from verify.thresholds import precision_of
 
 __all__ = ["Engine", "EngineDied"]
+
+CLOSE_S = 60.0
+"""How long the end may take."""
 
 
 class Engine:
@@ -56,6 +59,7 @@ class Engine:
         self._loop = Loop(f"engine of {pool.name}")
         self._core: Core | None = None
         self._front: Front | None = None
+        self._starting: Start | None = None
         self._loading = threading.Lock()
         self._counting = threading.Lock()
         self._loads = 0
@@ -183,10 +187,23 @@ class Engine:
         self._loop.run(self._abort())
 
     def close(self) -> None:
-        """Ends vLLM's processes; what is under way raises GenerationAborted. The engine's end."""
-        if not self._loop.closed:
-            self._loop.run(self._stop(GenerationAborted()))
-            self._loop.close()
+        """Ends vLLM's processes; what is under way raises GenerationAborted. The engine's end.
+
+        Raises:
+            TimeoutError: it cannot be ended within a minute.
+        """
+        if self._loop.closed:
+            return
+        if (starting := self._starting) is not None:
+            starting.kill()
+        self._loop.run(self._stop(GenerationAborted()), CLOSE_S)
+        if not self._loading.acquire(timeout=CLOSE_S):  # a load in another thread ends by that
+            raise TimeoutError("the engine still loads")
+        try:
+            self._loop.run(self._stop(GenerationAborted()), CLOSE_S)
+            self._loop.close(CLOSE_S)
+        finally:
+            self._loading.release()
 
     def patch(self, held: Path, weights_dir: Path) -> bool:
         """Overwrites what differs between the version held and another, in place.
@@ -242,7 +259,11 @@ class Engine:
 
     async def _start(self, weights_dir: Path, version: int) -> None:
         arguments = engine_arguments(self._pool, weights_dir, self._options)
-        self._core = core = Core(arguments, self._fail)
+        try:
+            with Start() as self._starting:
+                self._core = core = Core(arguments, self._fail)
+        finally:
+            self._starting = None
         slots, length = MAX_SEQUENCES, self._pool.max_new_tokens
         await core.rpc("start_capture", slots=slots, max_new_tokens=length)
         await core.rpc("set_version", version=version)

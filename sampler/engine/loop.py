@@ -22,17 +22,25 @@ class Loop:
     def closed(self) -> bool:
         return self._loop.is_closed()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Waits for a coroutine, which has deadlines of its own."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Waits for a coroutine, which has deadlines of its own.
+
+        Raises:
+            TimeoutError: it is not through in time, perhaps because another holds the loop.
+        """
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     def soon(self, action: Callable[[], object]) -> None:
         """Calls a function on the loop, after what was asked for before."""
         self._loop.call_soon_threadsafe(action)
 
-    def close(self) -> None:
-        """Ends the loop once what was cancelled has ended."""
-        self.run(_settle())
+    def close(self, timeout_s: float) -> None:
+        """Ends the loop once what was cancelled has ended.
+
+        Raises:
+            TimeoutError: that takes too long.
+        """
+        self.run(_settle(), timeout_s)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from sampler.engine.core import Start
 from sampler.engine.engine import Engine, EngineDied
 from tests.sampler.engine.processes import alive, cpu_seconds, descendants
 from tests.sampler.engine.requests import WAIT_S, batch
@@ -75,6 +79,32 @@ def test_closing_ends_every_process_and_fails_what_is_under_way(
     assert not any(t.name.startswith("engine of") and not t.daemon for t in threading.enumerate())
     assert set(descendants()) - before <= _trackers()
     engine.close()  # and once more changes nothing
+
+
+def test_an_engine_is_closed_while_it_starts(
+    new_engine: Callable[..., Engine], untied: Path
+) -> None:
+    # given an engine whose core has been started and does not answer yet
+    before, engine = set(descendants()), new_engine()
+    with ThreadPoolExecutor(1) as threads:
+        loading = threads.submit(engine.load, untied, 0)
+        eventually(lambda: set(descendants()) - before - _trackers(), "a process starts")
+        # when it is closed
+        engine.close()
+        # then the load says so, and nothing is left
+        with pytest.raises(EngineDied, match="does not start"):
+            loading.result(WAIT_S)
+    assert set(descendants()) - before <= _trackers()
+
+
+def test_a_start_that_hangs_ends_by_itself() -> None:
+    # given a start within which a process hangs
+    with Start(seconds=0.2):
+        process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+        process.start()
+        # when it takes too long, then the process ends
+        process.join(WAIT_S)
+    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
