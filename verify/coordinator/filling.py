@@ -15,6 +15,9 @@ The rules (DESIGN, "Filling a step"):
   worker may hold until it expires, and then counts as withheld. Seeds that it does not like cost it
   as much time as leases that it never answers. Where it comes back before that, and the groups are
   still needed, it is granted the same lease again.
+- What is given back does not count against `max_groups`, so that passing volunteers cannot stall a
+  step. But a step takes back no more groups than it needs: what is given back beyond that stays
+  open until it expires, so that many keys cannot look at more leases than that any faster either.
 - A worker that had a whole step's worth of groups rejected is leased no more of that step, so that
   a single bad worker cannot use up `max_groups`. Withheld leases do not count: `lease_timeout`
   limits them already, and the only worker of a run may have been down with the coordinator.
@@ -153,6 +156,12 @@ def _still_needed(state: State, record: LeaseRecord) -> bool:
     """Whether a lease that was given back may be taken up again: nobody else got its groups."""
     number = record.lease.step
     return number in state.steps and leasable_groups(state, number) >= record.lease.groups
+
+
+def takes_back(state: State, record: LeaseRecord) -> bool:
+    """Whether the groups of an open lease that its holder gives back may be leased to others."""
+    step = state.steps.get(record.lease.step)
+    return step is None or step.given_back + record.lease.groups <= state.policy.groups
 
 
 def expired_leases(state: State, now: float) -> list[LeaseRecord]:

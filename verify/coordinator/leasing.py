@@ -123,7 +123,8 @@ class Leasing:
     def release(self, key: str, digests: Collection[str]) -> None:
         """Takes back leases that their holder will not answer: others may have the groups at once.
 
-        What is no open lease of the caller's, or is being answered just now, stays as it is.
+        What is no open lease of the caller's, or is being answered just now, or more than the step
+        takes back (`filling.takes_back`), stays as it is.
 
         Args:
             key: the worker's.
@@ -133,7 +134,7 @@ class Leasing:
             record = self._journal.state.leases.get(digest)
             if record is None or record.lease.worker != key or record.status != "open":
                 continue
-            if digest not in self._uploading:
+            if digest not in self._uploading and filling.takes_back(self._journal.state, record):
                 self._journal.record(LeaseReleased(self._journal.clock(), digest))
 
     async def submit(

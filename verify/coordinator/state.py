@@ -103,6 +103,8 @@ class OpenStep:
     draws: tuple[Draw, ...]
     leased: int = 0
     """Groups, failed ones included; without those that were given back."""
+    given_back: int = 0
+    """Groups whose holders left, and did not come back."""
     next_index: Mapping[str, int] = field(default_factory=dict)
     rejected: Mapping[str, int] = field(default_factory=dict)
     """For each worker the groups of its rejected submissions."""
@@ -286,10 +288,11 @@ def _resume(state: State, event: LeaseResumed) -> State:
 
 
 def _with_leased(state: State, record: LeaseRecord, change: int) -> State:
+    """Leases groups again that were given back, or the other way round."""
     step = state.steps.get(record.lease.step)
     if step is None:
         return state
-    step = replace(step, leased=step.leased + change)
+    step = replace(step, leased=step.leased + change, given_back=step.given_back - change)
     return replace(state, steps={**state.steps, record.lease.step: step})
 
 

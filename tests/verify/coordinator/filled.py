@@ -92,7 +92,8 @@ class Filled:
                     self.record(self._granted(name, decision))
 
     def release(self, record: LeaseRecord) -> None:
-        self.record(LeaseReleased(self.now, record.digest))
+        if filling.takes_back(self.state, record):
+            self.record(LeaseReleased(self.now, record.digest))
 
     def submit(self, record: LeaseRecord) -> None:
         self.record(SubmissionReceived(self.now, record.digest, digest("s", record.digest), 1))

@@ -276,11 +276,11 @@ def test_a_step_that_used_up_max_groups_closes_with_what_it_has():
 
 
 def test_volunteers_who_come_and_go_do_not_use_up_what_a_step_may_lease():
-    # given more leases given back, by keys of their own, than max_groups allows
+    # given as many groups given back, by keys of their own, as max_groups allows
     run = started(max_groups=4)
-    for number in range(6):
-        run.register(f"passing {number}")
-        run.release(run.lease(f"passing {number}"))
+    for name in ("first", "second"):
+        run.register(name)
+        run.release(run.lease(name))
 
     # when those who stay work
     run.work("x"), run.work("y")
@@ -288,6 +288,21 @@ def test_volunteers_who_come_and_go_do_not_use_up_what_a_step_may_lease():
     # then the step is filled by them
     (closed,) = run.advance()
     assert closed.complete
+
+
+def test_many_keys_cannot_look_at_leases_faster_than_by_keeping_silent():
+    # given a step that took back all the groups that it needs
+    run = started(groups=2, max_groups=100)
+    run.register("first"), run.register("second")
+    run.release(run.lease("first"))
+
+    # when another key gives its lease back
+    seen = run.lease("second")
+    run.release(seen)
+
+    # then nobody is leased its groups before it expires
+    assert run.state.leases[seen.digest].status == "open"
+    assert run.lease("x").lease.step == 1
 
 
 def test_a_step_that_used_up_max_groups_in_vain_stalls_and_says_why():

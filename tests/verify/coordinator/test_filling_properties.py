@@ -150,7 +150,8 @@ class Filling(RuleBasedStateMachine):
     def no_step_is_leased_beyond_its_bounds(self):
         policy = self.run.state.policy
         for number, step in self.run.state.steps.items():
-            assert step.leased <= policy.max_groups
+            assert 0 <= step.leased <= policy.max_groups
+            assert 0 <= step.given_back <= policy.groups
             assert number - self.run.state.newest.version <= policy.async_level
             own = [r for r in self.run.state.leases.values() if r.lease.step == number]
             held = sum(r.lease.groups if r.outstanding else len(r.usable) for r in own)
