@@ -7,6 +7,7 @@ and `isolated` says so.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from fractions import Fraction
@@ -30,13 +31,15 @@ _TRUTH_KEYS = ("ground_truth", "answer")
 
 _NUMBER = re.compile(
     r"(?P<sign>[-+]?)(?:(?P<whole>\d{1,3}(?:,\d{3})+|\d+)?(?P<decimals>\.\d*)?)"
-    r"(?:/(?P<below>\d+))?(?P<percent>%?)"
+    r"(?:[eE](?P<power>[-+]?\d{1,3}))?(?:/(?P<below>\d+))?(?P<percent>%?)"
 )
 _DECORATION = re.compile(
-    r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{[^{}]*\}|\\[,;!: ]|\\?\$|[€£¥₹₽₩]|\*\*|~"
+    r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{[^{}]*\}|\\[,;!: ]|\\?\$|[€£¥₹₽₩°]|\*\*|~"
 )
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[a-z]+\*?\}")
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}")
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
+_MIXED = re.compile(r"([-+]?)\s*(\d{1,50})\s+(\d{1,50})/(\d{1,50})")
+_WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
 _POWER = re.compile(r"(?:\^|\*\*)\s*[{(]*\s*-?(\d+)(?:\s*[})]*\s*(?:\^|\*\*)\s*[{(]*\s*-?(\d+))?")
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{3,}")
 _KNOWN_WORDS = frozenset({"sqrt", "sin", "cos", "tan", "log", "exp", "inf", "cup", "union"})
@@ -70,8 +73,8 @@ class MathReward:
         Raises:
             ValueError: the verification names no truth, or one that is over the limits.
         """
-        truths = truths_of(problem.verification)
-        found = candidates(answer)
+        truths = [improper(truth) for truth in truths_of(problem.verification)]
+        found = [improper(candidate) for candidate in candidates(answer)]
         if not found:
             return Score(0.0, "no answer")
         if len(found[0]) > MAX_EXPRESSION_CHARS:
@@ -105,6 +108,8 @@ def truths_of(verification: Mapping[str, Any]) -> list[str]:
     for truth in truths:
         if isinstance(truth, bool) or not isinstance(truth, (str, int, float)):
             raise ValueError(f"verification_info.{key} is {type(truth).__name__}, not a text")
+        if isinstance(truth, float) and not math.isfinite(truth):
+            raise ValueError(f"verification_info.{key} is {truth}")
         text = str(truth).rpartition("####")[2].strip()
         if not 0 < len(text) <= MAX_TRUTH_CHARS:
             raise ValueError(f"verification_info.{key} has {len(text)} characters")
@@ -146,8 +151,9 @@ def boxed(text: str) -> list[str]:
 
 
 def same_text(answer: str, truth: str) -> bool:
-    """Whether two formulas are the same but for blanks and dollar signs."""
-    return _bare(answer) == _bare(truth) != ""
+    """Whether two formulas are the same but for blanks and dollar signs, or two words but for
+    capitals and the command they are set in."""
+    return _bare(answer) == _bare(truth) != "" or _word(answer) == _word(truth) != ""
 
 
 def too_large(text: str) -> bool:
@@ -161,18 +167,24 @@ def too_large(text: str) -> bool:
     return False
 
 
+def improper(text: str) -> str:
+    """A mixed number as one fraction, `1\\frac{1}{2}` and `1 1/2` as 3/2; else the text itself."""
+    match = _MIXED.fullmatch(_undecorated(text))
+    if match is None or not 0 < int(match[3]) < int(match[4]):
+        return text
+    return f"{match[1]}{int(match[2]) * int(match[4]) + int(match[3])}/{match[4]}"
+
+
 def number(text: str) -> tuple[Fraction, bool] | None:
-    """A plain number, and whether it is a percentage: `-1,234.5`, `3/4`, `$18`, `18\\%`."""
-    bare = (
-        _FRACTION.sub(r"\1/\2", _DECORATION.sub("", text)).replace("\\%", "%").strip().rstrip(".")
-    )
+    """A plain number, and whether it is a percentage: `-1,234.5`, `3/4`, `$18`, `18\\%`, `2e-3`."""
+    bare = _undecorated(text)
     match = _NUMBER.fullmatch(re.sub(r"(?<=[-+])\s+|\s+(?=%)", "", bare))
     if match is None or not (match["whole"] or (match["decimals"] or ".") != "."):
         return None
     if len(bare) > 100 or (match["below"] and int(match["below"]) == 0):
         return None
     digits = (match["whole"] or "0").replace(",", "") + (match["decimals"] or "").rstrip(".")
-    value = Fraction(digits) / int(match["below"] or 1)
+    value = Fraction(digits) * Fraction(10) ** int(match["power"] or 0) / int(match["below"] or 1)
     return (-value if match["sign"] == "-" else value), bool(match["percent"])
 
 
@@ -212,5 +224,21 @@ def _is_formula(text: str) -> bool:
     return "\n" not in plain.strip() and not words - _KNOWN_WORDS
 
 
+def _undecorated(text: str) -> str:
+    fraction = _FRACTION.sub(
+        lambda found: f" {found[1] or found[2]}/{found[3] or found[4]} ", _DECORATION.sub("", text)
+    )
+    return fraction.replace("\\%", "%").strip().rstrip(".")
+
+
+def _word(text: str) -> str:
+    bare = _bare(_WRAPPED.sub(r"\1", text)).strip("*")
+    bare = re.sub(r"^\(([A-Za-z])\)$", r"\1", bare)
+    if not bare.isalpha():
+        return ""
+    return bare.casefold() if len(bare) > 1 else bare
+
+
 def _bare(text: str) -> str:
+    text = re.sub(r"(?<=\d)\s+(?=\d)(?!\d{3}(?!\d))", "|", text)  # 1 000 is a number, 1 2 is not
     return re.sub(r"\\(?:left|right|[,;!: ])|[\s$]", "", text).rstrip(".")

@@ -57,6 +57,20 @@ RIGHT = [
     ("10^{10^{10}}", r"\boxed{10^{10^{10}}}"),
     (["3", "7"], r"\boxed{7}"),
     (r"\boxed{7}", "7"),
+    ("3/2", r"\boxed{1\frac{1}{2}}"),
+    ("3/2", "1 1/2"),
+    (r"1\frac{1}{2}", "1.5"),
+    ("-3/2", r"\boxed{-1\frac12}"),
+    (r"1\frac{1}{2}", "1 1/2"),
+    ("1500", "1.5e3"),
+    ("1.5e-3", r"\boxed{0.0015}"),
+    ("30", r"\boxed{30°}"),
+    ("Yes", "yes."),
+    ("Yes", r"\boxed{\text{yes}}"),
+    ("even", r"\boxed{\text{even}}"),
+    (r"\text{Evelyn}", r"\boxed{Evelyn}"),
+    (r"\text{No solution}", r"\boxed{no solution}"),
+    (r"\textbf{(A)}", r"\boxed{A}"),
 ]
 WRONG = [
     ("18", "19"),
@@ -78,6 +92,15 @@ WRONG = [
     ("(1,2)", r"\boxed{(2,1)}"),
     (r"\pi", r"\boxed{3.14}"),
     (["3", "7"], r"\boxed{5}"),
+    ("11/2", r"\boxed{1\frac{1}{2}}"),
+    ("11/2", "1 1/2"),
+    (r"1\frac{1}{2}", "11/2"),
+    ("12", r"\boxed{1 2}"),
+    ("1500", "1.5e4"),
+    ("yes", r"\boxed{no}"),
+    ("yes", r"\boxed{\text{yes and no}}"),
+    ("1", "1e999999999"),
+    ("nan", r"\boxed{nan} \boxed{1}"),
 ]
 HOSTILE = {
     "a power tower": "9^9^9^9",
@@ -144,6 +167,7 @@ def test_hostile_answers_end_with_0_and_a_reason_and_harm_no_other(graders: Grad
         ({"ground_truth": ""}, "verification_info.ground_truth has 0 characters"),
         ({"ground_truth": "1" * 5000}, "verification_info.ground_truth has 5000 characters"),
         ({"ground_truth": True}, "verification_info.ground_truth is bool"),
+        ({"ground_truth": float("nan")}, "verification_info.ground_truth is nan"),
     ],
 )
 def test_a_malformed_truth_is_a_fault_that_names_the_field(
