@@ -216,11 +216,11 @@ def _elsewhere(uri: str, place: str) -> UserError:
     if uri.startswith(_HUB):
         repository = "/".join(uri.removeprefix(_HUB).split("/")[:2])
         command = f"hf download --repo-type dataset {repository} --local-dir DIR"
-        remedy = f"fetch it once, `{command}`, then {setting}"
+        remedy = f"`{command}`, then {setting}"
     else:
         remedy = f"fetch it once, then {setting} or the file's path"
     return UserError(
-        f"{uri} is not on this machine, and sources fetch nothing", place=place, remedy=remedy
+        f"{uri} is not on this machine", place=place, remedy=remedy
     )
 
 

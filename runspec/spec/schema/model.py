@@ -165,8 +165,8 @@ class Reward(Block):
     """Longest time that grading one answer may take; null takes the kind's own: 60 s for `code`,
     else 10 s."""
     sandboxed: Annotated[bool, RESTART] = True
-    """Whether a grader that executes what the model wrote (`code`) must do so in a sandbox. At
-    false it also runs on machines where none works, in runs whose pools are all trusted."""
+    """Whether a grader that runs what the model wrote (`code`) must do so in a sandbox. At false
+    it also runs on machines where none works, in runs whose pools are all trusted."""
     form: Literal["exact", "max", "clip"] | None = None
     """For `target_length`: how length enters the reward."""
     alpha: Annotated[NonNegative | None, Unit("reward a token")] = None
