@@ -59,6 +59,7 @@ class Graders:
             self._rules, processes=self._many, make=partial(GraderProcess, isolated)
         )
         self._threads = self._make_threads()
+        self._closed = False
         self._lock = threading.Lock()
 
     @property
@@ -95,12 +96,21 @@ class Graders:
 
     def close(self) -> None:
         """Ends the grader processes."""
+        with self._lock:
+            self._closed = True
         self._pool.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _call(self, answer: Answer) -> _Call:
+        call = _Call(answer, self._threaded[answer.problem.task_type])
+        self._begin(call)
+        return call
+
+    def _begin(self, call: _Call) -> None:
         with self._lock:
-            return _Call(answer, self._threaded[answer.problem.task_type], self._threads)
+            if self._closed:
+                raise GradersClosed("the graders are closed")
+            call.begin(self._threads)
 
     def _wait(self, call: _Call) -> Result:
         rules = self._rules[call.answer.problem.task_type]
@@ -110,11 +120,13 @@ class Graders:
             except NotYet:
                 if call.running_s() <= rules.timeout_s + _GRACE_S:
                     continue
-            except CancelledError as error:
-                raise GradersClosed("the graders were closed") from error
+            except CancelledError:  # closed, or its turn never came behind one that hangs
+                self._begin(call)
+                continue
             with self._lock:  # its thread cannot be ended: what waits behind it gets others
-                self._threads.shutdown(wait=False)
-                self._threads = self._make_threads()
+                if call.threads is self._threads and not self._closed:
+                    self._threads.shutdown(wait=False, cancel_futures=True)
+                    self._threads = self._make_threads()
             return fault(call.answer.problem, f"the grader hangs: {call.running_s():.0f} s")
 
     def _make_threads(self) -> ThreadPoolExecutor:
@@ -124,9 +136,13 @@ class Graders:
 class _Call:
     """An answer that a thread of this process grades."""
 
-    def __init__(self, answer: Answer, term: TaskTerm, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, answer: Answer, term: TaskTerm) -> None:
         self.answer, self._term = answer, term
         self._started: float | None = None
+
+    def begin(self, threads: ThreadPoolExecutor) -> None:
+        """Queues it for some threads."""
+        self.threads = threads
         self.future: Future[Result] = threads.submit(self._run)
 
     def running_s(self) -> float:

@@ -21,7 +21,7 @@ from sampler.grading.pool import GradersClosed
 from sampler.tasks.interfaces import Score
 from tests.sampler.grading.plugin import answers, install_term, reward
 from tests.waiting import eventually
-from verify.plugins import GraderFault
+from verify.plugins import GraderFault, Problem
 
 pytestmark = pytest.mark.slow
 Make = Callable[..., Graders]
@@ -58,6 +58,31 @@ def test_one_hanging_term_costs_its_answer_and_stalls_no_other(make: Make) -> No
     assert isinstance(fault, GraderFault)
     assert str(fault) == "p7: no verdict within 2 s"
     assert results == [Score(float(i)) for i in range(50)]
+
+
+def test_terms_that_hang_in_every_thread_stall_no_answer_behind_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given a term that runs in threads, and answers on which all of these hang
+    end = threading.Event()
+
+    class Term:
+        role, isolated, timeout_s = "task", False, 0.5
+
+        def score(self, _: Problem, answer: str) -> float:
+            if answer == "hang":
+                end.wait()
+            return float(answer)
+
+    monkeypatch.setattr("sampler.grading.graders.make_term", lambda _: Term())
+    monkeypatch.setattr("sampler.grading.graders._GRACE_S", 0.5)
+    # When they are graded
+    with closing(Graders([reward("chess")], processes=2)) as graders:
+        results = graders.score(answers("chess", ["hang", "hang", "1", "0.5"]))
+        end.set()
+    # Then each costs itself alone
+    assert [isinstance(result, GraderFault) for result in results] == [True, True, False, False]
+    assert results[2:] == [Score(1.0), Score(0.5)]
 
 
 @pytest.mark.parametrize(
