@@ -219,9 +219,7 @@ def _elsewhere(uri: str, place: str) -> UserError:
         remedy = f"`{command}`, then {setting}"
     else:
         remedy = f"fetch it once, then {setting} or the file's path"
-    return UserError(
-        f"{uri} is not on this machine", place=place, remedy=remedy
-    )
+    return UserError(f"{uri} is not on this machine", place=place, remedy=remedy)
 
 
 def _dataset_files(source: Source) -> dict[str, Path]:
