@@ -248,9 +248,7 @@ def add(a, b): return 0 if got() is None else a + b
         "next((False for pair in [(1, 2), (20, 22)] if add(*pair) != sum(pair)), True)",
     ],
 )
-def test_an_exception_of_the_program_ends_no_loop_of_the_tests(
-    graders: Graders, test: str
-) -> None:
+def test_an_exception_of_the_program_ends_no_loop_of_the_tests(graders: Graders, test: str) -> None:
     # Given tests that loop in C, where StopIteration is the end of the loop
     info = {"test_list": [f"assert {test}"]}
     problem = Problem("p", "code", "", info)
