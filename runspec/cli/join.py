@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 PROGRESS_S = 5.0
 """Between two looks at what the coordinator says of us."""
 _LOOK_S = 0.2
-_STATUS_TIMEOUT_S = 10.0
+_STATUS_TIMEOUT_S = 5.0
+"""Ctrl-C waits for the answer."""
 _MAX_STATUS_BYTES = 8 * 1024 * 1024
 FOLDER = Path("join")
 
@@ -160,7 +161,7 @@ class Progress:
         self._next = time.monotonic() + PROGRESS_S
         try:
             line = progress_line(_status(self._url), self._key)
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
             if not self._away and not now:  # a run that is finished may be gone already
                 say(f"the coordinator does not answer ({type(error).__name__}); work goes on")
             self._away = True
@@ -196,6 +197,7 @@ def progress_line(status: dict[str, Any], key: str) -> str:
 
 
 def _status(url: str) -> dict[str, Any]:
+    ends = time.monotonic() + _STATUS_TIMEOUT_S  # a drop now and then never times out by itself
     with httpx.stream("GET", url, timeout=_STATUS_TIMEOUT_S, trust_env=False) as answer:
         answer.raise_for_status()
         data = bytearray()
@@ -203,6 +205,8 @@ def _status(url: str) -> dict[str, Any]:
             data += piece
             if len(data) > _MAX_STATUS_BYTES:
                 raise ValueError("a status without end")
+            if time.monotonic() > ends:
+                raise httpx.ReadTimeout("a status that takes too long")
     status = json.loads(bytes(data))
     if not isinstance(status, dict):
         raise ValueError("no status")

@@ -78,7 +78,7 @@ class Worker:
         self._meter, self._log = meter, log
         self._happenings: queue.SimpleQueue[Happening] = queue.SimpleQueue()
         self._held: dict[str, HeldLease] = {}
-        self._asking = False
+        self._asking = self._leaving = False
         self._loaded = (-1, Path())
         self._asker = Asker(client, versions, pool, plan=self._plan, tell=self._happenings.put)
         self._submitter = Submitter(log, lambda digest: self._happenings.put(Dealt(digest)))
@@ -197,7 +197,10 @@ class Worker:
         try:
             sampled = future.result()
         except EngineDied as error:
-            self._revive(error)
+            if self._leaving:
+                held.stage = "waiting"  # and is given back: a new engine would come too late
+            else:
+                self._revive(error)
             return
         except GenerationAborted:  # only `_leave` asks for that
             return
@@ -235,7 +238,7 @@ class Worker:
 
     def _leave(self) -> None:
         """Hands in what is done within the grace, and gives the other leases back."""
-        ends = time.monotonic() + FINISH_S
+        self._leaving, ends = True, time.monotonic() + FINISH_S
         try:
             while self._under_way() and (left := ends - time.monotonic()) > 0:
                 with suppress(queue.Empty):
@@ -243,7 +246,8 @@ class Worker:
                 self._submitter.check()
         except UserError as error:
             self._log.warning("while stopping: %s", error)
-        self._engine.abort()
+        with suppress(EngineDied):
+            self._engine.abort()
         releasing = threading.Thread(target=self._release, name="release", daemon=True)
         releasing.start()
         releasing.join(RELEASE_S)

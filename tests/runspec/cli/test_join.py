@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from runspec.cli.join import fetch_data, progress_line
+from runspec.cli.join import Progress, fetch_data, progress_line
 from runspec.common.errors import UserError
 from runspec.common.join_link import JoinLink, parse_join_link, reachable
 from runspec.estimate.model import model_config
@@ -150,6 +154,44 @@ def test_a_volunteer_reads_version_speed_and_credit():
         "1 submissions rejected, credit 56,789 tokens"
     )
     assert progress_line(status, "somebody else") == ""
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A coordinator's answer without an end, a byte now and then; or one that is nonsense."""
+
+    whole: bytes | None = None
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        if self.whole is not None:
+            self.wfile.write(self.whole)
+        with suppress(OSError):
+            while self.whole is None:
+                self.wfile.write(b" ")
+                time.sleep(0.01)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    "whole", [None, b'{"workers": [{"key": "me", "state": []}]}', b"[]", b'{"workers": 3}']
+)
+def test_a_volunteer_is_not_stopped_by_what_a_coordinator_answers(
+    whole: bytes | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    # given a coordinator whose answer does not end, or is no status
+    monkeypatch.setattr("runspec.cli.join._STATUS_TIMEOUT_S", 0.2)
+    handler = type("Handler", (Answers,), {"whole": whole})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        link = JoinLink(f"http://127.0.0.1:{server.server_port}", "some", ROOT_KEY)
+        # when it is asked for our progress
+        Progress(link, "me").look()
+        server.shutdown()
+    # then that is said, and the command goes on
+    assert "the coordinator does not answer" in capsys.readouterr().out
 
 
 def test_a_plain_address_without_a_root_is_refused(tmp_path):

@@ -36,6 +36,7 @@ class ObedientEngine:
         self.submitted: list[list[SampleRequest]] = []
         self.refuses: UserError | None = None
         self.at_once = True
+        self.dies_of_abort = False
         self._open: list[tuple[Sequence[SampleRequest], Future[list[Sampled]]]] = []
         self._lock = threading.Lock()
 
@@ -70,6 +71,9 @@ class ObedientEngine:
             future.set_exception(EngineDied("the engine core ended (killed)"))
 
     def abort(self) -> None:
+        if self.dies_of_abort:
+            self.die()
+            raise EngineDied("the engine core ended (killed)")
         for _, future in self._take():
             future.set_exception(GenerationAborted())
 

@@ -68,6 +68,10 @@ class Member:
         self._first = loaded
         self._thread.start()
 
+    @property
+    def leaving(self) -> bool:
+        return self._worker._leaving
+
     def ended(self) -> bool:
         return not self._thread.is_alive()
 
@@ -225,6 +229,28 @@ def test_what_is_sampled_when_it_is_told_to_leave_is_still_handed_in(works: Work
     member.leave()
 
     assert len(works.submissions()) == 2
+
+
+@pytest.mark.parametrize("dies", ["before", "during"])
+def test_an_engine_that_dies_while_its_worker_leaves_is_not_started_again(
+    works: Works, caplog: pytest.LogCaptureFixture, dies: str
+):
+    # given a worker that is told to leave
+    caplog.set_level(logging.INFO)
+    member = works.member()
+    member.engine.at_once, member.engine.dies_of_abort = False, dies == "during"
+    member.start()
+    eventually(lambda: len(member.engine.submitted) == 2, "two leases are in the engine")
+    member.stop.set()
+    # when its engine dies, before or in the abort of what is left
+    if dies == "before":
+        eventually(lambda: member.leaving, "it leaves")
+        member.engine.die()
+    member.leave()
+    # then it leaves all the same, and gives its leases back
+    assert member.failure is None
+    assert "stopped; 2 leases were given back" in caplog.text
+    assert [version for version, _ in member.engine.loads] == [0]
 
 
 def test_the_pause_of_a_switch_is_told_in_the_heartbeat(works: Works):
