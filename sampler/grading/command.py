@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -24,6 +25,8 @@ from verify.plugins import GraderFault
 NAMES = ("grade", "rewards")
 LINES_AT_ONCE = 256
 BAD_USAGE = 2
+INTERRUPTED, NOBODY_READS = 130, 141
+"""As a shell has them for SIGINT and SIGPIPE."""
 Commands = Any
 """What `add_subparsers` returns; argparse has no public name for it."""
 
@@ -45,13 +48,19 @@ def add_commands(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `grade` or `rewards`; its exit code."""
-    if options.command == "rewards":
-        return list_rewards(sys.stdout)
     try:
+        if options.command == "rewards":
+            return list_rewards(sys.stdout)
         if str(options.file) == "-":
             return _grade(read_lines(sys.stdin.buffer), sys.stdout, as_json=options.json)
         with options.file.open("rb") as file:
             return _grade(read_lines(file), sys.stdout, as_json=options.json)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `head` has read what it wanted
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for what is left at the end
+        return NOBODY_READS
     except OSError as error:
         print(f"{options.file}: {error.strerror}", file=sys.stderr)
     except UserError as error:
@@ -67,7 +76,7 @@ def list_rewards(out: TextIO) -> int:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip(), file=out)
+        print("  ".join(cells).rstrip(), file=out, flush=True)
     return 0
 
 
@@ -152,4 +161,9 @@ def _shown(line: Line, result: Result, *, as_json: bool) -> str:
         return json.dumps({**row, "reward": result.value, "reason": said})
     label = f"{line.number:>6}" + (f"  {line.identity}" if line.identity is not None else "")
     value = "error" if isinstance(result, GraderFault) else f"{result.value:.4g}"
-    return f"{label}  {value:<6} {' '.join(said.split())}".rstrip()
+    return _printable(f"{label}  {value:<6} {' '.join(said.split())}".rstrip())
+
+
+def _printable(text: str) -> str:
+    """A text of the file as one line, whatever it would do to a terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -12,7 +12,7 @@ from sampler.tasks.prompts import THINK_END
 from verify.plugins import Problem
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
-MAX_TIMEOUT_S = 3600.0
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 3600.0
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def _timeout(row: dict[str, Any]) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise BadLine("timeout: not a number of seconds")
-    if not 0 < value <= MAX_TIMEOUT_S:
-        raise BadLine(f"timeout: {value} is not between 0 and {MAX_TIMEOUT_S:g} s")
+    if not MIN_TIMEOUT_S <= value <= MAX_TIMEOUT_S:
+        raise BadLine(f"timeout: {value} is not in {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} s")
     return float(value)
 
 

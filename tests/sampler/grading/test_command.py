@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from sampler.__main__ import main
 from sampler.grading.lines import answer_of, read_lines
 from tests.sampler.grading.plugin import install_term
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
@@ -169,3 +172,78 @@ def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
     with Path(path).open("rb") as file:
         (line,) = read_lines(file)
     assert line.answer is not None and line.answer.text == "\ufffd 18"
+
+
+def test_what_a_file_says_is_one_printable_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row("18", id="a\nb\x1b[31m"), row("18", id="\ud800é")]
+    assert main(["grade", written(tmp_path, *rows)]) == 0
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first.split() == ["1", r"a\nb\x1b[31m", "1"]
+    assert second.split() == ["2", r"\ud800é", "1"]
+
+
+def test_a_timeout_too_short_to_be_kept_is_an_error_of_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["grade", written(tmp_path, row("18", timeout=1e-5), row("18"))]) == 1
+    assert "timeout: 1e-05 is not in 0.001 to 3600 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["grade", "-"], ["rewards"]])
+def test_a_reader_that_leaves_ends_the_command_without_a_word(command: list[str]) -> None:
+    # Given a pipe that nobody reads
+    reader, writer = os.pipe()
+    os.close(reader)
+    # When a command prints into it
+    done = subprocess.run(
+        [sys.executable, "-m", "sampler", *command],
+        input=(json.dumps(row("18")) + "\n").encode(),
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        timeout=120,
+    )
+    os.close(writer)
+    # Then it ends, and blames nothing
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_ctrl_c_ends_the_command_at_once_and_the_program_that_runs() -> None:
+    # Given a program that is graded for a minute
+    name = f"left-{os.getpid()}"
+    program = (
+        "import os, sys\nif sys.argv[-1] != 'x':\n"
+        f"    os.execv(sys.executable, [sys.executable, __file__, {name!r}, 'x'])\nwhile True: pass"
+    )
+    tests = {"inputs": [""], "outputs": ["1"]}
+    line = {"task_type": "code", "completion": program, "verification_info": tests}
+    with subprocess.Popen(
+        [sys.executable, "-m", "sampler", "grade", "-"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    ) as command:
+        assert command.stdin and command.stderr
+        command.stdin.write(json.dumps(line).encode() + b"\n")
+        command.stdin.close()
+        eventually(lambda: running(name), "the start of the program")
+        # When it is interrupted
+        command.send_signal(signal.SIGINT)
+        # Then it says so, and nothing of the program is left
+        assert command.wait(30) == 130
+        assert command.stderr.read() == b"interrupted\n"
+    eventually(lambda: not running(name), "the end of the program")
+
+
+def running(word: str) -> list[str]:
+    """Process ids of those with a word in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if word in path.read_text(errors="replace").split("\0"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
