@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from runspec.common.errors import UserError
 from sampler.tasks.sources.file_source import BATCH_ROWS, FileSource
+from sampler.tasks.sources.unchanged import Stamp
 
 
 class ArrowRows:
@@ -27,6 +28,7 @@ class ArrowRows:
 
     def __init__(self, files: Mapping[str, Path], columns: list[str]) -> None:
         self._names = list(files)
+        self._stamps = [Stamp(path) for path in files.values()]
         self._batches: list[pa.RecordBatch] = []
         self._files: list[int] = []
         """The file of each record batch."""
@@ -45,6 +47,7 @@ class ArrowRows:
     def row(self, number: int) -> Mapping[str, Any]:
         """See `Table`."""
         at = bisect_right(self._starts, number) - 1
+        self._stamps[self._files[at]].open().close()
         rows = self._batches[at].slice(number - self._starts[at], 1).to_pylist()
         found: Mapping[str, Any] = rows[0]
         return found

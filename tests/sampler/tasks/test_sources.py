@@ -205,13 +205,13 @@ def test_a_line_too_long_to_hold_is_refused_before_it_is_read(
     assert caught.value.place == "rows.jsonl:4"
 
 
-@pytest.mark.parametrize("form", ["one_jsonl", "one_parquet"])
+@pytest.mark.parametrize("form", ["one_jsonl", "one_parquet", "saved_dataset"])
 def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path, form: str) -> None:
     one = FORMS[form](tmp_path, make_rows(31))
     made = read(one)
-    assert one.uri is not None
-    path = Path(one.uri)
-    path.write_bytes(path.read_bytes() + b"\n")
+    path = next(path for path in source_files(one).values() if path.suffix != ".json")
+    with path.open("ab") as file:
+        file.write(b"\n")
     with pytest.raises(UserError, match="changed while the run reads it"):
         made.problem(3)
     path.unlink()
