@@ -16,6 +16,10 @@ class ChannelClosed(Exception):
     """The other side ended, or sent what is no message."""
 
 
+class NoMessage(ChannelClosed):
+    """The other side sent what is no message; it may still run."""
+
+
 class Overdue(Exception):
     """Nothing came, or nothing was taken, until the deadline."""
 
@@ -60,13 +64,14 @@ class Channel:
         """Reads one line.
 
         Raises:
-            ChannelClosed: the other side ended, or sent a line that is too long or no JSON.
+            ChannelClosed: the other side ended; `NoMessage`: it sent a line that is too long or
+                no JSON.
             Overdue: no whole line by `deadline` (`time.monotonic`).
         """
         while (end := self._buffer.find(b"\n", self._searched)) < 0:
             self._searched = len(self._buffer)
             if self._searched > self._max_bytes:
-                raise ChannelClosed(f"a message of more than {self._max_bytes} bytes")
+                raise NoMessage(f"a message of more than {self._max_bytes} bytes")
             self._wait(self._read_fd, select.POLLIN, deadline)
             try:
                 portion = os.read(self._read_fd, _PORTION)
@@ -81,7 +86,7 @@ class Channel:
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ChannelClosed("a message that is no JSON") from error
+            raise NoMessage("a message that is no JSON") from error
 
     def _wait(self, fd: int, event: int, deadline: float) -> None:
         poll = select.poll()

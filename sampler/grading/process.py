@@ -13,7 +13,7 @@ from typing import Any
 
 from runspec.common.errors import UserError
 from runspec.spec.schema import Reward
-from sampler.grading.channel import Channel, ChannelClosed, Overdue
+from sampler.grading.channel import Channel, ChannelClosed, NoMessage, Overdue
 from sampler.grading.fate import fate
 from sampler.grading.launch import launcher
 from sampler.sandbox import PYTHON, Limits, NotIsolated
@@ -141,6 +141,8 @@ class GraderProcess:
             return step()
         except Overdue as error:
             raise GraderLost("nothing heard in time", overdue=True) from error
+        except NoMessage as error:
+            raise GraderLost(f"the grader sent {error}") from error
         except ChannelClosed as error:
             raise GraderLost(f"the grader process was lost: {fate(self._isolated)}") from error
 

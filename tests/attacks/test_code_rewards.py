@@ -150,7 +150,7 @@ CALLED = {
     "a result of itself": "def add(a, b):\n    x = []\n    x.append(x)\n    return x\n",
     "a huge result": "def add(a, b): return 'x' * (1 << 28)\n",
     "a huge number": "def add(a, b): return 1 << (1 << 26)\n",
-    "a long list": "def add(a, b): return list(range(10 ** 7))\n",
+    "a long list": "def add(a, b): return list(range(10 ** 6))\n",
     "SystemExit when called": "def add(a, b): raise SystemExit(0)\n",
     "StopIteration when called": "def add(a, b): raise StopIteration(3)\n",
     "os._exit when called": "import os\ndef add(a, b): os._exit(0)\n",

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from sampler.grading.channel import Channel, ChannelClosed, Overdue
+from sampler.grading.channel import Channel, ChannelClosed, NoMessage, Overdue
 from sampler.grading.fate import fate
 from sampler.grading.launch import Launcher
 from sampler.sandbox import PYTHON, Limits
@@ -71,7 +71,7 @@ class Session:
         """
         message = self._channel.receive(self._deadline)
         if not isinstance(message, dict):
-            raise ChannelClosed("a message that is no object")
+            raise NoMessage("a message that is no object")
         return message
 
     def fate(self) -> str:
@@ -139,6 +139,8 @@ class Program:
     def _hear(self) -> dict[str, Any]:
         try:
             return self._session.receive()
+        except NoMessage as error:
+            raise ProgramFailed(f"the program sent {error}") from error
         except ChannelClosed as error:
             raise ProgramFailed(f"{self._session.fate()} ({error})") from error
         except Overdue as error:

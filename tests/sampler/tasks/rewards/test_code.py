@@ -80,6 +80,11 @@ FAILS = {
     "an empty block": (HUMAN, "```python\n```", "no program"),
     "a body of a docstring": (HUMAN, '    """Nothing."""\n', "the tests"),
     "an object": ({"test_cases": CASES}, "def add(a, b): return object()", "no plain data"),
+    "a result over the limit": (
+        {"test_cases": CASES},
+        "def add(a, b): return 'x' * (1 << 22)",
+        "the program sent a message of more than",
+    ),
     "a failed assertion": (MBPP, "def add(a, b): return 3", "assert add({1: {2}}, 0)"),
 }
 MALFORMED: list[tuple[dict[str, Any], str]] = [
