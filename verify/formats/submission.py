@@ -122,9 +122,7 @@ def decode_rollouts(data: bytes, *, max_rows: int, max_bytes: int) -> list[Rollo
     Raises:
         MalformedTable: not a table of this format within the limits.
     """
-    table = decode_table(
-        data, SCHEMA, max_rows=max_rows, max_bytes=max_bytes, newer=_NEWER_COLUMNS
-    )
+    table = decode_table(data, SCHEMA, max_rows=max_rows, max_bytes=max_bytes, newer=_NEWER_COLUMNS)
     rows = []
     for row in table.to_pylist():
         for name, dtype in (
