@@ -13,8 +13,9 @@ from sampler.grading.process import GraderLost, GraderProcess
 
 ANSWERS_A_MESSAGE = 8
 BYTES_A_MESSAGE = 1 << 20
-MAX_ITEM_BYTES = 8 << 20
-"""Largest problem and answer together that go to a grader."""
+MAX_ITEM_BYTES = 24 << 20
+"""Largest problem and answer together that go to a grader, as JSON. No answer alone is larger,
+whatever its characters: it could make its own grading a fault."""
 
 
 class GradersClosed(RuntimeError):

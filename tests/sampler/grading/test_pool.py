@@ -161,6 +161,11 @@ def test_an_over_long_answer_is_wrong_and_an_unknown_kind_a_fault(make: Make) ->
     assert isinstance(unknown, GraderFault) and "no reward of kind 'go'" in str(unknown)
 
 
+def test_no_characters_of_an_answer_make_it_too_large_to_grade(make: Make) -> None:
+    (result,) = make().score(answers("chess", ["\U0001f600" * MAX_ANSWER_CHARS]))
+    assert "ValueError" in str(result)  # the term has read it
+
+
 def test_closing_gives_an_answer_in_work_no_grade_and_no_fault(make: Make) -> None:
     # Given a caller that waits for an answer that never comes
     graders = make(timeout="120s")
