@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from runspec.common.errors import UserError
 from sampler.engine.engine import Engine
-from sampler.engine.requests import SampleRequest
+from sampler.engine.requests import Sampled, SampleRequest
 from tests.sampler.engine.conftest import cpu_pool
 from tests.sampler.engine.models import END_TOKEN, Reference, perturbed_version
 from tests.sampler.engine.requests import WAIT_S, batch
@@ -42,17 +43,40 @@ def under_way(engine: Engine, requests: list[SampleRequest]):
     return future
 
 
+@torch.no_grad()
+def computed_by_both(
+    old: Reference, new: Reference, prompt: list[int], result: Sampled
+) -> np.ndarray:
+    """f32 [n]: log-probs of the output where the weights changed in its middle."""
+    tokens = torch.tensor([[*prompt, *result.output_tokens.tolist()]])
+    before = len(prompt) - 1 + int((result.versions == 0).sum())
+    first = old._model(tokens[:, :before], use_cache=True)
+    last = new._model(tokens[:, before:], past_key_values=first.past_key_values)
+    logits = torch.cat([first.logits, last.logits], dim=1)[0, len(prompt) - 1 : -1]
+    chosen = torch.arange(len(logits)), torch.tensor(result.output_tokens.tolist())
+    return logits.log_softmax(-1)[chosen].numpy()
+
+
 def test_each_token_has_the_version_that_sampled_it(trusted: Engine, untied, newer) -> None:
     # given sequences in the middle of version 0
     trusted.load(untied, 0)
-    future = under_way(trusted, batch(16, 16))
+    requests = batch(16, 16)
+    future = under_way(trusted, requests)
     # when version 1 is loaded
     report = trusted.load(newer, 1)
     # then what was under way has tokens of both, in order
     sampled = future.result(WAIT_S)
     assert all((np.diff(result.versions) >= 0).all() for result in sampled)
-    mixed = [result for result in sampled if set(result.versions) == {0, 1}]
+    mixed = [
+        (request.prompt_tokens, result)
+        for request, result in zip(requests, sampled, strict=True)
+        if set(result.versions) == {0, 1}
+    ]
     assert mixed
+    # each computed by that version, the later ones from the keys and values of the earlier
+    for prompt, result in mixed[:: len(mixed) // 6 + 1]:
+        expected = computed_by_both(Reference(untied), Reference(newer), list(prompt), result)
+        np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
     # and its pause is told
     assert 0 < report.pause_s <= report.load_s
 
