@@ -7,10 +7,12 @@ on CPUs, for the sake of OpenMP settings that ours inherits; that is twice the m
 
 from __future__ import annotations
 
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from sampler.engine.guard import die_with_parent, guard_from_the_start, ignore_interrupts
 
-from sampler.engine.guard import die_with_parent, ignore_interrupts
+guard_from_the_start()  # a core imports this first, as its class is among its arguments
+
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: E402
+from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
 
 
 class OneRank(UniProcExecutor):

@@ -7,15 +7,29 @@ with its parent: a thread waits for that.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
+CORE_NAME = "EngineCore"
+"""What vLLM's names of engine cores begin with, as `multiprocessing` has them."""
 COORDINATOR = b"VLLM::DPCoordinator"
 """What the process calls itself that vLLM starts beside data-parallel cores, before these. Nothing
 of ours runs in it, so the cores take it along."""
+
+
+_LOOK_S = 0.05
+_beside: list[int] = []
+
+
+def guard_from_the_start() -> None:
+    """In an engine core: `die_with_parent`, called before it imports vLLM, which takes seconds."""
+    if multiprocessing.current_process().name.startswith(CORE_NAME):
+        _wait_for_parent()
 
 
 def die_with_parent() -> None:
@@ -24,11 +38,19 @@ def die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         raise RuntimeError("no process of multiprocessing's")
-    beside = _named_children(parent.pid, COORDINATOR)
+    _beside[:] = _named_children(parent.pid, COORDINATOR)
+    _wait_for_parent()
+
+
+@functools.cache
+def _wait_for_parent() -> None:
+    """Starts the thread that waits, once."""
 
     def wait() -> None:
+        while (parent := multiprocessing.parent_process()) is None:
+            time.sleep(_LOOK_S)  # it is known once this process has its arguments
         parent.join()
-        for pid in beside:
+        for pid in _beside:
             if _is_named(pid, COORDINATOR):  # and not a later process of the same number
                 os.kill(pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)

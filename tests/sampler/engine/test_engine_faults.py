@@ -136,6 +136,24 @@ def test_no_process_of_vllms_outlives_its_front(
         eventually(lambda pid=pid: not alive(pid), f"process {pid} ends")
 
 
+def test_a_core_that_still_starts_does_not_outlive_its_front(untied: Path) -> None:
+    # given a process whose engine core is just being started
+    program = [sys.executable, "-m", "tests.sampler.engine.orphan_maker", str(untied), "1", "1"]
+    with subprocess.Popen(program, stdout=subprocess.DEVNULL) as front:
+        eventually(lambda: _cores(front.pid), "a core starts", deadline_s=WAIT_S)
+        pids = descendants(front.pid)
+        # when it is killed
+        front.kill()
+    # then no process of it stays
+    for pid in pids:
+        eventually(lambda pid=pid: not alive(pid), f"process {pid} ends", deadline_s=60)
+
+
+def _cores(pid: int) -> list[int]:
+    words = {child: Path(f"/proc/{child}/cmdline") for child in descendants(pid)}
+    return [c for c, path in words.items() if path.exists() and b"spawn_main" in path.read_bytes()]
+
+
 def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
     # given an engine that has sampled, and has nothing to do
     engine.submit(batch()).result(WAIT_S)
