@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,13 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 120.0
 LARGEST_FILE = 200_000
 """Less than a version of the small model."""
+_SMALL_DISK = """
+import resource, runpy, sys
+largest = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+sys.argv = ["sampler", *sys.argv[2:]]
+runpy.run_module("sampler", run_name="__main__")
+"""
 _SHIFTED = """
 import runpy, sys, time
 real, shift = time.time, float(sys.argv[1])
@@ -43,19 +49,17 @@ def arguments(run: Run, folder: Path) -> list[str]:
     ]
 
 
-def limit_files() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
-
-
 def test_a_full_disk_ends_the_worker_with_the_directorys_name(run: Run, tmp_path: Path):
     done = subprocess.run(
-        [sys.executable, "-m", "sampler", *arguments(run, tmp_path / "worker")],
+        [
+            *(sys.executable, "-c", _SMALL_DISK, str(LARGEST_FILE)),
+            *arguments(run, tmp_path / "worker"),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
         check=False,
-        preexec_fn=limit_files,
     )
 
     assert done.returncode == 1, done.stderr
