@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from runspec.common.errors import UserError
+from sampler.engine.sockets import SocketFolder
 
 START_S = 600.0
 """How long vLLM may take to start."""
@@ -78,16 +79,21 @@ class Core:
         self._died, self._has_ranks = died, arguments["tensor_parallel_size"] > 1
         self.death: asyncio.Future[EngineDied] = self._loop.create_future()
         """Resolved when a core has ended."""
+        self._sockets = SocketFolder()
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        except (RuntimeError, TimeoutError) as error:  # its own words; the cause is in the log
-            raise EngineDied(f"the engine does not start: {error}") from error
-        except ValueError as error:
-            raise UserError(
-                f"vLLM refuses the model or the pool's settings: {error}",
-                place=str(arguments["model"]),
-                remedy="change what it names",
-            ) from error
+            with self._sockets.in_use():
+                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except BaseException as error:
+            self._sockets.remove()
+            if isinstance(error, (RuntimeError, TimeoutError)):  # the cause is in the log
+                raise EngineDied(f"the engine does not start: {error}") from error
+            if isinstance(error, ValueError):
+                raise UserError(
+                    f"vLLM refuses the model or the pool's settings: {error}",
+                    place=str(arguments["model"]),
+                    remedy="change what it names",
+                ) from error
+            raise
         client = self._llm.engine_core
         self._client = client
         self._processes = list(client.resources.engine_manager.processes)
@@ -164,6 +170,7 @@ class Core:
             if socket is not None and not socket.closed:
                 socket.close(linger=0)
         resources.ctx.destroy(linger=0)
+        self._sockets.remove()
 
     def _kill(self) -> None:
         """Ends the cores at once; ranks in processes of their own end with theirs."""

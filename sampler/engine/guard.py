@@ -15,6 +15,8 @@ import threading
 import time
 from pathlib import Path
 
+from sampler.engine.sockets import remove_inherited
+
 CORE_NAME = "EngineCore"
 """What vLLM's names of engine cores begin with, as `multiprocessing` has them."""
 COORDINATOR = b"VLLM::DPCoordinator"
@@ -53,6 +55,7 @@ def _wait_for_parent() -> None:
         for pid in _beside:
             if _is_named(pid, COORDINATOR):  # and not a later process of the same number
                 os.kill(pid, signal.SIGKILL)
+        remove_inherited()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="die-with-parent", daemon=True).start()

@@ -7,22 +7,32 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from runspec.common.errors import UserError
 from sampler.engine.core import Start
 from sampler.engine.engine import Engine, EngineDied
+from sampler.engine.sockets import SocketFolder
 from tests.sampler.engine.processes import alive, cpu_seconds, descendants
 from tests.sampler.engine.requests import WAIT_S, batch
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 IDLE_S, IDLE_CPU_S = 2.0, 0.1
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A socket's name must be short; pytest's folders have long ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def test_a_core_that_is_killed_fails_what_is_under_way_and_a_load_starts_another(
@@ -117,14 +127,17 @@ def test_a_start_that_hangs_ends_by_itself() -> None:
     ],
 )
 def test_no_process_of_vllms_outlives_its_front(
-    untied: Path, tensor: int, data: int, end: signal.Signals
+    untied: Path, short_folder: Path, tensor: int, data: int, end: signal.Signals
 ) -> None:
     if tensor * data > len(os.sched_getaffinity(0)):
         pytest.skip("a rank needs a core of its own")
     # given a process with an engine
     program = [sys.executable, "-m", "tests.sampler.engine.orphan_maker"]
     with subprocess.Popen(
-        [*program, str(untied), str(tensor), str(data)], stdout=subprocess.PIPE, text=True
+        [*program, str(untied), str(tensor), str(data)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(short_folder)},
     ) as front:
         assert front.stdout is not None
         pids = [int(pid) for pid in front.stdout.readline().split()]
@@ -134,6 +147,42 @@ def test_no_process_of_vllms_outlives_its_front(
     # then no process of it stays
     for pid in pids:
         eventually(lambda pid=pid: not alive(pid), f"process {pid} ends")
+    # and none of its sockets
+    eventually(
+        lambda: not any(path.is_socket() for path in short_folder.rglob("*")),
+        "its sockets are gone",
+    )
+
+
+def test_a_closed_engine_leaves_no_sockets(
+    new_engine: Callable[..., Engine],
+    untied: Path,
+    short_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # given an engine whose processes talk through sockets in a folder of their own
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(short_folder))
+    engine = new_engine()
+    engine.load(untied, 0)
+    [folder] = short_folder.iterdir()
+    assert any(path.is_socket() for path in folder.iterdir())
+    assert folder.stat().st_mode & 0o077 == 0
+    # when it is closed
+    engine.close()
+    # then nothing of it is left
+    assert list(short_folder.iterdir()) == []
+
+
+def test_a_folder_too_long_for_sockets_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(long))
+    with pytest.raises(UserError, match="TMPDIR") as caught:
+        SocketFolder()
+    assert str(long) in str(caught.value)
+    assert list(long.iterdir()) == []
 
 
 def test_a_core_that_still_starts_does_not_outlive_its_front(untied: Path) -> None:
