@@ -22,7 +22,7 @@ MAX_SEQUENCES = 256
 """Sequences that `sampler.engine` lets vLLM decode at a time."""
 CPU_BLOCK_TOKENS = 32
 """Smallest block that vLLM's CPU attention runs well on: a short prompt is shared in a group."""
-RECORDED_ROWS = 36
+RECORDED_ROWS = 44
 """Hidden states of a sequence that `sampler.engine.recorder` keeps on the device."""
 BATCHED_TOKENS = 2048
 """Tokens of one forward pass: vLLM's default `max_num_batched_tokens`."""

@@ -7,52 +7,47 @@ the number of output tokens that the sequence has, and a row takes the place of 
 position on: what a sequence is continued from counts, nothing else.
 
 Hidden states never leave the device. A ring holds the last rows of each slot; once 32 make a chunk
-of TOPLOC, the 128 largest magnitudes are selected there, and those alone travel. Nothing in
-`record` waits for the device.
+of TOPLOC, the 128 largest magnitudes are selected there, and those alone travel. `record` notes
+where the rows of a step are; they are written a few steps at a time. Nothing in it waits for the
+device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from sampler.engine.largest import Selected, on_device, select_largest
 from sampler.engine.recorded import Recorded
-from verify.toploc import CHUNK_ROWS, TOP_K
-from verify.toploc.selection import MAGNITUDE
+from verify.toploc import CHUNK_ROWS
 
 RUN_AHEAD = 4
 """How far a sequence may be set back behind the furthest row that was computed for it. vLLM's
 schedulers run one row ahead of what they know."""
-_RING = CHUNK_ROWS + RUN_AHEAD
-_PORTION_ELEMENTS = 1 << 23
-"""Selected from at once: some 200 MB of keys, however many sequences complete a chunk."""
+_STEPS = 8
+"""Engine steps that are written at once: each write costs as much for one step as for several."""
+RING = CHUNK_ROWS + _STEPS + RUN_AHEAD
+"""Rows of hidden states that are kept of a sequence."""
 
 
-@dataclass(frozen=True)
-class Selected:
-    """Chunks that were completed in one step, on their way to the host."""
+class _Step(NamedTuple):
+    """R rows of an engine step, no slot twice."""
 
-    indices: torch.Tensor
-    """i32 [C, 128]."""
-    bits: torch.Tensor
-    """i16 [C, 128]."""
-
-
-def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copies an array to a device, without waiting for what the device has still to do."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()  # from other memory a copy may wait
-    return tensor.to(device, non_blocking=True)
+    slots: np.ndarray
+    positions: np.ndarray
+    version: int
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    hidden: torch.Tensor
 
 
 class TokenRecorder:
     """The records of the sequences under way, a slot each.
 
-    Memory on the device: slots x (36 D x 2 + max_new_tokens x 8) bytes; on the host 28 bytes a
+    Memory on the device: slots x (44 D x 2 + max_new_tokens x 8) bytes; on the host 28 bytes a
     token (768 a chunk, and versions) until its slot is forgotten.
 
     Args:
@@ -68,7 +63,7 @@ class TokenRecorder:
         self.version = 0
         """Stamped on the tokens that are sampled from now on."""
         self._device, self._hidden_size, self._longest = device, hidden_size, max_new_tokens
-        self._ring = torch.zeros((slots, _RING, hidden_size), dtype=torch.bfloat16, device=device)
+        self._states = torch.zeros((slots * RING, hidden_size), dtype=torch.bfloat16, device=device)
         # One column more takes rows that run past the longest output.
         shape = (slots, max_new_tokens + 1)
         self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -77,6 +72,7 @@ class TokenRecorder:
         self._length = np.zeros(slots, np.int64)
         self._furthest = np.full(slots, -1, np.int64)
         self._selected: list[dict[int, tuple[Selected, int]]] = [{} for _ in range(slots)]
+        self._pending: list[_Step] = []
 
     def record(
         self,
@@ -94,13 +90,9 @@ class TokenRecorder:
             logprobs: f32 [R].
             hidden: [R, D], of the engine's dtype; rounded to bf16 here.
         """
-        columns = np.minimum(positions, self._longest)
-        slot, column = on_device(np.stack([slots, columns]), self._device)
-        self._tokens[slot, column] = tokens.to(torch.int32)
-        self._logprobs[slot, column] = logprobs
-        self._versions[slots, columns] = self.version
-        self._advance(slots, positions)
-        self._keep_states(slots, positions, hidden)
+        self._pending.append(_Step(slots, positions, self.version, tokens, logprobs, hidden))
+        if len(self._pending) == _STEPS:
+            self._write()
 
     def take(self, slots: Sequence[int], lengths: Sequence[int]) -> Recorded:
         """Returns the records of some slots and forgets them.
@@ -112,6 +104,7 @@ class TokenRecorder:
         Raises:
             RuntimeError: a token has no row.
         """
+        self._write()
         at, wanted = np.asarray(slots, np.int64), np.asarray(lengths, np.int64)
         missing = np.maximum(wanted - self._length[at], 0)
         if missing.any():
@@ -135,6 +128,7 @@ class TokenRecorder:
 
     def forget(self, slots: Sequence[int]) -> None:
         """Makes slots free for other sequences."""
+        self._write()
         for slot in slots:
             self._length[slot], self._furthest[slot] = 0, -1
             self._selected[slot] = {}
@@ -143,22 +137,51 @@ class TokenRecorder:
         """Notes how long each sequence is now; one with a hole is short, which `take` reports."""
         furthest = np.where(positions == 0, 0, np.maximum(self._furthest[slots], positions))
         starts = positions // CHUNK_ROWS * CHUNK_ROWS
-        joined = (positions <= self._length[slots]) & (furthest < starts + _RING)
+        joined = (positions <= self._length[slots]) & (furthest < starts + RING)
         self._length[slots] = np.where(
             joined, positions + 1, np.minimum(self._length[slots], starts)
         )
         self._furthest[slots] = furthest
 
-    def _keep_states(self, slots: np.ndarray, positions: np.ndarray, hidden: torch.Tensor) -> None:
-        """Puts rows into the ring, and selects from the chunks that are whole now."""
-        slot, place = on_device(np.stack([slots, positions % _RING]), self._device)
-        self._ring[slot, place] = hidden.to(torch.bfloat16)
+    def _write(self) -> None:
+        """Puts the rows of the last steps where they belong."""
+        if not self._pending:
+            return
+        for step in self._pending:
+            self._advance(step.slots, step.positions)
+        steps, self._pending = self._pending, []
+        slots = np.concatenate([step.slots for step in steps])
+        positions = np.concatenate([step.positions for step in steps])
+        versions = np.repeat([step.version for step in steps], [len(step.slots) for step in steps])
+        tokens = torch.cat([step.tokens for step in steps])
+        logprobs = torch.cat([step.logprobs for step in steps])
+        hidden = torch.cat([step.hidden for step in steps])
+        last = _last_of_each(slots * (self._longest + RING) + positions)
+        if last is not None:
+            slots, positions, versions = slots[last], positions[last], versions[last]
+            index = on_device(last, self._device)
+            tokens, logprobs, hidden = tokens[index], logprobs[index], hidden[index]
+        columns = np.minimum(positions, self._longest)
+        places = np.stack(
+            [slots * self._tokens.shape[1] + columns, slots * RING + positions % RING]
+        )
+        token_rows, state_rows = on_device(places, self._device)
+        self._tokens.view(-1).index_copy_(0, token_rows, tokens.to(torch.int32))
+        self._logprobs.view(-1).index_copy_(0, token_rows, logprobs)
+        self._versions[slots, columns] = versions
+        self._keep_states(slots, positions, state_rows, hidden)
+
+    def _keep_states(
+        self, slots: np.ndarray, positions: np.ndarray, rows: torch.Tensor, hidden: torch.Tensor
+    ) -> None:
+        """Puts states into rows of the ring, and selects from the chunks that are whole now."""
+        self._states.index_copy_(0, rows, hidden.to(torch.bfloat16))
         whole = np.flatnonzero(
             (positions % CHUNK_ROWS == CHUNK_ROWS - 1) & (positions < self._longest)
         )
         if whole.size:
             starts = positions[whole] - (CHUNK_ROWS - 1)
-            found = self._select(slots[whole], starts, None)
+            found = self._select(slots[whole], starts, np.full(whole.size, CHUNK_ROWS))
             for row, (of, start) in enumerate(zip(slots[whole], starts, strict=True)):
                 self._selected[of][int(start) // CHUNK_ROWS] = (found, row)
 
@@ -167,7 +190,7 @@ class TokenRecorder:
         # Whole chunks travelled when they were complete, the last ones follow now.
         left = np.flatnonzero(lengths % CHUNK_ROWS)
         starts = lengths[left] // CHUNK_ROWS * CHUNK_ROWS
-        if (self._furthest[slots[left]] >= starts + _RING).any():
+        if (self._furthest[slots[left]] >= starts + RING).any():
             raise RuntimeError(f"a sequence was set back by more than {RUN_AHEAD} rows")
         last = self._select(slots[left], starts, lengths[left] - starts) if left.size else None
         rows = {int(sequence): row for row, sequence in enumerate(left)}
@@ -178,44 +201,19 @@ class TokenRecorder:
                 chunks.append((last, rows[sequence]))
         return chunks
 
-    def _select(self, slots: np.ndarray, starts: np.ndarray, rows: np.ndarray | None) -> Selected:
+    def _select(self, slots: np.ndarray, starts: np.ndarray, rows: np.ndarray) -> Selected:
         """The largest magnitudes of chunks that lie in the ring.
 
         Args:
             slots, starts: i64 [C]: the chunk's slot and its first position.
-            rows: i64 [C]: how many rows count; None for all 32.
+            rows: i64 [C]: how many rows count.
         """
-        step = max(1, _PORTION_ELEMENTS // (CHUNK_ROWS * self._hidden_size))
-        found = [
-            self._select_portion(
-                slots[at : at + step],
-                starts[at : at + step],
-                None if rows is None else rows[at : at + step],
-            )
-            for at in range(0, len(slots), step)
-        ]
-        indices, bits = (torch.cat(part) for part in zip(*found, strict=True))
-        unused = (0, TOP_K - indices.shape[1])
-        return Selected(
-            torch.nn.functional.pad(indices, unused).to("cpu", non_blocking=True),
-            torch.nn.functional.pad(bits, unused).to("cpu", non_blocking=True),
-        )
+        places = (starts[:, None] + np.arange(CHUNK_ROWS)) % RING
+        index = on_device(slots[:, None] * RING + places, self._device)
+        return select_largest(self._states[index], rows)
 
-    def _select_portion(
-        self, slots: np.ndarray, starts: np.ndarray, rows: np.ndarray | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """i32 [C, k] and i16 [C, k]: positions and bits of a few chunks, on the device."""
-        places = (starts[:, None] + np.arange(CHUNK_ROWS)) % _RING
-        index = on_device(slots[:, None] * _RING + places, self._device)
-        chunks = self._ring.view(-1, self._hidden_size)[index].view(torch.int16)  # [C, 32, D]
-        magnitudes = (chunks & MAGNITUDE).long()
-        if rows is not None:
-            beyond = on_device(np.arange(CHUNK_ROWS) >= rows[:, None], self._device)
-            magnitudes = magnitudes.masked_fill(beyond[:, :, None], -1)
-        # Keys of magnitude, then position: no two are equal, so every device selects the same.
-        elements = CHUNK_ROWS * self._hidden_size
-        backwards = torch.arange(elements - 1, -1, -1, device=self._device)
-        keys = magnitudes.flatten(1) * elements + backwards
-        best = keys.topk(min(TOP_K, elements), dim=1).values
-        indices = elements - 1 - best % elements
-        return indices.to(torch.int32), chunks.flatten(1).gather(1, indices)
+
+def _last_of_each(keys: np.ndarray) -> np.ndarray | None:
+    """i64 [N]: where each of N keys comes last, in order; None where none comes twice."""
+    distinct, backwards = np.unique(keys[::-1], return_index=True)
+    return None if distinct.size == keys.size else np.sort(keys.size - 1 - backwards)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verify.noise import gumbel, hashed, noise_key
+from verify.noise import exponential, gumbel, hashed, noise_key, token_words
 
 WORDS = st.integers(-(2**31), 2**31 - 1)
 ULPS = 4
@@ -35,12 +35,13 @@ def arguments(seed: int, count: int) -> list[np.ndarray]:
 @settings(max_examples=30, deadline=None)
 @given(seed=WORDS.map(abs))
 def test_bits_are_equal_in_all_libraries(seed: int) -> None:
-    given_ = arguments(seed, 40)
+    *row, tokens = arguments(seed, 40)
     with np.errstate(over="ignore"):
-        expected = hashed(*given_)
-    assert expected.dtype == np.int32
+        expected = hashed(*row, token_words(tokens))
+    assert expected.dtype == np.int32 and (expected >= 0).all()
     for _, array in libraries():
-        assert np.array_equal(np.asarray(hashed(*map(array, given_))), expected)
+        found = hashed(*map(array, row), token_words(array(tokens)))
+        assert np.array_equal(np.asarray(found), expected)
 
 
 def test_noise_differs_by_a_few_units_in_the_last_place_at_most() -> None:
@@ -61,6 +62,51 @@ def test_noise_is_standard_gumbel() -> None:
         noise = gumbel(np, *arguments(1, 20_000)).astype(np.float64)
     assert noise.mean() == pytest.approx(np.euler_gamma, abs=0.01)
     assert noise.var() == pytest.approx(np.pi**2 / 6, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("step", "of"),
+    [
+        (1, "token"),
+        (1, "position"),
+        (2, "position"),
+        (1, "key_0"),
+        (1 << 31, "key_0"),
+        (2, "key_1"),
+    ],
+)
+def test_noise_of_neighbours_is_independent(step: int, of: str) -> None:
+    names = ("key_0", "key_1", "position", "token")
+    given_ = dict(zip(names, arguments(2, 20_000), strict=True))
+    with np.errstate(over="ignore"):
+        noise = gumbel(np, *given_.values())
+        given_[of] = given_[of] ^ np.array(step, np.uint32).astype(np.int32)
+        other = gumbel(np, *given_.values())
+    # A million pairs: 4 standard deviations of a correlation of nothing.
+    correlation = np.corrcoef(noise.ravel(), other.ravel())[0, 1]
+    assert abs(correlation) < 4e-3
+    assert abs(np.corrcoef((noise > 3.0).ravel(), (other > 3.0).ravel())[0, 1]) < 4e-3
+
+
+@pytest.mark.parametrize("keys", [(0, 0), (0, -1), (-1, 1), (1 << 20, 3)])
+def test_noise_of_one_rollout_is_standard_gumbel(keys: tuple[int, int]) -> None:
+    position, token = np.ogrid[:2000, :500]
+    words = [np.int32(key) for key in keys]
+    with np.errstate(over="ignore"):
+        noise = gumbel(np, *words, position.astype(np.int32), token.astype(np.int32))
+    wide = noise.astype(np.float64)
+    assert wide.mean() == pytest.approx(np.euler_gamma, abs=0.01)
+    assert wide.var() == pytest.approx(np.pi**2 / 6, abs=0.02)
+    # Neither along a sequence nor along the vocabulary.
+    assert abs(np.corrcoef(wide[1:].ravel(), wide[:-1].ravel())[0, 1]) < 4e-3
+    assert abs(np.corrcoef(wide[:, 1:].ravel(), wide[:, :-1].ravel())[0, 1]) < 4e-3
+
+
+def test_the_smallest_and_the_largest_word_have_finite_noise() -> None:
+    with np.errstate(over="ignore"):
+        noise = exponential(np, np.int32(0), np.int32(0), np.int32(0), np.int32(0))
+    assert hashed(np.int32(0), np.int32(0), np.int32(0), np.int32(0)) == 0
+    assert -np.log(noise) == pytest.approx(32 * np.log(2), rel=1e-6)
 
 
 def test_keys_of_rollouts_are_all_different() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runspec.estimate.sampler import RECORDED_ROWS
 from sampler.engine.recorded import split_recorded
 from verify.toploc import CHUNK_ROWS, build_proofs, build_proofs_of
 
@@ -207,6 +208,12 @@ def test_a_slot_is_as_new_after_take_or_forget(free):
     write_all(recorder, 0, range(500, 534))
     (found,) = taken(recorder, [0], [34])
     assert build_proofs_of([found.selection]) == [proofs_of_tokens(range(500, 534))]
+
+
+def test_the_estimate_of_memory_knows_the_ring():
+    from sampler.engine.recorder import RING
+
+    assert RING == RECORDED_ROWS
 
 
 def test_no_requests_no_rows():
