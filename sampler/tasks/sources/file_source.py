@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +39,7 @@ class Table(Protocol):
         """File and row, for messages; rows count from 1."""
 
 
-class FileSource:
+class FileSource(ABC):
     """Problems from rows; implements `ProblemSource`. Kinds say how rows are found and read.
 
     The files are looked through once, each row strictly checked; which rows are kept is cached on
@@ -65,9 +66,9 @@ class FileSource:
         """What a row means."""
         return ProblemRows(source)
 
+    @abstractmethod
     def table(self, files: Mapping[str, Path], columns: list[str]) -> Table:
         """The rows of files, by relative name."""
-        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self._kept.rows)
