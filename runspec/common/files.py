@@ -8,10 +8,12 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from runspec.common.errors import UserError
 
 _TEMPORARY = ".tmp-"
+_REMEDY = "free disk space or mend the permissions, then start again"
 
 
 def expand_user(path: Path) -> Path:
@@ -27,13 +29,15 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}-{path.name}")
 
 
-def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Writes a file under a temporary name, syncs it and renames it into place.
+@contextmanager
+def atomic_file(path: Path, *, mode: int = 0o666, remedy: str = _REMEDY) -> Iterator[BinaryIO]:
+    """Yields a file under a temporary name, open for writing; it is synced and becomes `path` by
+    one rename when the block succeeds, and is removed when it does not.
 
     Args:
         path: what the file becomes.
-        data: its bytes.
         mode: permissions, of which the umask takes its part.
+        remedy: what a person can do where it cannot be written.
 
     Raises:
         UserError: it cannot be written; what was there before is still there.
@@ -43,18 +47,23 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise UserError(
-            f"cannot write: {error.strerror or error}",
-            place=str(path),
-            remedy="free disk space or mend the permissions, then start again",
+            f"cannot write: {error.strerror or error}", place=str(path), remedy=remedy
         ) from error
+    finally:
+        with suppress(OSError):  # nothing is there any more where all went well
+            temporary.unlink()
+
+
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Writes the whole of a file; see `atomic_file`."""
+    with atomic_file(path, mode=mode) as file:
+        file.write(data)
 
 
 @contextmanager
@@ -78,7 +87,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what `write_atomic` and `new_directory` of a killed process left in `folder`."""
+    """Removes what `atomic_file` and `new_directory` of a killed process left in `folder`."""
     for entry in folder.glob(f"{_TEMPORARY}*"):
         if entry.is_dir():
             shutil.rmtree(entry, ignore_errors=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runspec.common.errors import UserError
-from runspec.common.files import temporary_name
+from runspec.common.files import atomic_file
 from sampler.measuring.progress import Tries
 from verify.plugins import TaskSet
 
 _GROUP_ROWS = 1000
+_REMEDY = "free disk space or mend the permissions; the same command goes on"
 METADATA = b"runspec.solve_rates"
 """Key in the file's schema of what was measured: model, settings, data."""
 
@@ -49,25 +47,13 @@ def write_rows(
         [*texts, (field, pa.float64())],
         metadata={METADATA: json.dumps(about, sort_keys=True).encode()},
     )
-    temporary = temporary_name(path)
     rows = (_row(tasks, tries[index], field) for index in sorted(tries))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
-            with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-                while group := list(islice(rows, _GROUP_ROWS)):
-                    writer.write_table(pa.Table.from_pylist(group, schema=schema))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise UserError(
-            f"cannot write: {error.strerror or error}",
-            place=str(path),
-            remedy="free disk space or mend the permissions; the same command goes on",
-        ) from error
+    with (
+        atomic_file(path, remedy=_REMEDY) as file,
+        pq.ParquetWriter(file, schema, compression="zstd") as writer,
+    ):
+        while group := list(islice(rows, _GROUP_ROWS)):
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
 
 
 _TEXTS = ("problem_id", "task_type", "prompt", "verification_info")

@@ -1,5 +1,6 @@
 """Files appear whole or not at all; digests and seeds are unambiguous."""
 
+import errno
 import stat
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from runspec.common.errors import UserError
 from runspec.common.files import (
+    atomic_file,
     expand_user,
     new_directory,
     read_bounded,
@@ -31,6 +33,36 @@ def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path):
     with pytest.raises(UserError, match="taken"):
         write_atomic(target, b"data")
     assert [p.name for p in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_file_appears_only_when_its_block_succeeds(tmp_path):
+    # Given a file that is written anew, piece by piece
+    path = tmp_path / "rows"
+    path.write_bytes(b"old")
+    # When the block fails half way, then the old one stands and nothing lies beside it
+    with pytest.raises(ZeroDivisionError), atomic_file(path) as file:
+        file.write(b"half")
+        raise ZeroDivisionError
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+    # When the disk fails, then the message names the file and what to do
+    with (
+        pytest.raises(UserError, match="No space left") as failure,
+        atomic_file(path, remedy="free some") as file,
+    ):
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert (failure.value.place, failure.value.remedy) == (str(path), "free some")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+    # When it succeeds, then all of it is there under its name, and only then
+    with atomic_file(path, mode=0o600) as file:
+        file.write(b"who")
+        assert path.read_bytes() == b"old"
+        file.write(b"le")
+    assert path.read_bytes() == b"whole"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
