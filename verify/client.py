@@ -1,14 +1,13 @@
 """The coordinator's HTTP API from the caller's side: for samplers and for validators.
 
 Synchronous; one instance may be shared by threads (a heartbeat beside the work). Every request is
-signed (see `verify.request_auth`), every answer bounded and checked: the spec and the leases are
-believed because the coordinator signed them and the pinned root key names the coordinator.
+signed and every answer bounded (`verify.coordinator_http`), and here it is checked: the spec and
+the leases are believed because the coordinator signed them and the pinned root key names the
+coordinator.
 """
 
 from __future__ import annotations
 
-import base64
-import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -27,6 +26,12 @@ from runspec.common.roles import Roles, open_roles
 from runspec.common.signed import BadSignature
 from runspec.spec.schema import RunSpec
 from verify.checked_file import write_checked
+from verify.coordinator_http import (
+    MAX_ANSWER_BYTES,
+    CoordinatorHttp,
+    RunFinished,
+    SubmissionRefused,
+)
 from verify.formats import site as site_format
 from verify.formats import spec as spec_format
 from verify.formats.lease import lease_digest, open_lease
@@ -34,23 +39,10 @@ from verify.formats.site import Site, SiteFile, open_site
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
 from verify.limits import largest_submission_bytes
-from verify.request_auth import ENVELOPE, sign_request
 
-_log = logging.getLogger(__name__)
+__all__ = ["CoordinatorClient", "RunFinished", "SubmissionRefused", "WorkItem"]
 
 ROLES_REFRESH_S = 300.0
-_MAX_ANSWER_BYTES = 64 * 1024
-_AS_IT_IS = {"Accept-Encoding": "identity"}
-_TIMEOUT_S = 30.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-
-
-class RunFinished(Exception):
-    """The run has its last batch: there is no more work, and the caller may exit 0."""
-
-
-class SubmissionRefused(UserError):
-    """The coordinator will not take this submission (its lease expired, say); the next may do."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +78,8 @@ class CoordinatorClient:
         root_public_key: str,
         deadline_s: float = 300.0,
     ) -> None:
-        self._url, self._key, self._run = url.rstrip("/"), key, run
-        self._root_public_key, self._deadline_s = root_public_key, deadline_s
-        self._http = httpx.Client(base_url=self._url, timeout=_TIMEOUT_S, trust_env=False)
+        self._key, self._run, self._root_public_key = key, run, root_public_key
+        self._http = CoordinatorHttp(url, key, run=run, deadline_s=deadline_s)
         self._roles: Roles | None = None
         self._roles_read = 0.0
         self._spec: RunSpec | None = None
@@ -99,33 +90,34 @@ class CoordinatorClient:
         """The same for submissions to judge."""
 
     def close(self) -> None:
+        """Closes the connections."""
         self._http.close()
 
     def roles(self) -> Roles:
         """The run's roles, read again every few minutes."""
         if self._roles is None or time.monotonic() - self._roles_read > ROLES_REFRESH_S:
-            data = self._call("GET", "/v1/roles", max_bytes=MAX_ROLES_BYTES).content
+            data = self._http.call("GET", "/v1/roles", max_bytes=MAX_ROLES_BYTES).content
             try:
                 self._roles = open_roles(data, root_public_key=self._root_public_key, run=self._run)
             except BadSignature as error:
-                raise self._not_believed(error) from error
+                raise self._http.not_believed(error) from error
             self._roles_read = time.monotonic()
         return self._roles
 
     def spec(self) -> RunSpec:
         """The run's resolved spec, as the coordinator signed it."""
         if self._spec is None:
-            data = self._call("GET", "/v1/spec", max_bytes=spec_format.MAX_BYTES).content
+            data = self._http.call("GET", "/v1/spec", max_bytes=spec_format.MAX_BYTES).content
             try:
                 spec = spec_format.open_spec(
-                    data, coordinators=self.roles().coordinator, place=f"{self._url}/v1/spec"
+                    data, coordinators=self.roles().coordinator, place=f"{self._http.url}/v1/spec"
                 )
             except BadSignature as error:
-                raise self._not_believed(error) from error
+                raise self._http.not_believed(error) from error
             if spec.name != self._run:
                 raise UserError(
                     f"serves run {spec.name!r}, not {self._run!r}",
-                    place=self._url,
+                    place=self._http.url,
                     remedy="check --coordinator and --run",
                 )
             self._spec = spec
@@ -159,9 +151,9 @@ class CoordinatorClient:
         try:
             lease = open_lease(answer.content, coordinators=self.roles().coordinator)
         except BadSignature as error:
-            raise self._not_believed(error) from error
+            raise self._http.not_believed(error) from error
         if lease.worker != self._key.public_hex or lease.run != self._run:
-            raise self._not_believed(BadSignature("a lease for another worker or run"))
+            raise self._http.not_believed(BadSignature("a lease for another worker or run"))
         with self._held:
             self._leases.add(lease_digest(answer.content))
         return answer.content
@@ -177,7 +169,7 @@ class CoordinatorClient:
         """
         lease = open_submission(envelope).lease
         try:
-            self._call("POST", "/v1/submissions", body=table, envelope=envelope)
+            self._http.call("POST", "/v1/submissions", body=table, envelope=envelope)
         except SubmissionRefused:
             self._forget(self._leases, lease)
             raise
@@ -202,11 +194,11 @@ class CoordinatorClient:
 
     def site(self) -> Site:
         """Where weights are served, and the files of the data, as the coordinator signed it."""
-        data = self._call("GET", "/v1/site", max_bytes=site_format.MAX_BYTES).content
+        data = self._http.call("GET", "/v1/site", max_bytes=site_format.MAX_BYTES).content
         try:
             return open_site(data, coordinators=self.roles().coordinator, run=self._run)
         except BadSignature as error:
-            raise self._not_believed(error) from error
+            raise self._http.not_believed(error) from error
 
     def fetch_data(self, file: SiteFile, path: Path) -> None:
         """Fetches a file of the data, checked against its digest; a whole file or none.
@@ -215,32 +207,10 @@ class CoordinatorClient:
             UserError: the disk is full, the file there is not the one that was listed, or it is
                 there no more.
         """
-        request = f"/v1/data/{file.digest}"
-        deadline, pause = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
-        while True:
-            try:
-                with self._http.stream("GET", request, headers=_AS_IT_IS) as answer:
-                    if answer.is_success:
-                        write_checked(path, answer.iter_raw(), size=file.bytes, digest=file.digest)
-                        return
-                    trouble = f"answers {answer.status_code}"
-                    if answer.is_client_error:
-                        raise UserError(
-                            f"GET {request}: {trouble}",
-                            place=f"coordinator {self._url}",
-                            remedy="its data changed: start the same command again",
-                        )
-            except httpx.TransportError as error:
-                trouble = str(error) or type(error).__name__
-            if time.monotonic() + pause > deadline:
-                raise UserError(
-                    f"GET {request}: {trouble}",
-                    place=f"coordinator {self._url}",
-                    remedy="check that the coordinator runs and that its address is right",
-                )
-            _log.warning("waiting for the coordinator %s: %s", self._url, trouble)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        self._http.stream(
+            f"/v1/data/{file.digest}",
+            lambda pieces: write_checked(path, pieces, size=file.bytes, digest=file.digest),
+        )
 
     def heartbeat(self, state: Mapping[str, Any]) -> None:
         """Says that the caller lives, and what it has done since its process began.
@@ -272,13 +242,13 @@ class CoordinatorClient:
 
     def download(self, digest: str) -> bytes:
         """The Parquet bytes of a submission; their digest is checked, their contents are not."""
-        data = self._call(
+        data = self._http.call(
             "GET",
             f"/v1/submissions/{digest}",
             max_bytes=largest_submission_bytes(self.spec()),
         ).content
         if digest_bytes(data) != digest:
-            raise self._not_believed(BadSignature(f"bytes that are not those of {digest}"))
+            raise self._http.not_believed(BadSignature(f"bytes that are not those of {digest}"))
         return data
 
     def verdict(self, envelope: bytes, table: bytes) -> None:
@@ -286,7 +256,7 @@ class CoordinatorClient:
 
         A second verdict on a submission is taken note of and changes nothing.
         """
-        self._call("POST", "/v1/verdicts", body=table, envelope=envelope)
+        self._http.call("POST", "/v1/verdicts", body=table, envelope=envelope)
         own = open_verdict(envelope, validators=frozenset({self._key.public_hex}))
         self._forget(self._claims, own.submission)
 
@@ -296,106 +266,13 @@ class CoordinatorClient:
 
     def _work_item(self, data: bytes) -> WorkItem:
         try:
-            answer = parse_object(data, max_bytes=_MAX_ANSWER_BYTES)
+            answer = parse_object(data, max_bytes=MAX_ANSWER_BYTES)
             lease, envelope = (str(answer[name]).encode() for name in ("lease", "envelope"))
             open_lease(lease, coordinators=self.roles().coordinator)
             submitted = open_submission(envelope)
         except (MalformedJson, KeyError, BadSignature) as error:
-            raise self._not_believed(error) from error
+            raise self._http.not_believed(error) from error
         return WorkItem(submitted.digest, lease, envelope)
 
     def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> httpx.Response:
-        return self._call("POST", path, body=canonical_json(dict(body)), wait_s=wait_s)
-
-    def _call(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: bytes = b"",
-        envelope: bytes | None = None,
-        wait_s: float = 0.0,
-        max_bytes: int = _MAX_ANSWER_BYTES,
-    ) -> httpx.Response:
-        """One request, signed anew and tried again until it is answered or the deadline passes."""
-        deadline = time.monotonic() + self._deadline_s + wait_s
-        pause, waiting = _FIRST_PAUSE_S, False
-        while True:
-            try:
-                # An attempt that begins late still has the time that an answer needs.
-                ends = time.monotonic() + min(_TIMEOUT_S, self._deadline_s) + wait_s
-                answer = self._try(
-                    method, path, body, envelope, wait_s, max_bytes, max(deadline, ends)
-                )
-                if not answer.is_server_error:
-                    break
-                trouble = f"answers {answer.status_code}: {_words(answer)}"
-            except httpx.TransportError as error:
-                trouble = f"cannot be reached: {error or type(error).__name__}"
-            if time.monotonic() + pause > deadline:
-                raise UserError(
-                    f"{trouble} (tried {method} {path} for {self._deadline_s:.0f} s)",
-                    place=f"coordinator {self._url}",
-                    remedy="check that the coordinator runs and that its address is right",
-                )
-            if not waiting:
-                _log.warning("waiting for the coordinator %s: %s", self._url, trouble)
-                waiting = True
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        if waiting:
-            _log.info("the coordinator %s answers again", self._url)
-        return self._checked(answer, f"{method} {path}")
-
-    def _try(
-        self,
-        method: str,
-        path: str,
-        body: bytes,
-        envelope: bytes | None,
-        wait_s: float,
-        max_bytes: int,
-        ends_at: float,
-    ) -> httpx.Response:
-        headers = sign_request(self._key, run=self._run, method=method, path=path, body=body)
-        if envelope is not None:
-            headers[ENVELOPE] = base64.b64encode(envelope).decode()
-        timeout = httpx.Timeout(_TIMEOUT_S, read=_TIMEOUT_S + wait_s)
-        with self._http.stream(
-            method, path, content=body, headers=headers, timeout=timeout
-        ) as answer:
-            content = bytearray()
-            for piece in answer.iter_raw():
-                content += piece
-                if len(content) > max_bytes:
-                    raise self._not_believed(
-                        BadSignature(f"{method} {path}: more than {max_bytes} bytes")
-                    )
-                if time.monotonic() > ends_at:  # the timeouts above are of each read alone
-                    raise httpx.ReadTimeout(f"after {len(content)} bytes the answer has no end")
-        # Without the headers: an answer is what came over the wire, never decompressed.
-        return httpx.Response(answer.status_code, content=bytes(content))
-
-    def _checked(self, answer: httpx.Response, request: str) -> httpx.Response:
-        if answer.status_code == httpx.codes.GONE:
-            raise RunFinished(_words(answer))
-        if answer.is_success:
-            return answer
-        refused = SubmissionRefused if answer.status_code == httpx.codes.CONFLICT else UserError
-        raise refused(
-            f"{request}: {answer.status_code}, {_words(answer)}", place=f"coordinator {self._url}"
-        )
-
-    def _not_believed(self, error: Exception) -> UserError:
-        return UserError(
-            f"an answer that is not to be believed: {error}",
-            place=f"coordinator {self._url}",
-            remedy="check --coordinator, --run and --public-key",
-        )
-
-
-def _words(answer: httpx.Response) -> str:
-    try:
-        return str(parse_object(answer.content, max_bytes=_MAX_ANSWER_BYTES)["error"])
-    except (MalformedJson, KeyError):
-        return answer.text[:200]
+        return self._http.call("POST", path, body=canonical_json(dict(body)), wait_s=wait_s)

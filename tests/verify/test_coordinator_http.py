@@ -1,0 +1,94 @@
+"""Requests to a coordinator: tried again while it is away, bounded, and refused in its words."""
+
+from __future__ import annotations
+
+import http.server
+import logging
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+
+from runspec.common.errors import UserError
+from runspec.common.keys import SigningKey
+from verify.coordinator_http import CoordinatorHttp, RunFinished, SubmissionRefused
+from verify.request_auth import ENVELOPE
+
+
+@contextmanager
+def server(*answers: tuple[int, bytes]) -> Iterator[tuple[CoordinatorHttp, list[dict[str, str]]]]:
+    """Gives some answers one after the other; a client of it, and the headers of what it asked."""
+    left, asked = list(answers), []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(dict(self.headers.items()))
+            status, body = left.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
+        thread = threading.Thread(target=serving.serve_forever, args=(0.01,))
+        thread.start()
+        url = f"http://127.0.0.1:{serving.server_port}/"
+        client = CoordinatorHttp(url, SigningKey.generate(), run="demo", deadline_s=5.0)
+        with closing(client):
+            yield client, asked
+        serving.shutdown()
+        thread.join()
+
+
+def test_a_request_is_signed_anew_until_it_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    # Given a coordinator that starts up
+    starting = (503, b'{"error": "starting"}')
+    with (
+        server(starting, starting, (200, b"here")) as (client, asked),
+        caplog.at_level(logging.INFO),
+    ):
+        # When it is asked
+        answer = client.call("GET", "/v1/roles", envelope=b"signed")
+    # Then the last answer counts, no signature came twice, and the log tells of it once
+    assert answer.content == b"here"
+    assert len({headers["Runspec-Nonce"] for headers in asked}) == 3
+    assert {headers[ENVELOPE] for headers in asked} == {"c2lnbmVk"}
+    told = [record.getMessage() for record in caplog.records if "coordinator" in record.message]
+    assert [told[0].rpartition(": ")[2], told[1].rpartition(" ")[2]] == ["starting", "again"]
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(410, RunFinished), (409, SubmissionRefused), (403, UserError)]
+)
+def test_a_refusal_is_in_the_words_of_the_coordinator(status: int, error: type[Exception]) -> None:
+    with (
+        server((status, b'{"error": "not you"}')) as (client, _),
+        pytest.raises(error, match="not you") as raised,
+    ):
+        client.call("GET", "/v1/roles")
+    assert type(raised.value) is error
+
+
+def test_more_bytes_than_were_asked_for_are_not_believed() -> None:
+    with server((200, b"x" * 11), (200, b"x" * 10)) as (client, _):
+        with pytest.raises(UserError, match="more than 10 bytes"):
+            client.call("GET", "/v1/roles", max_bytes=10)
+        assert client.call("GET", "/v1/roles", max_bytes=10).content == b"x" * 10
+
+
+def test_what_is_long_comes_in_pieces_and_what_is_not_there_is_named() -> None:
+    got: list[bytes] = []
+
+    def take(pieces: Iterable[bytes]) -> None:
+        got.append(b"".join(pieces))
+
+    with server((500, b"soon"), (200, b"x" * 100_000), (404, b"")) as (client, _):
+        client.stream("/v1/data/one", take)
+        with pytest.raises(UserError, match="/v1/data/two: answers 404"):
+            client.stream("/v1/data/two", take)
+    assert got == [b"x" * 100_000]

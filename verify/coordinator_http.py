@@ -1,0 +1,198 @@
+"""Requests to a coordinator in the name of one key: signed, bounded, tried again.
+
+What an answer means is the client's (`verify.client`); here is only that there is one.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import httpx
+
+from runspec.common.canonical import MalformedJson, parse_object
+from runspec.common.errors import UserError
+from runspec.common.keys import SigningKey
+from runspec.common.signed import BadSignature
+from verify.request_auth import ENVELOPE, sign_request
+
+_log = logging.getLogger(__name__)
+
+MAX_ANSWER_BYTES = 64 * 1024
+_AS_IT_IS = {"Accept-Encoding": "identity"}
+_TIMEOUT_S = 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+
+
+class RunFinished(Exception):
+    """The run has its last batch: there is no more work, and the caller may exit 0."""
+
+
+class SubmissionRefused(UserError):
+    """The coordinator will not take this submission (its lease expired, say); the next may do."""
+
+
+class CoordinatorHttp:
+    """Asks one coordinator; threads may share it.
+
+    Args:
+        url: like http://127.0.0.1:8000.
+        key: signs each request.
+        run: the run's name.
+        deadline_s: how long one call goes on trying while the coordinator cannot be reached,
+            answers 5xx or does not come to the end of its answer; then UserError.
+    """
+
+    def __init__(self, url: str, key: SigningKey, *, run: str, deadline_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._key, self._run, self._deadline_s = key, run, deadline_s
+        self._http = httpx.Client(base_url=self.url, timeout=_TIMEOUT_S, trust_env=False)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._http.close()
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes = b"",
+        envelope: bytes | None = None,
+        wait_s: float = 0.0,
+        max_bytes: int = MAX_ANSWER_BYTES,
+    ) -> httpx.Response:
+        """One request, signed anew and tried again until it is answered or the deadline passes.
+
+        Args:
+            method, path: of the request.
+            body: what it carries.
+            envelope: of a submission or verdict; goes into a header.
+            wait_s: how long the coordinator may wait before it answers, beside the deadline.
+            max_bytes: of the answer.
+
+        Raises:
+            RunFinished: the coordinator answers 410.
+            SubmissionRefused: it answers 409.
+            UserError: it refuses otherwise, is away until the deadline, or says too much.
+        """
+        deadline = time.monotonic() + self._deadline_s + wait_s
+        pause, waiting = _FIRST_PAUSE_S, False
+        while True:
+            try:
+                # An attempt that begins late still has the time that an answer needs.
+                ends = time.monotonic() + min(_TIMEOUT_S, self._deadline_s) + wait_s
+                answer = self._try(
+                    method, path, body, envelope, wait_s, max_bytes, max(deadline, ends)
+                )
+                if not answer.is_server_error:
+                    break
+                trouble = f"answers {answer.status_code}: {_words(answer)}"
+            except httpx.TransportError as error:
+                trouble = f"cannot be reached: {error or type(error).__name__}"
+            if time.monotonic() + pause > deadline:
+                raise UserError(
+                    f"{trouble} (tried {method} {path} for {self._deadline_s:.0f} s)",
+                    place=f"coordinator {self.url}",
+                    remedy="check that the coordinator runs and that its address is right",
+                )
+            if not waiting:
+                _log.warning("waiting for the coordinator %s: %s", self.url, trouble)
+                waiting = True
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        if waiting:
+            _log.info("the coordinator %s answers again", self.url)
+        return self._checked(answer, f"{method} {path}")
+
+    def stream(self, path: str, take: Callable[[Iterable[bytes]], None]) -> None:
+        """Fetches something long that everybody may have, asked for anew until all has come.
+
+        Args:
+            path: of the request.
+            take: is given the pieces, from the first one at each attempt.
+
+        Raises:
+            UserError: there is no such thing, or the coordinator is away until the deadline.
+        """
+        deadline, pause = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                with self._http.stream("GET", path, headers=_AS_IT_IS) as answer:
+                    if answer.is_success:
+                        take(answer.iter_raw())
+                        return
+                    trouble = f"answers {answer.status_code}"
+                    if answer.is_client_error:
+                        raise UserError(
+                            f"GET {path}: {trouble}",
+                            place=f"coordinator {self.url}",
+                            remedy="its data changed: start the same command again",
+                        )
+            except httpx.TransportError as error:
+                trouble = str(error) or type(error).__name__
+            if time.monotonic() + pause > deadline:
+                raise UserError(
+                    f"GET {path}: {trouble}",
+                    place=f"coordinator {self.url}",
+                    remedy="check that the coordinator runs and that its address is right",
+                )
+            _log.warning("waiting for the coordinator %s: %s", self.url, trouble)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _try(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        envelope: bytes | None,
+        wait_s: float,
+        max_bytes: int,
+        ends_at: float,
+    ) -> httpx.Response:
+        headers = sign_request(self._key, run=self._run, method=method, path=path, body=body)
+        if envelope is not None:
+            headers[ENVELOPE] = base64.b64encode(envelope).decode()
+        timeout = httpx.Timeout(_TIMEOUT_S, read=_TIMEOUT_S + wait_s)
+        with self._http.stream(
+            method, path, content=body, headers=headers, timeout=timeout
+        ) as answer:
+            content = bytearray()
+            for piece in answer.iter_raw():
+                content += piece
+                if len(content) > max_bytes:
+                    raise self.not_believed(
+                        BadSignature(f"{method} {path}: more than {max_bytes} bytes")
+                    )
+                if time.monotonic() > ends_at:  # the timeouts above are of each read alone
+                    raise httpx.ReadTimeout(f"after {len(content)} bytes the answer has no end")
+        # Without the headers: an answer is what came over the wire, never decompressed.
+        return httpx.Response(answer.status_code, content=bytes(content))
+
+    def _checked(self, answer: httpx.Response, request: str) -> httpx.Response:
+        if answer.status_code == httpx.codes.GONE:
+            raise RunFinished(_words(answer))
+        if answer.is_success:
+            return answer
+        refused = SubmissionRefused if answer.status_code == httpx.codes.CONFLICT else UserError
+        raise refused(
+            f"{request}: {answer.status_code}, {_words(answer)}", place=f"coordinator {self.url}"
+        )
+
+    def not_believed(self, error: Exception) -> UserError:
+        """What to raise of an answer that is not what the coordinator would say."""
+        return UserError(
+            f"an answer that is not to be believed: {error}",
+            place=f"coordinator {self.url}",
+            remedy="check --coordinator, --run and --public-key",
+        )
+
+
+def _words(answer: httpx.Response) -> str:
+    try:
+        return str(parse_object(answer.content, max_bytes=MAX_ANSWER_BYTES)["error"])
+    except (MalformedJson, KeyError):
+        return answer.text[:200]
