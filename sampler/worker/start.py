@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,33 +83,26 @@ def work(
         fetch_s=spec.verify.lease_timeout,
         log=log,
     )
-    try:
-        made = engine(pool)
-        try:
-            version, path = versions.first()
-            tasks = load_task_set(spec, path, options.data)
-            try:
-                _compare_data(client, tasks.data_digest)
-                log.info("starting vLLM with version %d, %d problems", version, len(tasks))
-                member = worker(
-                    client=client,
-                    key=key,
-                    versions=versions,
-                    engine=made,
-                    tasks=tasks,
-                    spec=spec,
-                    pool=pool,
-                    meter=meter,
-                    log=log,
-                )
-                member.load(version, path)
-                member.run(stop)
-            finally:
-                tasks.close()
-        finally:
-            made.close()
-    finally:
-        versions.close()
+    with ExitStack() as up:  # what came up last goes down first
+        up.enter_context(closing(versions))
+        made = up.enter_context(closing(engine(pool)))
+        version, path = versions.first()
+        tasks = up.enter_context(closing(load_task_set(spec, path, options.data)))
+        _compare_data(client, tasks.data_digest)
+        log.info("starting vLLM with version %d, %d problems", version, len(tasks))
+        member = worker(
+            client=client,
+            key=key,
+            versions=versions,
+            engine=made,
+            tasks=tasks,
+            spec=spec,
+            pool=pool,
+            meter=meter,
+            log=log,
+        )
+        member.load(version, path)
+        member.run(stop)
 
 
 def find_pool(spec: RunSpec, name: str) -> SamplerPool:
