@@ -42,7 +42,12 @@ _MIXED = re.compile(r"([-+]?)\s*(\d{1,50})\s+(\d{1,50})/(\d{1,50})")
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
 _POWER = re.compile(r"(?:\^|\*\*)\s*[{(]*\s*-?(\d+)(?:\s*[})]*\s*(?:\^|\*\*)\s*[{(]*\s*-?(\d+))?")
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{3,}")
-_KNOWN_WORDS = frozenset({"sqrt", "sin", "cos", "tan", "log", "exp", "inf", "cup", "union"})
+_KNOWN_WORDS = frozenset({"sqrt", "sin", "cos", "tan", "log", "exp", "inf", "cup", "union", "and"})
+_REPEATING = re.compile(
+    r"(?<![\d.])(\d{1,3}(?:,\d{3})+|\d{0,50})\.(\d{0,50})"
+    r"\\(?:overline|bar)\s*(?:\{\s*(\d{1,50})\s*\}|(\d))"
+)
+_STATED = re.compile(r"\b(?:answer|option|choice)\b[\s*]*(?:is\b|:)[\s*:]*([^\n]{1,80})$", re.I)
 
 
 class MathReward:
@@ -50,8 +55,8 @@ class MathReward:
 
     The verification is `{"ground_truth": truth}`, a text, a number or a list of them, of which one
     must be met; `#### 42` at the end of a worked solution (GSM8K) is read as 42. What counts is the
-    last `\\boxed{}` of the answer, else what follows its last `####`, else its last number or
-    formula.
+    last `\\boxed{}` of the answer, else what follows its last `####`, else the letter or the words
+    with which its last line ends after "answer is", else its last number or formula.
     """
 
     role: ClassVar[Literal["task", "length"]] = "task"
@@ -73,12 +78,13 @@ class MathReward:
         Raises:
             ValueError: the verification names no truth, or one that is over the limits.
         """
-        truths = [improper(truth) for truth in truths_of(problem.verification)]
-        found = [improper(candidate) for candidate in candidates(answer)]
-        if not found:
+        truths = [improper(exact(truth)) for truth in truths_of(problem.verification)]
+        read = candidates(answer)
+        if not read:
             return Score(0.0, "no answer")
-        if len(found[0]) > MAX_EXPRESSION_CHARS:
-            return Score(0.0, f"an answer of {len(found[0])} characters is not read")
+        if len(read[0]) > MAX_EXPRESSION_CHARS:
+            return Score(0.0, f"an answer of {len(read[0])} characters is not read")
+        found = [improper(exact(candidate)) for candidate in read]
         reason = f"answered {found[0][:80]!r}"
         for truth in truths:
             for candidate in found:
@@ -129,6 +135,9 @@ def candidates(answer: str) -> list[str]:
         lines = after.strip().splitlines()
         return [lines[0].strip()] if lines else []
     tail = answer.strip()[-MAX_TAIL_CHARS:]
+    stated = _STATED.search(tail)
+    if stated is not None and _word(stated[1]):
+        return [stated[1]]
     return [tail[:MAX_EXPRESSION_CHARS] if _is_formula(tail) else tail[-MAX_EXPRESSION_CHARS:]] * (
         tail != ""
     )
@@ -165,6 +174,11 @@ def too_large(text: str) -> bool:
         if power > MAX_EXPONENT:
             return True
     return False
+
+
+def exact(text: str) -> str:
+    """A text with its repeating decimals as fractions: `0.1\\overline{6}` as `\\frac{1}{6}`."""
+    return _REPEATING.sub(_as_fraction, text)
 
 
 def improper(text: str) -> str:
@@ -211,7 +225,7 @@ def _parsed(text: str) -> tuple[Any, ...]:
     from math_verify import parse
 
     if _is_formula(text):
-        inner = text.strip().strip("$").strip()
+        inner = text.strip().rstrip(".").strip("$").strip()
         if found := parse(f"$\\boxed{{{inner}}}$", parsing_timeout=STEP_S):
             return tuple(found)
     return tuple(parse(text, parsing_timeout=STEP_S))
@@ -229,6 +243,13 @@ def _undecorated(text: str) -> str:
         lambda found: f" {found[1] or found[2]}/{found[3] or found[4]} ", _DECORATION.sub("", text)
     )
     return fraction.replace("\\%", "%").strip().rstrip(".")
+
+
+def _as_fraction(found: re.Match[str]) -> str:
+    whole, once, again = found[1].replace(",", ""), found[2], found[3] or found[4]
+    value = Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
+    value += Fraction(f"{whole or 0}.{once}".rstrip("."))
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _word(text: str) -> str:
