@@ -132,8 +132,9 @@ def bf16_bits(hidden: np.ndarray) -> np.ndarray:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
+    """f32 [..., V]."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 @dataclass
@@ -210,36 +211,37 @@ def recomputed(
     temperature: float,
     truncation: Truncation | None = None,
 ) -> PrefillOutput:
+    """Claims of every output token. States follow one another, all the rest is done at once."""
     state = model.read(item.prompt_tokens)
-    hidden, logprobs, gaps = [], [], []
-    for position, token in enumerate(item.output_tokens):
-        row, logits = model.output(state)
-        scaled = logits / np.float32(temperature)
+    hidden, logits = [], []
+    for token in item.output_tokens:
+        row, scores = model.output(state)
         hidden.append(row)
-        noise = token_noise(item.noise_key or (0, 0), position)
-        if truncation is None:
-            noisy = scaled + noise
-            logprobs.append(log_softmax(scaled)[token])
-            gaps.append(noisy.max() - noisy[token])
-        else:
-            found = judged(np, scaled, noise, np.arange(VOCAB) == token, truncation)
-            logprobs.append(found[0])
-            gaps.append(found[1])
+        logits.append(scores)
         state = model.step(state, token)
+    scaled = np.array(logits) / np.float32(temperature)
+    noise = token_noise(item.noise_key or (0, 0), np.arange(len(scaled), dtype=np.int32)[:, None])
+    own = np.arange(VOCAB) == item.output_tokens[:, None]
+    if truncation is None:
+        noisy = scaled + noise
+        logprobs, gaps = log_softmax(scaled)[own], noisy.max(-1) - noisy[own]
+    else:
+        logprobs, gaps = judged(np, scaled, noise, own, truncation)
     return PrefillOutput(
-        logprobs=np.array(logprobs, np.float32),
+        logprobs=logprobs.astype(np.float32),
         hidden=bf16_bits(np.array(hidden)),
-        seeded_gap=None if item.noise_key is None else np.array(gaps, np.float32),
+        seeded_gap=None if item.noise_key is None else gaps.astype(np.float32),
     )
 
 
-def token_noise(key: tuple[int, int], position: int) -> np.ndarray:
+def token_noise(key: tuple[int, int], position: int | np.ndarray) -> np.ndarray:
+    """f32 [V] of a position, [n, V] of i32 [n, 1] positions."""
     with np.errstate(over="ignore"):  # 32-bit hashing wraps on purpose
         return gumbel(
             np,
             np.int32(key[0]),
             np.int32(key[1]),
-            np.int32(position),
+            np.asarray(position, np.int32),
             np.arange(VOCAB, dtype=np.int32),
         )
 
@@ -270,6 +272,7 @@ class Worker:
         """Output tokens: argmax(logits / T + noise) until the end token."""
         pool = self.spec.samplers[0]
         state = self.model.read(prompt)
+        noise = token_noise(key, np.arange(pool.max_new_tokens, dtype=np.int32)[:, None])
         tokens: list[int] = []
         while len(tokens) < pool.max_new_tokens and (not tokens or tokens[-1] != EOS):
             _, logits = self.model.output(state)
@@ -277,7 +280,7 @@ class Worker:
             if (rule := truncation_of(pool)) is not None:
                 least = thresholds(np, scaled, rule).kept
                 scaled = np.where(scaled >= least, scaled, -np.inf)
-            tokens.append(int(np.argmax(scaled + token_noise(key, len(tokens)))))
+            tokens.append(int(np.argmax(scaled + noise[len(tokens)])))
             state = self.model.step(state, tokens[-1])
         return tokens
 

@@ -20,24 +20,30 @@ from tests.sampler.tasks.conftest import laptop_spec
 from tests.sampler.tasks.row_files import FORMS, make_rows, source, write_jsonl
 
 PROMPTS_OF_LEASES = """\
-import json, sys
+import json, os, sys
 from pathlib import Path
 from runspec.spec.resolved import parse_resolved
 from verify.formats.lease import Lease, assignments
 from verify.plugins import load_task_set
 
-spec = parse_resolved(Path(sys.argv[1]).read_bytes(), place="spec")
-data = Path(sys.argv[3]) if len(sys.argv) > 3 else None
-tasks = load_task_set(spec, Path(sys.argv[2]), data)
-drawn = []
-for index in range(8):
-    lease = Lease(run="r", step=1, nonce="ab" * 32, worker="cd" * 32, pool="p", index=index,
-        groups=4, version=0, manifest_digest="ef" * 32, issued=1.0, expires=2.0)
-    for one in assignments(lease, n_problems=len(tasks), targets=tasks.targets):
-        problem = tasks.problem(one.problem)
-        drawn.append([problem.problem_id, tasks.prompt_tokens(one.problem, one.target)])
-print(json.dumps([tasks.data_digest, len(tasks), drawn]))
+def prompts(home, data_dir):
+    os.environ["XDG_CACHE_HOME"] = home
+    spec = parse_resolved((Path(home) / "spec.json").read_bytes(), place="spec")
+    tasks = load_task_set(spec, Path(sys.argv[1]), Path(data_dir) if data_dir else None)
+    drawn = []
+    for index in range(8):
+        lease = Lease(run="r", step=1, nonce="ab" * 32, worker="cd" * 32, pool="p", index=index,
+            groups=4, version=0, manifest_digest="ef" * 32, issued=1.0, expires=2.0)
+        for one in assignments(lease, n_problems=len(tasks), targets=tasks.targets):
+            problem = tasks.problem(one.problem)
+            drawn.append([problem.problem_id, tasks.prompt_tokens(one.problem, one.target)])
+    return [tasks.data_digest, len(tasks), drawn]
+
+print(json.dumps([prompts(*one) for one in json.load(sys.stdin)]))
 """
+GENERATED = "reasoning_gym"
+EVERY = [*FORMS, "gsm8k", GENERATED]
+COPIED = ["one_jsonl", "shards_of_parquet", "saved_dataset_dict"]
 
 
 def spec_of(form: str, folder: Path) -> RunSpec:
@@ -48,6 +54,7 @@ def spec_of(form: str, folder: Path) -> RunSpec:
         row["prompt"] = f"add {i} and {'x' * (i % 40)}"
         row["task_type"] = "reasoning_gym"
     if form == "gsm8k":
+        folder.mkdir(parents=True, exist_ok=True)
         path = folder / "gsm8k.jsonl"
         path.write_text(
             "".join(
@@ -56,7 +63,7 @@ def spec_of(form: str, folder: Path) -> RunSpec:
             )
         )
         one = source("gsm8k", path, task_types={"math": "reasoning_gym"})
-    elif form == "reasoning_gym":
+    elif form == GENERATED:
         return spec
     else:
         bounds = SolveRate(field="rate", min=0.1, max=0.9)
@@ -65,68 +72,98 @@ def spec_of(form: str, folder: Path) -> RunSpec:
     return spec.model_copy(update={"data": data})
 
 
-def prompts(
-    spec: RunSpec, tokenizer_dir: Path, home: Path, *, data_dir: Path | None = None, seed: str = "1"
-) -> list[object]:
-    """What another process draws, with nothing remembered."""
-    home.mkdir()
-    (home / "spec.json").write_bytes(dump_resolved(spec))
-    command = [sys.executable, "-c", PROMPTS_OF_LEASES, str(home / "spec.json"), str(tokenizer_dir)]
+Drawn = dict[str, list[object]]
+"""By form: digest of the data, number of problems, [problem_id, prompt tokens] of each draw."""
+
+
+def drawn_elsewhere(
+    specs: dict[str, RunSpec],
+    tokenizer_dir: Path,
+    home: Path,
+    *,
+    data: dict[str, Path] | None = None,
+    seed: str = "1",
+) -> Drawn:
+    """What another process draws from each spec in turn, with nothing remembered."""
+    asked = []
+    for form, spec in specs.items():
+        (home / form).mkdir(parents=True)
+        (home / form / "spec.json").write_bytes(dump_resolved(spec))
+        asked.append([str(home / form), str(data[form]) if data else None])
     done = subprocess.run(
-        [*command, *([str(data_dir)] if data_dir else [])],
+        [sys.executable, "-c", PROMPTS_OF_LEASES, str(tokenizer_dir)],
+        input=json.dumps(asked).encode(),
         capture_output=True,
-        env={**os.environ, "PYTHONHASHSEED": seed, "XDG_CACHE_HOME": str(home)},
-        timeout=120,
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        timeout=240,
         check=True,
     )
-    found: list[object] = json.loads(done.stdout)
-    return found
+    return dict(zip(specs, json.loads(done.stdout), strict=True))
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunSpec]:
+    """A spec of each form, and its files. The start of a process is most of what one takes."""
+    return {form: spec_of(form, tmp_path_factory.mktemp(form) / "here") for form in EVERY}
+
+
+@pytest.fixture(scope="module")
+def first(
+    specs: dict[str, RunSpec], tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Drawn:
+    return drawn_elsewhere(specs, tokenizer_dir, tmp_path_factory.mktemp("first"))
+
+
+@pytest.fixture(scope="module")
+def second(
+    specs: dict[str, RunSpec], tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Drawn:
+    """Drawn in the other order, so that nothing follows from what was built before."""
+    backwards = dict(reversed(specs.items()))
+    home = tmp_path_factory.mktemp("second")
+    return drawn_elsewhere(backwards, tokenizer_dir, home, seed="2")
+
+
+@pytest.fixture(scope="module")
+def copied(
+    specs: dict[str, RunSpec], tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Drawn:
+    """Drawn from copies of the files under their names, with the uri of another machine."""
+    renamed, copies = {}, {}
+    for form in COPIED:
+        spec, copies[form] = specs[form], tmp_path_factory.mktemp("there")
+        [one] = spec.data.sources
+        for name, path in source_files(one).items():
+            (copies[form] / one.name / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copies[form] / one.name / name)
+        gone = one.model_copy(update={"uri": "hf://datasets/not/here"})
+        data = spec.data.model_copy(update={"sources": [gone]})
+        renamed[form] = spec.model_copy(update={"data": data})
+    home = tmp_path_factory.mktemp("copied")
+    return drawn_elsewhere(renamed, tokenizer_dir, home, data=copies)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [*FORMS, "gsm8k", "reasoning_gym"])
+@pytest.mark.parametrize("form", EVERY)
 def test_two_processes_draw_the_same_prompts_from_the_same_leases(
-    tmp_path: Path, tokenizer_dir: Path, form: str
+    specs: dict[str, RunSpec], first: Drawn, second: Drawn, form: str
 ) -> None:
-    # Given a spec and its files
-    spec = spec_of(form, tmp_path)
-
-    # When two processes that share nothing else build its tasks
-    first = prompts(spec, tokenizer_dir, tmp_path / "one", seed="1")
-    second = prompts(spec, tokenizer_dir, tmp_path / "two", seed="2")
-
-    # Then leases mean the same prompts, and some rows were left out by both
-    assert first == second
-    digest, count, drawn = first
-    assert digest == data_digest(spec)
+    # Given two processes that share nothing else and built the tasks of a spec and its files, then
+    # leases mean the same prompts, and some rows were left out by both
+    assert first[form] == second[form]
+    digest, count, drawn = first[form]
+    assert digest == data_digest(specs[form])
     assert isinstance(drawn, list)
     assert len(drawn) == 32
-    assert form == "reasoning_gym" or (isinstance(count, int) and 50 < count < 290)
+    assert form == GENERATED or (isinstance(count, int) and 50 < count < 290)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["one_jsonl", "shards_of_parquet", "saved_dataset_dict"])
+@pytest.mark.parametrize("form", COPIED)
 def test_a_volunteers_copy_of_the_files_means_the_same(
-    tmp_path: Path, tokenizer_dir: Path, form: str
+    first: Drawn, copied: Drawn, form: str
 ) -> None:
-    # Given the files that the source names, copied elsewhere under their names
-    spec = spec_of(form, tmp_path / "here")
-    [one] = spec.data.sources
-    copies = tmp_path / "there"
-    for name, path in source_files(one).items():
-        (copies / one.name / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copies / one.name / name)
-    here = prompts(spec, tokenizer_dir, tmp_path / "one")
-
-    # When a process has only these, and the uri of another machine
-    gone = one.model_copy(update={"uri": "hf://datasets/not/here"})
-    data = spec.data.model_copy(update={"sources": [gone]})
-    there = prompts(
-        spec.model_copy(update={"data": data}), tokenizer_dir, tmp_path / "two", data_dir=copies
-    )
-
-    # Then it draws the same prompts
-    assert there == here
+    assert copied[form] == first[form]
 
 
 def test_the_rows_left_out_do_not_depend_on_what_is_remembered(

@@ -72,9 +72,16 @@ def graded(graders: Graders, worked: list[str], answer: Callable[[str], str]) ->
     return rewards
 
 
-FORMS = {
+def one_of_each(gsm8k: list[str]) -> list[str]:
+    """A worked solution for each final answer, where nothing else of it is in what is graded."""
+    return list({final(worked): worked for worked in gsm8k}.values())
+
+
+WHOLE = {
     "as it stands": final,
     "the whole solution": lambda worked: worked,
+}
+FORMS = {
     "without separators": lambda worked: final(worked).replace(",", ""),
     "boxed": lambda worked: rf"So it is \boxed{{{final(worked)}}}.",
     "a sentence": lambda worked: f"The answer is ${final(worked)}.",
@@ -87,11 +94,21 @@ NEAR_MISSES = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", WHOLE)
 def test_every_gold_answer_of_gsm8k_earns_1(graders: Graders, gsm8k: list[str], form: str) -> None:
-    rewards = graded(graders, gsm8k, FORMS[form])
+    rewards = graded(graders, gsm8k, WHOLE[form])
     assert len(rewards) == 8792
     assert [w[-40:] for w, r in zip(gsm8k, rewards, strict=True) if r != 1.0] == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_final_answer_of_gsm8k_earns_1_in_other_forms(
+    graders: Graders, gsm8k: list[str], form: str
+) -> None:
+    worked = one_of_each(gsm8k)
+    rewards = graded(graders, worked, FORMS[form])
+    assert len(rewards) == 983
+    assert [w[-40:] for w, r in zip(worked, rewards, strict=True) if r != 1.0] == []
 
 
 @pytest.mark.parametrize("miss", NEAR_MISSES)
@@ -100,8 +117,10 @@ def test_a_near_miss_of_gsm8k_earns_0(graders: Graders, gsm8k: list[str], miss: 
         wrong = NEAR_MISSES[miss](value(worked))
         return f"{float(wrong):.10f}".rstrip("0").rstrip(".")
 
-    rewards = graded(graders, gsm8k, decimal)
-    assert [w[-40:] for w, r in zip(gsm8k, rewards, strict=True) if r != 0.0] == []
+    worked = one_of_each(gsm8k)
+    rewards = graded(graders, worked, decimal)
+    assert len(rewards) == 983
+    assert [w[-40:] for w, r in zip(worked, rewards, strict=True) if r != 0.0] == []
 
 
 def programs(rows: list[dict[str, Any]], completion: Callable[[dict[str, Any]], str]) -> list:
