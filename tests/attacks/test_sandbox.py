@@ -90,7 +90,7 @@ def test_what_namespaces_show_is_the_readable_and_the_scratch_alone(
     places = ["/proc/self", "/sys/kernel", "/etc/passwd", ROOT / "pyproject.toml", secret.parent]
     hidden = [str(place) for place in (*places, secret)]
     assert secret.read_text() == CANARY
-    assert [name for name in hidden if os.path.exists(name)] == hidden
+    assert [name for name in hidden if Path(name).exists()] == hidden
     # When a program asks for their names
     source = f"""
 print(sorted(os.listdir({str(tmp_path)!r})), open({str(tmp_path / "readable" / "a.txt")!r}).read())
