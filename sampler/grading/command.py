@@ -38,7 +38,7 @@ def add_commands(commands: Commands) -> None:
         help="grade a file of answers",
         description="Grades each line of a JSON Lines file: an object with task_type, completion, "
         "verification_info (an object, or one as a JSON string) and, if wanted, id and timeout "
-        "(seconds). What is graded is the text after the last </think>, or the whole completion "
+        "(seconds). What is graded is the text after the first </think>, or the whole completion "
         "where there is none. Exit code: 0 all lines were graded, 1 some are errors, 2 bad usage.",
     )
     grade.add_argument("file", type=Path, metavar="FILE.jsonl", help="`-` reads standard input")

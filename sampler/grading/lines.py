@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from sampler.grading.answers import Answer
-from sampler.tasks.prompts import THINK_END
+from sampler.tasks.prompts import answer_in
 from verify.plugins import Problem
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -46,9 +46,10 @@ def read_lines(file: BinaryIO) -> Iterator[Line]:
 
 
 def answer_of(completion: str) -> str:
-    """What is graded of a completion: the text after its last `</think>`, or all of it where it
-    has none."""
-    return completion.rpartition(THINK_END)[2].strip()
+    """What is graded of a completion: its answer as in training, or all of it where no thinking
+    ends in it."""
+    answer = answer_in(completion)
+    return completion.strip() if answer is None else answer
 
 
 def _line(number: int, data: bytes) -> Line:

@@ -19,6 +19,16 @@ from sampler.tasks.tokenizer_files import TokenizerFiles
 THINK, THINK_END = "<think>", "</think>"
 
 
+def answer_in(output: str) -> str | None:
+    """The answer in a text that a model wrote: what follows its first `</think>`, None without one.
+
+    The thinking ends once. A later `</think>` is a part of the answer: were it the last one that
+    counts, a model could answer, look at it, and answer anew.
+    """
+    _, think_end, answer = output.partition(THINK_END)
+    return answer.strip() if think_end else None
+
+
 @dataclass(frozen=True)
 class PromptForm:
     """How a problem is put to the policy: the fields of `data` that say so."""
@@ -166,7 +176,8 @@ class PromptCodec:
         return token
 
     def answer(self, output_tokens: Sequence[int]) -> str | None:
-        """The text between the first `</think>` and the end token, None where either is missing.
+        """The text between the first `</think>` and the end token, None where either is missing;
+        see `answer_in`.
 
         An output that was cut off has no answer, whatever it says so far.
         """
@@ -174,5 +185,4 @@ class PromptCodec:
         known = all(0 <= token < self._size for token in tokens)
         if not tokens or tokens[-1] != self.eos_token_id or not known:
             return None
-        _, think_end, answer = self.decode(tokens[:-1]).partition(THINK_END)
-        return answer.strip() if think_end else None
+        return answer_in(self.decode(tokens[:-1]))

@@ -143,13 +143,14 @@ def test_an_installed_package_grades_the_lines_of_its_type(
     ("completion", "answer"),
     [
         ("<think>a</think> b ", "b"),
-        ("a</think>b</think>c", "c"),
+        ("a</think>b</think>c", "b</think>c"),
+        ("<think>a</think>b<think>c</think>d", "b<think>c</think>d"),
         ("b", "b"),
         ("<think>a", "<think>a"),
         ("a</think>", ""),
     ],
 )
-def test_the_answer_is_what_follows_the_last_think_or_all(completion: str, answer: str) -> None:
+def test_the_answer_is_what_follows_the_first_think_or_all(completion: str, answer: str) -> None:
     assert answer_of(completion) == answer
 
 
