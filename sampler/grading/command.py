@@ -19,7 +19,7 @@ from runspec.spec.schema import Reward
 from sampler.grading.answers import Answer, Result
 from sampler.grading.graders import Graders
 from sampler.grading.lines import Line, read_lines
-from sampler.tasks.interfaces import find_kind
+from sampler.tasks.interfaces import completed, find_kind
 from verify.plugins import GraderFault
 
 NAMES = ("grade", "rewards")
@@ -83,13 +83,13 @@ def list_rewards(out: TextIO) -> int:
 def _about(point: EntryPoint) -> tuple[str, str, str, str, str]:
     source = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
     try:
-        kind = point.load()
+        kind = completed(point.load())
     except Exception as error:  # noqa: BLE001 - a package may break in any way at its import
         return point.name, "broken", f"{type(error).__name__}: {error}"[:80], "", source
-    if kind.role != "task":
+    if kind.role == "length":
         return point.name, kind.role, "the caller", "yes", source
-    where = "grader process" if getattr(kind, "isolated", True) else "sandbox of its own"
-    return point.name, "task", where, "yes" if getattr(kind, "repeatable", True) else "no", source
+    where = "grader process" if kind.isolated else "sandbox of its own"
+    return point.name, kind.role, where, "yes" if kind.repeatable else "no", source
 
 
 def _grade(lines: Iterator[Line], out: TextIO, *, as_json: bool) -> int:

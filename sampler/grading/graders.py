@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from functools import partial
-from typing import Any
 
 from runspec.spec.schema import Reward
 from sampler.grading.answers import (
@@ -24,7 +23,6 @@ from sampler.grading.pool import GraderPool, GradersClosed
 from sampler.grading.process import GraderProcess, TermSource
 from sampler.tasks.interfaces import Score, TaskTerm, make_term, reward_entry_point
 
-DEFAULT_TIMEOUT_S = 10.0
 _GRACE_S = 30.0
 """How much longer than its timeout a term with limits of its own may take."""
 _LOOK_S = 0.5
@@ -47,11 +45,11 @@ class Graders:
         self._threaded: dict[str, TaskTerm] = {}
         isolated: dict[str, TermSource] = {}
         for reward in rewards:
-            term: Any = make_term(reward)
-            if term.role != "task":
+            term = make_term(reward)
+            if term.role == "length":
                 continue
             self._rules[reward.kind] = rules_of(term, reward)
-            if getattr(term, "isolated", True):
+            if term.isolated:
                 isolated[reward.kind] = TermSource(reward, reward_entry_point(reward))
             else:
                 self._threaded[reward.kind] = term
@@ -161,13 +159,10 @@ class _Call:
         return checked(problem, given)
 
 
-def rules_of(term: Any, reward: Reward) -> TermRules:
+def rules_of(term: TaskTerm, reward: Reward) -> TermRules:
     """What a term says of itself, with the spec's timeout where it gives one."""
-    timeout = reward.timeout
-    if timeout is None:
-        timeout = getattr(term, "timeout_s", DEFAULT_TIMEOUT_S)
     return TermRules(
-        timeout_s=float(timeout),
-        repeatable=bool(getattr(term, "repeatable", True)),
-        limits_blame_answer=bool(getattr(term, "limits_blame_answer", False)),
+        timeout_s=float(term.timeout_s if reward.timeout is None else reward.timeout),
+        repeatable=bool(term.repeatable),
+        limits_blame_answer=bool(term.limits_blame_answer),
     )

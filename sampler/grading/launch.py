@@ -68,7 +68,8 @@ def require_graders(spec: RunSpec) -> None:
     """
     untrusted = [pool.name for pool in spec.samplers if pool.trust == "untrusted"]
     for reward in spec.reward:
-        if not getattr(find_kind(reward.kind), "executes_answers", False):
+        kind = find_kind(reward.kind)
+        if kind.role == "length" or not kind.executes_answers:
             continue
         if untrusted and not reward.sandboxed:
             raise UserError(

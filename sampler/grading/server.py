@@ -10,10 +10,11 @@ import json
 import math
 import os
 import sys
+from operator import attrgetter
 from typing import Any, BinaryIO
 
 from runspec.spec.schema import Reward
-from sampler.tasks.interfaces import Score, TaskTerm
+from sampler.tasks.interfaces import Score, TaskTerm, completed
 from verify.plugins import Problem
 
 MAX_REASON = 400
@@ -50,13 +51,11 @@ def _grade(term: TaskTerm, answer: str, problem: Problem) -> dict[str, Any]:
 
 
 def _make(module: str, attribute: str, reward: dict[str, Any]) -> TaskTerm:
-    kind: Any = importlib.import_module(module)
-    for name in attribute.split("."):
-        kind = getattr(kind, name)
-    term: TaskTerm = kind(Reward.model_validate(reward))
-    prepare = getattr(term, "prepare", None)
-    if prepare is not None:
-        prepare()
+    kind = completed(attrgetter(attribute)(importlib.import_module(module)))
+    term = kind(Reward.model_validate(reward))
+    if term.role == "length":
+        raise TypeError(f"{module}:{attribute} grades lengths, not answers")
+    term.prepare()
     return term
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from types import new_class
 from typing import Any, ClassVar, Literal, Protocol
 
 from runspec.common.errors import UserError
@@ -61,11 +62,11 @@ class Score:
 
 
 class TaskTerm(Protocol):
-    """Grades answers: the task reward T. Made as `kind(reward)`, cheaply: every process of a run
-    makes one, and only graders call it. The attributes but `role` may be left out; what is said
-    here is then taken."""
+    """Grades answers: the task reward T. Making one is cheap: every process of a run does, and only
+    graders call it. All but `role` and `score` may be left out; what is said
+    here is then taken, whether a class derives from this one or not (`completed`)."""
 
-    role: ClassVar[Literal["task", "length"]]
+    role: ClassVar[Literal["task"]] = "task"
     isolated: ClassVar[bool] = True
     """Whether `score` runs in a grader process (`sampler.grading`): no network, no environment,
     nothing to write to. Without it, in a thread of the caller, for terms that start a sandbox of
@@ -81,22 +82,32 @@ class TaskTerm(Protocol):
     """What an answer gets on which the grader process runs out of time or memory: a reward of 0
     where the answer alone decides how much work there is, else no reward but a fault."""
 
+    def __init__(self, reward: Reward) -> None:
+        """Reads the reward's settings, where it has any."""
+
     def score(self, problem: Problem, answer: str) -> Score | float:
         """T of an answer (the text after `</think>`). What it raises counts as a fault of its own,
         not of the answer."""
 
     def prepare(self) -> None:
         """What takes time before the first answer (imports, tables). A grader process calls it
-        once, before any deadline runs. May be left out."""
+        once, before any deadline runs."""
 
 
 class LengthTerm(Protocol):
-    """Judges lengths: the length term P. Made as `kind(reward)`."""
+    """Judges lengths: the length term P."""
 
-    role: ClassVar[Literal["task", "length"]]
+    role: ClassVar[Literal["length"]] = "length"
+
+    def __init__(self, reward: Reward) -> None:
+        """Reads the reward's settings."""
 
     def penalty(self, task_reward: float, target: int, length: int) -> float:
         """P such that the reward is R = T + P; length counts all output tokens."""
+
+
+Kind = type[TaskTerm] | type[LengthTerm]
+"""The class of a kind of reward."""
 
 
 def make_source(source: Source, seed: int, keep: Keep) -> ProblemSource:
@@ -106,9 +117,9 @@ def make_source(source: Source, seed: int, keep: Keep) -> ProblemSource:
     return made
 
 
-def make_term(reward: Reward) -> Any:
-    """A `TaskTerm` or a `LengthTerm`; its `role` says which."""
-    return reward_entry_point(reward).load()(reward)
+def make_term(reward: Reward) -> TaskTerm | LengthTerm:
+    """What grades by a reward; its `role` says which of the two it is."""
+    return completed(reward_entry_point(reward).load())(reward)
 
 
 def length_term(rewards: Sequence[Reward]) -> LengthTerm | None:
@@ -116,18 +127,30 @@ def length_term(rewards: Sequence[Reward]) -> LengthTerm | None:
     for reward in rewards:
         term = make_term(reward)
         if term.role == "length":
-            found: LengthTerm = term
-            return found
+            return term
     return None
 
 
-def find_kind(kind: str) -> Any:
+def find_kind(kind: str) -> Kind:
     """The class of a kind of reward.
 
     Raises:
         UserError: no installed package offers it.
     """
-    return _plugin(REWARD_GROUP, kind, "reward")
+    return completed(_plugin(REWARD_GROUP, kind, "reward"))
+
+
+def completed(kind: Any) -> Kind:
+    """A class that a plug-in offers, with what it leaves out.
+
+    A task term that does not derive from `TaskTerm` is given it as its last base: what the class
+    says of itself goes before.
+    """
+    if kind.role == "task" and TaskTerm not in kind.__mro__:
+        made: Kind = new_class(kind.__name__, (kind, TaskTerm))
+        return made
+    found: Kind = kind
+    return found
 
 
 def reward_entry_point(reward: Reward) -> EntryPoint:

@@ -6,26 +6,21 @@ import importlib
 import json
 import math
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any
 
-from runspec.spec.schema import Reward
+from sampler.tasks.interfaces import TaskTerm
 from verify.plugins import Problem
 
 _KEPT_DATASETS = 64
 
 
-class GymReward:
+class GymReward(TaskTerm):
     """The scorer of the problem's own generator, made binary: full credit or none.
 
     Partial credit would pay for guesses: a word that ends in the right letters, say. The
     verification names the generator (`dataset`, `params`, `seed`, `size`) and the problem's
     `index`; the problem is made again from them.
     """
-
-    role: ClassVar[Literal["task", "length"]] = "task"
-
-    def __init__(self, reward: Reward) -> None:
-        """There is nothing to set."""
 
     def prepare(self) -> None:
         """Imports reasoning-gym."""

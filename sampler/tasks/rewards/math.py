@@ -12,10 +12,9 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from runspec.spec.schema import Reward
-from sampler.tasks.interfaces import Score
+from sampler.tasks.interfaces import Score, TaskTerm
 from verify.plugins import Problem
 
 MAX_TRUTH_CHARS = 4096
@@ -50,7 +49,7 @@ _REPEATING = re.compile(
 _STATED = re.compile(r"\b(?:answer|option|choice)\b[\s*]*(?:is\b|:)[\s*:]*([^\n]{1,80})$", re.I)
 
 
-class MathReward:
+class MathReward(TaskTerm):
     """1 for an answer that equals one of the truths, else 0.
 
     The verification is `{"ground_truth": truth}`, a text, a number or a list of them, of which one
@@ -59,12 +58,8 @@ class MathReward:
     with which its last line ends after "answer is", else its last number or formula.
     """
 
-    role: ClassVar[Literal["task", "length"]] = "task"
     repeatable: ClassVar[bool] = False
     limits_blame_answer: ClassVar[bool] = True
-
-    def __init__(self, reward: Reward) -> None:
-        """There is nothing to set."""
 
     def prepare(self) -> None:
         """Imports math-verify and sympy."""

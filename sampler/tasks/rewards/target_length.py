@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 from runspec.common.errors import UserError
 from runspec.spec.schema import Reward
+from sampler.tasks.interfaces import LengthTerm
 
 
-class TargetLengthReward:
+class TargetLengthReward(LengthTerm):
     """P of R = T + P (DESIGN, "The mathematics"), by `form`, with l the output's length in tokens:
 
     - `exact`: R = T - alpha |target - l| (INTELLECT-2, section 3.1.2);
@@ -18,8 +17,6 @@ class TargetLengthReward:
     Raises:
         UserError: no form, or no alpha where the form needs one.
     """
-
-    role: ClassVar[Literal["task", "length"]] = "length"
 
     def __init__(self, reward: Reward) -> None:
         if reward.form is None or (reward.alpha is None and reward.form != "clip"):

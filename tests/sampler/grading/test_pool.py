@@ -18,7 +18,7 @@ from runspec.common.errors import UserError
 from sampler.grading.answers import MAX_ANSWER_CHARS
 from sampler.grading.graders import Graders
 from sampler.grading.pool import GradersClosed
-from sampler.tasks.interfaces import Score
+from sampler.tasks.interfaces import Score, completed
 from tests.sampler.grading.plugin import answers, install_term, reward
 from tests.waiting import eventually
 from verify.plugins import GraderFault, Problem
@@ -74,7 +74,7 @@ def test_terms_that_hang_in_every_thread_stall_no_answer_behind_them(
                 end.wait()
             return float(answer)
 
-    monkeypatch.setattr("sampler.grading.graders.make_term", lambda _: Term())
+    monkeypatch.setattr("sampler.grading.graders.make_term", completed(Term))
     monkeypatch.setattr("sampler.grading.graders._GRACE_S", 0.5)
     # When they are graded
     with closing(Graders([reward("chess")], processes=2)) as graders:

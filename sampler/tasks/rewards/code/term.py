@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from runspec.spec.schema import Reward
 from sampler.grading.launch import launcher
 from sampler.sandbox import Limits
-from sampler.tasks.interfaces import Score
+from sampler.tasks.interfaces import Score, TaskTerm
 from sampler.tasks.rewards.code.formats import read_tests
 from sampler.tasks.rewards.code.judge import Judge
 from sampler.tasks.rewards.code.program import program_of
@@ -24,7 +24,7 @@ LIMITS = Limits(
 )
 
 
-class CodeReward:
+class CodeReward(TaskTerm):
     """1 for a Python program that passes all tests of its problem, else 0 with the reason.
 
     The program is the answer's last fenced code block, or the answer. It runs in a sandbox of its
@@ -34,7 +34,6 @@ class CodeReward:
         UserError: no sandbox works on this machine, and the spec does not say `sandboxed: false`.
     """
 
-    role: ClassVar[Literal["task", "length"]] = "task"
     isolated: ClassVar[bool] = False
     repeatable: ClassVar[bool] = False
     executes_answers: ClassVar[bool] = True

@@ -1,0 +1,114 @@
+"""What a package may leave out of its reward, and what is then taken."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from runspec.spec.schema import Reward
+from sampler.grading.answers import Answer, TermRules
+from sampler.grading.graders import Graders
+from sampler.tasks.interfaces import Score, TaskTerm, completed, find_kind
+from sampler.tasks.rewards.target_length import TargetLengthReward
+from verify.plugins import Problem
+
+REWARD = Reward.model_validate({"name": "term", "kind": "chess"})
+PACKAGE = """\
+from sampler.tasks.interfaces import Score, TaskTerm
+
+class Bare:
+    role = "task"
+
+    def __init__(self, reward):
+        self.score = lambda problem, answer: float(answer)
+
+class Derived(TaskTerm):
+    limits_blame_answer = True
+    timeout_s = 3.0
+
+    def prepare(self):
+        self.factor = 0.5
+
+    def score(self, problem, answer):
+        return Score(self.factor * float(answer), "half")
+"""
+
+
+def test_a_class_with_no_more_than_a_role_and_a_score_gets_the_defaults() -> None:
+    class Bare:
+        role = "task"
+
+        def __init__(self, reward: Reward) -> None:
+            self.kind = reward.kind
+
+        def score(self, problem: Problem, answer: str) -> float:
+            return float(answer)
+
+    kind = completed(Bare)
+    assert kind.role == "task"
+    assert (kind.isolated, kind.repeatable, kind.timeout_s) == (True, True, 10.0)
+    assert (kind.executes_answers, kind.limits_blame_answer) == (False, False)
+    term = kind(REWARD)
+    assert isinstance(term, Bare) and term.kind == "chess"
+    term.prepare()
+    assert term.score(Problem("p", "chess", "", {}), "0.5") == 0.5
+
+
+def test_what_a_class_says_of_itself_goes_before_the_defaults() -> None:
+    class Base:
+        repeatable: ClassVar[bool] = False
+
+        def prepare(self) -> None:
+            self.ready = True
+
+    class Term(Base):
+        role = "task"
+        timeout_s = 2.0
+
+    kind = completed(Term)
+    assert kind.role == "task"
+    assert (kind.repeatable, kind.timeout_s, kind.isolated) == (False, 2.0, True)
+    term = kind(REWARD)
+    term.prepare()
+    assert isinstance(term, Term) and term.ready
+
+
+@pytest.mark.parametrize("name", ["math", "code", "reasoning_gym"])
+def test_our_own_terms_derive_from_the_interface_and_are_taken_as_they_are(name: str) -> None:
+    kind = find_kind(name)
+    assert TaskTerm in kind.__mro__
+    assert completed(kind) is kind
+
+
+def test_a_length_term_is_taken_as_it_is() -> None:
+    assert find_kind("target_length") is TargetLengthReward
+
+
+@pytest.mark.slow
+def test_a_package_may_derive_from_the_interface_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a package with a reward of either sort
+    package = tmp_path / "chess_kinds-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: chess-kinds\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(
+        "[runspec.rewards]\nbare = chess_kinds:Bare\nderived = chess_kinds:Derived\n"
+    )
+    (tmp_path / "chess_kinds.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards = [Reward.model_validate({"name": k, "kind": k}) for k in ("bare", "derived")]
+    asked = [Answer(Problem("p", kind, "", {}), "1") for kind in ("bare", "derived")]
+    # When grader processes grade by both
+    with closing(Graders(rewards, processes=1)) as graders:
+        results = graders.score(asked)
+        rules = dict(graders.rules)
+    # Then each is graded by its own rules
+    assert results == [Score(1.0), Score(0.5, "half")]
+    assert rules == {
+        "bare": TermRules(timeout_s=10.0, repeatable=True, limits_blame_answer=False),
+        "derived": TermRules(timeout_s=3.0, repeatable=True, limits_blame_answer=True),
+    }
