@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -45,7 +46,7 @@ def launcher(*, required: bool, place: str) -> Launcher:
     """The sandbox where one works.
 
     Args:
-        required: whether there must be one; else its absence is a warning.
+        required: whether there must be one; else its absence is a warning, once.
         place: what needs it, for messages.
 
     Raises:
@@ -55,7 +56,8 @@ def launcher(*, required: bool, place: str) -> Launcher:
         sandbox.require(place)
     if sandbox.probe().isolates:
         return SANDBOX
-    _warn(place)
+    with _WARNING:  # several graders start at once, and a cache lets two in
+        _warn(place)
     return UNCONFINED
 
 
@@ -82,10 +84,13 @@ def require_graders(spec: RunSpec) -> None:
             sandbox.require(f"reward.{reward.name}")
 
 
+_WARNING = threading.Lock()
+
+
 @cache
 def _warn(place: str) -> None:
     logging.getLogger(__name__).warning(
-        "%s: no sandbox works on this machine; answers are graded in processes without one "
-        "(docs/sandbox.md)",
+        "%s: no sandbox works on this machine; answers are graded in processes without one. "
+        "`python -m sampler.sandbox` names what to switch on (docs/sandbox.md, Making it work)",
         place,
     )

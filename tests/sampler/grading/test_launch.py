@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -78,13 +80,44 @@ def test_graders_need_no_engine_and_import_no_term_before_it_is_asked() -> None:
 
 
 @pytest.mark.slow
-def test_mathematics_is_graded_without_a_sandbox_and_says_so(
+def test_mathematics_is_graded_without_a_sandbox_and_says_so_once_with_the_remedy(
     bare: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), closing(Graders([reward("math")])) as graders:
-        right = Answer(Problem("p", "math", "", {"ground_truth": "1/2"}), "0.5")
-        assert graders.score([right]) == [Score(1.0)]
-    assert "no sandbox works on this machine" in caplog.text
+    # Given more than one grader process' share of answers
+    right = Answer(Problem("p", "math", "", {"ground_truth": "1/2"}), "0.5")
+    # When they are graded where no sandbox works
+    with (
+        caplog.at_level(logging.WARNING),
+        closing(Graders([reward("math")], processes=2)) as graders,
+    ):
+        assert graders.score([right] * 40) == [Score(1.0)] * 40
+        started = len(graders._pool._alive)
+    # Then one line says so, whatever the number of processes, and what to do
+    assert started == 2
+    (warning,) = [r.getMessage() for r in caplog.records if r.name == launch.__name__]
+    assert warning.startswith("reward: no sandbox works on this machine")
+    assert "`python -m sampler.sandbox` names what to switch on" in warning
+
+
+def test_threads_that_need_a_launcher_at_once_warn_once(
+    bare: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a log that is slow to take a line
+    handle = logging.Logger.handle
+
+    def slow(logger: logging.Logger, record: logging.LogRecord) -> None:
+        time.sleep(0.05)
+        handle(logger, record)
+
+    monkeypatch.setattr(logging.Logger, "handle", slow)
+    # When eight threads ask for the launcher at the same time
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(8) as threads:
+        found = list(
+            threads.map(lambda _: launch.launcher(required=False, place="reward"), range(8))
+        )
+    # Then all get the one without walls, and the log tells it once
+    assert found == [launch.UNCONFINED] * 8
+    assert len([r for r in caplog.records if r.name == launch.__name__]) == 1
 
 
 @pytest.mark.slow
