@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -211,9 +211,12 @@ def test_the_map_covers_each_leaf_once_and_inverts_itself(
     entries = weight_map(config)
     assert len({entry.path for entry in entries}) == len(entries) == leaves
     for entry in entries:
-        part = np.arange(np.prod(entry.shape)).reshape(entry.shape).astype(ml_dtypes.bfloat16)
-        np.testing.assert_array_equal(entry.to_tree(entry.to_hf(part)), part)
-        assert entry.to_hf(part).shape == entry.hf_shape
+        # all numbers differ, so that each is seen to be in its place: matrices are transposed
+        part = np.arange(math.prod(entry.shape), dtype=np.float32).reshape(entry.shape)
+        matrix = len(entry.hf_shape) == 2 and entry.path != ("embed",)
+        expected = part.reshape(entry.hf_shape[::-1]).T if matrix else part.reshape(entry.hf_shape)
+        np.testing.assert_array_equal(entry.to_hf(part), expected, strict=True)
+        np.testing.assert_array_equal(entry.to_tree(entry.to_hf(part)), part, strict=True)
 
 
 def test_linear_layers_are_stored_out_by_in(make_model: MakeModel) -> None:

@@ -59,13 +59,19 @@ def test_the_order_is_the_manifests_not_the_files(run: Any) -> None:
 
 def test_a_submission_that_no_manifest_names_is_not_opened(run: Any) -> None:
     # given a step, and beside its files a submission and a verdict of garbage
-    named = run.add_step(0, version=0)
+    run.add_step(0, version=0)
+    reader = reader_of(run)
+    alone = reader.read(reader.manifest(0))
     stranger = submission_files(run.path, 0, "ab" * 32)
     for path in (stranger.submission, stranger.submission_envelope, stranger.verdict):
         path.write_bytes(b"not a submission")
-    reader = reader_of(run)
-    # when the step is read, then nobody minds
-    assert len(reader.read(reader.manifest(0)).groups) == len(named)
+    # when the step is read, then it is what it was without them
+    batch = reader_of(run).read(reader.manifest(0))
+    assert [len(group) for group in batch.groups] == [4, 4, 4, 4]
+    for found, expected in zip(batch.rollouts, alone.rollouts, strict=True):
+        np.testing.assert_array_equal(found.output_tokens, expected.output_tokens)
+        np.testing.assert_array_equal(found.mu, expected.mu)
+        assert (found.reward, found.advantage) == (expected.reward, expected.advantage)
 
 
 def test_rollouts_that_were_not_prefilled_carry_the_workers_mu(run: Any) -> None:

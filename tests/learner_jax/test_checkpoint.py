@@ -98,10 +98,14 @@ def test_parameters_keep_their_type_and_lie_beside_their_probe(tmp_path: Path) -
 
 def test_one_layer_of_a_stacked_leaf_can_be_read_alone(tmp_path: Path) -> None:
     # given a version of two devices
-    save_params(tmp_path, 4, tree(mesh_of(2)), {})()
+    written = tree(mesh_of(2))
+    save_params(tmp_path, 4, written, {})()
     # then each stored chunk of a stacked leaf is of one layer, of one device
     stores = open_leaves(tmp_path / "v4" / "params", {("layers", "q"): (3, 8)}, among_others=True)
     assert stores["layers", "q"].chunk_layout.read_chunk.shape == (1, 4)
+    # and a layer read alone has the numbers of that layer
+    for layer, values in enumerate(np.asarray(written["layers"]["q"])):
+        np.testing.assert_array_equal(stores["layers", "q"][layer].read().result(), values)
 
 
 def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:

@@ -72,10 +72,13 @@ def test_a_filter_that_leaves_nothing_is_an_error_with_its_counts(tmp_path: Path
 
 
 def test_only_rows_in_the_bounds_are_tokenized(tmp_path: Path) -> None:
+    # Given rows whose rates run from 0 to 1 in eighths, twice
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(18))
     keep = KeepAll()
+    # When those from 1/8 to 4/8 are kept
     kept(source("jsonl", path, solve_rate=RATE), keep)
-    assert len(keep.asked) == 8
+    # Then no other's prompt was asked about
+    assert keep.asked == [f"what is {i} plus {i}?" for i in (1, 2, 3, 4, 10, 11, 12, 13)]
 
 
 def test_over_long_prompts_are_left_out_for_whatever_length_is_asked(

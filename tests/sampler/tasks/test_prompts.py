@@ -189,7 +189,9 @@ def test_a_template_cannot_ask_what_day_it_is(directory: Path) -> None:
 def test_lengths_of_a_batch_are_those_of_the_prompts(directory: Path) -> None:
     codec = read(directory)
     texts = ["a", "b" * 30, "spell this word"]
-    assert codec.prompt_lengths(texts, 16) == [len(codec.prompt_tokens(t, 16)) for t in texts]
+    lengths = codec.prompt_lengths(texts, 16)
+    assert lengths == [len(codec.prompt_tokens(t, 16)) for t in texts]
+    assert lengths[1] == lengths[0] + 29  # a token a letter
 
 
 def test_a_tokenizer_that_would_cut_or_pad_does_neither(directory: Path) -> None:
