@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from sampler.engine.engine import Engine
+from sampler.engine.requests import Sampled, SampleRequest
+from tests.sampler.engine.models import Reference
 from tests.sampler.engine.requests import WAIT_S, batch
 
 Text = tuple[list[int], list[int]]
@@ -50,3 +52,15 @@ def assert_follows(
     assert np.abs(new - expected[: len(new)]).mean() < limit
     # Else the test would prove nothing:
     assert np.abs(old - expected[len(new) :]).mean() > 10 * limit
+
+
+def assert_samples(
+    engine: Engine, version: Path, requests: Sequence[SampleRequest] | None = None
+) -> list[Sampled]:
+    """What an engine samples is of a version, as transformers says; returns it."""
+    reference, requests = Reference(version), batch(2, 2) if requests is None else requests
+    sampled = engine.submit(requests).result(WAIT_S)
+    for request, result in zip(requests, sampled, strict=True):
+        expected, _ = reference.logprobs(list(request.prompt_tokens), result.output_tokens.tolist())
+        assert np.abs(result.logprobs - expected).mean() < 1e-5
+    return sampled

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY, HIDDEN, LAYERS, END_TOKEN = 192, 64, 3, 1
 MAX_MODEL_LEN, MAX_NEW_TOKENS = 96, 40
@@ -116,7 +116,7 @@ class Reference:
     """transformers in float32 over a version's bits."""
 
     def __init__(self, directory: Path) -> None:
-        self._model = Qwen2ForCausalLM.from_pretrained(
+        self._model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
 

@@ -1,4 +1,8 @@
-"""A process that starts an engine, names the processes of it, and waits to be killed."""
+"""A process that starts engines, names the processes of them, and waits to be killed.
+
+Called with a version, and ranks of each engine as "tensor,data"; "starting" says that one more is
+started after the names.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,17 @@ from tests.sampler.engine.processes import descendants
 
 
 def main() -> None:
-    weights_dir, tensor, data = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    engine = Engine(cpu_pool(parallel={"tensor": tensor, "data": data}))
-    engine.load(weights_dir, 0)
+    version, kinds = Path(sys.argv[1]), sys.argv[2:]
+    engines = []
+    for kind in kinds:
+        if kind == "starting":
+            break
+        tensor, data = (int(ranks) for ranks in kind.split(","))
+        engines.append(Engine(cpu_pool(parallel={"tensor": tensor, "data": data})))
+        engines[-1].load(version, 0)
     print(*descendants(), flush=True)
+    if "starting" in kinds:
+        Engine(cpu_pool()).load(version, 0)
     time.sleep(600)
 
 

@@ -97,20 +97,15 @@ def test_a_request_that_can_never_fit_is_refused(engine: Engine, prompt: int, ne
     assert engine.running == 0
 
 
-def test_a_full_cache_preempts_and_nothing_of_it_shows(
-    engine: Engine, new_engine: Callable[..., Engine], untied
-) -> None:
+def test_a_full_cache_preempts_and_nothing_of_it_shows(engine: Engine, cramped: Engine) -> None:
     # given long sequences, and a cache with room for four of the 32
     requests = [
         replace(request, end_token=END_TOKEN, noise_key=noise_key(b"\x09" * 32, i, 0))
         for i, request in enumerate(batch(8, 4))
     ]
     expected = engine.submit(requests).result(WAIT_S)
-    block = 32 * 3 * 2 * 32 * 4  # tokens, layers, keys and values, one head of 32, float32
-    small = new_engine(kv_cache_memory_bytes=13 * block)
-    small.load(untied, 0)
     # when they are sampled
-    sampled = small.submit(requests).result(WAIT_S)
+    sampled = cramped.submit(requests).result(WAIT_S)
     # then the same tokens come out, with the same log-probs
     assert tokens(sampled) == tokens(expected)
     for one, two in zip(sampled, expected, strict=True):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,9 @@ def short_folder() -> Iterator[Path]:
 
 
 def test_a_core_that_is_killed_fails_what_is_under_way_and_a_load_starts_another(
-    new_engine: Callable[..., Engine], untied: Path
+    engine: Engine, untied: Path
 ) -> None:
     # given an engine at work
-    engine = new_engine()
-    engine.load(untied, 0)
     expected = engine.submit(batch()).result(WAIT_S)
     [core] = engine.pids
     futures = [engine.submit(batch(16, 16)), engine.submit(batch(2, 2))]
@@ -73,21 +72,31 @@ def test_an_engine_that_cannot_start_says_so(
     assert engine.version is None
 
 
-def test_closing_ends_every_process_and_fails_what_is_under_way(
-    new_engine: Callable[..., Engine], untied: Path
+def test_closing_ends_every_process_fails_what_is_under_way_and_leaves_no_sockets(
+    new_engine: Callable[..., Engine],
+    untied: Path,
+    short_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = set(descendants())
-    engine = Engine(new_engine()._pool)
+    # given an engine at work, whose processes talk through sockets in a folder of their own
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(short_folder))
+    before, engine = set(descendants()), new_engine()
+    threads = _threads_of_engines()
     engine.load(untied, 0)
     [core] = engine.pids
+    [folder] = short_folder.iterdir()
+    assert any(path.is_socket() for path in folder.iterdir())
+    assert folder.stat().st_mode & 0o077 == 0
     future = engine.submit(batch(16, 16))
-
+    # when it is closed
     engine.close()
-
+    # then what was under way fails
     assert future.exception(WAIT_S) is not None
+    # and no process, thread or socket of it is left
     assert not alive(core)
-    assert not any(t.name.startswith("engine of") and not t.daemon for t in threading.enumerate())
+    assert _threads_of_engines() < threads
     assert set(descendants()) - before <= _trackers()
+    assert list(short_folder.iterdir()) == []
     engine.close()  # and once more changes nothing
 
 
@@ -110,43 +119,45 @@ def test_an_engine_is_closed_while_it_starts(
 def test_a_start_that_hangs_ends_by_itself() -> None:
     # given a start within which a process hangs
     with Start(seconds=0.2):
-        process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=time.sleep, args=(600,), daemon=True)
         process.start()
         # when it takes too long, then the process ends
         process.join(WAIT_S)
     assert process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.timeout(900)  # four starts
 @pytest.mark.parametrize(
-    ("tensor", "data", "end"),
-    [
-        (1, 1, signal.SIGKILL),
-        (1, 1, signal.SIGTERM),
-        (2, 1, signal.SIGKILL),
-        (1, 2, signal.SIGKILL),
-    ],
+    ("kinds", "end"),
+    [(["1,1", "2,1", "1,2", "starting"], signal.SIGKILL), (["1,1"], signal.SIGTERM)],
 )
 def test_no_process_of_vllms_outlives_its_front(
-    untied: Path, short_folder: Path, tensor: int, data: int, end: signal.Signals
+    untied: Path, short_folder: Path, kinds: list[str], end: signal.Signals
 ) -> None:
-    if tensor * data > len(os.sched_getaffinity(0)):
-        pytest.skip("a rank needs a core of its own")
-    # given a process with an engine
+    if len(kinds) > 1 and len(os.sched_getaffinity(0)) < 2:
+        kinds = ["1,1", "starting"]  # a rank needs a core of its own
+    # given a process with engines of all kinds of ranks, and perhaps one that just starts
     program = [sys.executable, "-m", "tests.sampler.engine.orphan_maker"]
-    with subprocess.Popen(
-        [*program, str(untied), str(tensor), str(data)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(short_folder)},
+    with ended_by_then(
+        subprocess.Popen(
+            [*program, str(untied), *kinds],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(short_folder)},
+        )
     ) as front:
         assert front.stdout is not None
-        pids = [int(pid) for pid in front.stdout.readline().split()]
+        pids = {int(pid) for pid in front.stdout.readline().split()}
         assert pids
+        if "starting" in kinds:
+            eventually(lambda: set(_spawned(front.pid)) - pids, "a core starts", deadline_s=WAIT_S)
+            pids |= set(descendants(front.pid))
         # when it ends without a chance to clean up
         front.send_signal(end)
     # then no process of it stays
     for pid in pids:
-        eventually(lambda pid=pid: not alive(pid), f"process {pid} ends")
+        eventually(lambda pid=pid: not alive(pid), f"process {pid} ends", deadline_s=60)
     # and none of its sockets
     eventually(
         lambda: not any(path.is_socket() for path in short_folder.rglob("*")),
@@ -154,23 +165,17 @@ def test_no_process_of_vllms_outlives_its_front(
     )
 
 
-def test_a_closed_engine_leaves_no_sockets(
-    new_engine: Callable[..., Engine],
-    untied: Path,
-    short_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # given an engine whose processes talk through sockets in a folder of their own
-    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(short_folder))
-    engine = new_engine()
-    engine.load(untied, 0)
-    [folder] = short_folder.iterdir()
-    assert any(path.is_socket() for path in folder.iterdir())
-    assert folder.stat().st_mode & 0o077 == 0
-    # when it is closed
-    engine.close()
-    # then nothing of it is left
-    assert list(short_folder.iterdir()) == []
+@contextmanager
+def ended_by_then(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that has ended by the end of the block. Where the test fails it is killed: the
+    end of pytest would wait for it."""
+    with process:
+        try:
+            yield process
+            process.wait(WAIT_S)
+        except BaseException:
+            process.kill()
+            raise
 
 
 def test_a_folder_too_long_for_sockets_is_named(
@@ -185,24 +190,6 @@ def test_a_folder_too_long_for_sockets_is_named(
     assert list(long.iterdir()) == []
 
 
-def test_a_core_that_still_starts_does_not_outlive_its_front(untied: Path) -> None:
-    # given a process whose engine core is just being started
-    program = [sys.executable, "-m", "tests.sampler.engine.orphan_maker", str(untied), "1", "1"]
-    with subprocess.Popen(program, stdout=subprocess.DEVNULL) as front:
-        eventually(lambda: _cores(front.pid), "a core starts", deadline_s=WAIT_S)
-        pids = descendants(front.pid)
-        # when it is killed
-        front.kill()
-    # then no process of it stays
-    for pid in pids:
-        eventually(lambda pid=pid: not alive(pid), f"process {pid} ends", deadline_s=60)
-
-
-def _cores(pid: int) -> list[int]:
-    words = {child: Path(f"/proc/{child}/cmdline") for child in descendants(pid)}
-    return [c for c, path in words.items() if path.exists() and b"spawn_main" in path.read_bytes()]
-
-
 def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
     # given an engine that has sampled, and has nothing to do
     engine.submit(batch()).result(WAIT_S)
@@ -212,6 +199,21 @@ def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
     threading.Event().wait(IDLE_S)
     # then its core has slept
     assert cpu_seconds(core) - before < IDLE_CPU_S
+
+
+def _spawned(pid: int) -> list[int]:
+    """Processes below one that `multiprocessing` spawned."""
+    words = {child: Path(f"/proc/{child}/cmdline") for child in descendants(pid)}
+    return [c for c, path in words.items() if path.exists() and b"spawn_main" in path.read_bytes()]
+
+
+def _threads_of_engines() -> set[str]:
+    """Event loops of engines that are not closed."""
+    return {
+        thread.name + str(thread.ident)
+        for thread in threading.enumerate()
+        if thread.name.startswith("engine of")
+    }
 
 
 def _trackers() -> set[int]:

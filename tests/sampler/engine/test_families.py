@@ -14,9 +14,14 @@ import pytest
 from runspec.common.errors import UserError
 from sampler.engine.engine import Engine
 from tests.sampler.engine.agreement import assert_follows
-from tests.sampler.engine.conftest import cpu_pool
+from tests.sampler.engine.conftest import cpu_pool, running_engine
 from tests.sampler.engine.families import FAMILIES, Learner
 from tests.sampler.engine.models import MAX_MODEL_LEN, VOCABULARY
+from tests.sampler.engine.patching import (
+    assert_other_layout_is_left,
+    assert_patches,
+    assert_unpatched_is_caught,
+)
 
 pytestmark = pytest.mark.slow
 MATRICES = {"q", "k", "v", "o", "gate", "up", "down"}
@@ -33,8 +38,7 @@ def learner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def engine(learner: Learner) -> Iterator[Engine]:
-    with closing(Engine(cpu_pool())) as engine:
-        engine.load(learner.initial, 0)
+    with running_engine(learner.initial) as engine:
         yield engine
 
 
@@ -104,6 +108,16 @@ def test_one_number_on_the_last_rank_alone_is_missed(ranks: Engine, learner: Lea
             ranks.check(version, 1)
         names = learner.tensor_names(group)
         assert f"in {len(names)} tensors: {', '.join(sorted(names))}" in str(error.value)
+
+
+@needs_two_cores
+@pytest.mark.parametrize(
+    "holds", [assert_patches, assert_unpatched_is_caught, assert_other_layout_is_left]
+)
+def test_ranks_take_over_a_version_as_one_rank_does(
+    ranks: Engine, learner: Learner, holds: Callable[[Engine, Path, Path], None], tmp_path: Path
+) -> None:
+    holds(ranks, learner.initial, tmp_path)
 
 
 def test_a_tensor_that_vllm_drops_in_silence_is_named(

@@ -102,14 +102,23 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0)
 
 
-async def test_an_engine_that_dies_during_an_abort_fails_nothing_twice(works: Works) -> None:
-    # given sequences that are to be aborted, while the record of one is still being fetched
-    first = works.submit(3)
-    await until(lambda: len(works.core.names) == 3)
+async def drop_while_a_record_is_fetched(
+    works: Works, sequences: int
+) -> tuple[Submission, asyncio.Future[None]]:
+    """A submission that was aborted while the record of its first sequence was still being
+    fetched, and the abort, which vLLM has not answered."""
+    submission = works.submit(sequences)
+    await until(lambda: len(works.core.names) == sequences)
     works.core.first_output.set()
     await until(lambda: works.core.calls)
     dropping = asyncio.ensure_future(works.front.drop(GenerationAborted()))
-    await until(first.future.done)
+    await until(submission.future.done)
+    return submission, dropping
+
+
+async def test_an_engine_that_dies_during_an_abort_fails_nothing_twice(works: Works) -> None:
+    # given sequences that are to be aborted, while the record of one is still being fetched
+    first, dropping = await drop_while_a_record_is_fetched(works, 3)
     # when the engine dies before vLLM has answered
     second = works.submit(2)
     works.front.fail(EngineDied("killed"))
@@ -122,12 +131,7 @@ async def test_an_engine_that_dies_during_an_abort_fails_nothing_twice(works: Wo
 
 async def test_what_is_submitted_during_an_abort_is_not_aborted(works: Works) -> None:
     # given sequences that are to be aborted, while the record of one is still being fetched
-    first = works.submit(3)
-    await until(lambda: len(works.core.names) == 3)
-    works.core.first_output.set()
-    await until(lambda: works.core.calls)
-    dropping = asyncio.ensure_future(works.front.drop(GenerationAborted()))
-    await until(first.future.done)
+    _, dropping = await drop_while_a_record_is_fetched(works, 3)
     # when others are submitted before vLLM has answered
     second = works.submit(2)
     await until(lambda: len(works.core.names) == 5)
@@ -143,13 +147,9 @@ async def test_what_is_submitted_during_an_abort_is_not_aborted(works: Works) ->
 
 
 async def test_slots_are_free_once_after_an_abort_while_a_record_is_fetched(works: Works) -> None:
-    # given a record that is being fetched
-    first = works.submit(1)
-    works.core.first_output.set()
-    await until(lambda: works.core.calls)
-    # when all is aborted
-    dropping = asyncio.ensure_future(works.front.drop(GenerationAborted()))
-    await until(first.future.done)
+    # given a sequence that is to be aborted, while its record is still being fetched
+    first, dropping = await drop_while_a_record_is_fetched(works, 1)
+    # when vLLM answers
     works.core.aborts.set()
     works.core.answers.set()
     await dropping

@@ -14,6 +14,7 @@ import torch
 from runspec.common.errors import UserError
 from sampler.engine.engine import Engine
 from sampler.engine.requests import Sampled, SampleRequest
+from tests.sampler.engine.agreement import assert_samples
 from tests.sampler.engine.conftest import cpu_pool
 from tests.sampler.engine.models import END_TOKEN, Reference, perturbed_version
 from tests.sampler.engine.requests import WAIT_S, batch
@@ -84,14 +85,8 @@ def test_each_token_has_the_version_that_sampled_it(trusted: Engine, untied, new
 def test_tokens_after_the_switch_are_the_new_versions(trusted: Engine, untied, newer) -> None:
     trusted.load(untied, 0)
     trusted.load(newer, 1)
-    requests = batch(2, 2)
 
-    sampled = trusted.submit(requests).result(WAIT_S)
-
-    reference = Reference(newer)
-    for request, result in zip(requests, sampled, strict=True):
-        expected, _ = reference.logprobs(list(request.prompt_tokens), result.output_tokens.tolist())
-        assert np.abs(result.logprobs - expected).mean() < 1e-5
+    for result in assert_samples(trusted, newer):
         assert set(result.versions) == {1}
 
 
@@ -136,13 +131,9 @@ def test_a_prefix_cached_under_one_version_is_not_used_under_the_next(
     future = under_way(trusted, batch(16, 16))
     # when the next version is loaded in flight, and the prompt is sampled again
     trusted.load(newer, 1)
-    sampled = trusted.submit(requests).result(WAIT_S)
-    future.result(WAIT_S)
     # then its keys and values are the new version's
-    reference = Reference(newer)
-    for result in sampled:
-        expected, _ = reference.logprobs(prompt, result.output_tokens.tolist())
-        assert np.abs(result.logprobs - expected).mean() < 1e-5
+    assert_samples(trusted, newer, requests)
+    future.result(WAIT_S)
 
 
 def test_a_version_that_differs_a_little_is_patched(engine: Engine, newer) -> None:

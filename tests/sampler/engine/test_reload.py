@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-from pathlib import Path
-
 import pytest
 
 from runspec.common.errors import UserError
-from sampler.engine.engine import Engine
 from tests.sampler.engine.agreement import assert_follows
-from tests.sampler.engine.conftest import cpu_pool
 from tests.sampler.engine.models import (
     WEIGHT_GROUPS,
     Reference,
@@ -95,25 +90,16 @@ def test_a_stale_tensor_in_a_packed_copy_is_caught_by_the_probe(engine, untied, 
     assert f"*.{group}" in str(error.value)
 
 
-class ForgetfulEngine(Engine):
-    """Reloads as vLLM does alone: without packing a tied head anew."""
-
-    def patch(self, held: Path, weights_dir: Path) -> bool:
-        return False
-
-    def repack(self) -> None:
-        pass
-
-
-def test_the_tied_head_that_vllm_leaves_stale_is_caught(tied, tmp_path, new_engine):
-    engine = new_engine(kind=ForgetfulEngine)
-    engine.load(tied, 0)
+def test_the_tied_head_that_vllm_leaves_stale_is_caught(tied_engine, tied, tmp_path, monkeypatch):
+    # given an engine that reloads as vLLM does alone: without packing a tied head anew
+    monkeypatch.setattr(tied_engine, "patch", lambda held, weights_dir: False)
+    monkeypatch.setattr(tied_engine, "repack", lambda: None)
     newer = perturbed_version(tied, tmp_path / "v1", "embed_tokens.weight")
-
+    # when another version is loaded, then the embedding is named
     with pytest.raises(UserError, match=r"version 1.*embed_tokens"):
-        engine.load(newer, 1)
+        tied_engine.load(newer, 1)
 
-    assert engine.version is None
+    assert tied_engine.version is None
 
 
 def test_files_that_cannot_be_read_are_named_and_a_good_version_heals(engine, untied, tmp_path):
@@ -130,14 +116,13 @@ def test_files_that_cannot_be_read_are_named_and_a_good_version_heals(engine, un
     assert engine.version == 2
 
 
-def test_without_a_probe_an_engine_that_asks_for_none_loads(tmp_path, untied):
+def test_without_a_probe_an_engine_that_asks_for_none_loads(cramped, tmp_path, untied):
     plain = perturbed_version(untied, tmp_path / "plain", "norm.weight")
     (plain / "probe.json").unlink()
 
-    with closing(Engine(cpu_pool(), probe=False)) as engine:
-        engine.load(plain, 0)
+    cramped.load(plain, 5)
 
-        assert engine.version == 0
+    assert cramped.version == 5
 
 
 def test_a_version_without_a_probe_is_refused(engine, untied, tmp_path):

@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 
-import numpy as np
 import pytest
 
 from runspec.common.errors import UserError
 from sampler.engine.engine import Engine
+from tests.sampler.engine.agreement import assert_samples
 from tests.sampler.engine.conftest import cpu_pool
-from tests.sampler.engine.models import Reference, perturbed_version
-from tests.sampler.engine.requests import WAIT_S, batch
+from tests.sampler.engine.models import perturbed_version
+from tests.sampler.engine.requests import batch
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,14 +30,10 @@ def engine(untied) -> Iterator[Engine]:
 
 def test_every_rank_has_the_new_weights_after_a_reload(engine, untied, tmp_path):
     newer = perturbed_version(untied, tmp_path / "v1", "gate_proj.weight")
-    requests = batch()
 
     engine.load(newer, 1)
 
-    reference = Reference(newer)
-    for request, result in zip(requests, engine.submit(requests).result(WAIT_S), strict=True):
-        expected, _ = reference.logprobs(list(request.prompt_tokens), result.output_tokens.tolist())
-        assert np.abs(result.logprobs - expected).mean() < 1e-5
+    assert_samples(engine, newer, batch())
 
 
 def test_a_stale_slice_on_the_last_rank_alone_is_named(engine, untied, tmp_path):
