@@ -93,7 +93,8 @@ def test_a_rollout_of_several_versions_is_not_recomputed_and_the_verdict_says_so
 def test_a_failure_names_the_row_of_the_submission(bench: Bench) -> None:
     rollouts = bench.honest()
     mixed = [*stamped(rollouts[:3], 0, 1), *stamped(rollouts[3:], 0)]
-    mixed[5] = replace(mixed[5], proofs=mixed[6].proofs[:1] * len(mixed[5].proofs))
+    # the proof of another prompt: of the same one, outputs of a single token have one proof
+    mixed[5] = replace(mixed[5], proofs=mixed[0].proofs[:1] * len(mixed[5].proofs))
 
     assert bench.verdict(mixed).reason.startswith("toploc: row 5: ")
 
