@@ -28,6 +28,9 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+_NO_ROOM = ("KV cache is needed, which is larger", "No available memory for the cache blocks")
+"""Of vLLM's words where the memory that weights leave is not enough for one sequence."""
+
 
 def prepare_environment() -> None:
     """Sets what vLLM reads at import, here and in its processes, and keeps it quiet; variables that
@@ -102,6 +105,22 @@ def _executor(pool: SamplerPool) -> type:
     from sampler.engine.executors import ManyRanks, OneRank
 
     return OneRank if pool.parallel.tensor == 1 else ManyRanks
+
+
+def lack_of_room(cause: str, pool: SamplerPool) -> UserError | None:
+    """What to say where a core ended since its cache has no room for one sequence; None where it
+    ended for another reason.
+
+    Args:
+        cause: vLLM's words.
+    """
+    if not any(words in cause for words in _NO_ROOM):
+        return None
+    return UserError(
+        f"the cache of keys and values has no room for one sequence: {cause}",
+        place=f"samplers.{pool.name}.max_model_len",
+        remedy="lower it, or use more tensor-parallel ranks, or a GPU with more memory",
+    )
 
 
 def _require_room(pool: SamplerPool, weights_dir: Path, arguments: Mapping[str, Any]) -> None:

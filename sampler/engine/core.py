@@ -12,9 +12,12 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from runspec.common.errors import UserError
+from sampler.engine import watch
+from sampler.engine.cause import read_cause
 from sampler.engine.sockets import SocketFolder
 
 START_S = 600.0
@@ -30,12 +33,20 @@ _CODE_S = 1.0
 class EngineDied(UserError):
     """An engine core ended or hangs: what was under way is lost; `Engine.load` starts a new one."""
 
-    def __init__(self, thing: str) -> None:
-        super().__init__(
-            thing,
-            place="vLLM",
-            remedy="see the log above; out of memory is the usual cause (`dmesg` names it)",
-        )
+    def __init__(
+        self,
+        thing: str,
+        remedy: str = "see the log above; out of memory is the usual cause (`dmesg` names it)",
+    ) -> None:
+        super().__init__(thing, place="vLLM", remedy=remedy)
+
+
+class StartFailed(EngineDied):
+    """An engine core ended before it was ready; `cause` is what it said, where it did."""
+
+    def __init__(self, cause: str, error: Exception) -> None:
+        super().__init__(f"the engine does not start: {cause or error}")
+        self.cause = cause
 
 
 class Start:
@@ -67,7 +78,7 @@ class Core:
         died: called on the loop, once, when a core ends that was not closed.
 
     Raises:
-        EngineDied: it does not start.
+        StartFailed: it does not start.
         UserError: vLLM does not take the arguments.
     """
 
@@ -84,9 +95,10 @@ class Core:
             with self._sockets.in_use():
                 self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except BaseException as error:
+            cause = read_cause(self._sockets.path)
             self._sockets.remove()
-            if isinstance(error, (RuntimeError, TimeoutError)):  # the cause is in the log
-                raise EngineDied(f"the engine does not start: {error}") from error
+            if isinstance(error, (RuntimeError, TimeoutError)):
+                raise StartFailed(cause, error) from error
             if isinstance(error, ValueError):
                 raise UserError(
                     f"vLLM refuses the model or the pool's settings: {error}",
@@ -99,6 +111,8 @@ class Core:
         self._processes = list(client.resources.engine_manager.processes)
         self.ranks = len(self._processes)
         """Data-parallel."""
+        self._deadlines = 0  # calls under way that have one
+        self._watch = watch.Watch(self._ask)
         self._sentinels = [process.sentinel for process in self._processes]
         for sentinel, process in zip(self._sentinels, self._processes, strict=True):
             self._loop.add_reader(sentinel, self._ended, process)
@@ -119,8 +133,9 @@ class Core:
         )
 
     async def output(self, collector: Any) -> Any:
-        """The finished output of a request, however long it takes."""
-        return await self._race(collector.get(), "an output", seconds=None)
+        """The finished output of a request, however long it takes a core that lives."""
+        with self._watch:
+            return await self._race(collector.get(), "an output", seconds=None)
 
     async def abort(self, names: Sequence[str]) -> None:
         await self._race(self._llm.abort(list(names)), "the abort of requests")
@@ -152,9 +167,21 @@ class Core:
         )
         return list(await self._race(call, f"`{method}`"))
 
+    async def _ask(self) -> None:
+        """Asks each core for a sign of life, which it gives between two steps."""
+        for engine, pid in zip(self._client.core_engines, self.pids, strict=True):
+            if self._deadlines:  # the core is asked already, perhaps for what takes longer
+                return
+            call = self._client._call_utility_async("is_scheduler_paused", engine=engine)
+            with suppress(EngineDied):  # whoever waits for an output hears it
+                what = f"a sign of life of process {pid}, while outputs are awaited"
+                await self._race(call, what, seconds=watch.SILENCE_S)
+
     def close(self) -> None:
         """Ends the cores and waits for them; they have nothing to save."""
         self._forget_sentinels()
+        if not self.death.done():  # a call that is under way hears no more of it
+            self.death.set_result(EngineDied("the engine was closed"))
         if (handler := self._llm.output_handler) is not None:
             handler.cancel()
         if self._has_ranks:  # these share memory, which a core gives back when it is asked
@@ -195,8 +222,9 @@ class Core:
 
         if self.death.done():
             call.close()
-            raise self._dead()
+            raise self.death.result()
         task = asyncio.ensure_future(call)
+        self._deadlines += seconds is not None
         try:
             await asyncio.wait(
                 {task, self.death}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
@@ -204,13 +232,26 @@ class Core:
             if task.done():
                 return task.result()
         except EngineDeadError:
-            raise self._dead() from None
+            # vLLM noticed first; the exit code follows, where the process has ended at all.
+            await asyncio.wait({self.death}, timeout=_CODE_S)
+            self._give_up(EngineDied("vLLM has given the engine core up"))
         finally:
+            self._deadlines -= seconds is not None
             task.cancel()
+        if seconds is not None:
+            self._give_up(
+                EngineDied(
+                    f"the engine core did not answer within {seconds:g} s: {what}",
+                    "see the log above, and `dmesg` for what its device says",
+                )
+            )
+        raise self.death.result()
+
+    def _give_up(self, error: EngineDied) -> None:
+        """Ends cores that no call reaches any more, unless they have ended."""
         if not self.death.done():
-            self._kill()  # it has nothing to save
-            self._end(EngineDied(f"the engine core did not answer within {seconds:.0f} s: {what}"))
-        raise self._dead()
+            self._kill()  # they have nothing to save
+            self._end(error)
 
     def _ended(self, process: Any) -> None:
         process.join(_CODE_S)
@@ -223,9 +264,6 @@ class Core:
         if not self.death.done():
             self.death.set_result(error)
             self._died(error)
-
-    def _dead(self) -> EngineDied:
-        return self.death.result() if self.death.done() else EngineDied("the engine core ended")
 
     def _forget_sentinels(self) -> None:
         for sentinel in self._sentinels:

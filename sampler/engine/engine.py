@@ -21,14 +21,20 @@ import numpy as np
 from runspec.common.errors import UserError
 from runspec.estimate.sampler import MAX_SEQUENCES
 from runspec.spec.schema import SamplerPool
-from sampler.engine.arguments import engine_arguments, prepare_environment, refuse
+from sampler.engine.arguments import engine_arguments, lack_of_room, prepare_environment, refuse
 from sampler.engine.checks import merge, require_same_bytes, require_same_logprobs
-from sampler.engine.core import Core, EngineDied, Start
+from sampler.engine.core import Core, EngineDied, Start, StartFailed
 from sampler.engine.front import Front, Submission
 from sampler.engine.loop import Loop
 from sampler.engine.probe import FILE_NAME as PROBE_FILE
 from sampler.engine.probe import read_probe
-from sampler.engine.requests import GenerationAborted, LoadReport, Sampled, SampleRequest
+from sampler.engine.requests import (
+    GenerationAborted,
+    LoadReport,
+    NoVersion,
+    Sampled,
+    SampleRequest,
+)
 from verify.thresholds import precision_of
 
 __all__ = ["Engine", "EngineDied"]
@@ -66,6 +72,7 @@ class Engine:
         self._held: Path | None = None  # the files of what is loaded and checked
         self._paused_at: float | None = None
         self._paused_s: float | None = None
+        self._death: EngineDied | None = None  # of the engine before the next load
         self.version: int | None = None
         """Loaded and checked; None while there is none, or the engine died."""
         self.running = 0
@@ -103,17 +110,16 @@ class Engine:
             with self._counting:
                 if self.running and not self._pool.in_flight_updates:
                     raise RuntimeError(f"{self.running} sequences are under way during a load")
-                self.version = None
+                self.version = self._death = None
             begun, self._paused_s = time.monotonic(), None
             held, self._held = self._held, None
             try:
                 patched = self._replace(held, weights_dir, version)
                 report = self.check(weights_dir, version)
-                self._loop.run(self._open())
+                self._loop.run(self._open(weights_dir, version))
             except Exception as error:
                 self._loop.run(self._give_up(error))
                 raise
-            self.version, self._held = version, weights_dir
             seconds = time.monotonic() - begun
             paused = seconds if self._paused_s is None else self._paused_s
             return replace(report, load_s=seconds, pause_s=paused, patched=patched)
@@ -129,7 +135,7 @@ class Engine:
 
         Raises:
             UserError: a request is longer than the pool allows.
-            RuntimeError: no version is loaded.
+            NoVersion: none is loaded, perhaps since the engine died a moment ago.
         """
         for request in requests:
             self._require_room(request)
@@ -140,7 +146,7 @@ class Engine:
             return submission.future
         with self._counting:
             if self.version is None:
-                raise RuntimeError("no version is loaded")
+                raise NoVersion(self._death)
             self.running += len(requests)
             self._loop.soon(lambda: self._add(submission))
         return submission.future
@@ -262,6 +268,8 @@ class Engine:
         try:
             with Start() as self._starting:
                 self._core = core = Core(arguments, self._fail)
+        except StartFailed as error:
+            raise lack_of_room(error.cause, self._pool) or error from error
         finally:
             self._starting = None
         slots, length = MAX_SEQUENCES, self._pool.max_new_tokens
@@ -288,9 +296,10 @@ class Engine:
             await self._require_core().resume()
             self._paused_s, self._paused_at = time.monotonic() - self._paused_at, None
 
-    async def _open(self) -> None:
+    async def _open(self, weights_dir: Path, version: int) -> None:
         await self._resume()
-        self._require_front().open()
+        self._require_front().open()  # or it died since the checks: then there is no version
+        self.version, self._held = version, weights_dir
 
     async def _give_up(self, error: Exception) -> None:
         """After a load that failed: no sequence under way is answered."""
@@ -325,6 +334,7 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         """The engine is of no use any more: everybody hears why, and its processes end."""
         self.version = self._held = self._paused_at = None
+        self._death = error if isinstance(error, EngineDied) else None
         core, front = self._core, self._front
         self._core = self._front = None
         if front is not None:

@@ -7,6 +7,7 @@ on CPUs, for the sake of OpenMP settings that ours inherits; that is twice the m
 
 from __future__ import annotations
 
+from sampler.engine.cause import keep_cause
 from sampler.engine.guard import die_with_parent, guard_from_the_start, ignore_interrupts
 
 guard_from_the_start()  # a core imports this first, as its class is among its arguments
@@ -21,6 +22,7 @@ class OneRank(UniProcExecutor):
     def _init_executor(self) -> None:
         ignore_interrupts()
         die_with_parent()
+        keep_cause()
         super()._init_executor()
 
 
@@ -30,4 +32,5 @@ class ManyRanks(MultiprocExecutor):
     def _init_executor(self) -> None:
         ignore_interrupts()
         die_with_parent()
+        keep_cause()
         super()._init_executor()

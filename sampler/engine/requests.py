@@ -61,5 +61,17 @@ class LoadReport:
     """The weights were changed in place by a delta, not read anew."""
 
 
+class NoVersion(RuntimeError):
+    """Sequences were submitted while no version was loaded.
+
+    Attributes:
+        death: what ended the engine that held one; None where none was loaded, or a load failed.
+    """
+
+    def __init__(self, death: Exception | None) -> None:
+        super().__init__("no version is loaded")
+        self.death = death
+
+
 class GenerationAborted(Exception):
     """Generation ended early because the caller asked for it; nothing was sampled."""

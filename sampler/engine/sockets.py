@@ -57,6 +57,11 @@ class SocketFolder:
 
 def remove_inherited() -> None:
     """In a process of vLLM's whose front was killed: removes the folder that it was told of."""
-    path = Path(os.environ.get(_VARIABLE, ""))
-    if path.name.startswith(_PREFIX):
+    if (path := inherited_folder()) is not None:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def inherited_folder() -> Path | None:
+    """In a process of vLLM's: the folder that its front made; None elsewhere."""
+    path = Path(os.environ.get(_VARIABLE, ""))
+    return path if path.name.startswith(_PREFIX) else None

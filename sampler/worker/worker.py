@@ -21,7 +21,7 @@ from runspec.common.keys import SigningKey
 from runspec.spec.schema import RunSpec, SamplerPool
 from sampler.engine.engine import Engine, EngineDied
 from sampler.engine.proofs import prove
-from sampler.engine.requests import GenerationAborted, Sampled
+from sampler.engine.requests import GenerationAborted, NoVersion, Sampled
 from sampler.worker.asker import Asker
 from sampler.worker.held import Dealt, Ended, Failed, Granted, Happening, HeldLease, NoLease
 from sampler.worker.meter import Meter
@@ -186,7 +186,14 @@ class Worker:
         self._submit_requests(held)
 
     def _submit_requests(self, held: HeldLease) -> None:
-        held.future = self._engine.submit([planned.request for planned in held.plan])
+        try:
+            held.future = self._engine.submit([planned.request for planned in held.plan])
+        except NoVersion as error:
+            if error.death is None:
+                raise
+            # It died since the look at it: a death under this lease, as a moment later.
+            held.future = Future()
+            held.future.set_exception(error.death)
 
         def tell(future: Future[list[Sampled]]) -> None:
             self._happenings.put(Ended(held.digest, future))

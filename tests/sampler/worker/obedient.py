@@ -14,7 +14,13 @@ import numpy as np
 from runspec.common.errors import UserError
 from runspec.common.keys import SigningKey
 from sampler.engine.engine import EngineDied
-from sampler.engine.requests import GenerationAborted, LoadReport, Sampled, SampleRequest
+from sampler.engine.requests import (
+    GenerationAborted,
+    LoadReport,
+    NoVersion,
+    Sampled,
+    SampleRequest,
+)
 from sampler.worker.meter import Meter
 from sampler.worker.worker import Worker
 from verify.client import CoordinatorClient
@@ -37,6 +43,8 @@ class ObedientEngine:
         self.refuses: UserError | None = None
         self.at_once = True
         self.dies_of_abort = False
+        self.deaths_before_submit = 0
+        """How often it dies between the worker's look at it and what follows from that."""
         self._open: list[tuple[Sequence[SampleRequest], Future[list[Sampled]]]] = []
         self._lock = threading.Lock()
 
@@ -53,6 +61,11 @@ class ObedientEngine:
         return LoadReport([], [], [], load_s=0.5, pause_s=0.25)
 
     def submit(self, requests: Sequence[SampleRequest]) -> Future[list[Sampled]]:
+        if self.deaths_before_submit:
+            self.deaths_before_submit -= 1
+            self.die()
+        if self.version is None:
+            raise NoVersion(EngineDied("the engine core ended (killed)"))
         future: Future[list[Sampled]] = Future()
         with self._lock:
             self.submitted.append(list(requests))

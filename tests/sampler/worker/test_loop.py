@@ -183,6 +183,33 @@ def test_a_second_death_under_the_same_lease_stops_the_worker_with_its_message(w
     assert works.submissions() == []
 
 
+def test_an_engine_that_dies_just_before_it_is_given_a_lease_is_started_once(
+    works: Works, caplog: pytest.LogCaptureFixture
+):
+    # given an engine that dies after the worker has looked at it
+    member = works.member()
+    member.engine.deaths_before_submit = 1
+
+    member.start()
+
+    # then it is started again, and the same lease is sampled and handed in
+    eventually(lambda: len(works.submissions()) >= 2, "work of the new engine")
+    assert [version for version, _ in member.engine.loads] == [0, 0]
+    assert "sampling 1 leases again with a new one" in caplog.text
+    assert member.failure is None
+
+
+def test_an_engine_that_dies_before_the_same_lease_again_stops_the_worker(works: Works):
+    member = works.member()
+    member.engine.deaths_before_submit = 2
+
+    member.start()
+
+    eventually(member.ended, "its end")
+    assert isinstance(member.failure, EngineDied)
+    assert (member.engine.submitted, works.submissions()) == ([], [])
+
+
 def test_weights_that_fail_their_checks_stop_the_worker_with_the_tensors_name(works: Works):
     member = works.member()
     member.engine.refuses = UserError("other bytes in model.layers.0.mlp.gate_proj.weight")

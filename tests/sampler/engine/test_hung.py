@@ -1,0 +1,96 @@
+"""An engine core that hangs while outputs are awaited: it is given up, by name, and replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sampler.engine import watch
+from sampler.engine.engine import Engine, EngineDied
+from tests.sampler.engine.processes import alive
+from tests.sampler.engine.requests import WAIT_S, batch
+
+pytestmark = pytest.mark.slow
+ASK_S, SILENCE_S = 0.05, 5.0
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch that asks often and waits little."""
+    monkeypatch.setattr(watch, "ASK_S", ASK_S)
+    monkeypatch.setattr(watch, "SILENCE_S", SILENCE_S)
+
+
+def test_a_core_that_hangs_fails_what_is_under_way_and_a_load_starts_another(
+    soon: None, new_engine: Callable[..., Engine], untied: Path
+) -> None:
+    # given an engine at work
+    engine = new_engine()
+    engine.load(untied, 0)
+    expected = engine.submit(batch()).result(WAIT_S)
+    [core] = engine.pids
+    futures = [engine.submit(batch(16, 16)), engine.submit(batch(2, 2))]
+    # when its core stops answering
+    os.kill(core, signal.SIGSTOP)
+    # then everything under way says who did not answer, for how long, and the core is gone
+    for future in futures:
+        with pytest.raises(EngineDied, match=f"did not answer within 5 s: .* process {core}"):
+            future.result(WAIT_S)
+    assert (engine.version, engine.running) == (None, 0)
+    assert not alive(core)
+    # and the next load starts another one, which samples the same
+    engine.load(untied, 1)
+    assert engine.pids != [core]
+    again = engine.submit(batch()).result(WAIT_S)
+    assert [r.output_tokens.tolist() for r in again] == [r.output_tokens.tolist() for r in expected]
+
+
+def test_a_core_that_is_slow_but_answers_is_left_alone(
+    soon: None, new_engine: Callable[..., Engine], untied: Path
+) -> None:
+    # given an engine at work, asked for signs of life
+    engine = new_engine()
+    engine.load(untied, 0)
+    [core] = engine.pids
+    future = engine.submit(batch(16, 16))
+    # when it stands still again and again, each time for less than the bound, together for more
+    for _ in range(3):
+        os.kill(core, signal.SIGSTOP)
+        time.sleep(0.4 * SILENCE_S)
+        assert not future.done()
+        os.kill(core, signal.SIGCONT)
+        time.sleep(0.02 * SILENCE_S)  # in which it answers
+    # then it finishes its work
+    assert len(future.result(WAIT_S)) == 256
+    assert engine.pids == [core]
+
+
+def test_a_load_that_takes_longer_than_the_watch_waits_is_left_alone(
+    soon: None, new_engine: Callable[..., Engine], untied: Path
+) -> None:
+    # given sequences under way, and an engine whose loads take longer than a core may be silent
+    class Slow(Engine):
+        def patch(self, held: Path, weights_dir: Path) -> bool:
+            [core] = self.pids
+            os.kill(core, signal.SIGSTOP)
+            going_on = threading.Timer(1.5 * SILENCE_S, os.kill, (core, signal.SIGCONT))
+            going_on.start()
+            try:
+                return super().patch(held, weights_dir)
+            finally:
+                going_on.join()
+
+    engine = new_engine(kind=Slow, fields={"in_flight_updates": True, "trust": "trusted"})
+    engine.load(untied, 0)
+    future = engine.submit(batch(16, 16))
+    # when a version is loaded under them
+    report = engine.load(untied, 1)
+    # then the load has its time, and nothing is lost
+    assert report.load_s > 1.5 * SILENCE_S
+    assert len(future.result(WAIT_S)) == 256
