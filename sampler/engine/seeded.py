@@ -66,6 +66,8 @@ class _Request:
 class _Rows:
     """The requests of the batch as arrays, in the order of their rows; B rows."""
 
+    batch: int
+    """Rows of the logits; others' come and go without a word to us."""
     index: torch.Tensor | None
     """i64 [B]: rows of the logits that belong to them; None where all do."""
     slots: np.ndarray
@@ -103,9 +105,9 @@ class SeededSampler(LogitsProcessor):
         """Turns logits [R, V] f32 into noisy ones whose argmax is the sampled token."""
         if not self._requests:
             return logits
-        if self._rows is None:
-            self._rows = self._arrange(len(logits))
         rows = self._rows
+        if rows is None or rows.batch != len(logits):
+            rows = self._rows = self._arrange(len(logits))
         positions = np.array([len(output) for output in rows.outputs])
         ours = logits if rows.index is None else logits[rows.index]
         at = on_device(positions.astype(np.int32), self._device)[:, None]
@@ -132,6 +134,7 @@ class SeededSampler(LogitsProcessor):
             return on_device(values.astype(dtype), self._device)[:, None]
 
         return _Rows(
+            batch=batch,
             index=None if len(indices) == batch else on_device(np.array(indices), self._device),
             slots=slots,
             rules=Rules(
