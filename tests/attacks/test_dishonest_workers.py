@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from runspec.common.keys import SigningKey
+from tests.e2e.quick import QuickRun, programs_kept
 from tests.harness import ROOT, LiveRun
 from verify.formats.verdict import decode_verdicts
 
@@ -54,11 +56,18 @@ def verdicts_on(run: LiveRun, worker: str) -> list[tuple[Path, dict]]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiled programs come from the runs before this one, where there were any."""
+    with programs_kept(tmp_path_factory.getbasetemp() / ".cache" / "others"):
+        yield
+
+
 def test_perturbed_weights_and_edited_tokens_are_rejected(tmp_path):
     overrides = {"steps": 400, "checkpoints.every": 1000}
     # Versions come as deltas: at so small a rate few bits change, even of float32.
     overrides |= {"broadcast.format": "delta", "optimizer.lr": 1e-10}
-    with LiveRun(tmp_path, "attacked", overrides) as run:
+    with QuickRun(tmp_path, "attacked", overrides) as run:
         # given a run with an honest worker, joined by two that cheat
         run.wait_for_step(1)
         cheats = {mode: start_cheat(run, mode) for mode in ("perturbed", "edited")}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from runspec.local.identity import make_identity
 from runspec.local.machine import this_machine
 from runspec.local.processes import RoleSpec, role_specs
 from runspec.spec.resolved import load_resolved
+from tests.e2e.quick import QuickRun
 from tests.harness import LiveRun
 
 pytestmark = pytest.mark.slow
@@ -33,28 +36,46 @@ def role_elsewhere(run_dir: Path, name: str) -> RoleSpec:
     return next(role for role in roles if role.name == name)
 
 
-def test_a_run_whose_sampler_is_elsewhere_reaches_its_end(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def finished(runs_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
+    """A run without asynchrony whose sampler somebody else started."""
     # given a run that starts no sampler
     overrides = {
         "steps": 3,
         "placement.roles": "[validators, relay-local]",
         "samplers.volunteers.trust": "trusted",
+        "algorithm.async_level": 0,
     }
-    with LiveRun(tmp_path / "runs", "apart", overrides) as run:
+    words = tmp_path_factory.mktemp("volunteer") / "log"
+    with QuickRun(runs_dir, "apart", overrides) as run:
         run.wait_until((run.dir / "keys" / "volunteers-0.key").exists, "the worker's key")
         run.wait_until(lambda: "coordinator" in run.status()["roles"], "its roles")
         # when somebody starts one with the same words
         role = role_elsewhere(run.dir, "volunteers-0")
-        with (tmp_path / "volunteer.log").open("wb") as log:
+        with words.open("wb") as log:
             volunteer = subprocess.Popen(
                 role.command, env={**os.environ, **role.env}, stdout=log, stderr=log
             )
         try:
-            summary = run.finish()
+            run.finish()
             # then it is told that all is done, and the run ends without it
-            assert volunteer.wait(60) == 0, (tmp_path / "volunteer.log").read_text()
+            assert volunteer.wait(60) == 0, words.read_text()
         finally:
             volunteer.kill()
             volunteer.wait()
-    assert summary["steps"] == 3
-    assert "volunteers-0" not in run.status()["roles"]
+    return run
+
+
+def summary(run: LiveRun) -> dict[str, Any]:
+    return json.loads((run.dir / "summary.json").read_text())
+
+
+def test_a_run_whose_sampler_is_elsewhere_reaches_its_end(finished: LiveRun) -> None:
+    assert summary(finished)["steps"] == 3
+    assert "volunteers-0" not in finished.status()["roles"]
+
+
+def test_without_asynchrony_every_rollout_is_on_policy(finished: LiveRun) -> None:
+    assert summary(finished)["max_lag"] == 0
+    # lag 0 means that the policy trained is the policy that sampled
+    assert max(line["policy_drift"] for line in finished.metrics()) < 1e-4

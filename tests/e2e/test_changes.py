@@ -6,7 +6,8 @@ import signal
 import pytest
 
 from runspec.spec.resolved import load_resolved
-from tests.harness import LiveRun, runspec
+from tests.e2e.quick import QuickRun
+from tests.harness import runspec
 
 pytestmark = pytest.mark.slow
 
@@ -28,16 +29,10 @@ OTHER_PLACES = {
 """Restart changes of many kinds: another fleet, other ways to it, another mesh, more steps."""
 
 
-@pytest.fixture(scope="module")
-def runs_dir(tmp_path_factory):
-    """One folder of runs, so that they share the cached warm start."""
-    return tmp_path_factory.mktemp("runs")
-
-
 def test_a_live_run_takes_a_rolling_change_over(runs_dir):
     # At so small a rate few float32 bits change.
     start = {**STEPS, "optimizer.lr": 1e-10}
-    with LiveRun(runs_dir, "rolling", start) as run:
+    with QuickRun(runs_dir, "rolling", start) as run:
         # given a run under way
         run.wait_for_step(1)
         before = run.status()["roles"]
@@ -58,7 +53,7 @@ def test_a_live_run_takes_a_rolling_change_over(runs_dir):
 
 
 def test_a_stopped_run_goes_on_in_other_places(runs_dir):
-    with LiveRun(runs_dir, "moving", STEPS) as run:
+    with QuickRun(runs_dir, "moving", STEPS) as run:
         # given a run that was interrupted
         run.wait_for_step(2)
         run.process.send_signal(signal.SIGINT)

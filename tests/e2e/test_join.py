@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, LiveRun
+from tests.e2e.quick import QuickRun
+from tests.harness import ROOT
 from tests.sampler.engine.processes import alive, descendants
 from tests.waiting import eventually
 
@@ -39,7 +40,7 @@ def joined(link: str, folder: Path, log: Path) -> Iterator[subprocess.Popen[byte
             process.wait()
 
 
-def test_a_volunteer_joins_by_a_link_leaves_and_comes_back(tmp_path: Path) -> None:
+def test_a_volunteer_joins_by_a_link_leaves_and_comes_back(runs_dir: Path, tmp_path: Path) -> None:
     # given a run that starts no sampler, and says how to join it
     overrides = {
         "steps": 24,  # enough that some are left when the volunteer comes back
@@ -47,7 +48,7 @@ def test_a_volunteer_joins_by_a_link_leaves_and_comes_back(tmp_path: Path) -> No
         "verify.lease_timeout": "2m",
     }
     log = tmp_path / "volunteer.log"
-    with LiveRun(tmp_path / "runs", "joined", overrides) as run:
+    with QuickRun(runs_dir, "joined", overrides) as run:
         run.wait_until((run.dir / "keys" / "root.key").exists, "its keys")
         run.wait_until(lambda: "coordinator" in run.status()["roles"], "its roles")
         link = run.status()["join"]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from broadcast.store import newest_version
-from tests.harness import LiveRun, runspec
+from tests.e2e.quick import QuickRun
+from tests.harness import runspec
 from verify.coordinator.events import RolledBack
 from verify.formats.layout import STATE_FILE
 from verify.ledger import Ledger
@@ -16,12 +17,12 @@ from verify.ledger import Ledger
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_taken_back_trains_on_from_that_version(tmp_path: Path) -> None:
+def test_a_run_taken_back_trains_on_from_that_version(runs_dir: Path) -> None:
     # given a run that sends deltas (at so small a rate few float32 bits change), paused after its
     # fourth step
     overrides = {"steps": 12, "checkpoints.every": 2, "checkpoints.keep": 9}
     overrides |= {"broadcast.format": "delta", "optimizer.lr": 1e-10}
-    with LiveRun(tmp_path / "runs", "back", overrides) as run:
+    with QuickRun(runs_dir, "back", overrides) as run:
         run.wait_for_step(4)
         paused = runspec("pause", run.dir, timeout_s=120)
         assert paused.returncode == 0, paused.stderr
