@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from sampler.engine import watch
 from sampler.engine.engine import Engine, EngineDied
 from tests.sampler.engine.processes import alive
 from tests.sampler.engine.requests import WAIT_S, batch
+from tests.sampler.engine.slow_patch import PATCH_S
 
 pytestmark = pytest.mark.slow
 ASK_S, SILENCE_S = 0.05, 5.0
@@ -75,22 +75,14 @@ def test_a_load_that_takes_longer_than_the_watch_waits_is_left_alone(
     soon: None, new_engine: Callable[..., Engine], untied: Path
 ) -> None:
     # given sequences under way, and an engine whose loads take longer than a core may be silent
-    class Slow(Engine):
-        def patch(self, held: Path, weights_dir: Path) -> bool:
-            [core] = self.pids
-            os.kill(core, signal.SIGSTOP)
-            going_on = threading.Timer(1.5 * SILENCE_S, os.kill, (core, signal.SIGCONT))
-            going_on.start()
-            try:
-                return super().patch(held, weights_dir)
-            finally:
-                going_on.join()
-
-    engine = new_engine(kind=Slow, fields={"in_flight_updates": True, "trust": "trusted"})
+    extension = "tests.sampler.engine.slow_patch.SlowPatchExtension"
+    engine = new_engine(
+        worker_extension_cls=extension, fields={"in_flight_updates": True, "trust": "trusted"}
+    )
     engine.load(untied, 0)
     future = engine.submit(batch(16, 16))
     # when a version is loaded under them
     report = engine.load(untied, 1)
     # then the load has its time, and nothing is lost
-    assert report.load_s > 1.5 * SILENCE_S
+    assert report.patched and report.load_s > PATCH_S > SILENCE_S
     assert len(future.result(WAIT_S)) == 256
