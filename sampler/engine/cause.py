@@ -24,7 +24,10 @@ class _Keeper(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and (error := record.exc_info[1]) is not None:
-            self._file.write_text(f"{type(error).__name__}: {error}")
+            try:
+                self._file.write_text(f"{type(error).__name__}: {error}")
+            except OSError:  # a full disk, say: logging says so, and the core ends as it would
+                self.handleError(record)
 
 
 def keep_cause() -> None:

@@ -23,17 +23,25 @@ class SocketFolder:
     """A folder that nobody else can enter, made at once, gone after `remove`.
 
     Raises:
-        UserError: its name is too long for a socket's.
+        UserError: it cannot be made, or its name is too long for a socket's.
     """
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=os.environ.get(_VARIABLE)))
+        beside = os.environ.get(_VARIABLE) or tempfile.gettempdir()
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=beside))
+        except OSError as error:
+            raise UserError(
+                f"no folder can be made for vLLM's sockets: {error.strerror or error}",
+                place=beside,
+                remedy=f"mend it, or set {_VARIABLE} to another",
+            ) from error
         if len(os.fsencode(self.path)) > _LONGEST:
             self.remove()
             raise UserError(
                 f"no socket can lie in a folder whose name has over {_LONGEST} bytes",
                 place=str(self.path),
-                remedy="set TMPDIR to a shorter one",
+                remedy=f"set TMPDIR or {_VARIABLE} to a shorter one",
             )
 
     @contextmanager

@@ -190,6 +190,15 @@ def test_a_folder_too_long_for_sockets_is_named(
     assert list(long.iterdir()) == []
 
 
+def test_a_folder_for_sockets_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path / "gone"))
+    with pytest.raises(UserError, match="VLLM_RPC_BASE_PATH") as caught:
+        SocketFolder()
+    assert str(tmp_path / "gone") in str(caught.value)
+
+
 def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
     # given an engine that has sampled, and has nothing to do
     engine.submit(batch()).result(WAIT_S)
