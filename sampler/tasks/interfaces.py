@@ -63,8 +63,8 @@ class Score:
 
 class TaskTerm(Protocol):
     """Grades answers: the task reward T. Making one is cheap: every process of a run does, and only
-    graders call it. All but `role` and `score` may be left out; what is said
-    here is then taken, whether a class derives from this one or not (`completed`)."""
+    graders call it. All but `role` and `score` may be left out; what is said here is then taken,
+    whether a class derives from this one or not (`completed`)."""
 
     role: ClassVar[Literal["task"]] = "task"
     isolated: ClassVar[bool] = True

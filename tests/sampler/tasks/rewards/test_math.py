@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from sampler.grading.answers import Answer, Result
 from sampler.grading.graders import Graders
 from sampler.tasks.interfaces import Score
 from sampler.tasks.rewards.math import MAX_EXPRESSION_CHARS, truths_of
-from tests.sampler.grading.plugin import reward
 from verify.plugins import GraderFault, Problem
 
 pytestmark = pytest.mark.slow
@@ -116,13 +114,6 @@ HOSTILE = {
     "code in an expression": "().__class__.__bases__[0].__subclasses__()",
     "a dot product of nothing": r"\boxed{\int_{0}^{\infty} e^{e^{e^{x}}} dx}",
 }
-
-
-@pytest.fixture(scope="module")
-def graders() -> Iterator[Graders]:
-    made = Graders([reward("math")], processes=2)
-    yield made
-    made.close()
 
 
 def grade(graders: Graders, pairs: list[tuple[Any, str]]) -> list[Result]:

@@ -3,14 +3,11 @@ sentence; and what is nearly so is wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from sampler.grading.answers import Answer
 from sampler.grading.graders import Graders
 from sampler.tasks.interfaces import Score
-from tests.sampler.grading.plugin import reward
 from verify.plugins import Problem
 
 pytestmark = pytest.mark.slow
@@ -91,13 +88,6 @@ WRONG = {
         ("2", "There are 2 ways. The answer is no."),
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def graders() -> Iterator[Graders]:
-    made = Graders([reward("math")], processes=1)
-    yield made
-    made.close()
 
 
 def values(graders: Graders, pairs: list[tuple[str, str]]) -> list[float]:
