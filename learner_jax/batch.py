@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -89,7 +89,7 @@ class Batch:
 
 def manifest_digest(manifest: BatchManifest) -> str:
     """BLAKE3 of a manifest's canonical JSON, without its signature."""
-    return digest_bytes(canonical_json(asdict(manifest)))
+    return digest_bytes(canonical_json(manifest.payload()))
 
 
 class StopSignal(Protocol):

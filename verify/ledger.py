@@ -91,6 +91,11 @@ class Ledger:
         self._seq: int = last[0] if last else 0
         self._chain: str = last[1] if last else _FIRST_CHAIN
 
+    @property
+    def head(self) -> tuple[int, str]:
+        """How many rows there are, and the chain of the last."""
+        return self._seq, self._chain
+
     def close(self) -> None:
         self._database.close()
 

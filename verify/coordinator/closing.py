@@ -104,7 +104,8 @@ class Closing:
         stats = batch_stats(
             tally, opened=opened, closed=now, busy_fraction=busy, tokens_per_s=tokens_per_s
         )
-        manifest = BatchManifest(self._run, step, groups, decision.complete, stats)
+        rows, chain = self._journal.ledger.head
+        manifest = BatchManifest(self._run, step, groups, decision.complete, stats, rows, chain)
         document = sign_batch(manifest, self._key)
         # The ledger first, the file after it: the journal writes what a killed process had not.
         self._journal.record(StepClosed(now, step, decision.groups, document.decode()))
