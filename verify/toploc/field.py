@@ -15,7 +15,8 @@ PRIME = 65497
 TERMS = 128
 """Coefficients of every polynomial here: degree at most 127."""
 _BABY = 16  # 128 = 8 x 16: powers are split as x**(16 b + a)
-_NODES = np.arange(-TERMS // 2, TERMS // 2, dtype=np.float64)
+NODES = np.arange(-TERMS // 2, TERMS // 2, dtype=np.float64)
+"""Fixed points at which a product of factors is evaluated before it is interpolated."""
 
 
 def reduce(values: np.ndarray) -> np.ndarray:
@@ -112,11 +113,11 @@ def _from_roots(roots: np.ndarray, used: np.ndarray) -> np.ndarray:
     Evaluated at 128 fixed nodes, then interpolated by a fixed matrix. Where all 128 roots are used
     X**128 is one term too many for 128 nodes: it is taken off before and put back after.
     """
-    factors = _NODES - roots[:, :, None]  # [C, roots, nodes]
+    factors = NODES - roots[:, :, None]  # [C, roots, nodes]
     factors[~used] = 1.0
     monic = used.all(axis=1, keepdims=True).astype(np.float64)
-    values = reduce(_product(factors) - monic * _node_powers())
-    return np.concatenate([reduce(values @ _node_matrix()), monic], axis=1)
+    values = reduce(_product(factors) - monic * node_powers())
+    return np.concatenate([reduce(values @ node_matrix()), monic], axis=1)
 
 
 def _product(factors: np.ndarray) -> np.ndarray:
@@ -151,25 +152,25 @@ def _inverses() -> np.ndarray:
 
 
 @cache
-def _node_powers() -> np.ndarray:
+def node_powers() -> np.ndarray:
     """node**128 at the fixed nodes: [128]."""
-    return np.array([pow(int(node), TERMS, PRIME) for node in _NODES], dtype=np.float64)
+    return np.array([pow(int(node), TERMS, PRIME) for node in NODES], dtype=np.float64)
 
 
 @cache
-def _node_matrix() -> np.ndarray:
+def node_matrix() -> np.ndarray:
     """Turns values at the fixed nodes into coefficients: [128 nodes, 128 coefficients].
 
     Row j is Lagrange's basis polynomial of node j: N(X) / (X - t_j), by synthetic division of
     N(X) = prod_j (X - t_j), over its value at t_j.
     """
     master = np.ones(1)  # descending powers
-    for node in _NODES:
+    for node in NODES:
         master = reduce(np.append(master, 0.0) - np.append(0.0, master * node))
     rows = np.empty((TERMS, TERMS))
     quotient, value = np.zeros(TERMS), np.zeros(TERMS)
     for power in range(TERMS - 1, -1, -1):
-        quotient = reduce(master[TERMS - 1 - power] + quotient * _NODES)
-        value = reduce(value * _NODES + quotient)
+        quotient = reduce(master[TERMS - 1 - power] + quotient * NODES)
+        value = reduce(value * NODES + quotient)
         rows[:, power] = quotient
     return reduce(rows * _inverses()[canonical(value)][:, None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,10 +58,29 @@ def verify_proofs(hidden_bits: np.ndarray, proofs: Sequence[bytes]) -> list[Chun
     return result
 
 
+def open_claims(chunks: list[np.ndarray], proofs: list[Proof]) -> tuple[Selection, np.ndarray]:
+    """The largest activations of C chunks, and what is claimed of them: i64 [C, 128]."""
+    selection = select(chunks)
+    moduli = np.array([proof.modulus for proof in proofs])
+    coefficients = np.stack([proof.coefficients for proof in proofs]).astype(np.float64)
+    values = evaluate(coefficients, selection.indices % moduli[:, None])
+    return selection, canonical(values)
+
+
+OpenClaims = Callable[[list[np.ndarray], list[Proof]], tuple[Selection, np.ndarray]]
+
+
 def verify_proofs_batch(
-    rollouts: Sequence[np.ndarray], proofs: Sequence[Sequence[bytes]]
+    rollouts: Sequence[np.ndarray],
+    proofs: Sequence[Sequence[bytes]],
+    *,
+    open_with: OpenClaims = open_claims,
 ) -> list[list[ChunkStatistics] | MalformedProof]:
     """`verify_proofs` of many rollouts at once, which is cheaper than one by one.
+
+    Args:
+        rollouts, proofs: of each rollout, as for `verify_proofs`.
+        open_with: does what `open_claims` does, on another device perhaps.
 
     Returns:
         For each rollout its statistics, or why its proofs are malformed: one worker's bad bytes
@@ -80,7 +99,7 @@ def verify_proofs_batch(
         [
             statistics
             for block in blocks([chunk for chunk, _ in pairs])
-            for statistics in _compare(block, [next(claims) for _ in block])
+            for statistics in _statistics(*open_with(block, [next(claims) for _ in block]))
         ]
     )
     return [p if isinstance(p, MalformedProof) else [next(found) for _ in p] for p in parsed]
@@ -93,14 +112,6 @@ def _parse(chunks: list[np.ndarray], proofs: Sequence[bytes]) -> list[Proof] | M
         return [parse_proof(p, k=min(TOP_K, c.size)) for c, p in zip(chunks, proofs, strict=True)]
     except MalformedProof as error:
         return error
-
-
-def _compare(chunks: list[np.ndarray], proofs: list[Proof]) -> list[ChunkStatistics]:
-    selection = select(chunks)
-    moduli = np.array([proof.modulus for proof in proofs])
-    coefficients = np.stack([proof.coefficients for proof in proofs]).astype(np.float64)
-    values = evaluate(coefficients, selection.indices % moduli[:, None])
-    return _statistics(selection, canonical(values))
 
 
 def _statistics(selection: Selection, claimed: np.ndarray) -> list[ChunkStatistics]:
