@@ -5,6 +5,8 @@ They give a result for each rollout that was recomputed (`Subject.prefilled`), i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from verify.checks.base import Subject, at_most
@@ -123,12 +125,21 @@ class ProofCheck:
     def _row(self, recomputed: Recomputed, limits: Limits) -> CheckResult:
         if isinstance(recomputed.proof, MalformedProof):
             return CheckResult(self.name, False, 1.0, 0.0, str(recomputed.proof))
-        results = [
-            at_most(self.name, value, limit, f"{what} of chunk {number}")
-            for number, chunk in enumerate(recomputed.proof)
-            for what, value, limit in _measures(chunk, limits)
-        ]
-        return max(results, key=_nearness)
+        return nearest_to_failing(judge_proofs(recomputed.proof, limits))
+
+
+def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[CheckResult]:
+    """Everything that must hold of the proofs of one rollout, each number with its limit."""
+    return [
+        at_most(ProofCheck.name, value, limit, f"{what} of chunk {number}")
+        for number, chunk in enumerate(chunks)
+        for what, value, limit in _measures(chunk, limits)
+    ]
+
+
+def nearest_to_failing(results: Sequence[CheckResult]) -> CheckResult:
+    """The one to report: a failed one where there is one."""
+    return max(results, key=_nearness)
 
 
 def _measures(chunk: ChunkStatistics, limits: Limits) -> list[tuple[str, float, float]]:
