@@ -55,6 +55,8 @@ class WorkItem:
     """The signed lease."""
     envelope: bytes
     """The signed submission envelope."""
+    share: float
+    """Share of the worker's submissions to recompute, by its reputation; in [0, 1]."""
 
 
 class CoordinatorClient:
@@ -269,10 +271,12 @@ class CoordinatorClient:
             answer = parse_object(data, max_bytes=MAX_ANSWER_BYTES)
             lease, envelope = (str(answer[name]).encode() for name in ("lease", "envelope"))
             open_lease(lease, coordinators=self.roles().coordinator)
-            submitted = open_submission(envelope)
+            submitted, share = open_submission(envelope), answer["share"]
+            if type(share) not in (int, float) or not 0.0 <= share <= 1.0:
+                raise BadSignature(f"a share of {str(share)[:40]}")
         except (MalformedJson, KeyError, BadSignature) as error:
             raise self._http.not_believed(error) from error
-        return WorkItem(submitted.digest, lease, envelope)
+        return WorkItem(submitted.digest, lease, envelope, float(share))
 
     def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> httpx.Response:
         return self._http.call("POST", path, body=canonical_json(dict(body)), wait_s=wait_s)

@@ -17,18 +17,22 @@ from pydantic import TypeAdapter
 from runspec.common.errors import UserError
 from runspec.common.hashing import hash_parts
 from verify.coordinator.events import (
+    BanLifted,
     CoordinatorStarted,
     Event,
+    KeyBanned,
     LeaseExpired,
     LeaseGranted,
     LeaseReleased,
     LeaseResumed,
     NonceDrawn,
+    QuarantineEnded,
     RolledBack,
     StepClosed,
     SubmissionJudged,
     SubmissionReceived,
     VersionPublished,
+    WorkerQuarantined,
     WorkerRegistered,
 )
 
@@ -41,16 +45,16 @@ CREATE TABLE IF NOT EXISTS ledger (
     body TEXT NOT NULL,
     chain TEXT NOT NULL
 ) STRICT;
-CREATE TABLE IF NOT EXISTS banned_keys (
-    key TEXT PRIMARY KEY,
-    reason TEXT NOT NULL
-) STRICT;
 """
 _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
         CoordinatorStarted,
         WorkerRegistered,
+        WorkerQuarantined,
+        QuarantineEnded,
+        KeyBanned,
+        BanLifted,
         VersionPublished,
         NonceDrawn,
         LeaseGranted,
@@ -67,7 +71,7 @@ _CODECS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(kind) for name, kind
 
 
 class Ledger:
-    """Single writer: the coordinator process. Others may read, and may ban keys.
+    """Single writer: the coordinator process. Others may read.
 
     Raises:
         UserError: from every method, when the database cannot be read or written (a full disk).
@@ -134,25 +138,6 @@ class Ledger:
                     remedy="the file was changed or damaged: restore it, or delete the run",
                 )
             yield _CODECS[kind].validate_json(body)
-
-    def ban(self, key: str, reason: str) -> None:
-        """From now on the key's requests are refused."""
-        try:
-            self._database.execute(
-                "INSERT OR REPLACE INTO banned_keys VALUES (?, ?)", (key, reason)
-            )
-        except sqlite3.Error as error:
-            raise self._unusable(error) from error
-
-    def ban_reason(self, key: str) -> str | None:
-        """Why a key is banned; None when it is not."""
-        try:
-            row = self._database.execute(
-                "SELECT reason FROM banned_keys WHERE key = ?", (key,)
-            ).fetchone()
-        except sqlite3.Error as error:
-            raise self._unusable(error) from error
-        return None if row is None else row[0]
 
     def _rows(self) -> Iterable[tuple[int, str, str, str]]:
         try:

@@ -86,6 +86,8 @@ class Validator:
         self._coordinator, self._engine = coordinator, engine
         self._examiner: Examiner | None = None
         self._task_set: TaskSet | None = None
+        self._shares: dict[str, float] = {}
+        """Of the submissions in hand: how likely each is recomputed."""
         self.checked = 0
         """Submissions given a verdict."""
         self.busy_s = 0.0
@@ -118,6 +120,7 @@ class Validator:
 
     def _check(self, items: list[WorkItem]) -> None:
         begun = time.monotonic()
+        self._shares = {item.submission: item.share for item in items}
         files = [self._file(item) for item in items]
         examiner = self._examiner or self._prepare(files[0])
         for file, verdict in zip(files, examiner.examine(files), strict=True):
@@ -156,7 +159,8 @@ class Validator:
         return self._examiner
 
     def _wants_prefill(self, submission: str) -> bool:
-        return is_drawn(self._key, submission, self._spec.verify.prefill_share)
+        floor = self._spec.verify.lowest_prefill_share
+        return is_drawn(self._key, submission, max(floor, self._shares[submission]))
 
     def _send(self, verdict: Verdict) -> None:
         table = encode_verdicts(verdict.rows)
@@ -189,7 +193,7 @@ def is_drawn(key: SigningKey, submission: str, share: float) -> bool:
     Args:
         key: the validator's. Ed25519 signatures are deterministic and this one is never sent.
         submission: digest of the submission.
-        share: probability, `verify.prefill_share`.
+        share: probability, by the worker's reputation (`verify.coordinator.reputation`).
     """
     secret = key.sign(b"runspec/v1\x00prefill\x00" + submission.encode())
     draw = int.from_bytes(hash_parts("prefill", secret)[:8], "big")

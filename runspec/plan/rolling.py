@@ -17,6 +17,7 @@ READERS: dict[str, tuple[Readers, ...]] = {
     "broadcast.anchor_every": ("publisher",),
     "verify.engine": ("coordinator", "validators"),
     "verify.prefill_share": ("coordinator", "validators"),
+    "verify.prefill_floor": ("coordinator", "validators"),
     "verify.thresholds": ("coordinator", "validators"),
     # Samplers give up on fetching a version after as long.
     "verify.lease_timeout": ("coordinator", "samplers"),

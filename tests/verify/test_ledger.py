@@ -9,7 +9,14 @@ import pytest
 
 from runspec.common.errors import UserError
 from tests.verify.coordinator.filled import POLICY, Filled, key
-from verify.coordinator.events import CoordinatorStarted
+from verify.coordinator.events import (
+    BY_OPERATOR,
+    BanLifted,
+    CoordinatorStarted,
+    KeyBanned,
+    QuarantineEnded,
+    WorkerQuarantined,
+)
 from verify.coordinator.state import replay
 from verify.ledger import Ledger
 
@@ -34,6 +41,10 @@ def eventful() -> Filled:
     run.work("x", "filtered")
     run.work("x")
     run.advance()
+    run.record(KeyBanned(run.now, key("y"), "edited tokens", BY_OPERATOR))
+    run.record(BanLifted(run.now, key("y"), "an appeal", BY_OPERATOR))
+    run.record(QuarantineEnded(run.now, key("y")))
+    run.record(WorkerQuarantined(run.now, key("x"), "format: no rows"))
     return run
 
 
@@ -51,7 +62,7 @@ def test_the_state_rebuilt_from_the_ledger_is_the_state(ledger: Ledger, tmp_path
         events = list(reopened.events())
 
     assert events == run.events
-    assert len({type(event) for event in events}) == 9
+    assert len({type(event) for event in events}) == 13
     assert replay(POLICY, events) == run.state
 
 
@@ -103,12 +114,3 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path):
 
     with pytest.raises(UserError, match=r"state\.db: the ledger cannot be used"):
         Ledger(tmp_path / "state.db")
-
-
-def test_keys_can_be_banned_from_outside(ledger: Ledger, tmp_path: Path):
-    assert ledger.ban_reason(key("x")) is None
-
-    with closing(Ledger(tmp_path / "state.db")) as other:
-        other.ban(key("x"), "replayed proofs")
-
-    assert ledger.ban_reason(key("x")) == "replayed proofs"

@@ -29,13 +29,14 @@ class QueueCoordinator:
     """The coordinator's side in memory: hands out a queue of submissions, then says finished."""
 
     queue: list[WorkItem] = field(default_factory=list)
+    share: float = 1.0
     tables: dict[str, bytes] = field(default_factory=dict)
     verdicts: list[tuple[bytes, bytes]] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
 
     def offer(self, envelope: bytes, table: bytes, lease: bytes) -> str:
         digest = digest_bytes(table)
-        self.queue.append(WorkItem(digest, lease, envelope))
+        self.queue.append(WorkItem(digest, lease, envelope, self.share))
         self.tables[digest] = table
         return digest
 
@@ -192,10 +193,21 @@ def test_the_draw_for_prefill_follows_the_share_and_the_key() -> None:
 def test_a_share_of_zero_prefills_nothing(
     coordinator: QueueCoordinator, engine: NumpyEngine
 ) -> None:
+    coordinator.share = 0.0
     coordinator.offer(*sample(index=0)[1:])
     serve(coordinator, engine, share=0.0)
     ((envelope, rows),) = coordinator.opened()
     assert envelope.accepted and engine.prefills == [] and rows[0].logprobs is None
+
+
+@pytest.mark.parametrize(("asked", "floor"), [(0.0, 1.0), (1.0, 0.0)])
+def test_the_coordinators_share_counts_where_it_is_not_below_the_floor(
+    coordinator: QueueCoordinator, engine: NumpyEngine, asked: float, floor: float
+) -> None:
+    coordinator.share = asked
+    coordinator.offer(*sample(index=0)[1:])
+    serve(coordinator, engine, share=floor)
+    assert len(engine.prefills) == 1
 
 
 @pytest.mark.parametrize("text", ["{}", '{"vocab_size": "many"}', "no json", None])

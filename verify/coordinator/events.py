@@ -29,6 +29,46 @@ class WorkerRegistered:
 
 
 @dataclass(frozen=True)
+class WorkerQuarantined:
+    """All its work is recomputed and it holds one lease at most, until enough was accepted."""
+
+    at: float
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class QuarantineEnded:
+    at: float
+    worker: str
+
+
+BY_COORDINATOR: Literal["coordinator"] = "coordinator"
+BY_OPERATOR: Literal["operator"] = "operator"
+
+
+@dataclass(frozen=True)
+class KeyBanned:
+    """Requests of the key are refused, and its open leases are over."""
+
+    at: float
+    key: str
+    """A worker's, or one that has not registered yet."""
+    reason: str
+    by: Literal["coordinator", "operator"]
+
+
+@dataclass(frozen=True)
+class BanLifted:
+    """An appeal was granted: a worker goes on in quarantine."""
+
+    at: float
+    key: str
+    reason: str
+    by: Literal["operator"]
+
+
+@dataclass(frozen=True)
 class VersionPublished:
     """The publisher's latest.json named a new version."""
 
@@ -155,6 +195,10 @@ class RolledBack:
 Event = (
     CoordinatorStarted
     | WorkerRegistered
+    | WorkerQuarantined
+    | QuarantineEnded
+    | KeyBanned
+    | BanLifted
     | VersionPublished
     | NonceDrawn
     | LeaseGranted

@@ -18,6 +18,8 @@ The rules (DESIGN, "Filling a step"):
 - What is given back does not count against `max_groups`, so that passing volunteers cannot stall a
   step. But a step takes back no more groups than it needs: what is given back beyond that stays
   open until it expires, so that many keys cannot look at more leases than that any faster either.
+- A worker in quarantine holds one lease at most, and is leased no other before its verdict. A
+  banned key is leased nothing.
 - A worker that had a whole step's worth of groups rejected is leased no more of that step, so that
   a single bad worker cannot use up `max_groups`. Withheld leases do not count: `lease_timeout`
   limits them already, and the only worker of a run may have been down with the coordinator.
@@ -102,6 +104,8 @@ def decide_lease(
             not know of (it was killed, or the answer was lost) is granted to it again.
     """
     policy, worker = state.policy, state.workers[key]
+    if key in state.bans:
+        return None
     mine = [
         record
         for record in state.leases.values()
@@ -112,10 +116,13 @@ def decide_lease(
     for record in mine:
         if record.status == "open" and record.digest not in holding:
             return Held(record)
+    quarantined = worker.standing.quarantine is not None
+    if quarantined and (len(mine) > 1 or _unjudged(state, key)):
+        return None
     for record in mine:
         if record.status == "released" and _still_needed(state, record):
             return Resume(record)
-    if len(mine) >= MAX_OPEN_LEASES:
+    if len(mine) >= (1 if quarantined else MAX_OPEN_LEASES):
         return None
     for number in range(state.next_close, policy.steps):
         if state.newest is None or number - state.newest.version > policy.async_level:
@@ -150,6 +157,16 @@ def leasable_groups(state: State, number: int) -> int:
     """Groups of an open step that may be leased now."""
     room = state.policy.max_groups - state.steps[number].leased
     return min(needed_groups(state, number), room)
+
+
+def _unjudged(state: State, key: str) -> bool:
+    """Whether a worker waits for a verdict that is still to come."""
+    return any(
+        record.lease.worker == key
+        and record.status == "submitted"
+        and state.lag(record) <= state.policy.async_level
+        for record in state.leases.values()
+    )
 
 
 def _still_needed(state: State, record: LeaseRecord) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from runspec.common.files import remove_leftovers, write_atomic
 from runspec.common.process import RunStopped
+from verify.coordinator.consequences import consequences
 from verify.coordinator.events import CoordinatorStarted, Event, RolledBack, StepClosed
 from verify.coordinator.state import Policy, State, apply
 from verify.formats import batch as batch_format
@@ -55,10 +56,15 @@ class Journal:
         self.record(CoordinatorStarted(self.clock()))
 
     def record(self, event: Event) -> None:
-        """Makes an event true: durably, and at once for all who wait."""
-        state = apply(self.state, event)
-        self.ledger.append([event])
+        """Makes an event true, and what follows from it: durably, and at once for all who wait."""
+        state, events = apply(self.state, event), [event]
+        for follows in consequences(state, event):
+            state = apply(state, follows)
+            events.append(follows)
+        self.ledger.append(events)
         self.state = state
+        for follows in events[1:]:
+            _log.warning("%s", follows)
         waiting, self._changed = self._changed, asyncio.Event()
         waiting.set()
 

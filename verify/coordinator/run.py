@@ -27,6 +27,7 @@ from verify.coordinator.data import SiteDesk
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.leasing import Leasing
+from verify.coordinator.operator import OperatorDesk
 from verify.coordinator.server import MAX_HEADER_BYTES, Api
 from verify.coordinator.state import Policy
 from verify.coordinator.status import Status
@@ -77,6 +78,7 @@ async def serve(
         journal=journal,
         leasing=leasing,
         judging=judging,
+        operator=OperatorDesk(journal, roles),
         site=site,
         status=Status(spec.name, journal, judging, workers, validators),
         workers=workers,

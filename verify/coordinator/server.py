@@ -26,6 +26,7 @@ from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.leasing import Leasing
+from verify.coordinator.operator import OperatorDesk
 from verify.coordinator.state import IllegalTransition
 from verify.coordinator.status import Status
 from verify.formats.submission import open_submission
@@ -49,7 +50,7 @@ class Api:
 
     Args:
         journal: the run's.
-        leasing, judging: the two desks.
+        leasing, judging, operator: the three desks.
         site: what volunteers need besides the spec.
         status: what to tell of the run.
         workers, validators: told who was heard of.
@@ -64,6 +65,7 @@ class Api:
         journal: Journal,
         leasing: Leasing,
         judging: Judging,
+        operator: OperatorDesk,
         site: SiteDesk,
         status: Status,
         workers: Activity,
@@ -74,7 +76,7 @@ class Api:
         spec_document: bytes,
     ) -> None:
         self._journal, self._leasing, self._judging = journal, leasing, judging
-        self._site = site
+        self._operator, self._site = operator, site
         self._status, self._workers, self._validators = status, workers, validators
         self._checker, self._roles = checker, roles
         self._roles_document, self._spec_document = roles_document, spec_document
@@ -100,6 +102,8 @@ class Api:
                 web.post("/v1/validator/next", self._next),
                 web.get("/v1/submissions/{digest:[0-9a-f]{64}}", self._download),
                 web.post("/v1/verdicts", self._verdict),
+                web.post("/v1/operator/ban", self._ban),
+                web.post("/v1/operator/unban", self._unban),
             ]
         )
         return application
@@ -205,6 +209,7 @@ class Api:
                 "submission": record.submission,
                 "lease": record.document,
                 "envelope": envelope.decode(),
+                "share": self._journal.state.share_of(record.lease.worker),
             }
         )
 
@@ -228,6 +233,20 @@ class Api:
         await self._judging.judge(caller.key, envelope, signed, chunks)
         return web.json_response({}, status=202)
 
+    # -- The operator ----------------------------------------------------------------------------
+
+    async def _ban(self, request: web.Request) -> web.StreamResponse:
+        caller = self._caller(request)
+        self._operator.must_be_operator(caller.key)
+        self._operator.ban(await _json(request, caller, {"key", "reason"}))
+        return web.json_response({})
+
+    async def _unban(self, request: web.Request) -> web.StreamResponse:
+        caller = self._caller(request)
+        self._operator.must_be_operator(caller.key)
+        self._operator.unban(await _json(request, caller, {"key", "reason"}))
+        return web.json_response({})
+
     # -- Who asks, and what goes wrong -----------------------------------------------------------
 
     def _caller(self, request: web.Request) -> SignedRequest:
@@ -237,7 +256,7 @@ class Api:
             path=request.raw_path,
             now=self._journal.clock(),
         )
-        reason = self._journal.ledger.ban_reason(caller.key)
+        reason = self._journal.state.bans.get(caller.key)
         if reason is not None:
             raise Refusal(403, f"this key is banned: {reason}")
         return caller

@@ -16,21 +16,26 @@ from typing import Literal
 
 from runspec.spec.schema import RunSpec
 from verify.coordinator.events import (
+    BanLifted,
     CoordinatorStarted,
     Event,
     GroupGrade,
+    KeyBanned,
     LeaseExpired,
     LeaseGranted,
     LeaseReleased,
     LeaseResumed,
     NonceDrawn,
+    QuarantineEnded,
     RolledBack,
     StepClosed,
     SubmissionJudged,
     SubmissionReceived,
     VersionPublished,
+    WorkerQuarantined,
     WorkerRegistered,
 )
+from verify.coordinator.reputation import Standing, prefill_share
 from verify.formats.lease import Lease
 
 
@@ -56,6 +61,10 @@ class Policy:
     lease_timeout_s: float
     groups_per_submission: Mapping[str, int]
     """For each pool."""
+    prefill_share: float
+    """Of a new key's submissions."""
+    prefill_floor: float
+    """What the share falls to with reputation."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Policy:
@@ -72,6 +81,8 @@ class Policy:
             deadline_s=fill.deadline,
             lease_timeout_s=spec.verify.lease_timeout,
             groups_per_submission={p.name: p.groups_per_submission for p in spec.samplers},
+            prefill_share=spec.verify.prefill_share,
+            prefill_floor=spec.verify.lowest_prefill_share,
         )
 
 
@@ -84,8 +95,8 @@ class Worker:
     pool: str
     accepted_rollouts: int = 0
     accepted_tokens: int = 0
-    rejected_submissions: int = 0
-    withheld_leases: int = 0
+    """Its credits: output tokens of accepted groups, filtered ones included."""
+    standing: Standing = field(default_factory=Standing)
 
 
 @dataclass(frozen=True)
@@ -147,6 +158,8 @@ class State:
     policy: Policy
     newest: VersionPublished | None = None
     workers: Mapping[str, Worker] = field(default_factory=dict)
+    bans: Mapping[str, str] = field(default_factory=dict)
+    """Why a key is banned, whether it is a worker's yet or not."""
     steps: Mapping[int, OpenStep] = field(default_factory=dict)
     """The open ones, in order."""
     leases: Mapping[str, LeaseRecord] = field(default_factory=dict)
@@ -170,6 +183,13 @@ class State:
         submission that is sent again finds its lease.
         """
         return self.next_close - self.policy.async_level - 1
+
+    def share_of(self, worker: str) -> float:
+        """How likely a submission of a worker's is to be recomputed."""
+        if worker in self.bans:
+            return 1.0
+        start, floor = self.policy.prefill_share, self.policy.prefill_floor
+        return prefill_share(self.workers[worker].standing, start=start, floor=floor)
 
     def lag(self, record: LeaseRecord) -> int:
         """Lag of the record's groups if the next step to close trains them."""
@@ -197,6 +217,18 @@ def apply(state: State, event: Event) -> State:
             _require(event.worker not in state.workers, "a key is registered twice")
             worker = Worker(len(state.workers), event.pool)
             return replace(state, workers={**state.workers, event.worker: worker})
+        case WorkerQuarantined():
+            worker = _known(state, event.worker)
+            return _with_standing(state, event.worker, worker.standing.quarantined(event.reason))
+        case QuarantineEnded():
+            worker = _known(state, event.worker)
+            _require(worker.standing.quarantine is not None, "no quarantine to end")
+            free = replace(worker.standing, quarantine=None)
+            return _with_standing(state, event.worker, free)
+        case KeyBanned():
+            return _ban(state, event)
+        case BanLifted():
+            return _lift_ban(state, event)
         case VersionPublished():
             newer = state.newest is None or event.version > state.newest.version
             _require(newer, f"version {event.version} is not newer")
@@ -223,7 +255,27 @@ def apply(state: State, event: Event) -> State:
         case RolledBack():
             _require(0 <= event.version <= state.next_close, "a rollback to what was not trained")
             back = State(state.policy, next_step=event.version, next_close=event.version)
-            return replace(back, progress=event.at)
+            return replace(back, progress=event.at, bans=state.bans)
+
+
+def _ban(state: State, event: KeyBanned) -> State:
+    """Its open leases end at once, for it can answer them no more."""
+    _require(event.key not in state.bans, "a key is banned twice")
+    state = replace(state, bans={**state.bans, event.key: event.reason})
+    for record in list(state.leases.values()):
+        if record.lease.worker == event.key and record.status in ("open", "released"):
+            state = _end_lease(state, record)
+    return state
+
+
+def _lift_ban(state: State, event: BanLifted) -> State:
+    _require(event.key in state.bans, "a key that is not banned")
+    state = replace(state, bans={k: r for k, r in state.bans.items() if k != event.key})
+    worker = state.workers.get(event.key)
+    if worker is None:
+        return state
+    pardoned = worker.standing.pardoned(f"its ban was lifted: {event.reason}")
+    return _with_standing(state, event.key, pardoned)
 
 
 def _draw(state: State, event: NonceDrawn) -> State:
@@ -261,11 +313,14 @@ def _grant(state: State, event: LeaseGranted) -> State:
 
 
 def _expire(state: State, event: LeaseExpired) -> State:
-    record = _record(state, event.lease, "open", "released")
+    return _end_lease(state, _record(state, event.lease, "open", "released"))
+
+
+def _end_lease(state: State, record: LeaseRecord) -> State:
+    """No submission will come: withheld."""
     state = _with_lease(state, replace(record, status="expired"))
-    worker = state.workers[record.lease.worker]
-    worker = replace(worker, withheld_leases=worker.withheld_leases + 1)
-    state = _with_worker(state, record, worker)
+    key = record.lease.worker
+    state = _with_standing(state, key, state.workers[key].standing.after_withholding())
     tally = _tally(state, record)
     return _with_tally(
         state, record, replace(tally, expired_groups=tally.expired_groups + record.lease.groups)
@@ -300,8 +355,12 @@ def _judge(state: State, event: SubmissionJudged) -> State:
     record = _record(state, event.lease, "submitted")
     _require(record.submission == event.submission, "a verdict on another submission")
     worker, tally, lease = state.workers[record.lease.worker], _tally(state, record), record.lease
+    standing = worker.standing.after_verdict(
+        accepted=event.accepted,
+        recomputed=any(group.logprob_diff is not None for group in event.groups),
+    )
+    worker = replace(worker, standing=standing)
     if not event.accepted:
-        worker = replace(worker, rejected_submissions=worker.rejected_submissions + 1)
         tally = replace(
             tally,
             rejected_submissions=tally.rejected_submissions + 1,
@@ -320,7 +379,7 @@ def _judge(state: State, event: SubmissionJudged) -> State:
         tally = replace(tally, grades=tally.grades + event.groups)
         usable = tuple(g.group for g in event.groups if g.outcome == "usable")
         record = replace(record, status="accepted", verdict=event.verdict, usable=usable)
-    state = _with_worker(_with_lease(state, record), record, worker)
+    state = _with_worker(_with_lease(state, record), lease.worker, worker)
     return _lapse(_with_tally(state, record, tally))
 
 
@@ -389,8 +448,17 @@ def _with_lease(state: State, record: LeaseRecord) -> State:
     return replace(state, leases={**state.leases, record.digest: record})
 
 
-def _with_worker(state: State, record: LeaseRecord, worker: Worker) -> State:
-    return replace(state, workers={**state.workers, record.lease.worker: worker})
+def _with_worker(state: State, key: str, worker: Worker) -> State:
+    return replace(state, workers={**state.workers, key: worker})
+
+
+def _with_standing(state: State, key: str, standing: Standing) -> State:
+    return _with_worker(state, key, replace(_known(state, key), standing=standing))
+
+
+def _known(state: State, key: str) -> Worker:
+    _require(key in state.workers, "an event of a key that is no worker's")
+    return state.workers[key]
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -14,7 +14,8 @@ from verify.coordinator.activity import Activity, Peer
 from verify.coordinator.filling import needed_groups, waited_for
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
-from verify.coordinator.state import State, Worker
+from verify.coordinator.reputation import reputation
+from verify.coordinator.state import State
 
 
 class Status:
@@ -45,14 +46,18 @@ class Status:
             "steps_closed": state.next_close,
             "open_steps": [_step(state, number) for number in state.steps],
             "workers": [
-                _worker(key, worker, self._workers.peers.get(key), now, open_leases[key])
-                for key, worker in state.workers.items()
+                {
+                    **_worker(state, key, open_leases[key]),
+                    **_peer(self._workers.peers.get(key), now),
+                }
+                for key in state.workers
             ],
+            "banned": dict(state.bans),
             "validators": [
                 {"key": key, **_peer(peer, now)} for key, peer in self._validators.peers.items()
             ],
             "queue": {"to_judge": waiting, "claimed": len(self._judging.claims)},
-            "rejected_submissions": sum(w.rejected_submissions for w in state.workers.values()),
+            "rejected_submissions": sum(w.standing.rejected for w in state.workers.values()),
             "recent_rejections": list(self._judging.recent_rejections),
         }
 
@@ -72,18 +77,22 @@ def _step(state: State, number: int) -> dict[str, Any]:
     }
 
 
-def _worker(
-    key: str, worker: Worker, peer: Peer | None, now: float, open_leases: int
-) -> dict[str, Any]:
+def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
+    worker, ban = state.workers[key], state.bans.get(key)
+    standing = worker.standing
     return {
         "key": key,
         "pool": worker.pool,
         "accepted_rollouts": worker.accepted_rollouts,
         "accepted_tokens": worker.accepted_tokens,
-        "rejected_submissions": worker.rejected_submissions,
-        "withheld_leases": worker.withheld_leases,
+        "accepted_submissions": standing.accepted,
+        "rejected_submissions": standing.rejected,
+        "withheld_leases": standing.withheld,
+        "reputation": round(reputation(standing), 4),
+        "prefill_share": round(state.share_of(key), 4),
+        "standing": "banned" if ban else "quarantined" if standing.quarantine else "free",
+        "reason": ban or standing.quarantine or "",
         "open_leases": open_leases,
-        **_peer(peer, now),
     }
 
 

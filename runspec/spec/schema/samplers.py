@@ -186,7 +186,10 @@ class Verify(Block):
     engine: Annotated[str, SITE] = "jax"
     """Prefill engine: an entry point of the group `runspec.prefill`."""
     prefill_share: Share = 1.0
-    """Share of submissions whose log-probs, noise and proofs are recomputed."""
+    """Share of a new worker's submissions whose log-probs, noise and proofs are recomputed."""
+    prefill_floor: Share | None = None
+    """What that share falls to as a worker's reputation grows; null: it stays as it is. Of a
+    worker in quarantine all is recomputed."""
     logprob_alarm: Annotated[Nats | None, RESTART] = None
     """Mean |sampler's - learner's| log-prob of a step, on the same tokens under the same version,
     above which `status` and the learner's log raise the alarm; null: 0.001 for pools in float32,
@@ -197,3 +200,8 @@ class Verify(Block):
     """Measured prefill rate, for the estimate; null: computed from the hardware."""
     thresholds: list[Thresholds] = []
     """Limits for precisions that were not calibrated here; merged by name."""
+
+    @property
+    def lowest_prefill_share(self) -> float:
+        """The share of a worker with the best reputation."""
+        return self.prefill_share if self.prefill_floor is None else self.prefill_floor

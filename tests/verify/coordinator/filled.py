@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from runspec.common.hashing import hash_parts
 from verify.coordinator import filling
+from verify.coordinator.consequences import consequences
 from verify.coordinator.events import (
     CoordinatorStarted,
     Event,
@@ -37,6 +38,8 @@ POLICY = Policy(
     deadline_s=100.0,
     lease_timeout_s=30.0,
     groups_per_submission={"a": 2},
+    prefill_share=1.0,
+    prefill_floor=0.1,
 )
 
 
@@ -68,6 +71,9 @@ class Filled:
     def record(self, event: Event) -> None:
         self.state = apply(self.state, event)
         self.events.append(event)
+        for follows in consequences(self.state, event):
+            self.state = apply(self.state, follows)
+            self.events.append(follows)
 
     def register(self, name: str, pool: str = "a") -> None:
         self.record(WorkerRegistered(self.now, key(name), pool))
@@ -98,10 +104,16 @@ class Filled:
     def submit(self, record: LeaseRecord) -> None:
         self.record(SubmissionReceived(self.now, record.digest, digest("s", record.digest), 1))
 
-    def judge(self, record: LeaseRecord, outcomes: Sequence[str] | None) -> None:
-        """`outcomes`: of each group; None rejects the submission."""
+    def judge(
+        self,
+        record: LeaseRecord,
+        outcomes: Sequence[str] | None,
+        *,
+        reason: str = "logprobs: 0.05 > 0.01",
+    ) -> None:
+        """`outcomes`: of each group; None rejects the submission, for `reason`."""
         groups = tuple(grade(i, outcome) for i, outcome in enumerate(outcomes or ()))
-        reason = "" if outcomes else "logprobs: 0.05 > 0.01"
+        reason = "" if outcomes else reason
         self.record(
             SubmissionJudged(
                 *(self.now, record.digest, digest("s", record.digest), digest("v", record.digest)),

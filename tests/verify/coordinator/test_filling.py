@@ -137,7 +137,7 @@ def test_a_rejected_submission_is_replaced_by_a_further_lease_under_the_next_ind
     assert (replacement.lease.step, replacement.lease.index) == (0, 1)
     (closed,) = run.advance()
     assert closed.complete
-    assert run.state.workers[key("x")].rejected_submissions == 1
+    assert run.state.workers[key("x")].standing.rejected == 1
 
 
 def test_an_expired_lease_counts_as_withheld_and_is_replaced():
@@ -149,7 +149,7 @@ def test_an_expired_lease_counts_as_withheld_and_is_replaced():
     run.advance()
 
     assert run.state.leases[withheld.digest].status == "expired"
-    assert run.state.workers[key("x")].withheld_leases == 1
+    assert run.state.workers[key("x")].standing.withheld == 1
     replacement = run.lease("x")
     assert replacement.lease.index == 1
     assert replacement.lease.seed != withheld.lease.seed
@@ -178,7 +178,7 @@ def test_a_lease_that_was_given_back_comes_again_while_it_is_needed():
     assert run.lease("x").document == given_back.document
     assert run.state.leases[given_back.digest].status == "open"
     run.answer(run.state.leases[given_back.digest])
-    assert run.state.workers[key("x")].withheld_leases == 0
+    assert run.state.workers[key("x")].standing.withheld == 0
 
 
 def test_a_lease_that_was_given_back_and_replaced_buys_no_other_seed():
@@ -198,7 +198,7 @@ def test_a_lease_that_was_given_back_and_replaced_buys_no_other_seed():
     assert run.lease("x") is None
     run.now += 31.0
     run.advance()
-    assert run.state.workers[key("x")].withheld_leases == len(held)
+    assert run.state.workers[key("x")].standing.withheld == len(held)
     fresh = run.lease("x")
     assert fresh is not None
     assert fresh.digest not in held
@@ -235,7 +235,7 @@ def test_groups_that_cannot_be_trained_are_replaced_and_nobody_is_blamed(outcome
         (closed.groups[1].lease, 0),
     ]
     worker = run.state.workers[key("x")]
-    assert worker.rejected_submissions == 0
+    assert worker.standing.rejected == 0
     earned = 2 * 3 if outcome == "filtered" else 2 * 2
     assert worker.accepted_rollouts == earned
 

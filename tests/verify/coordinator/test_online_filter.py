@@ -63,7 +63,7 @@ def test_filtered_groups_are_replaced_by_further_ones_until_the_step_is_full() -
     # Then the batch is full, of groups with variance alone, in lease order
     assert closed.complete
     assert [(one.lease, one.group) for one in closed.groups] == usable[:4]
-    assert run.state.workers[key("x")].rejected_submissions == 0
+    assert run.state.workers[key("x")].standing.rejected == 0
 
 
 def test_no_more_is_leased_than_would_fill_the_step_if_all_were_usable() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -26,6 +27,7 @@ from tests.verify.coordinator.deployment import (
 )
 from tests.waiting import eventually
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
+from verify.coordinator.events import BanLifted, KeyBanned
 from verify.formats.layout import submission_files
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import sign_submission
@@ -304,15 +306,63 @@ def test_a_worker_whose_words_are_refused_is_not_registered(site: Site):
         assert httpx.get(f"{site.url}/v1/status", trust_env=False).json()["workers"] == []
 
 
-def test_a_banned_key_is_refused(site: Site):
+def operate(site: Site, what: str, key: str, reason: str, *, by: SigningKey) -> httpx.Response:
+    body = canonical_json({"key": key, "reason": reason})
+    return post(site, by, f"/v1/operator/{what}", body)
+
+
+def test_a_banned_key_is_refused_until_its_ban_is_lifted(site: Site):
     with site.serving():
         key, worker = site.worker()
-        ledger = Ledger(site.run_dir / "state.db")
-        ledger.ban(key.public_hex, "edited tokens")
-        ledger.close()
+        granted(site, worker)
 
+        banned = operate(site, "ban", key.public_hex, "edited tokens", by=site.coordinator)
+
+        assert banned.status_code == 200
         with pytest.raises(UserError, match="403, this key is banned: edited tokens"):
             worker.lease(0.0)
+        status = httpx.get(f"{site.url}/v1/status", trust_env=False).json()
+        assert status["banned"] == {key.public_hex: "edited tokens"}
+        assert [w["standing"] for w in status["workers"]] == ["banned"]
+
+        lifted = operate(site, "unban", key.public_hex, "the wrong key", by=site.coordinator)
+
+        assert lifted.status_code == 200
+        granted(site, worker)
+        (mine,) = httpx.get(f"{site.url}/v1/status", trust_env=False).json()["workers"]
+        assert (mine["standing"], mine["prefill_share"]) == ("quarantined", 1.0)
+        assert mine["reason"] == "its ban was lifted: the wrong key"
+
+    # and the ledger keeps both
+    with closing(Ledger(site.run_dir / "state.db")) as ledger:
+        kinds = [type(e) for e in ledger.events()]
+    assert kinds.count(KeyBanned) == kinds.count(BanLifted) == 1
+
+
+def test_a_ban_holds_over_a_restart(site: Site):
+    key = SigningKey.generate()
+    with site.serving():
+        assert operate(site, "ban", key.public_hex, "x", by=site.coordinator).status_code == 200
+    with site.serving(), pytest.raises(UserError, match="403, this key is banned: x"):
+        site.client(key).register("near", {})
+
+
+def test_only_the_coordinators_own_key_bans_and_only_what_can_be_banned(site: Site):
+    with site.serving():
+        key, _ = site.worker()
+        for what, whom, why, by, status in (
+            ("ban", key.public_hex, "x", key, 403),
+            ("ban", key.public_hex, "x", site.validator, 403),
+            ("unban", key.public_hex, "x", key, 403),
+            ("ban", "abc", "x", site.coordinator, 400),
+            ("ban", key.public_hex, " ", site.coordinator, 400),
+            ("ban", key.public_hex, "x" * 501, site.coordinator, 400),
+            ("ban", site.validator.public_hex, "x", site.coordinator, 409),
+            ("unban", key.public_hex, "x", site.coordinator, 409),
+            ("ban", key.public_hex, "x", site.coordinator, 200),
+            ("ban", key.public_hex, "x", site.coordinator, 409),
+        ):
+            assert operate(site, what, whom, why, by=by).status_code == status, (what, whom, why)
 
 
 def test_requests_are_refused_by_their_signature_and_size(site: Site):

@@ -1,0 +1,211 @@
+"""Reputation, quarantine, ban and appeal: what a worker's history earns it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.verify.coordinator.filled import Filled, key, policy
+from verify.coordinator.events import (
+    BY_COORDINATOR,
+    BY_OPERATOR,
+    BanLifted,
+    KeyBanned,
+    QuarantineEnded,
+    RolledBack,
+    WorkerQuarantined,
+)
+from verify.coordinator.reputation import (
+    BAN_AFTER,
+    CLEAR_AFTER,
+    EXACT_CHECKS,
+    QUARANTINE_AFTER,
+    Standing,
+    prefill_share,
+    reputation,
+)
+from verify.coordinator.state import IllegalTransition
+
+NOISY, EXACT = "logprobs: row 0: 0.2 > 0.1", "assignment: row 0: 1 > 0"
+
+
+def started(**changes: object) -> Filled:
+    run = Filled(policy(groups=40, max_groups=400, **changes))
+    run.register("x")
+    run.register("y")
+    run.publish(0)
+    return run
+
+
+def standing(run: Filled, name: str = "x") -> Standing:
+    return run.state.workers[key(name)].standing
+
+
+def reject(run: Filled, reason: str = NOISY, name: str = "x") -> None:
+    record = run.lease(name)
+    assert record is not None
+    run.submit(record)
+    run.judge(record, None, reason=reason)
+
+
+histories = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60)
+
+
+def after(history: list[tuple[bool, bool]]) -> Standing:
+    found = Standing()
+    for accepted, recomputed in history:
+        found = found.after_verdict(accepted=accepted, recomputed=recomputed)
+    return found
+
+
+def test_reputation_is_the_mean_of_the_stated_posterior():
+    good = after(20 * [(True, True)])
+    assert reputation(Standing()) == 0.0
+    assert reputation(good) == 20 / 40
+    assert reputation(good.after_withholding()) == 20 / 41
+    assert reputation(after(20 * [(True, False)])) == 0.0  # nobody recomputed it
+
+    fallen = good.after_verdict(accepted=False, recomputed=True)
+    assert reputation(fallen) == 0.0
+    for _ in range(20):
+        fallen = fallen.after_verdict(accepted=True, recomputed=True)
+    assert reputation(fallen) == 20 / 60  # slower than the first time
+
+
+@given(histories, st.floats(0, 1), st.floats(0, 1))
+def test_the_share_stays_between_floor_and_start_and_follows_the_work(history, one, other):
+    floor, start = sorted((one, other))
+    before = after(history)
+    share = prefill_share(before, start=start, floor=floor)
+
+    better = before.after_verdict(accepted=True, recomputed=True)
+    unseen = before.after_verdict(accepted=True, recomputed=False)
+    worse = before.after_verdict(accepted=False, recomputed=True)
+
+    assert 0.0 <= reputation(before) < 1.0
+    assert floor <= prefill_share(better, start=start, floor=floor) <= share <= start
+    assert prefill_share(unseen, start=start, floor=floor) == share
+    assert prefill_share(worse, start=start, floor=floor) == start
+    assert prefill_share(before.quarantined("why"), start=start, floor=floor) == 1.0
+
+
+def test_a_thousand_good_submissions_bring_the_share_near_the_floor():
+    share = prefill_share(after(1000 * [(True, True)]), start=1.0, floor=0.1)
+    assert 0.1 < share < 0.12
+
+
+@pytest.mark.parametrize("check", sorted(EXACT_CHECKS))
+def test_what_cannot_be_an_accident_is_quarantine_at_once(check: str):
+    run = started()
+    reject(run, f"{check}: row 0: 1 > 0")
+    assert standing(run).quarantine == f"{check}: row 0: 1 > 0"
+    assert run.state.share_of(key("x")) == 1.0
+
+
+def test_rejections_by_measured_limits_are_quarantine_when_they_come_together():
+    run = started()
+    for _ in range(QUARANTINE_AFTER - 1):
+        reject(run)
+    assert standing(run).quarantine is None
+    for _ in range(CLEAR_AFTER):
+        run.work("x")
+    reject(run)
+    assert standing(run).quarantine is None  # the strike before it is forgotten
+    reject(run)
+    assert standing(run).quarantine == NOISY
+
+
+def test_a_worker_in_quarantine_holds_one_lease_until_its_verdict():
+    run = started()
+    reject(run, EXACT)
+
+    record = run.lease("x")
+    assert record is not None
+    assert run.lease("x", holding=[record.digest]) is None
+    run.submit(record)
+    assert run.lease("x") is None
+    run.judge(record, ["usable", "usable"])
+    assert run.lease("x") is not None
+
+
+def test_quarantine_ends_with_enough_good_work_in_a_row():
+    run = started()
+    reject(run, EXACT)
+    for _ in range(CLEAR_AFTER - 1):
+        run.work("x")
+    reject(run)
+    for _ in range(CLEAR_AFTER - 1):
+        run.work("x")
+    assert standing(run).quarantine is not None
+
+    run.work("x")
+
+    assert standing(run).quarantine is None and standing(run).strikes == 0
+    assert isinstance(run.events[-1], QuarantineEnded)
+    assert sum(isinstance(e, WorkerQuarantined) for e in run.events) == 1
+
+
+def test_too_many_strikes_are_a_ban_that_names_them():
+    run = started()
+    for _ in range(BAN_AFTER):
+        assert run.state.bans == {}
+        reject(run)
+
+    banned = run.events[-1]
+    assert isinstance(banned, KeyBanned) and banned.by == BY_COORDINATOR
+    assert run.state.bans == {key("x"): f"6 submissions rejected, the last one for {NOISY}"}
+    assert run.lease("x") is None
+    assert run.lease("y") is not None
+
+
+def test_the_open_leases_of_a_banned_key_are_over_and_others_get_the_groups():
+    run = started(groups_per_submission={"a": 40}, async_level=0)
+    held = run.lease("x")
+    assert held is not None and run.lease("y") is None
+
+    run.record(KeyBanned(run.now, key("x"), "by hand", BY_OPERATOR))
+
+    assert run.state.leases[held.digest].status == "expired"
+    assert standing(run).withheld == 1
+    second = run.lease("y")
+    assert second is not None and second.lease.groups == 40
+
+
+def test_an_appeal_leads_into_quarantine_with_a_clean_slate():
+    run = started()
+    for _ in range(BAN_AFTER):
+        reject(run)
+
+    run.record(BanLifted(run.now, key("x"), "a broken GPU, replaced", BY_OPERATOR))
+
+    assert run.state.bans == {}
+    assert standing(run).quarantine == "its ban was lifted: a broken GPU, replaced"
+    assert (standing(run).strikes, standing(run).rejected) == (0, BAN_AFTER)
+    for _ in range(CLEAR_AFTER):
+        run.work("x")
+    assert standing(run).quarantine is None
+    kinds = [type(e) for e in run.events if isinstance(e, KeyBanned | BanLifted)]
+    assert kinds == [KeyBanned, BanLifted]  # both stay in the ledger
+
+
+def test_a_key_is_banned_before_it_ever_registers_and_bans_outlive_a_rollback():
+    run = started()
+    run.record(KeyBanned(run.now, key("z"), "known from another run", BY_OPERATOR))
+    run.record(RolledBack(run.now, 0))
+    assert run.state.bans == {key("z"): "known from another run"}
+    assert run.state.workers == {}
+
+
+def test_a_ledger_in_which_a_ban_cannot_follow_is_refused():
+    run = started()
+    for event in (
+        BanLifted(run.now, key("x"), "none to lift", BY_OPERATOR),
+        QuarantineEnded(run.now, key("x")),
+        WorkerQuarantined(run.now, key("nobody"), "why"),
+    ):
+        with pytest.raises(IllegalTransition):
+            run.record(event)
+    run.record(KeyBanned(run.now, key("x"), "why", BY_OPERATOR))
+    with pytest.raises(IllegalTransition):
+        run.record(KeyBanned(run.now, key("x"), "why", BY_OPERATOR))

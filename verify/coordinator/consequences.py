@@ -1,0 +1,41 @@
+"""What follows at once from an event: quarantines and bans, which enter the ledger with it.
+
+They are events of their own, not conclusions that a reader draws: the limits may change between two
+versions of this program, and what a worker was told must stay true.
+"""
+
+from __future__ import annotations
+
+from verify.coordinator.events import (
+    BY_COORDINATOR,
+    Event,
+    KeyBanned,
+    QuarantineEnded,
+    SubmissionJudged,
+    WorkerQuarantined,
+)
+from verify.coordinator.reputation import should_ban, should_free, should_quarantine
+from verify.coordinator.state import State
+
+
+def consequences(state: State, event: Event) -> list[Event]:
+    """The events that the coordinator records in one transaction with `event`.
+
+    Args:
+        state: with `event` applied.
+        event: the newest.
+    """
+    if not isinstance(event, SubmissionJudged):
+        return []
+    key = state.leases[event.lease].lease.worker
+    standing = state.workers[key].standing
+    if key in state.bans:
+        return []
+    if event.accepted:
+        return [QuarantineEnded(event.at, key)] if should_free(standing) else []
+    if should_ban(standing):
+        reason = f"{standing.strikes} submissions rejected, the last one for {event.reason}"
+        return [KeyBanned(event.at, key, reason[:500], BY_COORDINATOR)]
+    if should_quarantine(standing, event.reason):
+        return [WorkerQuarantined(event.at, key, event.reason[:500])]
+    return []

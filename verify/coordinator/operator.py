@@ -1,0 +1,62 @@
+"""The operator's desk: bans and granted appeals, by whoever holds the coordinator's own key.
+
+`runspec ban` and `runspec unban` sign with `keys/coordinator.key` of the run directory. Who can
+read that file can sign leases and batches too, so it needs no further right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runspec.common.hashing import is_digest
+from runspec.common.roles import Roles
+from verify.coordinator.events import BY_OPERATOR, BanLifted, KeyBanned
+from verify.coordinator.intake import Refusal
+from verify.coordinator.journal import Journal
+
+MAX_REASON = 500
+"""Characters."""
+
+
+class OperatorDesk:
+    """Bans keys and lifts bans; the ledger keeps both.
+
+    Args:
+        journal: where events go.
+        roles: whose keys are no workers'.
+    """
+
+    def __init__(self, journal: Journal, roles: Roles) -> None:
+        self._journal, self._roles = journal, roles
+
+    def must_be_operator(self, key: str) -> None:
+        """Raises:
+        Refusal: the key is not the coordinator's own.
+        """
+        if key not in self._roles.coordinator:
+            raise Refusal(403, "only the coordinator's own key may do this")
+
+    def ban(self, body: dict[str, Any]) -> None:
+        """From now on the key's requests are refused; its open leases are over."""
+        key, reason = _key_and_reason(body)
+        if key in self._roles.publisher | self._roles.coordinator | self._roles.validator:
+            raise Refusal(409, "a key with a role: take it out of roles.json instead")
+        if key in self._journal.state.bans:
+            raise Refusal(409, f"banned already: {self._journal.state.bans[key]}")
+        self._journal.record(KeyBanned(self._journal.clock(), key, reason, BY_OPERATOR))
+
+    def unban(self, body: dict[str, Any]) -> None:
+        """An appeal is granted: the key may work again, in quarantine."""
+        key, reason = _key_and_reason(body)
+        if key not in self._journal.state.bans:
+            raise Refusal(409, "this key is not banned")
+        self._journal.record(BanLifted(self._journal.clock(), key, reason, BY_OPERATOR))
+
+
+def _key_and_reason(body: dict[str, Any]) -> tuple[str, str]:
+    key, reason = body["key"], body["reason"]
+    if not is_digest(key):
+        raise Refusal(400, "key must be 64 hex characters")
+    if not isinstance(reason, str) or not reason.strip() or len(reason) > MAX_REASON:
+        raise Refusal(400, f"reason must be a text of 1 to {MAX_REASON} characters")
+    return key, reason.strip()

@@ -1,0 +1,132 @@
+"""What a worker's history says of it: pure functions of what the ledger counts.
+
+Reputation is the mean of a Beta posterior: the chance that the next submission is as good as those
+that were recomputed,
+
+    r = n / (n + 20 + 20 R + W)        0 for a new key, towards 1 with work
+
+n: submissions that were accepted *and recomputed* since the last rejection; what nobody recomputed
+proves nothing. R: rejected submissions, W: withheld leases, both of all time. So trust is lost at
+one rejection and comes back more slowly each time. The share of a worker's submissions that is
+recomputed follows from it,
+
+    share = prefill_share - (prefill_share - prefill_floor) r        1 in quarantine
+
+Strikes are the rejections since the last `CLEAR_AFTER` accepted submissions in a row. A rejection
+that no honest worker meets by accident (`EXACT_CHECKS` compare with what was assigned, without
+floating point), or `QUARANTINE_AFTER` strikes, put a worker into quarantine; `CLEAR_AFTER` accepted
+submissions in a row end it. `BAN_AFTER` strikes are a ban, which only a person lifts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+EXACT_CHECKS = frozenset(
+    {
+        *("signature", "lease", "format", "assignment", "bounds"),
+        *("versions", "termination", "proof_format"),
+    }
+)
+QUARANTINE_AFTER = 2
+BAN_AFTER = 6
+CLEAR_AFTER = 5
+_PRIOR = 20.0
+_REJECTION = 20.0
+"""A rejection weighs as much as all that a new key has to prove."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What became of a worker's leases."""
+
+    accepted: int = 0
+    """Submissions."""
+    rejected: int = 0
+    withheld: int = 0
+    """Leases."""
+    in_a_row: int = 0
+    """Accepted since the last rejection, or since a quarantine began."""
+    recomputed_in_a_row: int = 0
+    """Accepted and recomputed since the last rejection."""
+    strikes: int = 0
+    quarantine: str | None = None
+    """Why all its work is recomputed and it holds one lease at most; None: it is free."""
+
+    @property
+    def newcomer(self) -> bool:
+        """Whether nothing speaks for it: no accepted work yet, or reason to doubt it."""
+        return self.accepted == 0 or self.quarantine is not None
+
+    def after_verdict(self, *, accepted: bool, recomputed: bool) -> Standing:
+        """After a verdict on one of its submissions."""
+        if not accepted:
+            return replace(
+                self,
+                rejected=self.rejected + 1,
+                strikes=self.strikes + 1,
+                in_a_row=0,
+                recomputed_in_a_row=0,
+            )
+        row = self.in_a_row + 1
+        return replace(
+            self,
+            accepted=self.accepted + 1,
+            in_a_row=row,
+            recomputed_in_a_row=self.recomputed_in_a_row + recomputed,
+            strikes=0 if row >= CLEAR_AFTER else self.strikes,
+        )
+
+    def after_withholding(self) -> Standing:
+        """After a lease that was not answered."""
+        return replace(self, withheld=self.withheld + 1)
+
+    def quarantined(self, reason: str) -> Standing:
+        """From now on `CLEAR_AFTER` accepted submissions in a row are needed."""
+        return replace(self, quarantine=reason, in_a_row=0)
+
+    def pardoned(self, reason: str) -> Standing:
+        """A ban is lifted: in quarantine, with a clean slate."""
+        return replace(self.quarantined(reason), strikes=0)
+
+
+def reputation(standing: Standing) -> float:
+    """r of the module's formula, in [0, 1)."""
+    good = standing.recomputed_in_a_row
+    return good / (good + _PRIOR + _REJECTION * standing.rejected + standing.withheld)
+
+
+def prefill_share(standing: Standing, *, start: float, floor: float) -> float:
+    """Share of a worker's submissions to recompute, in [floor, 1].
+
+    Args:
+        standing: the worker's.
+        start: `verify.prefill_share`, of a new key.
+        floor: `verify.prefill_floor`, which the best reputation comes near.
+    """
+    if standing.quarantine is not None:
+        return 1.0
+    return max(floor, start - (start - floor) * reputation(standing))
+
+
+def should_quarantine(standing: Standing, reason: str) -> bool:
+    """Whether a rejection just counted puts a worker into quarantine.
+
+    Args:
+        standing: after the rejection.
+        reason: of the verdict, which begins with the check's name and a colon.
+    """
+    if standing.quarantine is not None:
+        return False
+    exact = reason.partition(":")[0] in EXACT_CHECKS
+    return exact or standing.strikes >= QUARANTINE_AFTER
+
+
+def should_ban(standing: Standing) -> bool:
+    """Whether a rejection just counted was one too many."""
+    return standing.strikes >= BAN_AFTER
+
+
+def should_free(standing: Standing) -> bool:
+    """Whether an accepted submission just counted ends a quarantine."""
+    return standing.quarantine is not None and standing.in_a_row >= CLEAR_AFTER
