@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, UInt16
+from jaxtyping import Array, Bool, Float, Int
 
 from bridge.config import ModelConfig, load_config
 from broadcast.client import WeightsClient
@@ -32,6 +32,7 @@ from runspec.estimate.logits import chunk_tokens
 from runspec.spec import schema
 from runspec.spec.run_files import versions_in
 from runspec.spec.schema import RunSpec
+from verify.choices import HEADS, POWERS, Choices, describe
 from verify.noise import gumbel
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
 from verify.truncation import Truncation, judged
@@ -123,11 +124,11 @@ def prefill(
     temperature: float,
     truncation: Truncation | None = None,
 ) -> list[PrefillOutput]:
-    """Recomputes rollouts: log-probs, final hidden states and distances from the seeded choice.
+    """Recomputes rollouts: log-probs, final hidden states, and what there is to say of the choice.
 
     Args:
         policy: a version.
-        inputs: the rollouts.
+        inputs: the rollouts; those of a call are all of one end token.
         temperature: T.
         truncation: top-k and top-p of the pool; None where nothing is cut.
 
@@ -142,16 +143,23 @@ def prefill(
         rows=_rows(policy),
     )
     queries = _queries(packed, inputs)
+    ends = {each.end_token for each in inputs if each.end_token is not None}
+    wanted = _Wanted(
+        gaps=any(each.noise_key is not None for each in inputs),
+        choices=bool(ends),
+        truncation=truncation if truncation is not None and truncation.cuts else None,
+    )
     results = (
         _prefill(
             policy.params,
             shard_batch(packed.token_batch(index), policy.mesh),
             queries[index],
             jnp.float32(temperature),
+            np.int32(max(ends, default=0)),
             config=policy.config,
             learner=policy.learner,
             mesh=policy.mesh,
-            truncation=truncation if truncation is not None and truncation.cuts else None,
+            wanted=wanted,
         )
         for index in range(packed.microbatches)
     )
@@ -159,27 +167,54 @@ def prefill(
     for members, host in zip(_members(packed), _fetched(results), strict=True):
         begin = 0
         for member in members:
-            end = begin + len(inputs[member].output_tokens)
-            logprobs, hidden, gap = (array[begin:end] for array in host)
-            seeded = inputs[member].noise_key is not None
-            outputs[member] = PrefillOutput(logprobs, hidden, gap if seeded else None)
+            each = inputs[member]
+            end = begin + len(each.output_tokens)
+            mine = jax.tree.map(lambda array, own=slice(begin, end): array[own], host)
+            outputs[member] = PrefillOutput(
+                mine.logprobs,
+                mine.hidden,
+                mine.gaps if each.noise_key is not None else None,
+                mine.choices if each.end_token is not None else None,
+            )
             begin = end
     return [output for output in outputs if output is not None]
 
 
-def _fetched(results: Iterable[tuple[Array, ...]]) -> Iterator[tuple[np.ndarray, ...]]:
+class _Judged(NamedTuple):
+    """Of the output tokens of a microbatch; arrays on the device, or on the host."""
+
+    logprobs: Any
+    """f32 [N]."""
+    gaps: Any
+    """f32 [N]; None where none is seeded."""
+    choices: Choices | None
+    """None where all are seeded."""
+    hidden: Any = None
+    """u16 [N, D]: bits of bf16."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a program computes besides log-probs and hidden states."""
+
+    gaps: bool
+    choices: bool
+    truncation: Truncation | None
+
+
+def _fetched(results: Iterable[_Judged]) -> Iterator[_Judged]:
     """Each result on the host, fetched while the next `IN_FLIGHT` - 1 are computed.
 
     Args:
         results: dispatched as they are taken.
     """
-    waiting: deque[tuple[Array, ...]] = deque()
+    waiting: deque[_Judged] = deque()
     for result in results:
         waiting.append(result)
         if len(waiting) == IN_FLIGHT:
-            yield tuple(np.asarray(array) for array in waiting.popleft())
+            yield jax.tree.map(np.asarray, waiting.popleft())
     while waiting:
-        yield tuple(np.asarray(array) for array in waiting.popleft())
+        yield jax.tree.map(np.asarray, waiting.popleft())
 
 
 @jax.tree_util.register_dataclass
@@ -235,19 +270,20 @@ def _queries(packed: Packed, inputs: Sequence[PrefillInput]) -> list[Query]:
     return queries
 
 
-@partial(jax.jit, static_argnames=("config", "learner", "mesh", "truncation"))
+@partial(jax.jit, static_argnames=("config", "learner", "mesh", "wanted"))
 def _prefill(
     params: Any,
     batch: TokenBatch,
     query: Query,
     temperature: Float[Array, ""],
+    end_token: Int[Array, ""],
     *,
     config: ModelConfig,
     learner: schema.Learner,
     mesh: Mesh,
-    truncation: Truncation | None,
-) -> tuple[Float[Array, " N"], UInt16[Array, "N D"], Float[Array, " N"]]:
-    """Log-probs, bits of the bf16 hidden states, seeded gaps of a microbatch's output tokens."""
+    wanted: _Wanted,
+) -> _Judged:
+    """What there is to say of a microbatch's output tokens."""
     hidden = final_hidden(
         params,
         config,
@@ -258,8 +294,8 @@ def _prefill(
     )
     chosen = hidden.reshape(-1, hidden.shape[-1])[query.index]  # [N, D]
     bits = jax.lax.bitcast_convert_type(chosen.astype(jnp.bfloat16), jnp.uint16)
-    logprobs, gaps = _judge(chosen, head_weight(params), query, temperature, truncation)
-    return logprobs, bits, gaps
+    judged = _judge(chosen, head_weight(params), query, temperature, end_token, wanted)
+    return judged._replace(hidden=bits)
 
 
 def _judge(
@@ -267,17 +303,15 @@ def _judge(
     head: Float[Array, "D V"],
     query: Query,
     temperature: Float[Array, ""],
-    truncation: Truncation | None,
-) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
-    """Of each token log_softmax(logits / T), and max_v(logits_v / T + noise_v) minus its own.
-
-    Where top-k or top-p cut the distribution, both as `verify.truncation.judged` has them.
-    """
+    end_token: Int[Array, ""],
+    wanted: _Wanted,
+) -> _Judged:
+    """All but the hidden states, from logits that exist a chunk at a time."""
     count = hidden.shape[0]
     chunk = min(MAX_CHUNK, chunk_tokens(count, head.shape[1]), count)
     vocabulary = jnp.arange(head.shape[1], dtype=jnp.int32)[None, :]
 
-    def one_chunk(number: Int[Array, ""], out: tuple[Array, Array]) -> tuple[Array, Array]:
+    def one_chunk(number: Int[Array, ""], out: _Judged) -> _Judged:
         # The last chunk is moved back to end with the array; tokens seen twice get the same again.
         start = jnp.minimum(number * chunk, count - chunk)
         part = jax.lax.dynamic_slice_in_dim(hidden, start, chunk)
@@ -289,23 +323,54 @@ def _judge(
             "nd,dv->nv", part, head.astype(part.dtype), preferred_element_type=jnp.float32
         )
         logits = logits / temperature  # [chunk, V]
-        noise = gumbel(jnp, key_0, key_1, position, vocabulary)
-        own = vocabulary == token
-        if truncation is None:
-            noisy = logits + noise
-            logprob = jnp.sum(jnp.where(own, logits, 0.0), -1) - jax.nn.logsumexp(logits, -1)
-            gap = jnp.max(noisy, -1) - jnp.sum(jnp.where(own, noisy, 0.0), -1)
-        else:
-            logprob, gap = judged(jnp, logits, noise, own, truncation, repeat=_repeat)
-        return (
-            jax.lax.dynamic_update_slice_in_dim(out[0], logprob, start, 0),
-            jax.lax.dynamic_update_slice_in_dim(out[1], gap, start, 0),
+        noise = gumbel(jnp, key_0, key_1, position, vocabulary) if wanted.gaps else None
+        found = _of_logits(logits, noise, vocabulary == token, vocabulary == end_token, wanted)
+        return jax.tree.map(
+            lambda all_, part: jax.lax.dynamic_update_slice_in_dim(all_, part, start, 0),
+            out,
+            found,
         )
 
     # Only as many chunks as hold output tokens: prompts and padding cost no logits.
     chunks = (query.count + chunk - 1) // chunk
+    return jax.lax.fori_loop(0, chunks, one_chunk, _zeros(count, wanted))
+
+
+def _of_logits(
+    logits: Float[Array, "N V"],
+    noise: Float[Array, "N V"] | None,
+    own: Bool[Array, "N V"],
+    end: Bool[Array, "1 V"],
+    wanted: _Wanted,
+) -> _Judged:
+    """Of each token log_softmax(logits / T), and max_v(logits_v / T + noise_v) minus its own.
+
+    Where top-k or top-p cut the distribution, both as `verify.truncation.judged` has them. Of
+    tokens that were not seeded `verify.choices.describe` says the rest.
+    """
+    choices, gap, rule = None, None, wanted.truncation
+    if wanted.choices:
+        choices = describe(jnp, logits, own, end, rule, repeat=_repeat)
+    if rule is not None and (noise is not None or choices is None):
+        given = jnp.zeros_like(logits) if noise is None else noise
+        logprob, gap = judged(jnp, logits, given, own, rule, repeat=_repeat)
+    elif choices is not None:
+        logprob = choices.logprobs
+    else:
+        logprob = jnp.sum(jnp.where(own, logits, 0.0), -1) - jax.nn.logsumexp(logits, -1)
+    if noise is not None and rule is None:
+        noisy = logits + noise
+        gap = jnp.max(noisy, -1) - jnp.sum(jnp.where(own, noisy, 0.0), -1)
+    return _Judged(logprob, gap if wanted.gaps else None, choices)
+
+
+def _zeros(count: int, wanted: _Wanted) -> _Judged:
+    """What the chunks are written into."""
     zeros = jnp.zeros(count, jnp.float32)
-    return jax.lax.fori_loop(0, chunks, one_chunk, (zeros, zeros))
+    columns = {"log_powers": len(POWERS), "log_heads": len(HEADS)}
+    shapes = {n: (count, columns[n]) if n in columns else (count,) for n in Choices._fields}
+    choices = Choices(**{name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()})
+    return _Judged(zeros, zeros if wanted.gaps else None, choices if wanted.choices else None)
 
 
 def _repeat(count: int, step: Callable[[Any], Any], state: Any) -> Any:

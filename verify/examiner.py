@@ -11,12 +11,14 @@ import numpy as np
 from runspec.common.errors import UserError
 from runspec.spec.schema import RunSpec
 from verify.checks import (
+    DUPLICATE_CHECKS,
     GRADE_CHECKS,
     ROW_CHECKS,
     Examination,
     Rejected,
     Subject,
     examine,
+    fingerprints,
     logprob_diff,
     open_rows,
     prefill_checks,
@@ -112,7 +114,7 @@ class Examiner:
                     file.submission, file.lease.step, False, str(rejected), [], []
                 )
         for case in self._after_prefill(cases):
-            verdicts[case.subject.submission] = _verdict(case)
+            verdicts[case.subject.submission] = _verdict(_against_each_other(case))
         return [verdicts[file.submission] for file in files]
 
     def _before_prefill(self, file: SubmissionFile) -> _Case:
@@ -171,7 +173,12 @@ class Examiner:
                 done.append(case)
         for prefill, alike in together.items():
             requests = [
-                prefill_request(row, c.subject.lease, seeded=c.subject.pool.sampling.seeded)
+                prefill_request(
+                    row,
+                    c.subject.lease,
+                    seeded=c.subject.pool.sampling.seeded,
+                    end_token=self._task_set.eos_token_id,
+                )
                 for c in alike
                 for row in c.subject.rollouts
                 if row.is_of_its_version
@@ -229,6 +236,21 @@ def _against_prefill(case: _Case, recomputed: list[Recomputed | None]) -> _Case:
     return replace(case, subject=subject, examination=found)
 
 
+def _against_each_other(case: _Case) -> _Case:
+    """The rows' fingerprints, by the recomputed log-probs where there are any."""
+    if case.examination.reason:
+        return case
+    subject = case.subject
+    recomputed = subject.recomputed or [None] * len(subject.rollouts)
+    prints = [
+        fingerprints(row.output_tokens, row.logprobs if found is None else found.logprobs)
+        for row, found in zip(subject.rollouts, recomputed, strict=True)
+    ]
+    subject = replace(subject, fingerprints=prints)
+    found = examine(DUPLICATE_CHECKS, subject, case.examination)
+    return replace(case, subject=subject, examination=found)
+
+
 def _verdict(case: _Case) -> Verdict:
     subject, found = case.subject, case.examination
     rows = [_row_verdict(case, number, rollout) for number, rollout in enumerate(subject.rollouts)]
@@ -259,4 +281,5 @@ def _row_verdict(case: _Case, number: int, rollout: Rollout) -> RolloutVerdict:
         logprobs=None if recomputed is None else np.asarray(recomputed.logprobs, np.float32),
         logprob_diff=None if recomputed is None else logprob_diff(rollout, recomputed),
         checks=case.examination.results[number],
+        fingerprints=subject.fingerprints[number] if subject.fingerprints else [],
     )

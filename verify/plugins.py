@@ -26,6 +26,7 @@ import numpy as np
 from runspec.common.errors import UserError
 from runspec.spec.plugins import PREFILL_GROUP
 from runspec.spec.schema import RunSpec
+from verify.choices import Choices
 from verify.truncation import Truncation
 
 TASK_GROUP = "runspec.tasks"
@@ -146,6 +147,8 @@ class PrefillInput:
     """i32 [n]."""
     noise_key: tuple[int, int] | None
     """Of `verify.noise.noise_key`; None where sampling was not seeded."""
+    end_token: int | None = None
+    """Where it was not: the end token, and `PrefillOutput.choices` is wanted."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,8 @@ class PrefillOutput:
     """u16 [n, D]: bits of the bf16 final hidden state, after the last norm, that produced it."""
     seeded_gap: np.ndarray | None
     """f32 [n]: max_v(logits_v / T + noise_v) - the same at the output token; 0 where it won."""
+    choices: Choices | None = None
+    """What the distributions say of tokens that were not seeded (`verify.choices.describe`)."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runspec.common.errors import UserError
+from verify.choices import Choices
 from verify.formats.lease import Assignment, Lease
 from verify.formats.submission import Rollout
 from verify.noise import noise_key
@@ -39,6 +40,8 @@ class Recomputed:
     """f32 [n]: how far the token lay below the recomputed maximum; None where not seeded."""
     proof: list[ChunkStatistics] | MalformedProof
     """Of each chunk; or why the proofs are none."""
+    choices: Choices | None = None
+    """Of each output token; None where seeded."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,14 @@ class PrefillRequest:
     proofs: list[bytes]
 
 
-def prefill_request(rollout: Rollout, lease: Lease, *, seeded: bool) -> PrefillRequest:
+def prefill_request(
+    rollout: Rollout, lease: Lease, *, seeded: bool, end_token: int
+) -> PrefillRequest:
+    """Asks for gaps of a seeded rollout, for distributions of another."""
     key = noise_key(lease.seed, rollout.group, rollout.sample) if seeded else None
+    end = None if seeded else end_token
     return PrefillRequest(
-        PrefillInput(rollout.prompt_tokens, rollout.output_tokens, key), rollout.proofs
+        PrefillInput(rollout.prompt_tokens, rollout.output_tokens, key, end), rollout.proofs
     )
 
 
@@ -82,19 +89,25 @@ def recompute(
             _require_finite(output, version)
         proofs = verify_proofs_batch([o.hidden for o in outputs], [r.proofs for r in portion])
         results += [
-            Recomputed(output.logprobs, output.seeded_gap, proof)
+            Recomputed(output.logprobs, output.seeded_gap, proof, output.choices)
             for output, proof in zip(outputs, proofs, strict=True)
         ]
     return results
 
 
 def _require_finite(output: PrefillOutput, version: int) -> None:
-    gap = output.seeded_gap
+    gap, choices = output.seeded_gap, output.choices
     finite = {
         "log-prob": np.isfinite(output.logprobs),
         "seeded gap": np.isfinite(gap) if gap is not None else np.True_,
         "hidden state": (output.hidden & _BF16_EXPONENT) != _BF16_EXPONENT,
     }
+    if choices is not None:
+        cut = {"end_least", "end_most"}  # -inf where the end token is cut off
+        finite |= {
+            f"distribution ({name})": values < np.inf if name in cut else np.isfinite(values)
+            for name, values in choices._asdict().items()
+        }
     for what, good in finite.items():
         if not good.all():
             raise UserError(

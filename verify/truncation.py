@@ -35,7 +35,7 @@ Repeat = Callable[[int, Callable[[Any], Any], Any], Any]
 """repeat(count, step, state): applies a step so many times."""
 _HALVINGS = 32
 _SIGN = 0x7FFFFFFF
-_TAIL = 5.0
+TAIL = 5.0
 """Margins within which a single token is an exception still."""
 
 
@@ -104,7 +104,7 @@ def thresholds(xp: Any, scaled: Any, rule: Truncation, *, repeat: Repeat = repea
         xp, scaled, repeat: as for `kept_from`.
         rule: cuts something.
     """
-    return _thresholds(xp, scaled, rule, [rule.margin], repeat)[0]
+    return thresholds_at(xp, scaled, rule, [rule.margin], repeat=repeat)[0]
 
 
 def judged(
@@ -122,9 +122,9 @@ def judged(
         f32 [...]: log-prob among the tokens kept, the token itself among them in any case.
         f32 [...]: the seeded gap: how far the token lies below the largest z + noise of those that
         are sure to be kept. A token that nobody kept lies margin + (allowed - z) below at least.
-        One that `_TAIL` margins explain lies 2 margins below at most: an exception.
+        One that `TAIL` margins explain lies 2 margins below at most: an exception.
     """
-    at, wide = _thresholds(xp, scaled, rule, [rule.margin, _TAIL * rule.margin], repeat)
+    at, wide = thresholds_at(xp, scaled, rule, [rule.margin, TAIL * rule.margin], repeat=repeat)
     mine = xp.where(own, scaled, 0.0).sum(-1)
     kept = xp.where((scaled >= at.kept) | own, scaled, -math.inf)
     top = xp.amax(kept, -1)
@@ -137,14 +137,19 @@ def judged(
         return xp.where(outside > 0.0, xp.maximum(gap, outside + margin), gap)
 
     gap = gap_within(at, rule.margin)
-    exception = xp.clip(gap_within(wide, _TAIL * rule.margin), 2 * rule.margin, None)
+    exception = xp.clip(gap_within(wide, TAIL * rule.margin), 2 * rule.margin, None)
     return logprob, xp.minimum(gap, exception)
 
 
-def _thresholds(
-    xp: Any, scaled: Any, rule: Truncation, margins: Sequence[float], repeat: Repeat
+def thresholds_at(
+    xp: Any,
+    scaled: Any,
+    rule: Truncation,
+    margins: Sequence[float],
+    *,
+    repeat: Repeat = repeated,
 ) -> list[Thresholds]:
-    """Under several margins; what does not depend on them is computed once."""
+    """`thresholds` under several margins; what does not depend on them is computed once."""
     keys = _ordered(xp, scaled)
     cut = _cut_by_top_k(xp, keys, rule.top_k if rule.top_k > 0 else None, repeat)
 

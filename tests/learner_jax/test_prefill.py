@@ -6,6 +6,7 @@ import http.server
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from runspec.common.errors import UserError
 from runspec.common.hashing import digest_bytes
 from runspec.spec import schema
 from tests.learner_jax.conftest import VOCABULARY, Run, tiny_spec, write_initial_model
+from verify.choices import describe
 from verify.noise import gumbel
 from verify.plugins import (
     PrefillEngine,
@@ -185,6 +187,28 @@ def test_a_truncated_distribution_is_judged_by_its_definition(rule: Truncation) 
         np.testing.assert_allclose(output.seeded_gap, gap, atol=1e-5)
         outside += int((output.seeded_gap > 2 * rule.margin).sum())
     assert outside > 0
+
+
+@pytest.mark.parametrize("rule", [None, Truncation(0.8, 10, 0.1)], ids=str)
+def test_unseeded_tokens_come_with_what_the_distributions_say(rule: Truncation | None) -> None:
+    # given rollouts without noise, the first of which asks for nothing
+    subject, (first, *given) = policy(1), rollouts(12, seeded=False)
+    asking = [replace(each, end_token=3) for each in given]
+    # when they are prefilled
+    (plain, *outputs) = prefill(subject, [first, *asking], temperature=TEMPERATURE, truncation=rule)
+    # then those that ask have what is said of all logits of each rollout alone
+    assert plain.choices is None
+    for output, rollout in zip(outputs, asking, strict=True):
+        scaled = states_alone(subject, rollout)[1].astype(np.float32)
+        ids = np.arange(VOCABULARY)[None]
+        own = ids == rollout.output_tokens[:, None]
+        expected = describe(np, scaled, own, ids == 3, rule)
+        assert output.choices is not None and output.seeded_gap is None
+        for name, values in expected._asdict().items():
+            found = getattr(output.choices, name)
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, values, atol=1e-5, err_msg=name)
+        np.testing.assert_array_equal(output.logprobs, output.choices.logprobs)
 
 
 def test_a_rule_that_cuts_nothing_changes_nothing() -> None:

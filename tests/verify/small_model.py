@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from runspec.common.keys import SigningKey
 from runspec.spec.schema import RunSpec, SamplerPool
+from verify.choices import describe
 from verify.formats.lease import Assignment, Lease, assignments, lease_digest
 from verify.formats.submission import Rollout
 from verify.noise import gumbel, noise_key
@@ -222,6 +223,9 @@ def recomputed(
     scaled = np.array(logits) / np.float32(temperature)
     noise = token_noise(item.noise_key or (0, 0), np.arange(len(scaled), dtype=np.int32)[:, None])
     own = np.arange(VOCAB) == item.output_tokens[:, None]
+    choices = None
+    if item.end_token is not None:
+        choices = describe(np, scaled, own, np.arange(VOCAB)[None] == item.end_token, truncation)
     if truncation is None:
         noisy = scaled + noise
         logprobs, gaps = log_softmax(scaled)[own], noisy.max(-1) - noisy[own]
@@ -231,6 +235,7 @@ def recomputed(
         logprobs=logprobs.astype(np.float32),
         hidden=bf16_bits(np.array(hidden)),
         seeded_gap=None if item.noise_key is None else gaps.astype(np.float32),
+        choices=choices,
     )
 
 

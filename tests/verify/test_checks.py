@@ -53,6 +53,7 @@ def test_an_honest_submission_passes_every_check(bench: Bench) -> None:
         "seeded_sampling",
         "seeded_sampling_submission",
         "toploc",
+        "duplicates",
     ]
     for rollout, row in zip(rollouts, verdict.rows, strict=True):
         assert row.reward == pytest.approx(rollout.task_reward + rollout.length_penalty)
@@ -83,7 +84,7 @@ def test_without_prefill_the_cheap_checks_decide(bench: Bench) -> None:
     verdict = bench.verdict(bench.honest())
     assert verdict.accepted and bench.engine.prefills == []
     assert verdict.rows[0].logprobs is None and verdict.rows[0].logprob_diff is None
-    assert names(verdict)[-1] == "reward"
+    assert names(verdict)[-2:] == ["reward", "duplicates"]
 
 
 def test_strict_limits_need_float32_on_both_sides() -> None:

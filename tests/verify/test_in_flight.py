@@ -68,7 +68,7 @@ def test_a_submission_of_before_there_were_versions_is_still_read(bench: Bench) 
 
 def test_a_rollout_of_the_leases_version_alone_is_recomputed_as_any(bench: Bench) -> None:
     for names in checks_of(bench, stamped(bench.honest(), 0)):
-        assert names[-1] == "toploc"
+        assert names[-2:] == ["toploc", "duplicates"]
 
 
 def test_a_rollout_of_several_versions_is_not_recomputed_and_the_verdict_says_so(
@@ -82,11 +82,12 @@ def test_a_rollout_of_several_versions_is_not_recomputed_and_the_verdict_says_so
     verdict = bench.verdict(mixed)
 
     assert verdict.accepted, verdict.reason
-    last = verdict.rows[0].checks[-1]
+    last = verdict.rows[0].checks[-2]
     assert (last.name, last.passed, last.value) == ("prefill", True, 2.0)
     assert "versions 0 to 1" in last.reason
     assert verdict.rows[0].logprobs is None
-    assert all(row.checks[-1].name == "toploc" for row in verdict.rows[1:])
+    assert all(row.checks[-2].name == "toploc" for row in verdict.rows[1:])
+    assert all(row.checks[-1].name == "duplicates" for row in verdict.rows)
     assert bench.engine.prefills == [len(rollouts) - 1]
 
 
@@ -100,7 +101,7 @@ def test_a_failure_names_the_row_of_the_submission(bench: Bench) -> None:
 
 
 def test_a_submission_without_one_rollout_to_recompute_needs_no_weights(bench: Bench) -> None:
-    assert all(names[-1] == "prefill" for names in checks_of(bench, stamped(bench.honest(), 1)))
+    assert all(names[-2:] == ["prefill", "duplicates"] for names in checks_of(bench, stamped(bench.honest(), 1)))
     assert bench.engine.prefills == []
 
 

@@ -3,6 +3,12 @@
 from runspec.spec.schema import SamplerPool
 from verify.checks.assignment import AssignmentCheck
 from verify.checks.base import Check, Examination, Subject, examine
+from verify.checks.distribution import (
+    ChosenTokensCheck,
+    KeptTokensCheck,
+    SubmissionChosenTokensCheck,
+)
+from verify.checks.duplicates import DuplicateCheck, fingerprints
 from verify.checks.intake import Rejected, open_rows
 from verify.checks.prefill import (
     ProofCheck,
@@ -14,9 +20,11 @@ from verify.checks.prefill import (
     several_versions,
 )
 from verify.checks.rewards import RewardCheck
+from verify.checks.termination import EndsCheck, SubmissionEndsCheck
 from verify.checks.values import BoundsCheck, ProofFormatCheck, TerminationCheck, VersionsCheck
 
 __all__ = [
+    "DUPLICATE_CHECKS",
     "GRADE_CHECKS",
     "ROW_CHECKS",
     "Check",
@@ -24,6 +32,7 @@ __all__ = [
     "Rejected",
     "Subject",
     "examine",
+    "fingerprints",
     "logprob_diff",
     "open_rows",
     "prefill_checks",
@@ -40,14 +49,23 @@ ROW_CHECKS: list[Check] = [
 """What the rows alone must satisfy."""
 GRADE_CHECKS: list[Check] = [RewardCheck()]
 """What needs the validator's grades."""
+DUPLICATE_CHECKS: list[Check] = [DuplicateCheck()]
+"""What needs the rows' fingerprints, and so their log-probs."""
 
 
 def prefill_checks(pool: SamplerPool) -> list[Check]:
     """What needs the prefill."""
     seeded: list[Check] = [SeededSamplingCheck(), SubmissionSamplingCheck()]
+    unseeded: list[Check] = [
+        KeptTokensCheck(),
+        SubmissionChosenTokensCheck(),
+        ChosenTokensCheck(),
+        SubmissionEndsCheck(),
+        EndsCheck(),
+    ]
     return [
         SubmissionLogprobCheck(),
         RolloutLogprobCheck(),
-        *(seeded if pool.sampling.seeded else []),
+        *(seeded if pool.sampling.seeded else unseeded),
         ProofCheck(),
     ]

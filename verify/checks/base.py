@@ -37,6 +37,8 @@ class Subject:
     """Of each row, once graded; None in dropped groups."""
     recomputed: list[Recomputed | None] = field(default_factory=list)
     """Of each row, once prefilled; None where no prefill can reproduce it."""
+    fingerprints: list[list[int]] = field(default_factory=list)
+    """Of each row, once all else has passed (`verify.checks.duplicates`)."""
 
     @property
     def prefilled(self) -> list[tuple[Rollout, Recomputed]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -10,12 +10,14 @@ import pyarrow as pa
 from runspec.common.hashing import digest_bytes, is_digest
 from runspec.common.keys import SigningKey
 from runspec.common.signed import BadSignature, open_document, sign_document
-from verify.formats.tables import decode_table, encode_table
+from verify.formats.tables import MalformedTable, decode_table, encode_table
 
 KIND = "verdict"
 MAX_ENVELOPE_BYTES = 16 * 1024
 MAX_BYTES = 256 * 1024 * 1024
 MAX_ROWS = 65536
+MAX_FINGERPRINTS = 17
+"""Of a row: its output, and 16 runs of tokens."""
 
 _CHECK = pa.struct(
     [
@@ -39,8 +41,11 @@ SCHEMA = pa.schema(
         pa.field("logprobs", pa.list_(pa.field("element", pa.float32(), nullable=False))),
         pa.field("logprob_diff", pa.float32()),
         pa.field("checks", pa.list_(pa.field("element", _CHECK, nullable=False)), nullable=False),
+        pa.field("fingerprints", pa.list_(pa.field("element", pa.int64(), nullable=False))),
     ]
 )
+_NEWER_COLUMNS = ("fingerprints",)
+"""A run that goes on after an upgrade reads what was judged before it."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,9 @@ class RolloutVerdict:
     logprob_diff: float | None
     """Mean |claimed - recomputed| log-prob over the output tokens; None where not prefilled."""
     checks: list[CheckResult]
+    fingerprints: list[int] = field(default_factory=list)
+    """Hashes of runs of tokens that no other rollout can share by chance, which the coordinator
+    compares across submissions (`verify.checks.duplicates`); empty where nothing was accepted."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +109,13 @@ def decode_verdicts(data: bytes) -> list[RolloutVerdict]:
     Raises:
         MalformedTable: not a table of this format.
     """
-    rows = decode_table(data, SCHEMA, max_rows=MAX_ROWS, max_bytes=MAX_BYTES).to_pylist()
+    rows = decode_table(
+        data, SCHEMA, max_rows=MAX_ROWS, max_bytes=MAX_BYTES, newer=_NEWER_COLUMNS
+    ).to_pylist()
     for row in rows:
+        row["fingerprints"] = row["fingerprints"] or []
+        if len(row["fingerprints"]) > MAX_FINGERPRINTS:
+            raise MalformedTable(f"{len(row['fingerprints'])} fingerprints of a row")
         row["checks"] = [CheckResult(**check) for check in row["checks"]]
         if row["logprobs"] is not None:
             row["logprobs"] = np.asarray(row["logprobs"], dtype=np.float32)

@@ -1,0 +1,137 @@
+"""Checks of the tokens of unseeded pools: whether the policy's own distributions gave them.
+
+A product of likelihood ratios is a martingale: if o_t is drawn from p_t, and q_t is any other
+distribution that depends on the past alone, then E[ prod_t q_t(o_t) / p_t(o_t) ] = 1, and by Markov
+it reaches 1 / alpha with a probability of at most alpha, whatever the tails. So does a mean of such
+products. The alternatives q_t are those that attacks resemble:
+
+    temperature T / a   q = p^a / sum_v p_v^a                            a in POWERS
+    both                q = half of the largest a, half of the smallest: more spread than p
+    cut at c            q = (1 - W) p + W p [p >= c max p] / sum of that   c in HEADS; 1 is greedy
+
+The sampler's p differs by rounding. E[q / p] then exceeds 1 by a term of second order in the
+distance of the log-probs (the first cancels), as the mean gap of seeded sampling does; so
+`gap_mean` nats a token are taken off. A token at the edge of top-k or top-p, which not every
+sampler keeps, speaks against nobody.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from runspec.common.errors import UserError
+from verify.checks.base import Subject, at_most
+from verify.choices import HEADS, POWERS, Choices
+from verify.formats.verdict import CheckResult
+from verify.recompute import Recomputed
+
+ALPHA = 1e-6
+"""Honest submissions rejected by the chosen tokens, at most; half by rows, half as a whole."""
+_WEIGHT = 0.9
+"""W: one token below the cut refutes no alternative for good."""
+NAMES = (
+    *(f"temperature / {a:g}" for a in POWERS),
+    f"temperatures / {POWERS[0]:g} and {POWERS[-1]:g}",
+    *(f"nothing below {c:g} of the largest probability" for c in HEADS),
+)
+"""Of the alternatives, in order."""
+
+
+def choices_of(recomputed: Recomputed) -> Choices:
+    """The distributions of a rollout that was not seeded.
+
+    Raises:
+        UserError: the prefill engine does not give them.
+    """
+    if recomputed.choices is None:
+        raise UserError(
+            "the prefill engine says nothing of the distributions of unseeded tokens",
+            place="verify.engine",
+            remedy="name an engine that does (jax), or let the pool sample seeded",
+        )
+    return recomputed.choices
+
+
+def log_ratios(choices: Choices) -> np.ndarray:
+    """f64 [n, len(NAMES)]: log q_t(o_t) / p_t(o_t) of each alternative."""
+    logprobs = choices.logprobs.astype(np.float64)[:, None]
+    tempered = (np.array(POWERS) - 1.0) * logprobs - choices.log_powers
+    both = np.logaddexp(tempered[:, :1], tempered[:, -1:]) - math.log(2.0)
+    within = choices.below_top[:, None] <= -np.log(HEADS)
+    heads = 1.0 - _WEIGHT + _WEIGHT * within * np.exp(-choices.log_heads.astype(np.float64))
+    ratios = np.concatenate([tempered, both, np.log(heads)], axis=1)
+    return np.where(choices.sure[:, None] > 0.0, ratios, np.minimum(ratios, 0.0))
+
+
+def evidence(sums: np.ndarray) -> tuple[float, str]:
+    """log of the mean of the alternatives' products, and the one that explains most.
+
+    Args:
+        sums: f64 [len(NAMES)], of `log_ratios` over tokens, less what rounding may add.
+    """
+    best = int(np.argmax(sums))
+    mean = float(np.logaddexp.reduce(sums)) - math.log(len(sums))
+    return mean, f"nats for {NAMES[best]} against the policy's own"
+
+
+def _sums(recomputed: Recomputed, slack: float) -> np.ndarray:
+    """f64 [len(NAMES)] of a rollout."""
+    return (log_ratios(choices_of(recomputed)) - slack).sum(axis=0)
+
+
+class ChosenTokensCheck:
+    """log e of each rollout; the limit is log(2 R / alpha) for R rollouts."""
+
+    name = "chosen_tokens"
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        rows = [_sums(found, subject.limits.gap_mean) for _, found in subject.prefilled]
+        limit = math.log(2.0 * len(rows) / ALPHA)
+        results = []
+        for row in rows:
+            value, words = evidence(row)
+            results.append(at_most(self.name, value, limit, words))
+        return results
+
+
+class SubmissionChosenTokensCheck:
+    """log e of all tokens of the submission; the limit is log(2 / alpha)."""
+
+    name = "chosen_tokens_submission"
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        rows = [_sums(found, subject.limits.gap_mean) for _, found in subject.prefilled]
+        value, words = evidence(np.sum(rows, axis=0))
+        return [at_most(self.name, value, math.log(2.0 / ALPHA), words)] * len(rows)
+
+
+class KeptTokensCheck:
+    """Where top-k or top-p cut, tokens must be of those that a sampler may keep.
+
+    Which those are, and how far a token may lie below, is `verify.truncation`'s; the share of
+    exceptions is that of seeded choices: at most floor(gap_share * n) tokens more than `gap` below,
+    none more than `gap_max`.
+    """
+
+    name = "kept_tokens"
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        limits = subject.limits
+        results = []
+        for _, found in subject.prefilled:
+            outside = choices_of(found).outside
+            allowed = int(limits.gap_share * len(outside))
+            worst = int(np.argmax(outside))
+            result = at_most(
+                self.name,
+                float(outside[worst]),
+                limits.gap_max if allowed else limits.gap,
+                f"token {worst} lies below those that top-k and top-p keep",
+            )
+            if result.passed and allowed:
+                over = int((outside > limits.gap).sum())
+                result = at_most(self.name, over, allowed, "tokens below those that are kept")
+            results.append(result)
+        return results
