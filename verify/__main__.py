@@ -1,4 +1,4 @@
-"""`python -m verify`: the coordinator and the validator of a run."""
+"""`python -m verify`: the coordinator and the validator of a run, and proofs without one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from runspec.common.address import parse_address
 from runspec.common.process import run_role
+from verify import proof_commands
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,7 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
     validator.add_argument("--dir", required=True, type=Path, help="keeps fetched versions")
     for command in (coordinator, validator):
         command.add_argument("--public-key", required=True, metavar="HEX", help="the root key")
+    proof_commands.add_commands(commands)
     options = parser.parse_args(arguments)
+    if options.command in proof_commands.COMMANDS:
+        return proof_commands.run(options)
     body = _coordinator if options.command == "coordinator" else _validator
     return run_role(options.command, lambda log: body(options, log))
 

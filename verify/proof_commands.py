@@ -1,0 +1,249 @@
+"""`python -m verify prove` and `check`: TOPLOC proofs of activations in a file, without a run."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import binascii
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from runspec.common.errors import UserError
+from runspec.common.process import EXIT_INTERNAL
+from verify.activations import bf16_pieces, open_activations
+from verify.checks.prefill import judge_proofs, nearest_to_failing
+from verify.formats.verdict import CheckResult
+from verify.thresholds import BFLOAT16, FLOAT32, Limits
+from verify.toploc import (
+    CHUNK_ROWS,
+    TOP_K,
+    ChunkStatistics,
+    MalformedProof,
+    build_proofs,
+    parse_proof,
+    verify_proofs,
+)
+
+ACCEPTED, REJECTED, UNREADABLE = 0, 1, 2
+PROFILES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
+DEFAULT_PROFILE = "bfloat16"
+"""The strictest that the published figures allow; float32 is for engines that sum alike."""
+_MAX_LINE_BYTES = 400
+"""A proof of 258 bytes is 344 characters."""
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    """Adds `prove` and `check` to a command line."""
+    prove = commands.add_parser(
+        "prove",
+        help="print the TOPLOC proofs of activations",
+        description="Prints a proof in base64, one line for each 32 tokens begun. "
+        "Exits 0, or 2 where the activations cannot be read.",
+    )
+    check = commands.add_parser(
+        "check",
+        help="judge TOPLOC proofs by activations",
+        description="Prints the statistics of each chunk and the verdict. "
+        "Exits 0 where the proofs are accepted, 1 where they are rejected, 2 where a file cannot "
+        "be read.",
+    )
+    for command in (prove, check):
+        command.add_argument(
+            "activations",
+            type=Path,
+            metavar="ACTIVATIONS.npy",
+            help="final hidden states [tokens, hidden]: bf16 bits as uint16, or float32, which is "
+            "rounded",
+        )
+    check.add_argument("proofs", metavar="PROOFS", help="as `prove` prints them; - reads stdin")
+    check.add_argument(
+        "--profile",
+        default=DEFAULT_PROFILE,
+        metavar="P",
+        help=f"limits to judge by: {', '.join(PROFILES)}; %(default)s where none is named, whose "
+        "limits are the strictest that the published figures allow",
+    )
+    check.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `prove` or `check`; a fault of our own is 3, so that it is no verdict."""
+    try:
+        return COMMANDS[options.command](options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return UNREADABLE
+    except BrokenPipeError:
+        # Whoever read our output has gone. Python would say so again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREADABLE
+    except Exception:
+        logging.getLogger("verify").exception("internal error")
+        return EXIT_INTERNAL
+
+
+def _prove(options: argparse.Namespace) -> int:
+    activations = open_activations(options.activations)
+    for bits in bf16_pieces(activations, place=str(options.activations)):
+        for proof in build_proofs(bits):
+            print(base64.b64encode(proof).decode())
+    sys.stdout.flush()
+    return ACCEPTED
+
+
+def _check(options: argparse.Namespace) -> int:
+    limits = limits_of(options.profile)
+    verdict = check_proofs(options.activations, options.proofs, limits)
+    print(_as_json(verdict, options.profile) if options.json else _as_text(verdict))
+    sys.stdout.flush()
+    return ACCEPTED if verdict.accepted else REJECTED
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"prove": _prove, "check": _check}
+
+
+def limits_of(profile: str) -> Limits:
+    """The limits that a profile names.
+
+    Raises:
+        UserError: there is none of the name.
+    """
+    if profile not in PROFILES:
+        raise UserError(
+            f"no profile {profile[:80]!r}",
+            place="--profile",
+            remedy=f"name one of {', '.join(PROFILES)}",
+        )
+    return PROFILES[profile]
+
+
+@dataclass(frozen=True)
+class ProofVerdict:
+    """What was found of the proofs of one rollout."""
+
+    accepted: bool
+    reason: str
+    """What decided, with its number and limit; of accepted proofs what came nearest to its limit.
+    """
+    chunks: list[ChunkStatistics]
+    """None where a proof is malformed, or they are too few or too many."""
+    results: list[CheckResult]
+
+
+def check_proofs(path: Path, proofs: str, limits: Limits) -> ProofVerdict:
+    """Judges proofs by the activations in a file.
+
+    Args:
+        path: the activations.
+        proofs: file of base64 lines, or `-` for standard input. It comes from the prover: whatever
+            is in it is a reason to reject, not an error.
+        limits: to judge by.
+
+    Raises:
+        UserError: the activations are none, or the proofs cannot be read.
+    """
+    activations = open_activations(path)
+    try:
+        sent = _read_proofs(proofs, *activations.shape)
+        chunks: list[ChunkStatistics] = []
+        for bits in bf16_pieces(activations, place=str(path)):
+            here = sent[len(chunks) : len(chunks) + -(-len(bits) // CHUNK_ROWS)]
+            chunks += verify_proofs(bits, here)
+    except MalformedProof as error:
+        return ProofVerdict(False, str(error), [], [])
+    results = judge_proofs(chunks, limits)
+    worst = nearest_to_failing(results)
+    reason = f"{worst.reason} (measured {worst.value:.6g}, limit {worst.limit:.6g})"
+    return ProofVerdict(all(r.passed for r in results), reason, chunks, results)
+
+
+def _read_proofs(name: str, tokens: int, hidden: int) -> list[bytes]:
+    """One proof for each chunk; never more lines than one beyond, never more of a line than is due.
+
+    Raises:
+        MalformedProof: other lines than those of as many well-formed proofs.
+        UserError: the file cannot be read.
+    """
+    expected = -(-tokens // CHUNK_ROWS)
+    found: list[bytes] = []
+    try:
+        with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
+            while line := file.readline(_MAX_LINE_BYTES + 1):
+                if len(found) == expected:
+                    raise MalformedProof(f"more proofs than the {expected} chunks")
+                rows = min(CHUNK_ROWS, tokens - CHUNK_ROWS * len(found))
+                found.append(_proof(line, len(found), min(TOP_K, rows * hidden)))
+    except (OSError, ValueError) as error:
+        if isinstance(error, MalformedProof):
+            raise
+        raise UserError(
+            f"cannot be read: {getattr(error, 'strerror', None) or error}",
+            place=name[:200],
+            remedy="name a file of base64 lines, or - for standard input",
+        ) from error
+    if len(found) < expected:
+        raise MalformedProof(f"{len(found)} proofs for {expected} chunks")
+    return found
+
+
+def _proof(line: bytes, chunk: int, k: int) -> bytes:
+    """The bytes of a line that holds a well-formed proof."""
+    place = f"proof of chunk {chunk}"
+    if len(line) > _MAX_LINE_BYTES:
+        raise MalformedProof(f"{place}: a line of more than {_MAX_LINE_BYTES} characters")
+    try:
+        data = base64.b64decode(line.rstrip(b"\r\n"), validate=True)
+    except binascii.Error as error:
+        raise MalformedProof(f"{place}: not base64: {error}") from error
+    try:
+        parse_proof(data, k=k)
+    except MalformedProof as error:
+        raise MalformedProof(f"{place}: {error}") from error
+    return data
+
+
+def _as_text(verdict: ProofVerdict) -> str:
+    lines = [
+        f"chunk {number}: "
+        + ", ".join(f"{name.replace('_', ' ')} {_number(v)}" for name, v in asdict(chunk).items())
+        for number, chunk in enumerate(verdict.chunks)
+    ]
+    nearest = "nearest to its limit: " if verdict.accepted else ""
+    words = "accepted" if verdict.accepted else "rejected"
+    return "\n".join([*lines, f"{words}: {nearest}{verdict.reason}"])
+
+
+def _number(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return "/".join(_number(part) for part in value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _as_json(verdict: ProofVerdict, profile: str) -> str:
+    """Numbers that are not finite (no exponents agree) are null."""
+    document = {
+        "accepted": verdict.accepted,
+        "reason": verdict.reason,
+        "profile": profile,
+        "chunks": [
+            {name: _finite(value) for name, value in asdict(chunk).items()}
+            for chunk in verdict.chunks
+        ],
+        "failed": [
+            {"reason": r.reason, "value": _finite(r.value), "limit": _finite(r.limit)}
+            for r in verdict.results
+            if not r.passed
+        ],
+    }
+    return json.dumps(document, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
