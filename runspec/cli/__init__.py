@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from runspec.cli import workforce
 from runspec.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -354,6 +355,9 @@ def join(
 
     options = JoinOptions(link, key, public_key, run, pool, folder, check)
     raise typer.Exit(join_command(options))
+
+
+app.add_typer(workforce.app)  # without a name: its commands become ours
 
 
 @app.command(rich_help_panel=RUN)

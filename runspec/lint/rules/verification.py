@@ -60,22 +60,46 @@ def untrusted_unseeded(context: Context) -> Iterator[Violation]:
 def untrusted_unproven(context: Context) -> Iterator[Violation]:
     """Some of what an untrusted pool sends must be recomputed.
 
-        prefill_share > 0
+        prefill_share > 0  and  prefill_floor > 0
 
     Log-probs, the seeded choice of tokens and TOPLOC proofs are checked on the share of submissions
     that validators prefill. At 0 none of them is ever looked at: a worker may run any model, or
     none. A small share is enough to catch who cheats often, for a hash under the validator's key
     decides which submissions are drawn.
     """
-    share = context.spec.verify.prefill_share
-    pools = untrusted_pools(context.spec)
-    if share == 0.0 and pools:
+    verify, pools = context.spec.verify, untrusted_pools(context.spec)
+    for name, share in (
+        ("prefill_share", verify.prefill_share),
+        ("prefill_floor", verify.prefill_floor),
+    ):
+        if share == 0.0 and pools:
+            who = "nothing" if name == "prefill_share" else "at the best reputation nothing"
+            yield Violation(
+                ("verify", name),
+                f"{who} of the untrusted pool {pools[0].name} would ever be recomputed",
+                numbers={name: share, "untrusted_pools": len(pools)},
+                requires=f"{name} > 0, where a pool is untrusted",
+                suggestion=f"{name}: {1.0 if name == 'prefill_share' else 0.1}",
+            )
+
+
+@rule("prefill-floor", "verification")
+def prefill_floor(context: Context) -> Iterator[Violation]:
+    """Good work must not be recomputed more often than a new worker's.
+
+        prefill_floor <= prefill_share
+
+    The share of a worker's submissions that is recomputed begins at `prefill_share` and falls to
+    `prefill_floor` as its reputation grows (docs/coordinator.md). Above it, it would rise.
+    """
+    floor, share = context.spec.verify.prefill_floor, context.spec.verify.prefill_share
+    if floor is not None and floor > share:
         yield Violation(
-            ("verify", "prefill_share"),
-            f"nothing of the untrusted pool {pools[0].name} would ever be recomputed",
-            numbers={"prefill_share": share, "untrusted_pools": len(pools)},
-            requires="prefill_share > 0, where a pool is untrusted",
-            suggestion="prefill_share: 1.0",
+            ("verify", "prefill_floor"),
+            "the share that is recomputed would grow with reputation",
+            numbers={"prefill_floor": floor, "prefill_share": share},
+            requires="prefill_floor <= prefill_share",
+            suggestion=f"prefill_floor: {share}",
         )
 
 

@@ -374,6 +374,7 @@ RULES = {
     "no-validators": Mutation(put(verify__validators=0)),
     "untrusted-unseeded": Mutation(put(pool__trust="untrusted", pool__sampling__seeded=False)),
     "untrusted-unproven": Mutation(put(pool__trust="untrusted", verify__prefill_share=0.0)),
+    "prefill-floor": Mutation(put(verify__prefill_share=0.3, verify__prefill_floor=0.4)),
     "unsandboxed-grading": Mutation(
         lambda spec: spec["reward"].append({"name": "code", "kind": "code", "sandboxed": False})
     ),

@@ -50,6 +50,7 @@ BREACHES = [
     (FLEET, ["samplers.pool.trust=trusted",
              "reward.code={kind: code, sandboxed: false}", "reward.math=null"],
      "unsandboxed-grading", "reward.code.sandboxed", "warning"),
+    (FLEET, ["verify.prefill_floor=0.0"], "untrusted-unproven", "verify.prefill_floor", "error"),
     (FLEET, ["samplers.pool.in_flight_updates=true"],
      "in-flight-updates", "samplers.pool.in_flight_updates", "error"),
     (FLEET, ["samplers.pool.dtype=float32", "samplers.pool.hardware.memory=1000GB"],

@@ -1,0 +1,104 @@
+"""The operator's way to a coordinator: from the run directory, in the coordinator's own name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from runspec.common.canonical import MalformedJson, canonical_json, parse_object
+from runspec.common.errors import UserError
+from runspec.common.hashing import is_digest
+from runspec.common.keys import SigningKey
+from runspec.local.endpoints import load_endpoints
+from runspec.local.run_dir import find_run
+from runspec.spec.resolved import load_resolved
+
+if TYPE_CHECKING:
+    from verify.coordinator_http import CoordinatorHttp
+
+PATIENCE_S = 10.0
+_MAX_STATUS_BYTES = 64 * 1024 * 1024
+_LEAST_PREFIX = 8
+"""Characters of a key that are enough to name it."""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A coordinator that is asked in its own name."""
+
+    http: CoordinatorHttp
+
+    def status(self) -> dict[str, Any]:
+        """Answer of `GET /v1/status`.
+
+        Raises:
+            UserError: the coordinator is down, or answers otherwise.
+        """
+        answer = self.http.call("GET", "/v1/status", max_bytes=_MAX_STATUS_BYTES)
+        try:
+            return parse_object(answer.content, max_bytes=_MAX_STATUS_BYTES)
+        except MalformedJson as error:
+            raise self.http.not_believed(error) from error
+
+    def post(self, path: str, body: dict[str, str]) -> None:
+        """A signed order.
+
+        Raises:
+            UserError: the coordinator is down, or refuses; the message is its own.
+        """
+        self.http.call("POST", path, body=canonical_json(body))
+
+    def find_key(self, named: str) -> str:
+        """A key by its 64 hex characters, or by the first eight and more of one that is known."""
+        if is_digest(named):
+            return named
+        status = self.status()
+        known = {worker["key"] for worker in status["workers"]} | set(status["banned"])
+        found = sorted(key for key in known if key.startswith(named))
+        if len(named) < _LEAST_PREFIX or len(found) != 1:
+            raise UserError(
+                f"{len(found)} known keys begin with it",
+                place=f"KEY {named[:80]!r}",
+                remedy=f"give {_LEAST_PREFIX} characters or more of one that `runspec workers` "
+                "lists, or all 64",
+            )
+        return found[0]
+
+
+@contextmanager
+def desk(run: str, runs_dir: Path) -> Iterator[Desk]:
+    """The desk of a run whose directory is on this machine.
+
+    Raises:
+        UserError: there is no such run, or it has never been started.
+    """
+    from verify.coordinator_http import CoordinatorHttp
+
+    run_dir = find_run(run, runs_dir)
+    endpoints = load_endpoints(run_dir)
+    if endpoints is None:
+        raise UserError(
+            "has no coordinator yet", place=str(run_dir), remedy="start it with `runspec apply`"
+        )
+    key = SigningKey.load(run_dir / "keys" / "coordinator.key")
+    http = CoordinatorHttp(
+        _from_here(endpoints.coordinator),
+        key,
+        run=load_resolved(run_dir).name,
+        deadline_s=PATIENCE_S,
+    )
+    try:
+        yield Desk(http)
+    finally:
+        http.close()
+
+
+def _from_here(url: str) -> str:
+    """A coordinator that listens on all addresses is asked on this machine's own."""
+    parts = urlsplit(url)
+    here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(parts.hostname or "")  # noqa: S104
+    return f"{parts.scheme}://{here}:{parts.port}" if here else url

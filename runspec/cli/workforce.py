@@ -1,0 +1,45 @@
+"""The commands about who works for a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+_PANEL = "Runs"
+_Run = Annotated[str, typer.Argument(help="A run's name, or the path of its directory.")]
+_RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Where runs lie.")]
+_Key = Annotated[str, typer.Argument(metavar="KEY", help="A public key, or how it begins.")]
+_Reason = Annotated[str, typer.Option("--reason", help="Why; the key's holder is told.")]
+_RUNS = Path("runs")
+
+
+@app.command(rich_help_panel=_PANEL)
+def workers(
+    run: _Run,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    runs_dir: _RunsDir = _RUNS,
+) -> None:
+    """Lists a run's workers: standing, reputation, credits."""
+    from runspec.cli.workers import workers_command
+
+    raise typer.Exit(workers_command(run, as_json, runs_dir))
+
+
+@app.command(rich_help_panel=_PANEL)
+def ban(run: _Run, key: _Key, reason: _Reason, runs_dir: _RunsDir = _RUNS) -> None:
+    """Refuses a key's requests from now on, and ends its open leases."""
+    from runspec.cli.ban import ban_command
+
+    raise typer.Exit(ban_command(run, key, reason, runs_dir))
+
+
+@app.command(rich_help_panel=_PANEL)
+def unban(run: _Run, key: _Key, reason: _Reason, runs_dir: _RunsDir = _RUNS) -> None:
+    """Grants an appeal: the key may work again, watched closely at first."""
+    from runspec.cli.ban import unban_command
+
+    raise typer.Exit(unban_command(run, key, reason, runs_dir))
