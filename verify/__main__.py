@@ -10,6 +10,7 @@ from pathlib import Path
 from runspec.common.address import parse_address
 from runspec.common.process import run_role
 from verify import proof_commands
+from verify.audit import command as audit
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,9 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
     for command in (coordinator, validator):
         command.add_argument("--public-key", required=True, metavar="HEX", help="the root key")
     proof_commands.add_commands(commands)
+    audit.add_command(commands)
     options = parser.parse_args(arguments)
     if options.command in proof_commands.COMMANDS:
         return proof_commands.run(options)
+    if options.command == audit.COMMAND:
+        return audit.run(options)
     body = _coordinator if options.command == "coordinator" else _validator
     return run_role(options.command, lambda log: body(options, log))
 

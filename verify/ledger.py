@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from runspec.common.errors import UserError
 from runspec.common.hashing import hash_parts
@@ -37,7 +37,7 @@ from verify.coordinator.events import (
 )
 
 _BUSY_TIMEOUT_S = 10.0
-_FIRST_CHAIN = bytes(32).hex()
+FIRST_CHAIN = bytes(32).hex()
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS ledger (
     seq INTEGER PRIMARY KEY,
@@ -70,6 +70,25 @@ _KINDS: dict[str, type[Event]] = {
 _CODECS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
 
 
+class BadRow(ValueError):
+    """A row that holds no event."""
+
+
+def decode_event(kind: bytes, body: bytes) -> Event:
+    """The event of a row.
+
+    Raises:
+        BadRow: there is no such kind, or the body is not of it.
+    """
+    codec = _CODECS.get(kind.decode("utf-8", "replace"))
+    if codec is None:
+        raise BadRow(f"kind {kind[:40]!r}")
+    try:
+        return codec.validate_json(body)
+    except ValidationError as error:
+        raise BadRow(f"not a {kind.decode()}: {error.errors()[0]['msg']}") from error
+
+
 class Ledger:
     """Single writer: the coordinator process. Others may read.
 
@@ -93,7 +112,7 @@ class Ledger:
         except (OSError, sqlite3.Error) as error:
             raise self._unusable(error) from error
         self._seq: int = last[0] if last else 0
-        self._chain: str = last[1] if last else _FIRST_CHAIN
+        self._chain: str = last[1] if last else FIRST_CHAIN
 
     @property
     def head(self) -> tuple[int, str]:
@@ -127,17 +146,18 @@ class Ledger:
 
     def events(self) -> Iterator[Event]:
         """All events from the first, each checked against the chain."""
-        chain = _FIRST_CHAIN
+        chain = FIRST_CHAIN
         for position, row in enumerate(self._rows(), start=1):
             seq, kind, body, linked = row
             chain = _link(chain, position, kind, body)
-            if seq != position or linked != chain or kind not in _CODECS:
-                raise UserError(
-                    f"the ledger's row {seq} does not follow from the rows before it",
-                    place=str(self._path),
-                    remedy="the file was changed or damaged: restore it, or delete the run",
+            if seq != position or linked != chain:
+                raise self._changed(
+                    f"the ledger's row {seq} does not follow from the rows before it"
                 )
-            yield _CODECS[kind].validate_json(body)
+            try:
+                yield decode_event(kind.encode(), body.encode())
+            except BadRow as error:
+                raise self._changed(f"the ledger's row {seq} holds no event: {error}") from error
 
     def _rows(self) -> Iterable[tuple[int, str, str, str]]:
         try:
@@ -146,6 +166,14 @@ class Ledger:
             )
         except sqlite3.Error as error:
             raise self._unusable(error) from error
+
+    def _changed(self, thing: str) -> UserError:
+        return UserError(
+            thing,
+            place=str(self._path),
+            remedy="the file was changed or damaged: `python -m verify audit` says where; restore "
+            "it, or delete the run",
+        )
 
     def _unusable(self, error: Exception) -> UserError:
         return UserError(

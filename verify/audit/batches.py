@@ -1,0 +1,175 @@
+"""The batch manifests of a ledger: one a step, signed, anchored, of the groups that were next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
+from runspec.common.signed import BadSignature
+from verify.audit.findings import Report
+from verify.audit.signers import Signers
+from verify.coordinator import filling
+from verify.coordinator.events import StepClosed
+from verify.coordinator.grading import batch_stats
+from verify.coordinator.state import State, Tally
+from verify.formats.batch import FILE_NAME, MAX_BYTES, BatchGroup, BatchManifest, open_batch
+from verify.formats.layout import step_folder
+
+_OF_HEARTBEATS = ("sampler_busy_fraction", "sampler_tokens_per_s")
+"""Statistics of which the ledger knows nothing."""
+
+
+def batches_on_disk(run_dir: Path) -> dict[int, Path]:
+    """The batch manifests that lie in the run directory, by step."""
+    found = {}
+    for path in (run_dir / "rollouts").glob(f"step_*/{FILE_NAME}"):
+        number = path.parent.name.removeprefix("step_")
+        if number.isascii() and number.isdigit():
+            found[int(number)] = path
+    return found
+
+
+class BatchAudit:
+    """Checks closings one after the other.
+
+    Args:
+        run_dir: the run directory.
+        run: the run's name.
+        report: gets the findings.
+    """
+
+    def __init__(self, run_dir: Path, run: str, report: Report) -> None:
+        self._run_dir, self._run, self._report = run_dir, run, report
+        self._closed: dict[int, tuple[int, str]] = {}
+        """For each step its row and document."""
+        self._anchored = False
+
+    def rolled_back(self, version: int) -> None:
+        """Steps from `version` on are open again."""
+        self._closed = {s: closed for s, closed in self._closed.items() if s < version}
+
+    def closed(
+        self,
+        row: int,
+        event: StepClosed,
+        chain_before: str,
+        groups: list[BatchGroup] | None,
+        signers: Signers,
+    ) -> BatchManifest | None:
+        """Checks what can be checked without the state.
+
+        Args:
+            row: of the closing.
+            event: the closing.
+            chain_before: chain of the row before.
+            groups: what the event's groups are by the leases; None where one is unknown.
+            signers: who may sign it.
+
+        Returns:
+            The manifest; None where it is not to be believed.
+        """
+        require = self._report.require
+        first, _ = self._closed.setdefault(event.step, (row, event.document))
+        require(first == row, row, "batch", f"a second one of step {event.step}", f"row {first}'s")
+        data = event.document.encode("utf-8", "replace")
+        try:
+            manifest = open_batch(
+                data, coordinators=signers.coordinators(data), run=self._run, step=event.step
+            )
+        except (BadSignature, ValueError, TypeError) as error:
+            self._report.add(row, "batch signature", error, "the coordinator's signature")
+            return None
+        self._check_anchor(row, manifest, chain_before)
+        if groups is None:
+            self._report.add(row, "batch groups", "a group of no lease", "leases of this ledger")
+        else:
+            require(manifest.groups == groups, row, "batch groups", manifest.groups, groups)
+        return manifest
+
+    def follows(self, row: int, event: StepClosed, manifest: BatchManifest, before: State) -> None:
+        """Checks that the closing is the one that the coordinator's rules give."""
+        decision = filling.decide_close(before, event.at)
+        if not _is_that(decision, event):
+            # algorithm.fill may change while a run goes on: what is closed when, but not its order.
+            relaxed = replace(before.policy, deadline_s=0.0, min_groups=1)
+            decision = filling.decide_close(replace(before, policy=relaxed), event.at)
+            if _is_that(decision, event):
+                self._report.notes.append(
+                    f"row {row}: step {event.step} closed when today's algorithm.fill would not "
+                    "have closed it; its groups are the right ones"
+                )
+        if not isinstance(decision, filling.Close):
+            self._report.add(row, "filling", f"step {event.step} closed", "no batch yet")
+            return
+        self._report.require(
+            _is_that(decision, event), row, "filling", event.trained, decision.groups
+        )
+        complete = decision.complete
+        self._report.require(
+            manifest.complete == complete, row, "batch complete", manifest.complete, complete
+        )
+        self._check_stats(row, event, manifest, before)
+
+    def _check_anchor(self, row: int, manifest: BatchManifest, chain_before: str) -> None:
+        if manifest.ledger_rows is None:
+            self._report.require(
+                not self._anchored, row, "anchor", "none", "one, as in the manifests before"
+            )
+            return
+        self._anchored = True
+        found = f"{manifest.ledger_rows}:{manifest.ledger_chain}"
+        expected = f"{row - 1}:{chain_before}"
+        if self._report.require(found == expected, row, "anchor", expected, f"{found}, as signed"):
+            self._report.anchored_rows = row - 1
+
+    def _check_stats(
+        self, row: int, event: StepClosed, manifest: BatchManifest, before: State
+    ) -> None:
+        stats = batch_stats(
+            before.tallies.get(event.step, Tally()),
+            opened=before.steps[event.step].opened,
+            closed=event.at,
+            busy_fraction=0.0,
+            tokens_per_s=0.0,
+        )
+        for name, expected in stats.items():
+            found = manifest.stats.get(name)
+            if name in manifest.stats and name not in _OF_HEARTBEATS:
+                self._report.require(found == expected, row, f"stats.{name}", found, expected)
+
+    def check_files(self, on_disk: dict[int, Path]) -> None:
+        """Compares the manifests that the learner reads with the ledger's.
+
+        Args:
+            on_disk: as they lay there before the ledger was read.
+        """
+        for step, path in sorted(on_disk.items()):
+            if step not in self._closed:
+                self._report.add(
+                    None, "batch file", f"{path} of step {step}", "a row that closes the step"
+                )
+        for step, (row, document) in self._closed.items():
+            path = step_folder(self._run_dir, step) / FILE_NAME
+            try:
+                data = read_bounded(path, MAX_BYTES)
+            except FileNotFoundError:
+                # The last one is written after its row; a coordinator that was killed between the
+                # two writes it when it starts.
+                if step == max(self._closed):
+                    self._report.notes.append(f"{path} is not written yet")
+                else:
+                    self._report.add(row, "batch file", f"{path} is gone", "manifests are kept")
+            except (OSError, UserError) as error:
+                self._report.add(row, "batch file", f"{path}: {error}", "a readable file")
+            else:
+                same = data == document.encode("utf-8", "replace")
+                self._report.require(same, row, "batch file", f"{path} differs", "the row's bytes")
+
+
+def _is_that(decision: filling.Close | filling.Stalled | None, event: StepClosed) -> bool:
+    return isinstance(decision, filling.Close) and (decision.step, decision.groups) == (
+        event.step,
+        event.trained,
+    )

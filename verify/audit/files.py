@@ -1,0 +1,203 @@
+"""The files beside the ledger: submissions and verdicts, their envelopes and their contents."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
+from runspec.common.hashing import digest_bytes, digest_file, is_digest
+from runspec.common.signed import BadSignature
+from verify.audit.findings import Report
+from verify.audit.signers import Signers
+from verify.coordinator.events import SubmissionJudged, SubmissionReceived
+from verify.coordinator.grading import VerdictMismatch, grade_groups
+from verify.coordinator.state import Policy
+from verify.formats import submission as submission_format
+from verify.formats import verdict as verdict_format
+from verify.formats.layout import submission_files
+from verify.formats.lease import Lease
+from verify.formats.submission import open_submission
+from verify.formats.tables import MalformedTable
+from verify.formats.verdict import decode_verdicts, open_verdict
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A file that is not there any more, or never was."""
+
+    row: int
+    path: Path
+    step: int
+
+
+class FileAudit:
+    """Compares files with what their rows say of them.
+
+    Args:
+        run_dir: the run directory.
+        run: the run's name.
+        policy: of its spec.
+        report: gets the findings.
+    """
+
+    def __init__(self, run_dir: Path, run: str, policy: Policy, report: Report) -> None:
+        self._run_dir, self._run, self._policy, self._report = run_dir, run, policy, report
+        self.gone: list[Gone] = []
+
+    def received(self, row: int, event: SubmissionReceived, lease: Lease) -> None:
+        if not is_digest(event.submission):
+            self._report.add(row, "submission", event.submission, "a digest")
+            return
+        files = submission_files(self._run_dir, lease.step, event.submission)
+        self._check_digest(row, files.submission, lease.step, event.submission)
+        data = self._read(
+            row, files.submission_envelope, lease.step, submission_format.MAX_ENVELOPE_BYTES
+        )
+        if data is None:
+            return
+        try:
+            envelope = open_submission(data)
+        except BadSignature as error:
+            self._report.add(row, "submission signature", error, "the worker's signature")
+            return
+        expected = {
+            "run": self._run,
+            "step": lease.step,
+            "worker": lease.worker,
+            "index": lease.index,
+            "lease": event.lease,
+            "digest": event.submission,
+            "bytes": event.bytes,
+        }
+        self._compare(row, "submission envelope", asdict(envelope), expected)
+
+    def judged(self, row: int, event: SubmissionJudged, lease: Lease, signers: Signers) -> None:
+        self._report.require(
+            signers.is_validator(event.validator),
+            row,
+            "validator",
+            f"key {event.validator}",
+            "one that roles.json names",
+        )
+        if not (is_digest(event.submission) and is_digest(event.verdict)):
+            self._report.add(row, "verdict", event.verdict, "digests")
+            return
+        files = submission_files(self._run_dir, lease.step, event.submission)
+        data = self._read(
+            row, files.verdict_envelope, lease.step, verdict_format.MAX_ENVELOPE_BYTES
+        )
+        dropped = self._check_verdict(row, event, lease, data) if data is not None else None
+        table = self._read(row, files.verdict, lease.step, verdict_format.MAX_BYTES)
+        if table is None:
+            return
+        digest = digest_bytes(table)
+        same = self._report.require(
+            digest == event.verdict, row, "verdict file", digest, event.verdict
+        )
+        if same and event.accepted and dropped is not None:
+            self._check_grades(row, event, lease, table, dropped)
+
+    def judge_gone(self, next_close: int) -> None:
+        """Decides of missing files whether they may be: call it when the ledger is read.
+
+        Args:
+            next_close: the step that closes next, by the whole ledger.
+        """
+        oldest_needed = next_close - self._policy.async_level
+        for gone in self.gone:
+            if gone.step >= oldest_needed:
+                self._report.add(
+                    gone.row,
+                    "file",
+                    f"{gone.path} is gone",
+                    f"files of step {oldest_needed} and later, which may still be trained",
+                )
+        self._report.files_gone += len(self.gone)
+        if self.gone:
+            self._report.notes.append(
+                f"{len(self.gone)} files are gone: those of steps below {oldest_needed} may be, "
+                "once a full checkpoint has passed them"
+            )
+
+    def rolled_back(self) -> None:
+        """A rollback removes every file but the batch manifests that stay."""
+        self._report.files_gone += len(self.gone)
+        if self.gone:
+            self._report.notes.append(f"{len(self.gone)} files are gone: a rollback removed them")
+        self.gone = []
+
+    def _check_verdict(
+        self, row: int, event: SubmissionJudged, lease: Lease, data: bytes
+    ) -> list[int] | None:
+        """The groups that the validator dropped; None where it is not the verdict of the row."""
+        try:
+            envelope = open_verdict(data, validators=frozenset({event.validator}))
+        except BadSignature as error:
+            self._report.add(row, "verdict signature", error, f"validator {event.validator}'s")
+            return None
+        expected = {
+            "run": self._run,
+            "step": lease.step,
+            "submission": event.submission,
+            "accepted": event.accepted,
+            "reason": event.reason,
+            "digest": event.verdict,
+        }
+        self._compare(row, "verdict envelope", asdict(envelope), expected)
+        return envelope.dropped_groups
+
+    def _check_grades(
+        self, row: int, event: SubmissionJudged, lease: Lease, table: bytes, dropped: list[int]
+    ) -> None:
+        try:
+            grades = grade_groups(
+                decode_verdicts(table),
+                submission=event.submission,
+                lease=lease,
+                group_size=self._policy.group_size,
+                dropped=dropped,
+                zero_variance_filter=self._policy.zero_variance_filter,
+            )
+        except (MalformedTable, VerdictMismatch) as error:
+            self._report.add(row, "verdict file", error, "a row for each rollout of the lease")
+            return
+        if len(event.groups) != len(grades):
+            self._report.add(row, "grades", f"{len(event.groups)} groups", f"{len(grades)} groups")
+            return
+        for found, expected in zip(event.groups, grades, strict=True):
+            self._report.require(
+                found == expected, row, f"grade of group {expected.group}", found, expected
+            )
+
+    def _compare(
+        self, row: int, what: str, found: dict[str, object], expected: dict[str, object]
+    ) -> None:
+        for name, value in expected.items():
+            self._report.require(
+                found[name] == value, row, what, f"{name} {found[name]}", f"{value}, as in the row"
+            )
+
+    def _check_digest(self, row: int, path: Path, step: int, expected: str) -> None:
+        try:
+            digest = digest_file(path)
+        except FileNotFoundError:
+            self.gone.append(Gone(row, path, step))
+        except OSError as error:
+            self._report.add(row, "file", f"{path}: {error.strerror or error}", "a readable file")
+        else:
+            self._report.files_read += 1
+            self._report.require(digest == expected, row, "submission file", digest, expected)
+
+    def _read(self, row: int, path: Path, step: int, max_bytes: int) -> bytes | None:
+        try:
+            data = read_bounded(path, max_bytes)
+        except FileNotFoundError:
+            self.gone.append(Gone(row, path, step))
+            return None
+        except (OSError, UserError) as error:
+            self._report.add(row, "file", f"{path}: {error}", "a readable file within its bound")
+            return None
+        self._report.files_read += 1
+        return data

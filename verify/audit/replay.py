@@ -1,0 +1,212 @@
+"""The whole audit: every row read, believed in nothing, and played again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from runspec.spec.resolved import load_resolved
+from verify.audit.batches import BatchAudit, batches_on_disk
+from verify.audit.chain import ChainAudit
+from verify.audit.files import FileAudit
+from verify.audit.findings import Credit, Report
+from verify.audit.leases import LeaseAudit
+from verify.audit.signers import Signers, read_roles
+from verify.audit.snapshot import Row, Snapshot
+from verify.coordinator.events import (
+    Event,
+    LeaseGranted,
+    NonceDrawn,
+    RolledBack,
+    StepClosed,
+    SubmissionJudged,
+    SubmissionReceived,
+    WorkerRegistered,
+)
+from verify.coordinator.state import IllegalTransition, Policy, State, apply
+from verify.formats.batch import BatchGroup
+from verify.formats.layout import STATE_FILE
+from verify.formats.lease import Lease
+from verify.ledger import BadRow, decode_event
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """What the ledger says of a lease."""
+
+    lease: Lease
+    submission: str | None = None
+    verdict: str | None = None
+
+
+def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | None = None) -> Report:
+    """Replays the ledger of a run directory, which may be at work or a copy.
+
+    Args:
+        run_dir: the run directory.
+        root_key: the root's public key (hex); None: the spec's, or the run's throw-away root.
+        heads: chains of rows as they were noted down before.
+
+    Raises:
+        UserError: the ledger, the spec or roles.json cannot be read.
+    """
+    spec, report = load_resolved(run_dir), Report()
+    # Before the rows: a row comes before its manifest, so these have one.
+    on_disk = batches_on_disk(run_dir)
+    with closing(Snapshot(run_dir / STATE_FILE)) as snapshot:
+        rollbacks, last = snapshot.rollbacks(), snapshot.last_written()
+        roles = read_roles(run_dir, spec, root_key, last, report)
+        replay = _Replay(run_dir, spec.name, Policy.of(spec), report)
+        chain = ChainAudit(report, dict(heads or {}))
+        signers = Signers(roles, current=not rollbacks)
+        for row in snapshot.rows():
+            before = chain.head
+            chain.check(row)
+            replay.take(row, before, signers)
+            if row.seq in rollbacks:
+                signers = Signers(roles, current=row.seq == rollbacks[-1])
+                pinned = spec.identity.root_public_key is not None
+                report.require(not pinned, row.seq, "rollback", "one", "none: the root is pinned")
+            report.rows += 1
+        chain.end()
+    report.head = chain.head
+    replay.end(on_disk)
+    return report
+
+
+class _Replay:
+    """One row after the other, each check by itself: what one misses, another may find."""
+
+    def __init__(self, run_dir: Path, run: str, policy: Policy, report: Report) -> None:
+        self._report = report
+        self._leases = LeaseAudit(run, report)
+        self._files = FileAudit(run_dir, run, policy, report)
+        self._batches = BatchAudit(run_dir, run, report)
+        self._answers: dict[str, _Answered] = {}
+        self._credits: dict[str, Credit] = {}
+        self._next_close = 0
+        self._state = State(policy)
+        self._broken = False
+        """The state machine has refused a row; what follows would be refused for that alone."""
+
+    def take(self, row: Row, chain_before: str, signers: Signers) -> None:
+        """Checks a row.
+
+        Args:
+            row: as stored.
+            chain_before: the chain of the row before.
+            signers: who may sign what it holds.
+        """
+        try:
+            event = decode_event(row.kind, row.body)
+        except BadRow as error:
+            self._report.add(row.seq, "row", error, "an event")
+            self._broken = True
+            return
+        before = self._apply(row.seq, event)
+        match event:
+            case WorkerRegistered():
+                self._leases.registered(event)
+            case NonceDrawn():
+                self._leases.drawn(row.seq, event)
+            case LeaseGranted():
+                self._leases.granted(row.seq, event, signers)
+                self._answers[event.digest] = _Answered(event.lease)
+            case SubmissionReceived():
+                self._received(row.seq, event)
+            case SubmissionJudged():
+                self._judged(row.seq, event, signers)
+            case StepClosed():
+                self._closed(row.seq, event, chain_before, signers, before)
+            case RolledBack():
+                self._rolled_back(event)
+
+    def end(self, on_disk: dict[int, Path]) -> None:
+        """Every row is read: what only the whole ledger can say."""
+        report = self._report
+        report.steps_closed = self._next_close
+        self._batches.check_files(on_disk)
+        self._files.judge_gone(self._next_close)
+        report.credits = self._credits
+        if self._broken:
+            report.notes.append(
+                "the state machine refused a row; of those after it, filling was not replayed"
+            )
+            return
+        for key, worker in self._state.workers.items():
+            found = Credit(worker.accepted_rollouts, worker.accepted_tokens)
+            expected = self._credits.setdefault(key, Credit())
+            report.require(found == expected, None, f"credit of {key}", found, expected)
+
+    def _apply(self, row: int, event: Event) -> State | None:
+        """The state before the event; None where it is not known."""
+        if self._broken:
+            return None
+        before = self._state
+        try:
+            self._state = apply(before, event)
+        except (IllegalTransition, KeyError, ValueError) as error:
+            self._report.add(row, "state", error, "an event that can follow")
+            self._broken = True
+            return None
+        return before
+
+    def _received(self, row: int, event: SubmissionReceived) -> None:
+        answered = self._answers.get(event.lease)
+        if answered is None:
+            self._report.add(row, "submission", f"for lease {event.lease}", "a lease granted above")
+            return
+        self._answers[event.lease] = replace(answered, submission=event.submission)
+        self._files.received(row, event, answered.lease)
+
+    def _judged(self, row: int, event: SubmissionJudged, signers: Signers) -> None:
+        answered = self._answers.get(event.lease)
+        if answered is None:
+            self._report.add(row, "verdict", f"for lease {event.lease}", "a lease granted above")
+            return
+        self._answers[event.lease] = replace(answered, verdict=event.verdict)
+        self._files.judged(row, event, answered.lease, signers)
+        if event.accepted:
+            earned = [g for g in event.groups if g.outcome != "dropped"]
+            had = self._credits.get(answered.lease.worker, Credit())
+            self._credits[answered.lease.worker] = Credit(
+                had.rollouts + sum(g.rollouts for g in earned),
+                had.tokens + sum(g.tokens for g in earned),
+            )
+
+    def _closed(
+        self,
+        row: int,
+        event: StepClosed,
+        chain_before: str,
+        signers: Signers,
+        before: State | None,
+    ) -> None:
+        self._next_close = max(self._next_close, event.step + 1)
+        groups = self._groups(event)
+        manifest = self._batches.closed(row, event, chain_before, groups, signers)
+        if manifest is not None and before is not None:
+            self._batches.follows(row, event, manifest, before)
+
+    def _groups(self, event: StepClosed) -> list[BatchGroup] | None:
+        groups = []
+        for trained in event.trained:
+            answered = self._answers.get(trained.lease)
+            if answered is None or answered.submission is None or answered.verdict is None:
+                return None
+            lease = answered.lease
+            groups.append(
+                BatchGroup(
+                    answered.submission, answered.verdict, trained.group, lease.step, lease.version
+                )
+            )
+        return groups
+
+    def _rolled_back(self, event: RolledBack) -> None:
+        self._next_close = event.version
+        self._leases.rolled_back()
+        self._files.rolled_back()
+        self._batches.rolled_back(event.version)
+        self._answers, self._credits = {}, {}

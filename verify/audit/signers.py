@@ -1,0 +1,107 @@
+"""Whose signatures count, before and after a rollback made the run's keys anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from runspec.common.canonical import MalformedJson, parse_object
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
+from runspec.common.keys import SigningKey
+from runspec.common.roles import CLOCK_SKEW_S, MAX_BYTES, Roles, open_roles
+from runspec.common.signed import BadSignature, open_document
+from runspec.spec.schema import RunSpec
+from verify.audit.findings import Report
+
+_ROOT_KEY = "root.key"
+
+
+def read_roles(
+    run_dir: Path, spec: RunSpec, root_key: str | None, last: float, report: Report
+) -> Roles:
+    """The run's roles.json, believed for the root key, whatever the time is now.
+
+    Args:
+        run_dir: the run directory.
+        spec: its resolved spec.
+        root_key: public, hex; None: the spec's, or the throw-away root of `keys/`.
+        last: when the last row was written, seconds since the epoch.
+        report: is told where the root came from.
+
+    Raises:
+        UserError: there is no root to believe, or roles.json is not signed by it.
+    """
+    path = run_dir / "keys" / "roles.json"
+    root = root_key or spec.identity.root_public_key
+    if root is None:
+        root = _throw_away_root(run_dir)
+        report.notes.append(
+            "the root key is the run directory's own: signatures say nothing against its owner"
+        )
+    try:
+        data = read_bounded(path, MAX_BYTES)
+        payload = open_document(data, kind="roles", keys={root}, max_bytes=MAX_BYTES).payload
+        # A run may be audited long after its roles expired; what counts is when it was at work.
+        issued = payload.get("issued")
+        now = issued if isinstance(issued, int | float) else last
+        roles = open_roles(data, root_public_key=root, run=spec.name, now=now)
+    except (OSError, BadSignature) as error:
+        raise UserError(
+            f"cannot be believed: {error}",
+            place=str(path),
+            remedy="give the root's public key with --root-key",
+        ) from error
+    report.require(
+        last <= roles.expires + CLOCK_SKEW_S,
+        None,
+        "roles",
+        f"the last row is of {last:.0f}",
+        f"none after {roles.expires:.0f}, when roles.json expired",
+    )
+    return roles
+
+
+def _throw_away_root(run_dir: Path) -> str:
+    path = run_dir / "keys" / _ROOT_KEY
+    if not path.exists():
+        raise UserError(
+            "no root key: the spec pins none, and the run made none",
+            place=str(path),
+            remedy="give it with --root-key HEX",
+        )
+    return SigningKey.load(path).public_hex
+
+
+@dataclass
+class Signers:
+    """Who may sign the documents of the rows between two rollbacks.
+
+    Before the last rollback the keys were others, and roles.json names them no more: then
+    documents must be signed by one coordinator throughout, which is none of today's.
+    """
+
+    roles: Roles
+    current: bool
+    """Whether no rollback follows."""
+    _earlier: str | None = None
+
+    def coordinators(self, document: bytes) -> frozenset[str]:
+        """The keys that may have signed a lease or a batch."""
+        if self.current:
+            return self.roles.coordinator
+        if self._earlier is None:
+            self._earlier = _signer(document)
+        known = self._earlier is not None and self._earlier not in self.roles.coordinator
+        return frozenset({self._earlier}) if known and self._earlier else frozenset()
+
+    def is_validator(self, key: str) -> bool:
+        return (key in self.roles.validator) == self.current
+
+
+def _signer(document: bytes) -> str | None:
+    try:
+        key = parse_object(document, max_bytes=len(document)).get("key")
+    except MalformedJson:
+        return None
+    return key if isinstance(key, str) else None
