@@ -101,7 +101,10 @@ def test_a_failure_names_the_row_of_the_submission(bench: Bench) -> None:
 
 
 def test_a_submission_without_one_rollout_to_recompute_needs_no_weights(bench: Bench) -> None:
-    assert all(names[-2:] == ["prefill", "duplicates"] for names in checks_of(bench, stamped(bench.honest(), 1)))
+    assert all(
+        names[-2:] == ["prefill", "duplicates"]
+        for names in checks_of(bench, stamped(bench.honest(), 1))
+    )
     assert bench.engine.prefills == []
 
 

@@ -58,10 +58,10 @@ def prefill_checks(pool: SamplerPool) -> list[Check]:
     seeded: list[Check] = [SeededSamplingCheck(), SubmissionSamplingCheck()]
     unseeded: list[Check] = [
         KeptTokensCheck(),
-        SubmissionChosenTokensCheck(),
-        ChosenTokensCheck(),
         SubmissionEndsCheck(),
         EndsCheck(),
+        SubmissionChosenTokensCheck(),
+        ChosenTokensCheck(),
     ]
     return [
         SubmissionLogprobCheck(),

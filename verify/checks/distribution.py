@@ -18,6 +18,7 @@ sampler keeps, speaks against nobody.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -76,9 +77,9 @@ def evidence(sums: np.ndarray) -> tuple[float, str]:
     return mean, f"nats for {NAMES[best]} against the policy's own"
 
 
-def _sums(recomputed: Recomputed, slack: float) -> np.ndarray:
-    """f64 [len(NAMES)] of a rollout."""
-    return (log_ratios(choices_of(recomputed)) - slack).sum(axis=0)
+def sums(choices: Choices, slack: float) -> np.ndarray:
+    """f64 [len(NAMES)]: `log_ratios` over a rollout, less `slack` a token."""
+    return (log_ratios(choices) - slack).sum(axis=0)
 
 
 class ChosenTokensCheck:
@@ -87,7 +88,10 @@ class ChosenTokensCheck:
     name = "chosen_tokens"
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        rows = [_sums(found, subject.limits.gap_mean) for _, found in subject.prefilled]
+        return self.judged(_sums_of(subject))
+
+    def judged(self, rows: Sequence[np.ndarray]) -> list[CheckResult]:
+        """A result for each rollout's `sums`."""
         limit = math.log(2.0 * len(rows) / ALPHA)
         results = []
         for row in rows:
@@ -102,9 +106,13 @@ class SubmissionChosenTokensCheck:
     name = "chosen_tokens_submission"
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        rows = [_sums(found, subject.limits.gap_mean) for _, found in subject.prefilled]
+        rows = _sums_of(subject)
+        return [self.judged(rows)] * len(rows)
+
+    def judged(self, rows: Sequence[np.ndarray]) -> CheckResult:
+        """The result for the `sums` of all rollouts."""
         value, words = evidence(np.sum(rows, axis=0))
-        return [at_most(self.name, value, math.log(2.0 / ALPHA), words)] * len(rows)
+        return at_most(self.name, value, math.log(2.0 / ALPHA), words)
 
 
 class KeptTokensCheck:
@@ -135,3 +143,8 @@ class KeptTokensCheck:
                 result = at_most(self.name, over, allowed, "tokens below those that are kept")
             results.append(result)
         return results
+
+
+def _sums_of(subject: Subject) -> list[np.ndarray]:
+    slack = subject.limits.gap_mean
+    return [sums(choices_of(found), slack) for _, found in subject.prefilled]

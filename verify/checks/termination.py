@@ -75,13 +75,14 @@ class EndsCheck:
     name = "ends"
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        found = _of(subject)
-        limit = math.log(4.0 * len(found) / ALPHA)
+        return self.judged(_ends_of(subject))
+
+    def judged(self, rows: Sequence[tuple[float, float]]) -> list[CheckResult]:
+        """A result for each rollout's `end_p_values`."""
+        limit = math.log(4.0 * len(rows) / ALPHA)
         return [
-            at_most(self.name, early, limit, "nats against so early an end")
-            if early >= late
-            else at_most(self.name, late, limit, "nats against so late an end")
-            for early, late in found
+            at_most(self.name, max(row), limit, f"nats against so {_side(row)} an end")
+            for row in rows
         ]
 
 
@@ -91,15 +92,22 @@ class SubmissionEndsCheck:
     name = "ends_submission"
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        found = _of(subject)
-        early = fisher([early for early, _ in found])
-        late = fisher([late for _, late in found])
-        words = f"nats against ends so {'early' if early >= late else 'late'} together"
-        result = at_most(self.name, max(early, late), math.log(4.0 / ALPHA), words)
-        return [result] * len(found)
+        rows = _ends_of(subject)
+        return [self.judged(rows)] * len(rows)
+
+    def judged(self, rows: Sequence[tuple[float, float]]) -> CheckResult:
+        """The result for the `end_p_values` of all rollouts."""
+        both = fisher([early for early, _ in rows]), fisher([late for _, late in rows])
+        words = f"nats against ends so {_side(both)} together"
+        return at_most(self.name, max(both), math.log(4.0 / ALPHA), words)
 
 
-def _of(subject: Subject) -> list[tuple[float, float]]:
+def _side(early_and_late: tuple[float, float]) -> str:
+    early, late = early_and_late
+    return "early" if early >= late else "late"
+
+
+def _ends_of(subject: Subject) -> list[tuple[float, float]]:
     return [
         end_p_values(choices_of(found), ended=row.finish_reason == "stop", tau=subject.limits.gap)
         for row, found in subject.prefilled
