@@ -6,11 +6,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from runspec.common.files import write_atomic
 from verify.coordinator.claims import CLAIM_TIMEOUT_S, Claims
+from verify.coordinator.duplicates import Seen
 from verify.coordinator.events import GroupGrade, SubmissionJudged
 from verify.coordinator.grading import VerdictMismatch, grade_groups
 from verify.coordinator.intake import Refusal, received
@@ -43,6 +45,7 @@ class Judging:
     ) -> None:
         self._journal, self._run = journal, run
         self.claims = Claims(claim_timeout_s)
+        self._seen = Seen.of(journal.run_dir, journal.state)
         self.recent_rejections: deque[dict[str, Any]] = deque(maxlen=_RECENT_REJECTIONS)
 
     async def next_submission(
@@ -113,12 +116,15 @@ class Judging:
             judged = self._judged(validator, envelope, record, rows)
             if self._to_judge(envelope) is None:
                 return  # another validator was quicker
+            judged = self._against_others(judged, rows)
             body.rename(files.verdict)
             write_atomic(files.verdict_envelope, signed)
             self._journal.record(judged)
+        if judged.accepted:
+            self._seen.add(record.lease.step, judged.submission, [r.fingerprints for r in rows])
+        else:
+            self._note_rejection(record, judged.reason)
         self.claims.settle(envelope.submission)
-        if not envelope.accepted:
-            self._note_rejection(record, envelope.reason)
 
     def _to_judge(self, envelope: VerdictEnvelope) -> LeaseRecord | None:
         record = next(
@@ -162,6 +168,14 @@ class Judging:
             reason=envelope.reason,
             groups=groups,
         )
+
+    def _against_others(
+        self, judged: SubmissionJudged, rows: list[RolloutVerdict]
+    ) -> SubmissionJudged:
+        """The same, rejected where a row repeats what was accepted before."""
+        self._seen.forget(self._journal.state.oldest_remembered)
+        reason = self._seen.fault(rows) if judged.accepted else ""
+        return replace(judged, accepted=False, reason=reason, groups=()) if reason else judged
 
     def _note_rejection(self, record: LeaseRecord, reason: str) -> None:
         worker, step = record.lease.worker, record.lease.step

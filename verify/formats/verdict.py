@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from runspec.common.hashing import digest_bytes, is_digest
 from runspec.common.keys import SigningKey
@@ -120,6 +122,23 @@ def decode_verdicts(data: bytes) -> list[RolloutVerdict]:
         if row["logprobs"] is not None:
             row["logprobs"] = np.asarray(row["logprobs"], dtype=np.float32)
     return [RolloutVerdict(**row) for row in rows]
+
+
+def read_fingerprints(path: Path) -> list[list[int]]:
+    """Of each row of a verdict file that was accepted once: that column alone is read.
+
+    Raises:
+        OSError: the file cannot be read.
+        MalformedTable: it is no Parquet file.
+    """
+    try:
+        file = pq.ParquetFile(path)
+        if "fingerprints" not in file.schema_arrow.names:
+            return []
+        rows = file.read(columns=["fingerprints"]).column(0).to_pylist()
+    except pa.ArrowException as error:
+        raise MalformedTable(str(error)[:200]) from error
+    return [row or [] for row in rows]
 
 
 def sign_verdict(

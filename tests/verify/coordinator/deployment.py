@@ -239,8 +239,10 @@ def verdict(
     task_rewards: Sequence[float] = (0.0, 1.0),
     accepted: bool = True,
     dropped: Sequence[int] = (),
+    fingerprints: Sequence[int] = (),
 ) -> tuple[bytes, bytes]:
-    """Envelope and table of a verdict; `task_rewards` are those of each group's samples."""
+    """Envelope and table of a verdict; `task_rewards` are those of each group's samples, the
+    fingerprints those of the first row."""
     rows = [
         RolloutVerdict(
             submission=digest,
@@ -254,6 +256,7 @@ def verdict(
             logprobs=np.zeros(5, dtype=np.float32),
             logprob_diff=0.25,
             checks=[CheckResult("logprobs", accepted, 0.25, 0.5)],
+            fingerprints=list(fingerprints) if (group, sample) == (0, 0) else [],
         )
         for group in range(lease.groups)
         for sample in range(GROUP_SIZE)
