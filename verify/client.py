@@ -68,7 +68,7 @@ class CoordinatorClient:
         run: the run's name.
         root_public_key: the pinned root key (hex).
         deadline_s: how long one call goes on trying while the coordinator cannot be reached,
-            answers 5xx or does not come to the end of its answer; then UserError.
+            answers 429 or 5xx, or does not come to the end of its answer; then UserError.
     """
 
     def __init__(

@@ -24,6 +24,8 @@ MAX_ANSWER_BYTES = 64 * 1024
 _AS_IT_IS = {"Accept-Encoding": "identity"}
 _TIMEOUT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_LONGEST_RETRY_S = 60.0
+"""Of what a coordinator says with 429; it is asked again by then."""
 
 
 class RunFinished(Exception):
@@ -42,7 +44,7 @@ class CoordinatorHttp:
         key: signs each request.
         run: the run's name.
         deadline_s: how long one call goes on trying while the coordinator cannot be reached,
-            answers 5xx or does not come to the end of its answer; then UserError.
+            answers 429 or 5xx, or does not come to the end of its answer; then UserError.
     """
 
     def __init__(self, url: str, key: SigningKey, *, run: str, deadline_s: float) -> None:
@@ -81,17 +83,20 @@ class CoordinatorHttp:
         deadline = time.monotonic() + self._deadline_s + wait_s
         pause, waiting = _FIRST_PAUSE_S, False
         while True:
+            told_s = 0.0
             try:
                 # An attempt that begins late still has the time that an answer needs.
                 ends = time.monotonic() + min(_TIMEOUT_S, self._deadline_s) + wait_s
                 answer = self._try(
                     method, path, body, envelope, wait_s, max_bytes, max(deadline, ends)
                 )
-                if not answer.is_server_error:
+                told_s = _retry_after(answer)
+                if not answer.is_server_error and not told_s:
                     break
                 trouble = f"answers {answer.status_code}: {_words(answer)}"
             except httpx.TransportError as error:
                 trouble = f"cannot be reached: {error or type(error).__name__}"
+            pause = max(pause, told_s)
             if time.monotonic() + pause > deadline:
                 raise UserError(
                     f"{trouble} (tried {method} {path} for {self._deadline_s:.0f} s)",
@@ -102,7 +107,7 @@ class CoordinatorHttp:
                 _log.warning("waiting for the coordinator %s: %s", self.url, trouble)
                 waiting = True
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            pause = _FIRST_PAUSE_S if told_s else min(2 * pause, _LONGEST_PAUSE_S)
         if waiting:
             _log.info("the coordinator %s answers again", self.url)
         return self._checked(answer, f"{method} {path}")
@@ -169,8 +174,9 @@ class CoordinatorHttp:
                     )
                 if time.monotonic() > ends_at:  # the timeouts above are of each read alone
                     raise httpx.ReadTimeout(f"after {len(content)} bytes the answer has no end")
-        # Without the headers: an answer is what came over the wire, never decompressed.
-        return httpx.Response(answer.status_code, content=bytes(content))
+        # Without the other headers: an answer is what came over the wire, never decompressed.
+        told = {"Retry-After": answer.headers.get("Retry-After", "")}
+        return httpx.Response(answer.status_code, content=bytes(content), headers=told)
 
     def _checked(self, answer: httpx.Response, request: str) -> httpx.Response:
         if answer.status_code == httpx.codes.GONE:
@@ -189,6 +195,16 @@ class CoordinatorHttp:
             place=f"coordinator {self.url}",
             remedy="check --coordinator, --run and --public-key",
         )
+
+
+def _retry_after(answer: httpx.Response) -> float:
+    """Seconds after which a coordinator that has too much to do (429) wants to be asked again;
+    0.0 where it does not say that it has."""
+    if answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
+        return 0.0
+    text = answer.headers.get("Retry-After", "")
+    told = float(text) if text.isascii() and text.isdigit() and len(text) < 10 else _LONGEST_PAUSE_S
+    return min(max(told, _FIRST_PAUSE_S), _LONGEST_RETRY_S)
 
 
 def _words(answer: httpx.Response) -> str:

@@ -19,7 +19,7 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from runspec.common.hashing import digest_bytes, hash_parts, is_digest
@@ -90,9 +90,22 @@ class RequestChecker:
         return len(self._seen)
 
     def check(
-        self, headers: Mapping[str, str], *, method: str, path: str, now: float | None = None
+        self,
+        headers: Mapping[str, str],
+        *,
+        method: str,
+        path: str,
+        now: float | None = None,
+        admit: Callable[[str], None] = lambda key: None,
     ) -> SignedRequest:
         """Who signed the request; the caller still compares the body with `body_digest`.
+
+        Args:
+            headers: of the request.
+            method, path: of the request, as sent.
+            now: seconds since the epoch; the clock when None.
+            admit: is given the signer's key before the request takes up memory; what it raises
+                goes on to the caller.
 
         Raises:
             Unauthorised: malformed, of another time, run, path or method, or seen before.
@@ -113,10 +126,12 @@ class RequestChecker:
         message = _message(self._run, method, path, body_digest, moment, nonce)
         if not signature_is_valid(key, message, signature):
             raise Unauthorised(f"the signature of {key[:16]} does not match this request")
-        self._remember((key, nonce), int(moment) + self._skew_s, now)
+        self._refuse_replay((key, nonce), now)
+        admit(key)
+        self._remember((key, nonce), int(moment) + self._skew_s)
         return SignedRequest(key, body_digest)
 
-    def _remember(self, request: tuple[str, str], stale_at: float, now: float) -> None:
+    def _refuse_replay(self, request: tuple[str, str], now: float) -> None:
         # `_order` is by arrival, `stale_at` may be a little out of order: entries then stay longer.
         while self._order and self._order[0][0] < now:
             self._seen.discard(self._order.popleft()[1])
@@ -124,6 +139,8 @@ class RequestChecker:
             raise Unauthorised("this request was made before; sign each attempt anew")
         if len(self._seen) >= _MAX_REMEMBERED:
             raise Unauthorised("too many requests within the allowed clock skew; try again later")
+
+    def _remember(self, request: tuple[str, str], stale_at: float) -> None:
         self._seen.add(request)
         self._order.append((stale_at, request))
 

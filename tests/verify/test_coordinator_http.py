@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 
@@ -17,7 +18,9 @@ from verify.request_auth import ENVELOPE
 
 
 @contextmanager
-def server(*answers: tuple[int, bytes]) -> Iterator[tuple[CoordinatorHttp, list[dict[str, str]]]]:
+def server(
+    *answers: tuple[int, bytes], deadline_s: float = 5.0
+) -> Iterator[tuple[CoordinatorHttp, list[dict[str, str]]]]:
     """Gives some answers one after the other; a client of it, and the headers of what it asked."""
     left, asked = list(answers), []
 
@@ -27,6 +30,8 @@ def server(*answers: tuple[int, bytes]) -> Iterator[tuple[CoordinatorHttp, list[
             status, body = left.pop(0)
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
+            if status == 429:
+                self.send_header("Retry-After", body.decode())
             self.end_headers()
             self.wfile.write(body)
 
@@ -37,7 +42,7 @@ def server(*answers: tuple[int, bytes]) -> Iterator[tuple[CoordinatorHttp, list[
         thread = threading.Thread(target=serving.serve_forever, args=(0.01,))
         thread.start()
         url = f"http://127.0.0.1:{serving.server_port}/"
-        client = CoordinatorHttp(url, SigningKey.generate(), run="demo", deadline_s=5.0)
+        client = CoordinatorHttp(url, SigningKey.generate(), run="demo", deadline_s=deadline_s)
         with closing(client):
             yield client, asked
         serving.shutdown()
@@ -92,3 +97,24 @@ def test_what_is_long_comes_in_pieces_and_what_is_not_there_is_named() -> None:
         with pytest.raises(UserError, match="/v1/data/two: answers 404"):
             client.stream("/v1/data/two", take)
     assert got == [b"x" * 100_000]
+
+
+@pytest.mark.parametrize(
+    ("said", "pause"), [("1", 1.0), ("3600", 60.0), ("0", 0.05), ("-1", 2.0), ("soon", 2.0)]
+)
+def test_a_coordinator_with_too_much_to_do_is_asked_when_it_says(
+    monkeypatch: pytest.MonkeyPatch, said: str, pause: float
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with server((429, said.encode()), (200, b"here"), deadline_s=100.0) as (client, _):
+        assert client.call("GET", "/v1/roles").content == b"here"
+    assert pauses == [pause]
+
+
+def test_a_coordinator_that_has_too_much_to_do_beyond_the_deadline_is_named() -> None:
+    with (
+        server((429, b"30")) as (client, _),
+        pytest.raises(UserError, match=r"answers 429: 30 \(tried GET /v1/roles for 5 s\)"),
+    ):
+        client.call("GET", "/v1/roles")

@@ -19,10 +19,17 @@ _TEMPORARY = ".tmp-"  # what runspec.common.files.remove_leftovers removes
 
 
 class Refusal(Exception):
-    """A request that is answered with an error: an HTTP status and words for the caller."""
+    """A request that is answered with an error: an HTTP status and words for the caller.
 
-    def __init__(self, status: int, words: str) -> None:
+    Args:
+        status: of HTTP.
+        words: for the caller.
+        retry_after_s: with 429, when it may come again.
+    """
+
+    def __init__(self, status: int, words: str, *, retry_after_s: float | None = None) -> None:
         self.status, self.words = status, words[:_MAX_WORDS]
+        self.retry_after_s = retry_after_s
         super().__init__(self.words)
 
 

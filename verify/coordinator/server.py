@@ -10,7 +10,9 @@ import base64
 import binascii
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -27,6 +29,7 @@ from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.leasing import Leasing
 from verify.coordinator.operator import OperatorDesk
+from verify.coordinator.rates import MAX_POLLS, RateLimits
 from verify.coordinator.state import IllegalTransition
 from verify.coordinator.status import Status
 from verify.formats.submission import open_submission
@@ -78,7 +81,7 @@ class Api:
         self._journal, self._leasing, self._judging = journal, leasing, judging
         self._operator, self._site = operator, site
         self._status, self._workers, self._validators = status, workers, validators
-        self._checker, self._roles = checker, roles
+        self._checker, self._roles, self._rates = checker, roles, RateLimits()
         self._roles_document, self._spec_document = roles_document, spec_document
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the error after which the process must end: a ledger that cannot be written."""
@@ -137,7 +140,7 @@ class Api:
     # -- Workers ---------------------------------------------------------------------------------
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
-        caller = self._caller(request)
+        caller = self._caller(request, "registration")
         body = await _json(request, caller, {"pool", "info"})
         if not isinstance(body["pool"], str) or not isinstance(body["info"], dict):
             raise Refusal(400, "pool must be a name and info a map")
@@ -150,7 +153,7 @@ class Api:
         return web.json_response({})
 
     async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
-        caller = self._caller(request)
+        caller = self._caller(request, "heartbeat")
         body = await _json(request, caller, {"state"})
         if caller.key in self._roles.validator:
             peers = self._validators
@@ -165,23 +168,27 @@ class Api:
         return web.json_response({})
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
-        caller = self._caller(request)
+        caller = self._caller(request, "lease")
         wait_s, holding = _wait_and_holding(await _json(request, caller, {"wait", "holding"}))
         if caller.key in self._journal.state.workers:
             self._workers.seen(caller.key, self._journal.clock())
-        lease = await self._leasing.lease(caller.key, holding, wait_s)
+        with self._rates.poll(caller.key) as allowed:
+            if not allowed:
+                words = f"{MAX_POLLS} requests of this key are waiting for a lease already"
+                raise Refusal(429, words, retry_after_s=1.0)
+            lease = await self._leasing.lease(caller.key, holding, wait_s)
         if lease is None:
             return web.Response(status=204)
         return web.Response(body=lease, content_type="application/json")
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
-        caller = self._caller(request)
+        caller = self._caller(request, "release")
         leases = _digests("leases", (await _json(request, caller, {"leases"}))["leases"])
         self._leasing.release(caller.key, leases)
         return web.json_response({})
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
-        caller = self._caller(request)
+        caller = self._caller(request, "submission")
         signed = _envelope(request)
         try:
             envelope = open_submission(signed)
@@ -249,17 +256,33 @@ class Api:
 
     # -- Who asks, and what goes wrong -----------------------------------------------------------
 
-    def _caller(self, request: web.Request) -> SignedRequest:
+    def _caller(self, request: web.Request, kind: str | None = None) -> SignedRequest:
+        """Who asks, before anything of the body is read.
+
+        Args:
+            request: a signed one.
+            kind: of `WORKER_RATES`; None: roles.json says who may ask.
+        """
         caller = self._checker.check(
             request.headers,
             method=request.method,
             path=request.raw_path,
             now=self._journal.clock(),
+            admit=partial(self._admit, kind),
         )
         reason = self._journal.state.bans.get(caller.key)
         if reason is not None:
             raise Refusal(403, f"this key is banned: {reason}")
         return caller
+
+    def _admit(self, kind: str | None, key: str) -> None:
+        if key in self._roles.coordinator or key in self._roles.validator:
+            return
+        known = kind is not None and key in self._journal.state.workers
+        wait_s = self._rates.wait_s(key, kind or "", time.monotonic(), known=known)
+        if wait_s > 0.0:
+            words = f"too many requests ({kind or 'other'}): come again in {wait_s:.1f} s"
+            raise Refusal(429, words, retry_after_s=wait_s)
 
     def _validator(self, request: web.Request) -> SignedRequest:
         caller = self._caller(request)
@@ -274,7 +297,7 @@ class Api:
             return await handler(request)
         except Refusal as error:
             _log.info("%s %s refused: %s", request.method, request.path, error)
-            return _error(error.status, error.words)
+            return _error(error.status, error.words, error.retry_after_s)
         except Unauthorised as error:
             return _error(401, str(error))
         except Finished:
@@ -285,8 +308,11 @@ class Api:
             return _error(503, "the coordinator has to be started again")
 
 
-def _error(status: int, words: str) -> web.Response:
-    return web.json_response({"error": words}, status=status)
+def _error(status: int, words: str, retry_after_s: float | None = None) -> web.Response:
+    headers = None
+    if retry_after_s is not None:
+        headers = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    return web.json_response({"error": words}, status=status, headers=headers)
 
 
 async def _json(request: web.Request, caller: SignedRequest, fields: set[str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -27,7 +28,10 @@ from tests.verify.coordinator.deployment import (
 )
 from tests.waiting import eventually
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
+from verify.coordinator import rates
 from verify.coordinator.events import BanLifted, KeyBanned
+from verify.coordinator.filling import MAX_OPEN_LEASES
+from verify.coordinator.rates import MAX_POLLS
 from verify.formats.layout import submission_files
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import sign_submission
@@ -363,6 +367,68 @@ def test_only_the_coordinators_own_key_bans_and_only_what_can_be_banned(site: Si
             ("ban", key.public_hex, "x", site.coordinator, 409),
         ):
             assert operate(site, what, whom, why, by=by).status_code == status, (what, whom, why)
+
+
+def test_a_key_that_asks_too_often_is_told_when_to_come_again(site: Site, monkeypatch):
+    monkeypatch.setitem(rates.WORKER_RATES, "heartbeat", rates.Rate(0.5, 3))
+    beat = canonical_json({"state": {}})
+    with site.serving():
+        (key, _), (other, _) = site.worker(), site.worker()
+
+        answers = [post(site, key, "/v1/heartbeat", beat) for _ in range(4)]
+
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+        assert answers[-1].headers["Retry-After"] in ("1", "2")
+        assert "too many requests (heartbeat): come again in" in answers[-1].json()["error"]
+        assert post(site, other, "/v1/heartbeat", beat).status_code == 200
+        lease = canonical_json({"wait": 0, "holding": []})
+        assert post(site, key, "/v1/leases", lease).status_code == 200
+        for _ in range(20):  # who has a role is not counted
+            assert post(site, site.validator, "/v1/heartbeat", beat).status_code == 200
+
+
+def test_new_keys_can_only_register_so_fast_all_together(site: Site, monkeypatch):
+    monkeypatch.setattr(rates, "REGISTRATIONS", rates.Rate(0.5, 2))
+    body = canonical_json({"pool": "near", "info": {}})
+    with site.serving():
+        keys = [SigningKey.generate() for _ in range(3)]
+        assert [post(site, key, "/v1/workers", body).status_code for key in keys] == [200, 200, 429]
+        assert post(site, keys[0], "/v1/workers", body).status_code == 200  # no new key
+        assert len(httpx.get(f"{site.url}/v1/status", trust_env=False).json()["workers"]) == 2
+
+
+def test_strangers_together_have_one_allowance_and_do_not_use_up_the_workers(
+    site: Site, monkeypatch
+):
+    monkeypatch.setattr(rates, "STRANGERS", rates.Rate(0.1, 2))
+    ask = canonical_json({"wait": 0, "holding": []})
+    with site.serving():
+        key, _ = site.worker()
+        codes = [post(site, SigningKey.generate(), "/v1/leases", ask).status_code for _ in range(3)]
+        assert codes == [403, 403, 429]
+        assert post(site, key, "/v1/leases", ask).status_code == 200
+
+
+def test_only_so_many_requests_of_a_key_wait_for_a_lease(site: Site):
+    with site.serving():
+        key, worker = site.worker()
+        held = [lease_digest(granted(site, worker)[0]) for _ in range(MAX_OPEN_LEASES)]
+        wait = canonical_json({"wait": 3, "holding": held})
+        with ThreadPoolExecutor(MAX_POLLS) as pool:
+            waiting = [pool.submit(post, site, key, "/v1/leases", wait) for _ in range(MAX_POLLS)]
+            refused = []
+
+            def one_too_many() -> bool:
+                body = canonical_json({"wait": 0, "holding": held})
+                refused.append(post(site, key, "/v1/leases", body))
+                return refused[-1].status_code == 429
+
+            eventually(one_too_many, "as many requests are waiting as may")
+            assert refused[-1].headers["Retry-After"] == "1"
+            assert "are waiting for a lease already" in refused[-1].json()["error"]
+            assert [each.result(DEADLINE_S).status_code for each in waiting] == [204] * MAX_POLLS
+        again = canonical_json({"wait": 0, "holding": held})
+        assert post(site, key, "/v1/leases", again).status_code == 204
 
 
 def test_requests_are_refused_by_their_signature_and_size(site: Site):

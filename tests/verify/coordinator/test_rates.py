@@ -1,0 +1,84 @@
+"""Token buckets: no more than the rate, no less either, in bounded memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verify.coordinator.rates import (
+    MAX_POLLS,
+    REGISTRATIONS,
+    STRANGERS,
+    WORKER_RATES,
+    Buckets,
+    Rate,
+    RateLimits,
+)
+
+gaps = st.lists(st.floats(0.0, 3.0), min_size=1, max_size=80)
+
+
+@given(gaps, st.floats(0.2, 5.0), st.integers(1, 6))
+def test_no_window_sees_more_than_the_burst_and_its_rate(gaps, per_s, burst):
+    buckets, now, taken = Buckets(), 0.0, []
+    for gap in gaps:
+        now += gap
+        if buckets.take("k", Rate(per_s, burst), now) == 0.0:
+            taken.append(now)
+    for first in range(len(taken)):
+        for last in range(first, len(taken)):
+            window = taken[last] - taken[first]
+            assert last - first + 1 <= burst + per_s * window + 1e-6
+
+
+@given(gaps, st.floats(0.2, 5.0), st.integers(1, 6))
+def test_who_comes_again_when_told_is_served_and_who_never_asks_too_often_always(gaps, per_s, b):
+    rate, buckets, now = Rate(per_s, b), Buckets(), 0.0
+    for gap in gaps:
+        now += gap
+        wait = buckets.take("k", rate, now)
+        assert wait >= 0.0
+        if wait > 0.0:
+            now += wait + 1e-6
+            assert buckets.take("k", rate, now) == 0.0
+    calm = Buckets()
+    assert all(calm.take("k", rate, n * (1.0 + 1e-6) / per_s) == 0.0 for n in range(20))
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.floats(0.0, 2.0)), max_size=120))
+def test_the_memory_is_bounded_and_a_full_bucket_is_forgotten_without_harm(requests):
+    bounded, free, now = Buckets(max_buckets=5), Buckets(), 0.0
+    for name, gap in requests:
+        now += gap
+        refused = bounded.take(str(name), Rate(1.0, 2), now) > 0.0
+        assert len(bounded) <= 5
+        if not refused:  # what is remembered is never kinder than an unbounded memory
+            assert free.take(str(name), Rate(1.0, 2), now) == 0.0
+
+
+def test_keys_and_kinds_have_buckets_of_their_own_and_strangers_share_one():
+    limits = RateLimits()
+    burst = WORKER_RATES["heartbeat"].burst
+    ask = lambda key, kind, known=True: limits.wait_s(key, kind, 0.0, known=known)  # noqa: E731
+    assert [ask("a", "heartbeat") for _ in range(burst)] == burst * [0.0]
+    assert ask("a", "heartbeat") == pytest.approx(1.0)
+    assert ask("b", "heartbeat") == ask("a", "lease") == 0.0
+
+    assert all(ask(f"s{n}", "lease", known=False) == 0.0 for n in range(STRANGERS.burst))
+    assert ask("another", "heartbeat", known=False) > 0.0
+    assert all(ask(f"n{n}", "registration", known=False) == 0 for n in range(REGISTRATIONS.burst))
+    assert ask("one more", "registration", known=False) > 0.0
+    assert ask("a", "registration") == 0.0  # a worker that registers again is no new key
+
+
+def test_only_so_many_requests_of_a_key_are_kept_waiting():
+    limits = RateLimits()
+    held = [limits.poll("a") for _ in range(MAX_POLLS + 1)]
+    assert [each.__enter__() for each in held] == [True] * MAX_POLLS + [False]
+    with limits.poll("b") as allowed:
+        assert allowed
+    for each in held:
+        each.__exit__(None, None, None)
+    with limits.poll("a") as allowed:
+        assert allowed
