@@ -17,6 +17,15 @@ REWARD_TOLERANCE = 1e-4
 LOGPROB_CEILING = 1e-4
 """Largest claimed log-prob: 0, and rounding."""
 
+NULL_BITS = 40.0
+"""What passing a chunk's proof must be worth before it counts, against guesses (`toploc.null`). A
+chance below 1e-6 where positions count for half of independent ones: twice the 20 bits of 1e-6."""
+MODULUS_SLACK = 32
+"""How far a proof's modulus may lie below that of the recomputed positions. Positions that differ
+clash under a given modulus with a chance below 0.12; in chunks up to 65497 elements none do."""
+TERMS_SLACK = 3
+"""Leading coefficients that may be zero: in one honest proof of 65497**4 more are."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -36,6 +45,8 @@ class Limits:
     """Mean gap over the tokens of a submission, beyond what one token at `gap` adds; nats."""
     mismatch_share: float
     """TOPLOC: share of the k positions that may differ in exponent or sign."""
+    miss_share: float
+    """TOPLOC: share of the k positions that may be off by more than the null test's radius."""
     mantissa_mean: float
     """TOPLOC: mean mantissa error, of 128; of chunks of at least 2k elements."""
     mantissa_median: float
@@ -52,6 +63,7 @@ FLOAT32 = Limits(
     gap_max=1e-3,
     gap_mean=1e-5,
     mismatch_share=8 / 128,
+    miss_share=8 / 128,
     mantissa_mean=1.0,
     mantissa_median=1.0,
     constant_ratio=0.5,
@@ -66,6 +78,7 @@ BFLOAT16 = Limits(
     gap_max=2.0,
     gap_mean=1e-3,
     mismatch_share=38 / 128,
+    miss_share=24 / 128,
     mantissa_mean=10.0,
     mantissa_median=8.0,
     constant_ratio=0.8,
@@ -99,7 +112,8 @@ def limits_for(
         sampler: see `precision_of`.
         validator: `learner.compute_dtype`.
         thresholds: `verify.thresholds`; those of the sampler's precision take the place of the
-            limits here, but for `constant_ratio`, which speaks of forgers and not of rounding.
+            limits here, but for `constant_ratio`, which speaks of forgers and not of rounding;
+            `miss_share` is then their `mismatch_share`.
 
     Returns:
         For a pair that was not calibrated and has no thresholds those of bfloat16, which may well
@@ -107,4 +121,6 @@ def limits_for(
     """
     here = FLOAT32 if sampler == validator == "float32" else BFLOAT16
     given = next((limits for limits in thresholds if limits.name == sampler), None)
-    return here if given is None else replace(here, **given.model_dump(exclude={"name"}))
+    if given is None:
+        return here
+    return replace(here, miss_share=given.mismatch_share, **given.model_dump(exclude={"name"}))

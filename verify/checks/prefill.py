@@ -13,8 +13,9 @@ from verify.checks.base import Subject, at_most
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
 from verify.recompute import Recomputed
-from verify.thresholds import Limits
+from verify.thresholds import MODULUS_SLACK, NULL_BITS, TERMS_SLACK, Limits
 from verify.toploc import ChunkStatistics, MalformedProof
+from verify.toploc.null import RADII, decided
 
 
 def logprob_diff(row: Rollout, recomputed: Recomputed) -> float:
@@ -112,9 +113,7 @@ class SubmissionSamplingCheck:
 class ProofCheck:
     """TOPLOC: the proofs must speak of the recomputed activations.
 
-    Of each chunk: positions that differ in exponent or sign (limit scaled with k), mean and median
-    mantissa error where exponents agree, and the median error against what a constant proof could
-    reach. The value and limit reported are those nearest to failing.
+    The value and limit reported are those nearest to failing of `judge_proofs`.
     """
 
     name = "toploc"
@@ -129,16 +128,37 @@ class ProofCheck:
 
 
 def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[CheckResult]:
-    """Everything that must hold of the proofs of one rollout, each number with its limit."""
-    return [
-        at_most(ProofCheck.name, value, limit, f"{what} of chunk {number}")
-        for number, chunk in enumerate(chunks)
-        for what, value, limit in _measures(chunk, limits)
-    ]
+    """Everything that must hold of the proofs of one rollout, each number with its limit.
+
+    Of each chunk: a modulus and a degree that only an honest interpolation has; positions that
+    differ in exponent or sign (limit scaled with k); mean and median mantissa error where exponents
+    agree; the median error against what a constant proof could reach. Where a guess would be found
+    out (`NULL_BITS`), also the positions that are off by more than the null test's radius. The
+    chunks where it would not, short or predictable, are counted last; that count never fails.
+    """
+    results, weak = [], []
+    for number, chunk in enumerate(chunks):
+        measures = _measures(chunk, limits)
+        radius, bits = decided(
+            chunk.k, chunk.elements, chunk.guessable, limits.miss_share, limits.mantissa_median
+        )
+        if bits >= NULL_BITS:
+            what = f"positions off by more than {RADII[radius]} units in the last place"
+            measures.append((what, chunk.misses[radius], int(limits.miss_share * chunk.k)))
+        else:
+            weak.append(bits)
+        results += [
+            at_most(ProofCheck.name, value, limit, f"{what} of chunk {number}")
+            for what, value, limit in measures
+        ]
+    if weak:
+        said = f"chunks too short or too predictable to tell from a guess, {min(weak):.0f} bits"
+        results.append(at_most(ProofCheck.name, len(weak), len(chunks), said))
+    return results
 
 
 def nearest_to_failing(results: Sequence[CheckResult]) -> CheckResult:
-    """The one to report: a failed one where there is one."""
+    """The one that failed by most or, where none did, came nearest to its limit."""
     return max(results, key=_nearness)
 
 
@@ -148,6 +168,8 @@ def _measures(chunk: ChunkStatistics, limits: Limits) -> list[tuple[str, float, 
     selective = chunk.elements >= 2 * chunk.k
     mean = ("mean mantissa error", chunk.mantissa_error_mean, limits.mantissa_mean)
     return [
+        ("distance below the honest modulus", chunk.modulus_gap, MODULUS_SLACK),
+        ("missing leading terms", chunk.missing_terms, TERMS_SLACK),
         ("exponent or sign mismatches", mismatches, limits.mismatch_share * chunk.k),
         *([mean] if selective else []),
         ("median mantissa error", chunk.mantissa_error_median, limits.mantissa_median),

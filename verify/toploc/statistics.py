@@ -9,8 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from verify.toploc.field import canonical, evaluate
+from verify.toploc.null import RADII, guessable
 from verify.toploc.proof import MalformedProof, Proof, parse_proof
-from verify.toploc.selection import MAGNITUDE, TOP_K, Selection, blocks, select, split
+from verify.toploc.selection import (
+    MAGNITUDE,
+    TOP_K,
+    Selection,
+    blocks,
+    injective_moduli,
+    select,
+    split,
+)
 
 _EXPONENT, _MANTISSA, _SIGN = 0x7F80, 0x007F, 0x8000
 _FAR = 1 << 17  # beyond any distance between two bf16
@@ -40,6 +49,17 @@ class ChunkStatistics:
     """
     constant_error: float
     """The least `error_median` that one magnitude for all positions could reach, signs given."""
+    modulus_gap: int
+    """How far the claimed modulus lies below the largest that keeps the recomputed positions
+    distinct; 0 where it does not."""
+    missing_terms: int
+    """k - 1 less the polynomial's degree: 0 but for one honest proof in 65497; 0 also where all k
+    activations are alike, as then it is a constant."""
+    misses: tuple[int, ...]
+    """Positions whose claim is further off than each of `null.RADII`, in units in the last place.
+    """
+    guessable: tuple[int, ...]
+    """Positions that a forger who knew the model would hit within each of them (`toploc.null`)."""
 
 
 def verify_proofs(hidden_bits: np.ndarray, proofs: Sequence[bytes]) -> list[ChunkStatistics]:
@@ -88,18 +108,18 @@ def verify_proofs_batch(
     """
     chunks = [split(hidden) for hidden in rollouts]
     parsed = [_parse(c, sent) for c, sent in zip(chunks, proofs, strict=True)]
-    pairs = [
-        pair
-        for c, p in zip(chunks, parsed, strict=True)
+    judged = [
+        (chunk, (proof, hidden.shape[1]))
+        for hidden, c, p in zip(rollouts, chunks, parsed, strict=True)
         if not isinstance(p, MalformedProof)
-        for pair in zip(c, p, strict=True)
+        for chunk, proof in zip(c, p, strict=True)
     ]
-    claims = iter([proof for _, proof in pairs])
+    claims = iter([claim for _, claim in judged])
     found = iter(
         [
             statistics
-            for block in blocks([chunk for chunk, _ in pairs])
-            for statistics in _statistics(*open_with(block, [next(claims) for _ in block]))
+            for block in blocks([chunk for chunk, _ in judged])
+            for statistics in _compare(block, [next(claims) for _ in block], open_with)
         ]
     )
     return [p if isinstance(p, MalformedProof) else [next(found) for _ in p] for p in parsed]
@@ -114,7 +134,43 @@ def _parse(chunks: list[np.ndarray], proofs: Sequence[bytes]) -> list[Proof] | M
         return error
 
 
-def _statistics(selection: Selection, claimed: np.ndarray) -> list[ChunkStatistics]:
+def _compare(
+    chunks: list[np.ndarray], claims: list[tuple[Proof, int]], open_with: OpenClaims
+) -> list[ChunkStatistics]:
+    """Of chunks against their proofs, each with the hidden size."""
+    selection, claimed = open_with(chunks, [proof for proof, _ in claims])
+    moduli = np.array([proof.modulus for proof, _ in claims])
+    coefficients = np.stack([proof.coefficients for proof, _ in claims])
+    shape = _Shape(
+        np.maximum(injective_moduli(selection.indices) - moduli, 0),
+        _missing_terms(selection, coefficients),
+        np.array([width for _, width in claims]),
+    )
+    return _statistics(selection, claimed, shape)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Of C proofs and chunks, what does not depend on the claimed values: each i64 [C]."""
+
+    modulus_gaps: np.ndarray
+    missing_terms: np.ndarray
+    widths: np.ndarray
+    """Hidden sizes."""
+
+
+def _missing_terms(selection: Selection, coefficients: np.ndarray) -> np.ndarray:
+    degrees = TOP_K - 1 - np.argmax(coefficients[:, ::-1] != 0, axis=1)
+    degrees[~coefficients.any(axis=1)] = 0
+    return np.where(_alike(selection), 0, selection.k - 1 - degrees)
+
+
+def _alike(selection: Selection) -> np.ndarray:
+    """bool [C]: all k activations are one value, so that their polynomial is a constant."""
+    return (~selection.used | (selection.bits == selection.bits[:, :1])).all(axis=1)
+
+
+def _statistics(selection: Selection, claimed: np.ndarray, shape: _Shape) -> list[ChunkStatistics]:
     """Of bits at the selected positions against the bits that the proofs claim there: [C, 128]."""
     true, used, k = selection.bits, selection.used, selection.k
     differing = true ^ claimed
@@ -124,8 +180,13 @@ def _statistics(selection: Selection, claimed: np.ndarray) -> list[ChunkStatisti
     total = np.where(agree, mantissa, 0).sum(axis=1)
     middle = _upper_median(np.where(agree, mantissa, _FAR), agreeing)
     signs = (agree & (differing & _SIGN != 0)).sum(axis=1)
-    error = _upper_median(np.where(used, np.abs(_signed(true) - _signed(claimed)), _FAR), k)
+    ordered = _signed(true)
+    distance = np.where(used, np.abs(ordered - _signed(claimed)), _FAR)
+    error = _upper_median(distance, k)
     constant = _constant_error(true & MAGNITUDE, used, k)
+    misses = np.stack([(used & (distance > radius)).sum(axis=1) for radius in RADII], axis=1)
+    guesses = guessable(selection, ordered, shape.widths)
+    guesses = np.where(_alike(selection)[:, None], k[:, None], guesses)  # a constant hits them
     return [
         ChunkStatistics(
             k=int(k[c]),
@@ -136,6 +197,10 @@ def _statistics(selection: Selection, claimed: np.ndarray) -> list[ChunkStatisti
             sign_mismatches=int(signs[c]),
             error_median=float(error[c]),
             constant_error=float(constant[c]),
+            modulus_gap=int(shape.modulus_gaps[c]),
+            missing_terms=int(shape.missing_terms[c]),
+            misses=tuple(misses[c].tolist()),
+            guessable=tuple(guesses[c].tolist()),
         )
         for c in range(len(k))
     ]

@@ -1,0 +1,217 @@
+"""Forgers who know the model's statistics and not the activations (`verify.toploc.null`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import comb
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from benchmarks.null.forgeries import (
+    Library,
+    TokenTable,
+    cells,
+    channels,
+    constant,
+    likeliest,
+    ordered,
+    selected,
+)
+from verify.checks.prefill import judge_proofs, nearest_to_failing
+from verify.formats.verdict import CheckResult
+from verify.thresholds import BFLOAT16, FLOAT32, Limits
+from verify.toploc import (
+    ChunkStatistics,
+    Proof,
+    build_proofs,
+    build_proofs_batch,
+    parse_proof,
+    verify_proofs,
+    verify_proofs_batch,
+)
+from verify.toploc.field import PRIME
+from verify.toploc.null import bits_against_guessing
+
+WIDTH, CHUNKS, KNOWN = 128, 200, 300
+
+
+def states(count: int, seed: int, *, rows: int = 32, outliers: int = 6) -> np.ndarray:
+    """u16 [count, rows, 128]: some channels are large, of one sign, and vary by a tenth."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=(count, rows, WIDTH)).astype(np.float32)
+    large = 8 + 8 * np.arange(outliers) / 6
+    values[..., :outliers] = large * (1 + 0.1 * rng.normal(size=(count, rows, outliers)))
+    return values.astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    tokens = np.random.default_rng(5).integers(0, 250, (KNOWN, 34)).astype(np.int32)
+    return Library(states(KNOWN, seed=1), tokens)
+
+
+@pytest.fixture(scope="module")
+def forgeries(library: Library) -> dict[str, bytes]:
+    found = selected(library.hidden)
+    return {
+        "constant": constant(found, 64),
+        "channels": channels(found, WIDTH, 64),
+        "cells": cells(found, 8),
+        "token table": TokenTable(library).proof(library.tokens[0]),
+        "replay": build_proofs(library.hidden[0])[0],
+    }
+
+
+def judge(found: list[ChunkStatistics], limits: Limits) -> CheckResult:
+    return nearest_to_failing(judge_proofs(found, limits))
+
+
+def statistics(hidden: np.ndarray, proof: bytes) -> list[ChunkStatistics]:
+    """Of chunks, each with that proof."""
+    found = verify_proofs_batch(list(hidden), [[proof]] * len(hidden))
+    return [each for one in found if isinstance(one, list) for each in one]
+
+
+def verdicts(hidden: np.ndarray, proof: bytes, limits: Limits) -> list[CheckResult]:
+    return [judge([each], limits) for each in statistics(hidden, proof)]
+
+
+def published(found: ChunkStatistics) -> bool:
+    return (
+        found.exponent_mismatches <= 38
+        and found.mantissa_error_mean <= 10
+        and found.mantissa_error_median <= 8
+    )
+
+
+def test_what_is_known_of_the_channels_takes_a_forger_far() -> None:
+    # given channels that vary less, and forgers who name each one's usual value in every row
+    hidden = states(CHUNKS, seed=2)
+    proof = channels(selected(states(KNOWN, seed=1)), WIDTH, 64)
+
+    # then under the published limits exponents agree in most positions, and all have its sign
+    found = statistics(hidden, proof)
+    assert np.median([each.exponent_mismatches for each in found]) <= 38
+    assert all(each.sign_mismatches == 0 for each in found)
+
+
+@pytest.mark.parametrize("limits", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["constant", "channels", "cells", "token table", "replay"])
+def test_no_forgery_passes(forgeries: dict[str, bytes], name: str, limits: Limits) -> None:
+    hidden = states(CHUNKS, seed=2)
+    assert not any(each.passed for each in verdicts(hidden, forgeries[name], limits))
+
+
+def test_honest_proofs_of_such_activations_pass_and_are_worth_something() -> None:
+    hidden = states(CHUNKS, seed=2)
+    for true, proofs in zip(hidden, build_proofs_batch(list(hidden)), strict=True):
+        verdict = judge(verify_proofs(true, proofs), FLOAT32)
+        assert verdict.passed and "too predictable" not in verdict.reason
+
+
+# --- each rule alone ----------------------------------------------------------------------------
+
+
+def forged(hidden: np.ndarray, proof: bytes, limits: Limits = BFLOAT16) -> CheckResult:
+    return judge(verify_proofs(hidden, [proof]), limits)
+
+
+def test_a_modulus_that_gives_channels_a_value_is_no_honest_one() -> None:
+    # given a forger with the right value of every channel: all 32 rows are alike
+    hidden = np.repeat(states(1, seed=3)[0][:1], 32, axis=0)
+    proof = channels(selected(hidden[None]), WIDTH, 8)
+
+    # then each claim is right, and the modulus gives it away
+    found = verify_proofs(hidden, [proof])[0]
+    assert found.error_median == 0 and parse_proof(proof).modulus == WIDTH
+    verdict = judge([found], BFLOAT16)
+    assert not verdict.passed and "honest modulus" in verdict.reason
+    assert verdict.value == PRIME - WIDTH
+
+
+@pytest.mark.parametrize("degree", [0, 1, 60, 123])
+def test_a_polynomial_of_too_low_a_degree_is_of_no_activations(degree: int) -> None:
+    hidden = states(1, seed=3)[0]
+    honest = parse_proof(build_proofs(hidden)[0])
+    low = np.where(np.arange(128) <= degree, np.maximum(honest.coefficients, 1), 0)
+    found = verify_proofs(hidden, [Proof(PRIME, low).to_bytes()])[0]
+    assert found.missing_terms == 127 - degree
+    assert not judge([found], BFLOAT16).passed
+
+
+def test_activations_that_are_all_alike_have_a_constant_proof_and_pass() -> None:
+    hidden = np.full((32, WIDTH), 0x3F80, np.uint16)
+    proofs = build_proofs(hidden)
+    assert not any(parse_proof(proofs[0]).coefficients[1:])
+    verdict = judge(verify_proofs(hidden, proofs), FLOAT32)
+    assert verdict.passed and "too short or too predictable" in verdict.reason
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_a_short_chunk_passes_and_the_verdict_says_what_it_is_worth(rows: int) -> None:
+    hidden = states(1, seed=4, rows=rows, outliers=0)[0]
+    verdict = judge(verify_proofs(hidden, build_proofs(hidden)), BFLOAT16)
+    assert verdict.passed
+    assert ("too short or too predictable" in verdict.reason) == (rows < 8)
+
+
+def test_every_chunk_that_can_tell_is_judged_by_itself() -> None:
+    # given a rollout of three honest chunks, of which a forger's replaces one
+    hidden = states(3, seed=6).reshape(96, WIDTH)
+    proofs = build_proofs(hidden)
+    assert judge(verify_proofs(hidden, proofs), FLOAT32).passed
+
+    verdict = judge(verify_proofs(hidden, [proofs[0], proofs[0], proofs[2]]), FLOAT32)
+
+    assert not verdict.passed and verdict.reason.endswith("of chunk 1")
+
+
+# --- the bound ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [2, 5, 32])
+@pytest.mark.parametrize("outliers", [0, 6])
+def test_whole_channels_never_hit_more_than_was_said(rows: int, outliers: int) -> None:
+    # given what is hit by a value for each of the channels granted, chosen on the very activations
+    hidden = states(40, seed=7, rows=rows, outliers=outliers)
+    selection = selected(hidden)
+    found = verify_proofs_batch(list(hidden), build_proofs_batch(list(hidden)))
+    values, column = ordered(selection.bits), selection.indices % WIDTH
+    granted = -(-256 // rows)
+    for chunk, one in enumerate(found):
+        assert isinstance(one, list)
+        hits = []
+        for channel in range(WIDTH):
+            there = values[chunk][column[chunk] == channel]
+            best = max((np.sum((there >= v) & (there <= v + 16)) for v in there), default=0)
+            hits.append(int(best))
+        assert one[0].guessable[0] == sum(sorted(hits)[-granted:])
+
+
+def test_a_library_names_no_more_than_the_bound_grants() -> None:
+    hidden = states(60, seed=8)
+    selection = selected(hidden)
+    for chunk in range(60):
+        alone = replace(
+            selection,
+            indices=selection.indices[chunk : chunk + 1],
+            bits=selection.bits[chunk : chunk + 1],
+            sizes=selection.sizes[chunk : chunk + 1],
+        )
+        guess = likeliest(alone, WIDTH, 8, 8)
+        named = dict(zip(guess.residues.tolist(), guess.values.tolist(), strict=True))
+        hits = sum(
+            abs(named.get(int(i) % WIDTH, 1 << 20) - v) <= 8
+            for i, v in zip(alone.indices[0], ordered(alone.bits)[0], strict=True)
+        )
+        found = verify_proofs(hidden[chunk], build_proofs(hidden[chunk]))[0]
+        assert hits == found.guessable[0]
+
+
+@pytest.mark.parametrize("hits, required", [(10, 90), (64, 104), (0, 1), (90, 90), (128, 120)])
+def test_the_bits_bound_the_exact_binomial_tail(hits: int, required: int) -> None:
+    rate = hits / 128
+    tail = sum(comb(128, i) * rate**i * (1 - rate) ** (128 - i) for i in range(required, 129))
+    assert tail <= 2.0 ** -bits_against_guessing(128, hits, required) + 1e-300
