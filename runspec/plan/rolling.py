@@ -18,6 +18,7 @@ READERS: dict[str, tuple[Readers, ...]] = {
     "verify.engine": ("coordinator", "validators"),
     "verify.prefill_share": ("coordinator", "validators"),
     "verify.prefill_floor": ("coordinator", "validators"),
+    "verify.newcomer_share": ("coordinator",),
     "verify.thresholds": ("coordinator", "validators"),
     # Samplers give up on fetching a version after as long.
     "verify.lease_timeout": ("coordinator", "samplers"),

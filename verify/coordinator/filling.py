@@ -18,6 +18,11 @@ The rules (DESIGN, "Filling a step"):
 - What is given back does not count against `max_groups`, so that passing volunteers cannot stall a
   step. But a step takes back no more groups than it needs: what is given back beyond that stays
   open until it expires, so that many keys cannot look at more leases than that any faster either.
+- Newcomers are workers without an accepted submission, and those in quarantine. Once others have
+  work accepted, newcomers hold at most `newcomer_groups` of a step together. What one of them
+  failed to deliver counts for one lease_timeout more, and in that time is leased to the others
+  only. So many new keys delay a step by one lease_timeout at most, while a worker with a name asks
+  for work; and without such a worker newcomers are leased it again after that time.
 - A worker in quarantine holds one lease at most, and is leased no other before its verdict. A
   banned key is leased nothing.
 - A worker that had a whole step's worth of groups rejected is leased no more of that step, so that
@@ -124,13 +129,17 @@ def decide_lease(
             return Resume(record)
     if len(mine) >= (1 if quarantined else MAX_OPEN_LEASES):
         return None
+    held_back = False
     for number in range(state.next_close, policy.steps):
         if state.newest is None or number - state.newest.version > policy.async_level:
             return None
         step = state.steps.get(number)
         if step is None:
-            return NonceNeeded(number)
+            return None if held_back else NonceNeeded(number)
         groups = min(policy.groups_per_submission[worker.pool], leasable_groups(state, number))
+        if worker.standing.newcomer and groups > 0:
+            groups = min(groups, newcomer_room(state, number, now))
+            held_back |= groups <= 0
         if groups <= 0 or step.rejected.get(key, 0) >= policy.groups:
             continue
         nonce = step.nonce_for(worker)
@@ -157,6 +166,29 @@ def leasable_groups(state: State, number: int) -> int:
     """Groups of an open step that may be leased now."""
     room = state.policy.max_groups - state.steps[number].leased
     return min(needed_groups(state, number), room)
+
+
+def newcomer_room(state: State, number: int, now: float) -> int:
+    """Groups of an open step that newcomers may be leased now; 0 or less: none."""
+    policy = state.policy
+    named = (k for k, worker in state.workers.items() if not worker.standing.newcomer)
+    if policy.newcomer_groups >= policy.groups or all(key in state.bans for key in named):
+        return policy.groups
+    held, failed = newcomer_groups(state, number, now)
+    return min(policy.newcomer_groups - held - failed, leasable_groups(state, number) - failed)
+
+
+def newcomer_groups(state: State, number: int, now: float) -> tuple[int, int]:
+    """Groups of an open step that newcomers hold, and those that they failed to deliver lately."""
+    held = failed = 0
+    for record in state.leases.values():
+        if record.lease.step != number or not record.newcomer or record.status == "accepted":
+            continue
+        if record.outstanding:
+            held += record.lease.groups
+        elif now < record.lease.expires + state.policy.lease_timeout_s:
+            failed += record.lease.groups
+    return held, failed
 
 
 def _unjudged(state: State, key: str) -> bool:

@@ -65,6 +65,8 @@ class Policy:
     """Of a new key's submissions."""
     prefill_floor: float
     """What the share falls to with reputation."""
+    newcomer_groups: int
+    """Groups of a step that newcomers may hold together."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Policy:
@@ -83,6 +85,7 @@ class Policy:
             groups_per_submission={p.name: p.groups_per_submission for p in spec.samplers},
             prefill_share=spec.verify.prefill_share,
             prefill_floor=spec.verify.lowest_prefill_share,
+            newcomer_groups=max(1, int(spec.verify.newcomer_share * groups + 1e-9)),
         )
 
 
@@ -134,6 +137,8 @@ class LeaseRecord:
     verdict: str | None = None
     usable: tuple[int, ...] = ()
     """Groups that may be trained on and have not been."""
+    newcomer: bool = False
+    """Whether nothing spoke for its worker when it was granted (`Standing.newcomer`)."""
 
     @property
     def outstanding(self) -> bool:
@@ -305,7 +310,7 @@ def _grant(state: State, event: LeaseGranted) -> State:
         leased=step.leased + lease.groups,
         next_index={**step.next_index, lease.worker: lease.index + 1},
     )
-    record = LeaseRecord(lease, event.digest, event.document)
+    record = LeaseRecord(lease, event.digest, event.document, newcomer=worker.standing.newcomer)
     state = _with_lease(replace(state, steps={**state.steps, lease.step: step}), record)
     tally = state.tallies.get(lease.step, Tally())
     tally = replace(tally, leased_groups=tally.leased_groups + lease.groups)

@@ -11,7 +11,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from verify.coordinator.activity import Activity, Peer
-from verify.coordinator.filling import needed_groups, waited_for
+from verify.coordinator.filling import (
+    leasable_groups,
+    needed_groups,
+    newcomer_groups,
+    newcomer_room,
+    waited_for,
+)
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.reputation import reputation
@@ -44,7 +50,7 @@ class Status:
             "newest_version": None if state.newest is None else state.newest.version,
             "steps": state.policy.steps,
             "steps_closed": state.next_close,
-            "open_steps": [_step(state, number) for number in state.steps],
+            "open_steps": [_step(state, number, now) for number in state.steps],
             "workers": [
                 {
                     **_worker(state, key, open_leases[key]),
@@ -62,8 +68,8 @@ class Status:
         }
 
 
-def _step(state: State, number: int) -> dict[str, Any]:
-    step = state.steps[number]
+def _step(state: State, number: int, now: float) -> dict[str, Any]:
+    step, (held, failed) = state.steps[number], newcomer_groups(state, number, now)
     own = [r for r in state.leases.values() if r.lease.step == number]
     return {
         "step": number,
@@ -74,7 +80,25 @@ def _step(state: State, number: int) -> dict[str, Any]:
         "undecided_groups": sum(r.lease.groups for r in own if r.outstanding),
         "usable_groups": sum(len(r.usable) for r in own),
         "deadline": step.since + state.policy.deadline_s,
+        "newcomers": {
+            "may_hold": state.policy.newcomer_groups,
+            "hold": held,
+            "failed_lately": failed,
+            "held_back": _held_back(state, number, now),
+        },
     }
+
+
+def _held_back(state: State, number: int, now: float) -> str:
+    """Why newcomers are leased none of a step that needs groups; empty where they are."""
+    if leasable_groups(state, number) <= 0 or newcomer_room(state, number, now) > 0:
+        return ""
+    held, failed = newcomer_groups(state, number, now)
+    return (
+        f"workers without an accepted submission hold {held} groups and failed to deliver "
+        f"{failed}; of {state.policy.newcomer_groups} that they may hold together, none is left "
+        "or what is needed is kept for others"
+    )
 
 
 def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:

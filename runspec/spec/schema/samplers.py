@@ -190,6 +190,10 @@ class Verify(Block):
     prefill_floor: Share | None = None
     """What that share falls to as a worker's reputation grows; null: it stays as it is. Of a
     worker in quarantine all is recomputed."""
+    newcomer_share: Share = 0.5
+    """Share of a step's groups that workers without an accepted submission may hold together, once
+    others have one, so that many new keys cannot keep a step from filling. At least one group; 1 is
+    off."""
     logprob_alarm: Annotated[Nats | None, RESTART] = None
     """Mean |sampler's - learner's| log-prob of a step, on the same tokens under the same version,
     above which `status` and the learner's log raise the alarm; null: 0.001 for pools in float32,

@@ -40,6 +40,7 @@ POLICY = Policy(
     groups_per_submission={"a": 2},
     prefill_share=1.0,
     prefill_floor=0.1,
+    newcomer_groups=1000,
 )
 
 

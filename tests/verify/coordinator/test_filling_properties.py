@@ -25,9 +25,19 @@ class Filling(RuleBasedStateMachine):
         max_groups=st.integers(1, 4),
         per_submission=st.integers(1, 4),
         min_groups=st.integers(1, 2),
+        newcomer_groups=st.integers(1, 6),
         lease_timeout_s=st.sampled_from([30.0, 1000.0]),  # the deadline of a step is 100 s
     )
-    def begin(self, groups, async_level, max_groups, per_submission, min_groups, lease_timeout_s):
+    def begin(
+        self,
+        groups,
+        async_level,
+        max_groups,
+        per_submission,
+        min_groups,
+        newcomer_groups,
+        lease_timeout_s,
+    ):
         self.run = Filled(
             policy(
                 steps=6,
@@ -37,6 +47,7 @@ class Filling(RuleBasedStateMachine):
                 min_groups=min(min_groups, groups),
                 lease_timeout_s=lease_timeout_s,
                 groups_per_submission={"a": per_submission},
+                newcomer_groups=newcomer_groups,
             )
         )
         self.run.register("a")
@@ -54,8 +65,17 @@ class Filling(RuleBasedStateMachine):
     def lease(self, name, holds):
         if key(name) not in self.run.state.workers:
             self.run.register(name)
-        mine = [d for d, r in self.run.state.leases.items() if r.lease.worker == key(name)]
-        self.run.lease(name, holding=mine if holds else ())
+        before = self.run.state
+        mine = [d for d, r in before.leases.items() if r.lease.worker == key(name)]
+        found = self.run.lease(name, holding=mine if holds else ())
+        if found is not None and found.digest not in before.leases and found.newcomer:
+            self.newcomers_hold_no_more_than_they_may(before, found.lease.step)
+
+    def newcomers_hold_no_more_than_they_may(self, before, step):
+        """Once somebody's work was accepted."""
+        if any(not worker.standing.newcomer for worker in before.workers.values()):
+            held = sum(filling.newcomer_groups(self.run.state, step, self.run.now))
+            assert held <= before.policy.newcomer_groups
 
     @rule(name=st.sampled_from(WORKERS), outcomes=st.lists(st.sampled_from(OUTCOMES), max_size=6))
     def work(self, name, outcomes):

@@ -1,0 +1,159 @@
+"""Many new keys: what they may hold together, and that they cannot keep a step from filling."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.verify.coordinator.filled import Filled, key, policy
+from verify.coordinator import filling
+from verify.coordinator.events import BY_OPERATOR, KeyBanned
+
+SYBILS = ["s1", "s2", "s3", "s4", "s5", "s6"]
+
+
+def started(
+    *, groups: int = 4, newcomer_groups: int = 2, per_submission: int = 1, async_level: int = 0
+) -> Filled:
+    """Step 0 was filled by `k`, which so has a name; step 1 is to be filled."""
+    run = Filled(
+        policy(
+            groups=groups,
+            min_groups=groups,
+            max_groups=10_000,
+            async_level=async_level,
+            deadline_s=1e9,
+            newcomer_groups=newcomer_groups,
+            groups_per_submission={"a": per_submission},
+        )
+    )
+    run.register("k")
+    run.publish(0)
+    while not run.advance():
+        run.work("k")
+    run.publish(1)
+    for name in SYBILS:
+        run.register(name)
+    return run
+
+
+def ask(run: Filled, name: str) -> None:
+    """For a lease that is never answered."""
+    mine = [d for d, r in run.state.leases.items() if r.lease.worker == key(name)]
+    run.lease(name, holding=mine)
+
+
+def held_by_sybils(run: Filled) -> int:
+    return sum(
+        r.lease.groups
+        for r in run.state.leases.values()
+        if r.outstanding and r.lease.worker != key("k")
+    )
+
+
+def test_newcomers_together_hold_a_share_of_a_step_and_the_rest_is_for_others():
+    run = started(groups=4, newcomer_groups=2)
+    for name in SYBILS:
+        ask(run, name)
+    assert held_by_sybils(run) == 2
+    assert [run.work("k").lease.groups for _ in range(2)] == [1, 1]
+
+
+def test_a_newcomer_whose_work_is_accepted_is_none_any_more():
+    run = started(groups=4, newcomer_groups=1)
+    run.work("s1")
+    assert not run.state.workers[key("s1")].standing.newcomer
+    for _ in range(3):
+        assert run.lease("s1", holding=list(run.state.leases)) is not None
+
+
+def test_where_nobody_has_a_name_newcomers_get_everything():
+    run = started(groups=4, newcomer_groups=1)
+    run.record(KeyBanned(run.now, key("k"), "by hand", BY_OPERATOR))
+    for name in SYBILS:
+        ask(run, name)
+    assert held_by_sybils(run) == 4
+
+
+def test_what_newcomers_failed_to_deliver_is_theirs_again_after_another_timeout():
+    """Workers with a name may have left: then newcomers must be able to go on."""
+    run = started(groups=2, newcomer_groups=1)
+    ask(run, "s1")
+    run.now += run.state.policy.lease_timeout_s
+    run.advance()
+    ask(run, "s2")
+    assert held_by_sybils(run) == 0
+    run.now += run.state.policy.lease_timeout_s
+    ask(run, "s2")
+    assert held_by_sybils(run) == 1
+
+
+def test_a_newcomer_that_is_held_back_opens_no_later_step():
+    run = started(groups=2, newcomer_groups=1, async_level=1)
+    ask(run, "s1")
+    ask(run, "s2")
+    assert list(run.state.steps) == [1]
+    run.work("k")  # now step 1 needs no more, and the next may open
+    ask(run, "s2")
+    assert list(run.state.steps) == [1, 2]
+
+
+def test_a_share_of_all_groups_sets_no_limit():
+    run = started(groups=2, newcomer_groups=2)
+    ask(run, "s1")
+    run.now += run.state.policy.lease_timeout_s
+    run.advance()
+    ask(run, "s2")
+    ask(run, "s3")
+    assert held_by_sybils(run) == 2
+
+
+deeds = st.lists(
+    st.tuples(st.sampled_from(SYBILS), st.sampled_from(["ask", "release", "reject", "wait"])),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(deeds, st.integers(2, 7), st.integers(1, 6), st.integers(1, 3))
+def test_a_step_fills_within_one_timeout_while_one_worker_with_a_name_asks(
+    deeds, groups, newcomers, per_submission
+):
+    # given new keys that did whatever they liked while nobody else was there
+    run = started(
+        groups=groups, newcomer_groups=min(newcomers, groups - 1), per_submission=per_submission
+    )
+    for name, deed in deeds:
+        mine = [r for r in run.state.leases.values() if r.lease.worker == key(name)]
+        held = [r for r in mine if r.status == "open"]
+        if deed == "ask":
+            ask(run, name)
+        elif deed == "wait":
+            run.now += 7.0
+            run.advance()
+        elif held and deed == "release":
+            run.release(held[0])
+        elif held:
+            run.answer(held[0], "rejected")
+
+    # when a worker with a name asks, always after all of them, and they never answer
+    woke = run.now
+    closed = fill(run)
+    while not closed and run.now < woke + run.state.policy.lease_timeout_s:
+        run.now = min(filling.next_due(run.state), woke + run.state.policy.lease_timeout_s)
+        closed = run.advance() or fill(run)
+
+    # then the step is closed, complete, no later than their last lease runs out
+    assert [each.step for each in closed] == [1] and closed[0].complete
+
+
+def fill(run: Filled) -> list[filling.Close]:
+    for _ in range(3 * run.state.policy.groups):
+        for name in SYBILS:
+            ask(run, name)
+        record = run.lease("k")
+        if record is not None:
+            run.answer(record)
+        if closed := run.advance():
+            return closed
+    return []
