@@ -11,6 +11,7 @@ from runspec.common.hashing import digest_bytes, digest_file, is_digest
 from runspec.common.signed import BadSignature
 from verify.audit.findings import Report
 from verify.audit.signers import Signers
+from verify.coordinator.duplicates import repeated_submission
 from verify.coordinator.events import SubmissionJudged, SubmissionReceived
 from verify.coordinator.grading import VerdictMismatch, grade_groups
 from verify.coordinator.state import Policy
@@ -20,7 +21,7 @@ from verify.formats.layout import submission_files
 from verify.formats.lease import Lease
 from verify.formats.submission import open_submission
 from verify.formats.tables import MalformedTable
-from verify.formats.verdict import decode_verdicts, open_verdict
+from verify.formats.verdict import decode_verdicts, open_verdict, read_fingerprints
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class FileAudit:
     def __init__(self, run_dir: Path, run: str, policy: Policy, report: Report) -> None:
         self._run_dir, self._run, self._policy, self._report = run_dir, run, policy, report
         self.gone: list[Gone] = []
+        self._accepted: dict[str, Path] = {}
+        """Verdict files by submission."""
 
     def received(self, row: int, event: SubmissionReceived, lease: Lease) -> None:
         if not is_digest(event.submission):
@@ -85,6 +88,8 @@ class FileAudit:
             self._report.add(row, "verdict", event.verdict, "digests")
             return
         files = submission_files(self._run_dir, lease.step, event.submission)
+        if event.accepted:
+            self._accepted[event.submission] = files.verdict
         data = self._read(
             row, files.verdict_envelope, lease.step, verdict_format.MAX_ENVELOPE_BYTES
         )
@@ -98,6 +103,8 @@ class FileAudit:
         )
         if same and event.accepted and dropped is not None:
             self._check_grades(row, event, lease, table, dropped)
+        if same:
+            self._check_repetition(row, event, files.verdict)
 
     def judge_gone(self, next_close: int) -> None:
         """Decides of missing files whether they may be: call it when the ledger is read.
@@ -137,16 +144,37 @@ class FileAudit:
         except BadSignature as error:
             self._report.add(row, "verdict signature", error, f"validator {event.validator}'s")
             return None
+        # Of what repeats others the validator knew nothing: the coordinator alone rejected it.
+        repeats = not event.accepted and repeated_submission(event.reason) is not None
         expected = {
             "run": self._run,
             "step": lease.step,
             "submission": event.submission,
-            "accepted": event.accepted,
-            "reason": event.reason,
+            "accepted": event.accepted or repeats,
+            "reason": "" if repeats else event.reason,
             "digest": event.verdict,
         }
         self._compare(row, "verdict envelope", asdict(envelope), expected)
         return envelope.dropped_groups
+
+    def _check_repetition(self, row: int, event: SubmissionJudged, copy: Path) -> None:
+        """What was rejected for repeating another submission shares fingerprints with it."""
+        name = None if event.accepted else repeated_submission(event.reason)
+        if name is None:
+            return
+        original = self._accepted.get(name)
+        if original is None:
+            self._report.add(row, "duplicates", name, "a submission that was accepted before")
+            return
+        if not original.exists():
+            return  # its own row has noted that
+        try:
+            first, second = ({p for r in read_fingerprints(f) for p in r} for f in (original, copy))
+        except (OSError, MalformedTable) as error:
+            self._report.add(row, "verdict file", error, "readable fingerprints")
+            return
+        found = f"no run of tokens of {name}"
+        self._report.require(bool(first & second), row, "duplicates", found, "one at least")
 
     def _check_grades(
         self, row: int, event: SubmissionJudged, lease: Lease, table: bytes, dropped: list[int]

@@ -13,6 +13,7 @@ a guess, which would have to carry 48 nats of what the other then samples.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,16 @@ from verify.formats.tables import MalformedTable
 from verify.formats.verdict import RolloutVerdict, read_fingerprints
 
 _log = logging.getLogger(__name__)
+_REASON = re.compile(
+    r"duplicates: row \d+: \d+ runs of tokens of submission (?P<submission>[0-9a-f]{64}), "
+    r"which was judged before"
+)
+
+
+def repeated_submission(reason: str) -> str | None:
+    """The submission that `Seen.fault` named; None for a rejection of another kind."""
+    found = _REASON.fullmatch(reason)
+    return found["submission"] if found else None
 
 
 class Seen:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+from tests.verify.audit.tampering import Copy
 from tests.verify.coordinator.deployment import Site
 from tests.verify.coordinator.test_server import check, sample
-from verify.coordinator.duplicates import Seen
+from verify.coordinator.duplicates import Seen, repeated_submission
 from verify.coordinator.events import SubmissionJudged
 from verify.formats.verdict import RolloutVerdict
 from verify.ledger import Ledger
@@ -24,7 +26,13 @@ def test_the_first_row_that_repeats_is_named() -> None:
     seen.add(3, "cd" * 32, [[1, 2], [], [2**63 - 1]])
     assert seen.fault([row(0, 5), row(1)]) == ""
     reason = seen.fault([row(0, 5), row(1, 7, 2, 1)])
+    assert repeated_submission(reason) == "cd" * 32
     assert reason.startswith("duplicates: row 1: 2 runs of tokens of submission cdcd")
+
+
+def test_a_validators_own_finding_names_no_other_submission() -> None:
+    assert repeated_submission("duplicates: row 3: a run of tokens of row 1 (measured 1)") is None
+    assert repeated_submission("") is None
 
 
 def test_steps_that_can_train_no_more_are_forgotten() -> None:
@@ -61,3 +69,16 @@ def test_the_second_of_two_alike_is_rejected_whatever_its_verdict_says(site: Sit
         assert not found[copy].accepted and found[copy].groups == ()
         assert found[copy].reason.startswith("duplicates: row 0: 1 runs of tokens of submission ")
         assert first in found[copy].reason
+    # and whoever audits the ledger finds the same
+    run = Copy(site.run_dir, site)
+    assert run.audit().findings == []
+
+    # when the coordinator names another submission than the one that is repeated
+    def blame_each_other(rows: list[tuple[str, dict[str, Any]]]) -> None:
+        for kind, body in rows:
+            if kind == "SubmissionJudged" and body["submission"] == second:
+                body["reason"] = body["reason"].replace(first, third)
+
+    run.rewrite(blame_each_other)
+    # then the audit finds that it was not there to be repeated
+    assert "duplicates" in {finding.what for finding in run.audit().findings}
