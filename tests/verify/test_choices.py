@@ -170,3 +170,18 @@ def test_p_values_of_honest_ends_are_at_most_uniform() -> None:
         for level in (0.5, 0.1, 0.01):
             spread = 4 * math.sqrt(level / len(side))
             assert (side <= level).mean() <= level + spread
+
+
+@pytest.mark.parametrize("rule", RULES[:2], ids=str)
+def test_jax_and_torch_say_the_same(rule: Truncation | None) -> None:
+    jnp, torch = pytest.importorskip("jax.numpy"), pytest.importorskip("torch")
+    scaled = logits(60)
+    tokens = drawn(kept_probabilities(scaled, None), np.random.default_rng(4))
+    expected = described(scaled, tokens, rule)
+    ids = np.arange(VOCABULARY)[None]
+    masks = ids == tokens[:, None], ids == END
+    in_jax = describe(jnp, jnp.asarray(scaled), *map(jnp.asarray, masks), rule)
+    in_torch = describe(torch, torch.from_numpy(scaled), *map(torch.from_numpy, masks), rule)
+    for name, values in expected._asdict().items():
+        for found in (getattr(in_jax, name), getattr(in_torch, name)):
+            np.testing.assert_allclose(np.asarray(found), values, atol=1e-5, err_msg=name)
