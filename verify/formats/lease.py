@@ -86,6 +86,8 @@ def open_lease(data: bytes, *, coordinators: frozenset[str]) -> Lease:
         raise BadSignature("lease: nonce, worker and manifest_digest must be 64 hex characters")
     if not (isinstance(lease.run, str) and isinstance(lease.pool, str)):
         raise BadSignature("lease: run and pool must be names")
+    if not all(type(t) in (int, float) and 0 <= t < 2**53 for t in (lease.issued, lease.expires)):
+        raise BadSignature("lease: issued and expires must be seconds since the epoch")
     return lease
 
 

@@ -172,4 +172,13 @@ def open_verdict(data: bytes, *, validators: frozenset[str]) -> VerdictEnvelope:
         raise BadSignature(f"verdict: {error}") from error
     if not (is_digest(envelope.submission) and is_digest(envelope.digest)):
         raise BadSignature("verdict: submission and digest must be 64 hex characters")
+    if not isinstance(envelope.dropped_groups, list):
+        raise BadSignature("verdict: dropped_groups must be a list")
+    integers = (envelope.step, envelope.bytes, *envelope.dropped_groups)
+    if not all(type(n) is int and 0 <= n < 2**31 for n in integers):
+        raise BadSignature("verdict: step, bytes and dropped_groups must be natural numbers")
+    if not (isinstance(envelope.run, str) and isinstance(envelope.reason, str)):
+        raise BadSignature("verdict: run must be a name, reason a text")
+    if not isinstance(envelope.accepted, bool):
+        raise BadSignature("verdict: accepted must be true or false")
     return envelope

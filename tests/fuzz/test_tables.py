@@ -1,0 +1,172 @@
+"""Whatever is in the Parquet bytes of a submission or a verdict: rows, or `MalformedTable`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fuzz.bounds import bounded, costly
+from tests.fuzz.tables import damaged, made_up, variants
+from verify.formats import submission, verdict
+from verify.formats.submission import Rollout, decode_rollouts
+from verify.formats.tables import MalformedTable
+from verify.formats.verdict import CheckResult, RolloutVerdict, decode_verdicts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+MAX_ROWS, MAX_BYTES = 32, 1 << 18
+MEMORY = 64 * MAX_BYTES
+"""Rows as Python's objects take more than their bytes in a column."""
+ARROW_BYTES = 64 << 20
+POOL = pa.default_memory_pool()
+Decode = Callable[[bytes], list[Any]]
+
+
+def submission_rows() -> list[dict[str, Any]]:
+    return [
+        {
+            "run": "tiny",
+            "step": 1,
+            "worker": "ab" * 32,
+            "lease": "cd" * 32,
+            "problem_id": "p",
+            "group": row // 2,
+            "sample": row % 2,
+            "version": 1,
+            "prompt_tokens": [1, 2, 3],
+            "output_tokens": [4] * 40,
+            "logprobs": [-0.5] * 40,
+            "finish_reason": "stop",
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "target": None if row else 8,
+            "task_reward": 1.0,
+            "length_penalty": -0.5,
+            "proofs": [bytes(258)] * 2,
+            "versions": None if row else [1] * 40,
+        }
+        for row in range(4)
+    ]
+
+
+def verdict_rows() -> list[dict[str, Any]]:
+    check = {"name": "logprobs", "passed": True, "value": 0.25, "limit": 0.5, "reason": ""}
+    row = {
+        "submission": "ab" * 32,
+        "group": 0,
+        "task_reward": 1.0,
+        "length_penalty": -0.5,
+        "reward": 0.5,
+        "length": 40,
+        "target": 8,
+        "logprob_diff": 0.1,
+        "checks": [check] * 3,
+        "logprobs": [-0.5] * 40,
+    }
+    unknown = {"target": None, "logprobs": None, "logprob_diff": None, "checks": []}
+    return [{"row": 0, **row}, {"row": 1, **row, **unknown}]
+
+
+def table(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
+    """Columns that the rows lack are null, or empty lists where they may not be."""
+    empty = {field.name: None if field.nullable else [] for field in schema}
+    return pa.Table.from_pylist([{**empty, **row} for row in rows], schema=schema)
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    schema: pa.Schema
+    files: Sequence[bytes]
+    decode: Decode
+
+
+KINDS = [
+    Kind(
+        "submission",
+        submission.SCHEMA,
+        variants(table(submission_rows(), submission.SCHEMA)),
+        lambda data: decode_rollouts(data, max_rows=MAX_ROWS, max_bytes=MAX_BYTES),
+    ),
+    Kind(
+        "verdict",
+        verdict.SCHEMA,
+        variants(table(verdict_rows(), verdict.SCHEMA)),
+        decode_verdicts,
+    ),
+]
+EVERY_FILE = [file for kind in KINDS for file in kind.files]
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+
+
+def check_row(row: object) -> None:
+    match row:
+        case Rollout():
+            assert isinstance(row.run, str) and isinstance(row.finish_reason, str)
+            assert type(row.step) is type(row.group) is type(row.version) is int
+            assert row.prompt_tokens.dtype == row.output_tokens.dtype == np.int32
+            assert row.logprobs.dtype == np.float32 and row.logprobs.ndim == 1
+            assert all(type(proof) is bytes for proof in row.proofs)
+            assert row.versions is None or row.versions.dtype == np.int32
+        case RolloutVerdict():
+            assert type(row.row) is type(row.group) is type(row.length) is int
+            assert type(row.reward) is type(row.task_reward) is float
+            assert row.logprobs is None or row.logprobs.dtype == np.float32
+            assert all(isinstance(check, CheckResult) for check in row.checks)
+        case _:
+            raise AssertionError(row)
+
+
+def decoded(kind: Kind, data: bytes) -> list[Any] | None:
+    before = POOL.max_memory()
+    with bounded(MEMORY):
+        try:
+            rows = kind.decode(data)
+        except MalformedTable as error:
+            assert len(str(error)) < 1000
+            rows = None
+    assert POOL.max_memory() <= max(before, ARROW_BYTES)
+    for row in rows or []:
+        check_row(row)
+    return rows
+
+
+@each_kind
+def test_the_files_that_are_damaged_are_sound(kind: Kind) -> None:
+    first, *others = [decoded(kind, file) for file in kind.files]
+    assert first is not None and len(first) in (2, 4)
+    assert [repr(rows) for rows in others] == [repr(first)] * len(others)
+
+
+@each_kind
+@costly
+@given(seed=st.integers(0, 2**48))
+def test_damaged_files(kind: Kind, seed: int) -> None:
+    rng = random.Random(seed)
+    decoded(kind, damaged(rng.choice(kind.files), rng, EVERY_FILE))
+
+
+@each_kind
+@costly
+@given(seed=st.integers(0, 2**48))
+def test_made_up_tables(kind: Kind, seed: int) -> None:
+    """Sound files: what is refused is refused for its columns or its size."""
+    decoded(kind, made_up(kind.schema, random.Random(seed)))
+
+
+@costly
+@given(data=st.binary(max_size=300), framed=st.booleans())
+def test_tables_of_any_bytes(data: bytes, framed: bool) -> None:
+    if framed:
+        data = b"PAR1" + data + len(data).to_bytes(4, "little") + b"PAR1"
+    for kind in KINDS:
+        assert decoded(kind, data) is None
