@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from sampler.worker.worker import Worker
 from verify.client import CoordinatorClient, RunFinished
 from verify.plugins import load_task_set, require_graders
 
-HEARTBEAT_S = 2.0
+HEARTBEAT_S = 10.0
+"""The coordinator takes a worker for dead when three are missing."""
+_LOOK_S = 0.5
 COORDINATOR_PATIENCE_S = 900.0
 """How long a worker waits for a coordinator that is away."""
 
@@ -131,10 +134,17 @@ def _compare_data(client: CoordinatorClient, ours: str) -> None:
 def _heartbeats(
     client: CoordinatorClient, meter: Meter, stop: threading.Event, log: logging.Logger
 ) -> None:
-    while not stop.wait(HEARTBEAT_S):
-        try:
-            client.heartbeat(meter.state())
-        except RunFinished:
+    """One at once, then one every `HEARTBEAT_S`, and one as soon as a version was loaded."""
+    due, loads = time.monotonic(), -1
+    while True:
+        state = meter.state()
+        if time.monotonic() >= due or state["loads"] != loads:
+            due, loads = time.monotonic() + HEARTBEAT_S, int(state["loads"])
+            try:
+                client.heartbeat(state)
+            except RunFinished:
+                return
+            except UserError as error:
+                log.warning("heartbeat: %s", error)
+        if stop.wait(_LOOK_S):
             return
-        except UserError as error:
-            log.warning("heartbeat: %s", error)

@@ -9,8 +9,8 @@ from typing import Any
 
 DEAD_AFTER_S = 30.0
 """Three heartbeats missed."""
-_LEAST_INTERVAL_S = 1.0
-"""Rates over less would be noise."""
+_LEAST_INTERVAL_S = 5.0
+"""Half of a heartbeat's. Rates over less, as when a load is told at once, would be noise."""
 _MAX_FIELDS, _MAX_TEXT, _MAX_NUMBER = 16, 120, 10**15
 Scalars = dict[str, str | float | int | None]
 

@@ -32,6 +32,7 @@ class Status:
     ) -> None:
         self._run, self._journal, self._judging = run, journal, judging
         self._workers, self._validators = workers, validators
+        self._began = journal.clock()
         self._registry = CollectorRegistry()
         self._registry.register(_Prometheus(self))
 
@@ -59,6 +60,7 @@ class Status:
                 for key in state.workers
             ],
             "banned": dict(state.bans),
+            "leases_of_dead_workers": self._leases_of_the_dead(state, now),
             "validators": [
                 {"key": key, **_peer(peer, now)} for key, peer in self._validators.peers.items()
             ],
@@ -66,6 +68,27 @@ class Status:
             "rejected_submissions": sum(w.standing.rejected for w in state.workers.values()),
             "recent_rejections": list(self._judging.recent_rejections),
         }
+
+    def _leases_of_the_dead(self, state: State, now: float) -> list[dict[str, Any]]:
+        """Open leases that nobody will answer by the look of it, and when others get the groups.
+
+        A worker that was not heard of since this process began counts as silent since then.
+        """
+        found = []
+        for record in state.leases.values():
+            worker = record.lease.worker
+            peer = self._workers.peers.get(worker) or Peer(self._began)
+            if record.status == "open" and not peer.alive(now):
+                found.append(
+                    {
+                        "worker": worker,
+                        "step": record.lease.step,
+                        "groups": record.lease.groups,
+                        "silent_s": round(now - peer.last_seen, 3),
+                        "expires_in_s": round(max(0.0, record.lease.expires - now), 3),
+                    }
+                )
+        return found
 
 
 def _step(state: State, number: int, now: float) -> dict[str, Any]:
@@ -149,6 +172,10 @@ class _Prometheus(Collector):
             "open_steps": ("Steps that are being filled.", len(report["open_steps"])),
             "workers_alive": ("Workers heard of lately.", alive["workers"]),
             "validators_alive": ("Validators heard of lately.", alive["validators"]),
+            "leases_of_dead_workers": (
+                "Open leases whose worker is silent.",
+                len(report["leases_of_dead_workers"]),
+            ),
             "to_judge": ("Submissions without a verdict.", report["queue"]["to_judge"]),
         }
         for name, (text, value) in gauges.items():

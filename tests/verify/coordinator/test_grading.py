@@ -98,33 +98,34 @@ class TestRates:
         activity = Activity()
         activity.heartbeat("x", {"busy_s": 5.0, "tokens": 100}, 10.0)
         activity.heartbeat("x", {"busy_s": 5.1, "tokens": 110}, 10.1)  # too soon for a rate
+        assert activity.rates(10.1) == (0.0, 0)
         activity.heartbeat("y", {"busy_s": 0.0, "tokens": 0}, 10.0)
-        activity.heartbeat("x", {"busy_s": 6.0, "tokens": 300}, 12.0)
-        activity.heartbeat("y", {"busy_s": 2.0, "tokens": 50}, 12.0)
+        activity.heartbeat("x", {"busy_s": 10.0, "tokens": 300}, 20.0)
+        activity.heartbeat("y", {"busy_s": 10.0, "tokens": 50}, 20.0)
 
-        assert activity.rates(12.0) == (0.75, 125.0)
+        assert activity.rates(20.0) == (0.75, 25.0)
 
     def test_a_restarted_worker_counts_from_its_restart(self):
         activity = Activity()
-        for busy_s, tokens, now in ((50.0, 5000, 0.0), (0.5, 10, 10.0), (1.0, 30, 12.0)):
+        for busy_s, tokens, now in ((50.0, 5000, 0.0), (0.5, 10, 10.0), (3.0, 110, 20.0)):
             activity.heartbeat("x", {"busy_s": busy_s, "tokens": tokens}, now)
 
-        assert activity.rates(12.0) == (0.25, 10.0)
+        assert activity.rates(20.0) == (0.25, 10.0)
 
     def test_the_dead_are_left_out(self):
         activity = Activity()
         activity.heartbeat("x", {"busy_s": 0.0, "tokens": 0}, 0.0)
-        activity.heartbeat("x", {"busy_s": 2.0, "tokens": 50}, 2.0)
+        activity.heartbeat("x", {"busy_s": 10.0, "tokens": 50}, 10.0)
 
-        assert activity.rates(31.9) == (1.0, 25.0)
-        assert activity.rates(32.0) == (0.0, 0.0)
+        assert activity.rates(39.9) == (1.0, 5.0)
+        assert activity.rates(40.0) == (0.0, 0.0)
 
     def test_odd_numbers_are_no_numbers(self):
         activity = Activity()
-        for now in (0.0, 2.0):
+        for now in (0.0, 10.0):
             activity.heartbeat("x", {"busy_s": float("nan"), "tokens": 1e300}, now)
 
-        assert activity.rates(2.0) == (0.0, 0.0)
+        assert activity.rates(10.0) == (0.0, 0.0)
 
     def test_an_integer_that_would_fill_every_status_is_refused(self):
         activity = Activity()

@@ -217,12 +217,14 @@ def test_an_expired_lease_is_refused_and_a_new_one_granted(tmp_path: Path):
         key, worker = site.worker()
         data, lease = granted(site, worker)
         status = lambda: httpx.get(f"{site.url}/v1/status", trust_env=False).json()  # noqa: E731
-        eventually(lambda: status()["workers"][0]["withheld_leases"] == 1, "the lease expires")
+        # on a slow machine an earlier one may have expired before it was answered with
+        withheld = lambda: status()["workers"][0]["withheld_leases"]  # noqa: E731
+        eventually(lambda: withheld() > lease.index, "the lease expires")
 
         with pytest.raises(SubmissionRefused, match="the lease has expired"):
             worker.submit(*submission(data, lease, key))
 
-        assert granted(site, worker)[1].index == 1
+        assert granted(site, worker)[1].index > lease.index
 
 
 def test_malformed_submissions_are_refused_and_leave_no_file(site: Site):

@@ -1,0 +1,70 @@
+"""When a worker says that it lives: at once, every ten seconds, and when it loaded a version."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from runspec.common.errors import UserError
+from sampler.worker import start
+from sampler.worker.meter import Meter
+from tests.waiting import eventually
+from verify.client import RunFinished
+from verify.coordinator.activity import DEAD_AFTER_S
+
+LOG = logging.getLogger("worker")
+
+
+class Heard:
+    """A coordinator that only listens."""
+
+    def __init__(self, *troubles: Exception) -> None:
+        self.troubles = list(troubles)
+        self.states: list[dict[str, float]] = []
+
+    def heartbeat(self, state: dict[str, float]) -> None:
+        self.states.append(state)
+        if self.troubles:
+            raise self.troubles.pop(0)
+
+
+@contextmanager
+def beating(heard: Heard, meter: Meter) -> Iterator[threading.Thread]:
+    stop = threading.Event()
+    thread = threading.Thread(target=start._heartbeats, args=(heard, meter, stop, LOG))
+    thread.start()
+    yield thread
+    stop.set()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_three_missed_heartbeats_are_death() -> None:
+    assert 3 * start.HEARTBEAT_S == DEAD_AFTER_S
+
+
+def test_the_first_comes_at_once_and_a_load_is_told_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(start, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(start, "_LOOK_S", 0.001)
+    heard, meter = Heard(), Meter()
+    with beating(heard, meter):
+        eventually(lambda: heard.states, "a first heartbeat")
+        meter.loaded(3, 0.5)
+        eventually(lambda: len(heard.states) == 2, "a heartbeat that tells of the load")
+    assert [state["version"] for state in heard.states] == [-1, 3]
+
+
+def test_they_go_on_after_a_coordinator_that_was_away_and_end_with_the_run(
+    monkeypatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(start, "HEARTBEAT_S", 0.002)
+    monkeypatch.setattr(start, "_LOOK_S", 0.001)
+    heard = Heard(UserError("is away"), RunFinished())
+    with caplog.at_level(logging.WARNING), beating(heard, Meter()) as thread:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert len(heard.states) == 2 and "heartbeat: is away" in caplog.text

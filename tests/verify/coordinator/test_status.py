@@ -1,0 +1,72 @@
+"""What the status says of workers that are silent, and of newcomers that are held back."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from tests.verify.coordinator.filled import POLICY, Filled, key, policy
+from verify.coordinator.activity import DEAD_AFTER_S, Activity
+from verify.coordinator.journal import Journal
+from verify.coordinator.judging import Judging
+from verify.coordinator.state import Policy
+from verify.coordinator.status import Status
+
+
+class Told:
+    """The status of a coordinator at a time of our choice."""
+
+    def __init__(self, folder: Path, run: Filled, of: Policy = POLICY) -> None:
+        self.run, self.workers = run, Activity()
+        self.journal = Journal(folder, of, clock=lambda: run.now)
+        for event in run.events[1:]:  # its own start is there already
+            self.journal.record(event)
+        judging = Judging(self.journal, "run")
+        self._status = Status("run", self.journal, judging, self.workers, Activity())
+
+    def report(self) -> dict:
+        return self._status.report()
+
+    def close(self) -> None:
+        self.journal.close()
+
+
+def test_leases_of_silent_workers_are_told_until_they_speak_again(tmp_path):
+    long = policy(lease_timeout_s=100.0)
+    run = Filled(long)
+    run.register("x"), run.register("y"), run.publish(0)
+    held = run.lease("x"), run.lease("y")
+    assert all(held)
+    with closing(Told(tmp_path, run, long)) as told:
+        assert told.report()["leases_of_dead_workers"] == []  # the process has only begun
+
+        run.now += DEAD_AFTER_S
+        told.workers.seen(key("y"), run.now)
+
+        assert told.report()["leases_of_dead_workers"] == [
+            {"worker": key("x"), "step": 0, "groups": 2, "silent_s": 30.0, "expires_in_s": 70.0}
+        ]
+        told.workers.heartbeat(key("x"), {}, run.now)
+        assert told.report()["leases_of_dead_workers"] == []
+
+
+def test_why_newcomers_are_held_back_is_told(tmp_path):
+    few = policy(newcomer_groups=1, groups=4, groups_per_submission={"a": 1})
+    run = Filled(few)
+    run.register("known"), run.publish(0)
+    run.work("known")
+    run.register("new")
+    assert run.lease("new") is not None
+    with closing(Told(tmp_path, run, few)) as told:
+        (step,) = told.report()["open_steps"]
+        assert step["needed_groups"] == 2
+        assert {k: step["newcomers"][k] for k in ("may_hold", "hold", "failed_lately")} == {
+            "may_hold": 1,
+            "hold": 1,
+            "failed_lately": 0,
+        }
+        assert step["newcomers"]["held_back"].startswith(
+            "workers without an accepted submission hold 1 groups and failed to deliver 0"
+        )
+        workers = {w["key"]: w for w in told.report()["workers"]}
+        assert workers[key("known")]["reputation"] == round(1 / 21, 4)
