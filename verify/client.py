@@ -43,6 +43,9 @@ from verify.limits import largest_submission_bytes
 __all__ = ["CoordinatorClient", "RunFinished", "SubmissionRefused", "WorkItem"]
 
 ROLES_REFRESH_S = 300.0
+PATIENCE_S = 24 * 3600.0
+"""How long a submission is brought again as the coordinator says (429: too much waits for a
+verdict). The lease lasts as long; its end, which comes before, is another answer."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,8 @@ class CoordinatorClient:
     def submit(self, envelope: bytes, table: bytes) -> None:
         """Hands in a submission: its signed envelope and its Parquet bytes.
 
-        Sending the same bytes again is harmless.
+        Sending the same bytes again is harmless. Where too much waits for a verdict, the
+        coordinator says when to come again, and this waits.
 
         Raises:
             SubmissionRefused: the lease expired, or was answered with other bytes.
@@ -171,7 +175,9 @@ class CoordinatorClient:
         """
         lease = open_submission(envelope).lease
         try:
-            self._http.call("POST", "/v1/submissions", body=table, envelope=envelope)
+            self._http.call(
+                *("POST", "/v1/submissions"), body=table, envelope=envelope, patience_s=PATIENCE_S
+            )
         except SubmissionRefused:
             self._forget(self._leases, lease)
             raise

@@ -64,6 +64,7 @@ class CoordinatorHttp:
         body: bytes = b"",
         envelope: bytes | None = None,
         wait_s: float = 0.0,
+        patience_s: float = 0.0,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> httpx.Response:
         """One request, signed anew and tried again until it is answered or the deadline passes.
@@ -73,6 +74,8 @@ class CoordinatorHttp:
             body: what it carries.
             envelope: of a submission or verdict; goes into a header.
             wait_s: how long the coordinator may wait before it answers, beside the deadline.
+            patience_s: how long the deadline begins anew whenever the coordinator says when to come
+                again (429).
             max_bytes: of the answer.
 
         Raises:
@@ -80,7 +83,8 @@ class CoordinatorHttp:
             SubmissionRefused: it answers 409.
             UserError: it refuses otherwise, is away until the deadline, or says too much.
         """
-        deadline = time.monotonic() + self._deadline_s + wait_s
+        began = time.monotonic()
+        deadline = began + self._deadline_s + wait_s
         pause, waiting = _FIRST_PAUSE_S, False
         while True:
             told_s = 0.0
@@ -97,6 +101,8 @@ class CoordinatorHttp:
             except httpx.TransportError as error:
                 trouble = f"cannot be reached: {error or type(error).__name__}"
             pause = max(pause, told_s)
+            if told_s and time.monotonic() < began + patience_s:  # it is there, and has its reasons
+                deadline = time.monotonic() + told_s + self._deadline_s + wait_s
             if time.monotonic() + pause > deadline:
                 raise UserError(
                     f"{trouble} (tried {method} {path} for {self._deadline_s:.0f} s)",

@@ -29,6 +29,7 @@ from verify.coordinator.events import (
     QuarantineEnded,
     RolledBack,
     StepClosed,
+    SubmissionDeferred,
     SubmissionJudged,
     SubmissionReceived,
     VersionPublished,
@@ -37,6 +38,9 @@ from verify.coordinator.events import (
 )
 
 _BUSY_TIMEOUT_S = 10.0
+_PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+_PRIMARY = 0xFF
+"""The part of an extended result code that is the primary one."""
 FIRST_CHAIN = bytes(32).hex()
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS ledger (
@@ -61,6 +65,7 @@ _KINDS: dict[str, type[Event]] = {
         LeaseExpired,
         LeaseReleased,
         LeaseResumed,
+        SubmissionDeferred,
         SubmissionReceived,
         SubmissionJudged,
         StepClosed,
@@ -68,6 +73,10 @@ _KINDS: dict[str, type[Event]] = {
     )
 }
 _CODECS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
+
+
+class NotNow(UserError):
+    """Nothing could be written just now (the disk is full, say), and nothing has changed."""
 
 
 class BadRow(ValueError):
@@ -123,7 +132,12 @@ class Ledger:
         self._database.close()
 
     def append(self, events: Sequence[Event]) -> None:
-        """Stores events, all or none, durably."""
+        """Stores events, all or none, durably.
+
+        Raises:
+            NotNow: the disk is full or the database locked; a later try may do.
+            UserError: it cannot be written at all.
+        """
         rows, seq, chain = [], self._seq, self._chain
         for event in events:
             kind = type(event).__name__
@@ -176,7 +190,8 @@ class Ledger:
         )
 
     def _unusable(self, error: Exception) -> UserError:
-        return UserError(
+        code = error.sqlite_errorcode if isinstance(error, sqlite3.Error) else sqlite3.SQLITE_OK
+        return (NotNow if code & _PRIMARY in _PASSING else UserError)(
             f"the ledger cannot be used: {error}",
             place=str(self._path),
             remedy="free disk space or mend the permissions, then start again",

@@ -20,6 +20,7 @@ READERS: dict[str, tuple[Readers, ...]] = {
     "verify.prefill_floor": ("coordinator", "validators"),
     "verify.newcomer_share": ("coordinator",),
     "verify.thresholds": ("coordinator", "validators"),
+    "verify.backlog": ("coordinator",),
     # Samplers give up on fetching a version after as long.
     "verify.lease_timeout": ("coordinator", "samplers"),
 }

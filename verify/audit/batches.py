@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
@@ -88,8 +89,23 @@ class BatchAudit:
             require(manifest.groups == groups, row, "batch groups", manifest.groups, groups)
         return manifest
 
-    def follows(self, row: int, event: StepClosed, manifest: BatchManifest, before: State) -> None:
-        """Checks that the closing is the one that the coordinator's rules give."""
+    def follows(
+        self,
+        row: int,
+        event: StepClosed,
+        manifest: BatchManifest,
+        before: State,
+        latencies: dict[str, Any],
+    ) -> None:
+        """Checks that the closing is the one that the coordinator's rules give.
+
+        Args:
+            row: of the closing.
+            event: the closing.
+            manifest: that it signs.
+            before: the state before it.
+            latencies: those of its statistics that the events before it give.
+        """
         decision = filling.decide_close(before, event.at)
         if not _is_that(decision, event):
             # algorithm.fill may change while a run goes on: what is closed when, but not its order.
@@ -110,7 +126,7 @@ class BatchAudit:
         self._report.require(
             manifest.complete == complete, row, "batch complete", manifest.complete, complete
         )
-        self._check_stats(row, event, manifest, before)
+        self._check_stats(row, event, manifest, before, latencies)
 
     def _check_anchor(self, row: int, manifest: BatchManifest, chain_before: str) -> None:
         if manifest.ledger_rows is None:
@@ -125,9 +141,14 @@ class BatchAudit:
             self._report.anchored_rows = row - 1
 
     def _check_stats(
-        self, row: int, event: StepClosed, manifest: BatchManifest, before: State
+        self,
+        row: int,
+        event: StepClosed,
+        manifest: BatchManifest,
+        before: State,
+        latencies: dict[str, Any],
     ) -> None:
-        stats = batch_stats(
+        stats = latencies | batch_stats(
             before.tallies.get(event.step, Tally()),
             opened=before.steps[event.step].opened,
             closed=event.at,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from runspec.spec.resolved import load_resolved
 from verify.audit.batches import BatchAudit, batches_on_disk
@@ -25,6 +26,7 @@ from verify.coordinator.events import (
     SubmissionReceived,
     WorkerRegistered,
 )
+from verify.coordinator.history import History
 from verify.coordinator.state import IllegalTransition, Policy, State, apply
 from verify.formats.batch import BatchGroup
 from verify.formats.layout import STATE_FILE
@@ -87,7 +89,7 @@ class _Replay:
         self._answers: dict[str, _Answered] = {}
         self._credits: dict[str, Credit] = {}
         self._next_close = 0
-        self._state = State(policy)
+        self._state, self._history = State(policy), History()
         self._broken = False
         """The state machine has refused a row; what follows would be refused for that alone."""
 
@@ -105,6 +107,9 @@ class _Replay:
             self._report.add(row.seq, "row", error, "an event")
             self._broken = True
             return
+        latencies = {}
+        if isinstance(event, StepClosed):
+            latencies = self._history.batch_stats(event.at, event.trained)
         before = self._apply(row.seq, event)
         match event:
             case WorkerRegistered():
@@ -119,7 +124,7 @@ class _Replay:
             case SubmissionJudged():
                 self._judged(row.seq, event, signers)
             case StepClosed():
-                self._closed(row.seq, event, chain_before, signers, before)
+                self._closed(row.seq, event, chain_before, signers, before, latencies)
             case RolledBack():
                 self._rolled_back(event)
 
@@ -151,6 +156,7 @@ class _Replay:
             self._report.add(row, "state", error, "an event that can follow")
             self._broken = True
             return None
+        self._history.take(event, self._state.leases)
         return before
 
     def _received(self, row: int, event: SubmissionReceived) -> None:
@@ -183,12 +189,13 @@ class _Replay:
         chain_before: str,
         signers: Signers,
         before: State | None,
+        latencies: dict[str, Any],
     ) -> None:
         self._next_close = max(self._next_close, event.step + 1)
         groups = self._groups(event)
         manifest = self._batches.closed(row, event, chain_before, groups, signers)
         if manifest is not None and before is not None:
-            self._batches.follows(row, event, manifest, before)
+            self._batches.follows(row, event, manifest, before, latencies)
 
     def _groups(self, event: StepClosed) -> list[BatchGroup] | None:
         groups = []

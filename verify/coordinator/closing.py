@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
+from runspec.common.errors import UserError
 from runspec.common.files import write_atomic
 from runspec.common.keys import SigningKey
 from runspec.common.latest import Latest
@@ -16,8 +18,11 @@ from verify.coordinator.journal import Journal
 from verify.coordinator.state import Tally
 from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
 from verify.formats.layout import STATE_FILE
+from verify.ledger import NotNow
 
 _log = logging.getLogger(__name__)
+_AGAIN_S = 1.0
+"""Between two tries to write what could not be written."""
 
 
 class Closing:
@@ -32,6 +37,7 @@ class Closing:
 
     def __init__(self, journal: Journal, run: str, key: SigningKey, workers: Activity) -> None:
         self._journal, self._run, self._key, self._workers = journal, run, key, workers
+        self._unwritten: tuple[Path, bytes] | None = None
 
     def published(self, latest: Latest) -> None:
         """Takes note of what the publisher's latest.json says.
@@ -65,13 +71,21 @@ class Closing:
 
         Raises:
             RunStopped: a step stalled.
+            UserError: nothing could be written for too long.
         """
-        self._advance()
-        while await self._journal.change(None, due=filling.next_due(self._journal.state)):
-            self._advance()
+        going_on = True
+        while going_on:
+            try:
+                self._advance()
+                due = filling.next_due(self._journal.state)
+            except NotNow as error:
+                self._journal.put_off(error)
+                due = self._journal.clock() + _AGAIN_S
+            going_on = await self._journal.change(None, due=due)
 
     def _advance(self) -> None:
         now = self._journal.clock()
+        self._write_batch()
         for record in filling.expired_leases(self._journal.state, now):
             self._journal.record(LeaseExpired(now, record.digest))
             _log.warning(
@@ -104,12 +118,14 @@ class Closing:
         stats = batch_stats(
             tally, opened=opened, closed=now, busy_fraction=busy, tokens_per_s=tokens_per_s
         )
+        stats |= self._journal.history.batch_stats(now, decision.groups)
         rows, chain = self._journal.ledger.head
         manifest = BatchManifest(self._run, step, groups, decision.complete, stats, rows, chain)
         document = sign_batch(manifest, self._key)
         # The ledger first, the file after it: the journal writes what a killed process had not.
         self._journal.record(StepClosed(now, step, decision.groups, document.decode()))
-        write_atomic(self._journal.batch_path(step), document)
+        self._unwritten = (self._journal.batch_path(step), document)
+        self._write_batch()
         _log.info(
             "step %d closed %.2f s after it opened: %d groups (%d leased, %d filtered), "
             "task reward %s, %d submissions rejected",
@@ -118,3 +134,18 @@ class Closing:
         )
         if self._journal.state.finished:
             _log.info("every step is closed; waiting to be stopped")
+
+    def _write_batch(self) -> None:
+        """Writes the batch manifest that the ledger has and the learner waits for, if there is one.
+
+        Raises:
+            NotNow: the disk is full; the next call tries again.
+        """
+        if self._unwritten is None:
+            return
+        path, document = self._unwritten
+        try:
+            write_atomic(path, document)
+        except UserError as error:
+            raise NotNow(error.thing, place=error.place, remedy=error.remedy) from error
+        self._unwritten = None

@@ -122,6 +122,17 @@ class LeaseResumed:
 
 
 @dataclass(frozen=True)
+class SubmissionDeferred:
+    """Its holder brought a submission in time, but too much waits for a verdict: the lease lasts
+    until `until`, past its own time for this submission alone."""
+
+    at: float
+    lease: str
+    submission: str
+    until: float
+
+
+@dataclass(frozen=True)
 class SubmissionReceived:
     """The files lie under their final names."""
 
@@ -205,6 +216,7 @@ Event = (
     | LeaseExpired
     | LeaseReleased
     | LeaseResumed
+    | SubmissionDeferred
     | SubmissionReceived
     | SubmissionJudged
     | StepClosed

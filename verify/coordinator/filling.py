@@ -116,15 +116,16 @@ def decide_lease(
         for record in state.leases.values()
         if record.lease.worker == key
         and record.status in ("open", "released")
-        and record.lease.expires > now
+        and record.expires > now
     ]
-    for record in mine:
+    in_time = [record for record in mine if record.lease.expires > now]  # not deferred past it
+    for record in in_time:
         if record.status == "open" and record.digest not in holding:
             return Held(record)
     quarantined = worker.standing.quarantine is not None
     if quarantined and (len(mine) > 1 or _unjudged(state, key)):
         return None
-    for record in mine:
+    for record in in_time:
         if record.status == "released" and _still_needed(state, record):
             return Resume(record)
     if len(mine) >= (1 if quarantined else MAX_OPEN_LEASES):
@@ -215,7 +216,7 @@ def takes_back(state: State, record: LeaseRecord) -> bool:
 
 def expired_leases(state: State, now: float) -> list[LeaseRecord]:
     """Unanswered leases whose time has run out."""
-    return [r for r in _unanswered(state) if r.lease.expires <= now]
+    return [r for r in _unanswered(state) if r.expires <= now]
 
 
 def decide_close(state: State, now: float) -> Close | Stalled | None:
@@ -243,7 +244,7 @@ def next_due(state: State) -> float | None:
         return None
     step = state.steps.get(state.next_close)
     closing = step.since + state.policy.deadline_s if step else state.progress + _idle_s(state)
-    return min([closing, *(record.lease.expires for record in _unanswered(state))])
+    return min([closing, *(record.expires for record in _unanswered(state))])
 
 
 def _unanswered(state: State) -> Iterator[LeaseRecord]:

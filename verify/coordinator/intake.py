@@ -12,6 +12,9 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
+from runspec.common.errors import UserError
+from runspec.common.files import write_atomic
+
 UPLOAD_TIMEOUT_S = 600.0
 _MAX_WORDS = 500
 """Characters of a refusal: it is logged, and may repeat what a stranger sent."""
@@ -60,6 +63,18 @@ async def received(
         raise Refusal(507, f"cannot store the file: {error.strerror or error}") from error
     finally:
         path.unlink(missing_ok=True)
+
+
+def write_small(path: Path, data: bytes) -> None:
+    """Writes an envelope, whole or not at all.
+
+    Raises:
+        Refusal: no room on the disk.
+    """
+    try:
+        write_atomic(path, data)
+    except UserError as error:
+        raise Refusal(507, f"cannot store the file: {error.thing}") from error
 
 
 async def _copy(chunks: AsyncIterator[bytes], file: BinaryIO, max_bytes: int) -> str:

@@ -14,17 +14,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from runspec.common.errors import UserError
 from runspec.common.files import remove_leftovers, write_atomic
 from runspec.common.process import RunStopped
 from verify.coordinator.consequences import consequences
 from verify.coordinator.events import CoordinatorStarted, Event, RolledBack, StepClosed
+from verify.coordinator.history import History
 from verify.coordinator.state import Policy, State, apply
 from verify.formats import batch as batch_format
 from verify.formats.layout import STATE_FILE, SubmissionFiles, step_folder, submission_files
-from verify.ledger import Ledger
+from verify.ledger import Ledger, NotNow
 
 _log = logging.getLogger(__name__)
 _SHORTEST_WAIT_S = 0.001
+PATIENCE_S = 600.0
+"""How long a full disk, or a lock on the database, is waited for."""
 
 
 class Finished(Exception):
@@ -48,25 +52,51 @@ class Journal:
         self, run_dir: Path, policy: Policy, *, clock: Callable[[], float] = time.time
     ) -> None:
         self.run_dir, self.clock = run_dir, clock
-        self.state = State(policy)
+        self.state, self.history = State(policy), History()
         self.ledger = Ledger(run_dir / STATE_FILE)
         self._changed = asyncio.Event()
         self._stopping = False
+        self._trouble_since: float | None = None
         self._recover()
         self.record(CoordinatorStarted(self.clock()))
 
     def record(self, event: Event) -> None:
-        """Makes an event true, and what follows from it: durably, and at once for all who wait."""
+        """Makes an event true, and what follows from it: durably, and at once for all who wait.
+
+        Raises:
+            NotNow: it cannot be written just now; nothing has changed.
+            UserError: nothing can be written, or not for longer than `PATIENCE_S`.
+        """
         state, events = apply(self.state, event), [event]
         for follows in consequences(state, event):
             state = apply(state, follows)
             events.append(follows)
-        self.ledger.append(events)
+        try:
+            self.ledger.append(events)
+        except NotNow as error:
+            self.put_off(error)
+            raise
+        self._trouble_since = None
         self.state = state
+        for recorded in events:
+            self.history.take(recorded, state.leases)
         for follows in events[1:]:
             _log.warning("%s", follows)
         waiting, self._changed = self._changed, asyncio.Event()
         waiting.set()
+
+    def put_off(self, error: NotNow) -> None:
+        """Something could not be written, and is to be tried again.
+
+        Raises:
+            UserError: that has gone on for longer than `PATIENCE_S`.
+        """
+        now = self.clock()
+        if self._trouble_since is None:
+            self._trouble_since = now
+            _log.warning("waiting for the disk: %s", error)
+        elif now - self._trouble_since > PATIENCE_S:
+            raise UserError(error.thing, place=error.place, remedy=error.remedy) from error
 
     async def change(self, deadline: float | None, *, due: float | None = None) -> bool:
         """Waits for the next event, until `deadline` or `due` at the latest.
@@ -99,6 +129,7 @@ class Journal:
         last_batch: StepClosed | None = None
         for event in self.ledger.events():
             self.state = apply(self.state, event)
+            self.history.take(event, self.state.leases)
             if isinstance(event, StepClosed):
                 last_batch = event
             elif isinstance(event, RolledBack):  # the files that it took away stay away

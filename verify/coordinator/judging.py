@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runspec.common.files import write_atomic
 from verify.coordinator.claims import CLAIM_TIMEOUT_S, Claims
 from verify.coordinator.duplicates import Seen
 from verify.coordinator.events import GroupGrade, SubmissionJudged
 from verify.coordinator.grading import VerdictMismatch, grade_groups
-from verify.coordinator.intake import Refusal, received
+from verify.coordinator.intake import Refusal, received, write_small
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.state import LeaseRecord
 from verify.formats.layout import submission_files
@@ -117,9 +116,14 @@ class Judging:
             if self._to_judge(envelope) is None:
                 return  # another validator was quicker
             judged = self._against_others(judged, rows)
-            body.rename(files.verdict)
-            write_atomic(files.verdict_envelope, signed)
-            self._journal.record(judged)
+            try:
+                body.rename(files.verdict)
+                write_small(files.verdict_envelope, signed)
+                self._journal.record(judged)
+            except BaseException:  # without its row, no file either
+                files.verdict.unlink(missing_ok=True)
+                files.verdict_envelope.unlink(missing_ok=True)
+                raise
         if judged.accepted:
             self._seen.add(record.lease.step, judged.submission, [r.fingerprints for r in rows])
         else:

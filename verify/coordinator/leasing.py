@@ -7,11 +7,11 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Collection
 
-from runspec.common.files import write_atomic
 from runspec.common.keys import SigningKey
 from runspec.common.roles import Roles
 from runspec.spec.schema import RunSpec
 from verify.coordinator import filling
+from verify.coordinator.backlog import Backlog
 from verify.coordinator.events import (
     LeaseGranted,
     LeaseReleased,
@@ -20,7 +20,7 @@ from verify.coordinator.events import (
     SubmissionReceived,
     WorkerRegistered,
 )
-from verify.coordinator.intake import Refusal, received
+from verify.coordinator.intake import Refusal, received, write_small
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.state import LeaseRecord
 from verify.formats.layout import submission_files
@@ -39,10 +39,13 @@ class Leasing:
         spec: the run's resolved spec.
         key: signs the leases.
         roles: whose keys cannot be workers'.
+        backlog: says whether there is room for more.
     """
 
-    def __init__(self, journal: Journal, spec: RunSpec, key: SigningKey, roles: Roles) -> None:
-        self._journal, self._spec, self._key = journal, spec, key
+    def __init__(
+        self, journal: Journal, spec: RunSpec, key: SigningKey, roles: Roles, backlog: Backlog
+    ) -> None:
+        self._journal, self._spec, self._key, self._backlog = journal, spec, key, backlog
         self._staff = roles.publisher | roles.coordinator | roles.validator
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._uploading: set[str] = set()
@@ -89,6 +92,12 @@ class Leasing:
             now = self._journal.clock()
             decision = filling.decide_lease(self._journal.state, key, now, holding=holding)
             match decision:
+                case filling.Held(record):
+                    return record
+                case None:
+                    return None
+                case _ if self._backlog.full() is not None:
+                    return None  # status says why
                 case filling.NonceNeeded(step):
                     nonce = secrets.token_hex(32)
                     self._journal.record(
@@ -98,10 +107,6 @@ class Leasing:
                     self._journal.record(LeaseResumed(now, record.digest))
                 case filling.Grant():
                     self._journal.record(self._sign_lease(key, decision, now))
-                case filling.Held(record):
-                    return record
-                case None:
-                    return None
 
     def _sign_lease(self, key: str, grant: filling.Grant, now: float) -> LeaseGranted:
         lease = Lease(
@@ -142,6 +147,9 @@ class Leasing:
     ) -> None:
         """Takes a submission in; the same bytes again change nothing.
 
+        Too much waits for a verdict: a refusal that says when to come again, before the body is
+        read; the lease lasts until then.
+
         Args:
             envelope: checked to be signed by the caller.
             signed: the envelope's bytes.
@@ -150,10 +158,9 @@ class Leasing:
         record = self._lease_of(envelope)
         if record.submission == envelope.digest:
             return
-        self._must_be_open(record)
+        self._must_be_open(record, envelope)
         if any(r.submission == envelope.digest for r in self._journal.state.leases.values()):
             raise Refusal(409, "the same bytes were submitted for another lease")
-        files = submission_files(self._journal.run_dir, envelope.step, envelope.digest)
         limit = max_submission_bytes(self._spec, self._pools[record.lease.pool])
         if envelope.bytes > limit:
             raise Refusal(413, f"{envelope.bytes} bytes, more than the {limit} allowed")
@@ -162,23 +169,35 @@ class Leasing:
             raise Refusal(503, "this submission is being uploaded already")
         self._uploading |= names
         try:
-            async with received(
-                chunks, files.submission.parent, digest=envelope.digest, max_bytes=envelope.bytes
-            ) as body:
-                await asyncio.to_thread(write_atomic, files.submission_envelope, signed)
-                try:
-                    self._must_be_open(self._lease_of(envelope))
-                except (Refusal, Finished):
-                    files.submission_envelope.unlink()
-                    raise
+            with self._backlog.admitted(record, envelope):
+                await self._take_in(record, envelope, signed, chunks)
+        finally:
+            self._uploading -= names
+
+    async def _take_in(
+        self,
+        record: LeaseRecord,
+        envelope: SubmissionEnvelope,
+        signed: bytes,
+        chunks: AsyncIterator[bytes],
+    ) -> None:
+        files = submission_files(self._journal.run_dir, envelope.step, envelope.digest)
+        async with received(
+            chunks, files.submission.parent, digest=envelope.digest, max_bytes=envelope.bytes
+        ) as body:
+            await asyncio.to_thread(write_small, files.submission_envelope, signed)
+            try:
+                self._must_be_open(self._lease_of(envelope), envelope)
                 body.rename(files.submission)
                 self._journal.record(
                     SubmissionReceived(
                         self._journal.clock(), record.digest, envelope.digest, envelope.bytes
                     )
                 )
-        finally:
-            self._uploading -= names
+            except BaseException:  # without its row, no file either
+                files.submission.unlink(missing_ok=True)
+                files.submission_envelope.unlink(missing_ok=True)
+                raise
 
     def _lease_of(self, envelope: SubmissionEnvelope) -> LeaseRecord:
         record = self._journal.state.leases.get(envelope.lease)
@@ -191,11 +210,14 @@ class Leasing:
             raise Refusal(400, "run, step or index are not the lease's")
         return record
 
-    def _must_be_open(self, record: LeaseRecord) -> None:
+    def _must_be_open(self, record: LeaseRecord, envelope: SubmissionEnvelope) -> None:
         if self._journal.state.finished:
             raise Finished
-        if record.status == "expired" or record.lease.expires <= self._journal.clock():
+        now = self._journal.clock()
+        if record.status == "expired" or record.expires <= now:
             raise Refusal(409, "the lease has expired")
+        if record.lease.expires <= now and record.deferred != envelope.digest:
+            raise Refusal(409, "the lease has expired for all but what was deferred")
         if record.status == "released":
             raise Refusal(409, "the lease was given back")
         if record.status != "open":

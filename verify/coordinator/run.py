@@ -21,6 +21,7 @@ from runspec.common.signed import BadSignature
 from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import RunSpec
 from verify.coordinator.activity import Activity
+from verify.coordinator.backlog import Backlog
 from verify.coordinator.claims import CLAIM_TIMEOUT_S
 from verify.coordinator.closing import Closing
 from verify.coordinator.data import SiteDesk
@@ -70,8 +71,9 @@ async def serve(
     roles_document, roles = _read_roles(run_dir, spec, key, root_public_key)
     journal = Journal(run_dir, Policy.of(spec))
     workers, validators = Activity(), Activity()
-    leasing = Leasing(journal, spec, key, roles)
     judging = Judging(journal, spec.name, claim_timeout_s=claim_timeout_s)
+    backlog = Backlog(journal, judging.submitted, spec.verify.backlog)
+    leasing = Leasing(journal, spec, key, roles, backlog)
     closing = Closing(journal, spec.name, key, workers)
     site = SiteDesk(spec, key, public_weights or [weights])
     api = Api(
@@ -80,7 +82,7 @@ async def serve(
         judging=judging,
         operator=OperatorDesk(journal, roles),
         site=site,
-        status=Status(spec.name, journal, judging, workers, validators),
+        status=Status(spec.name, journal, judging, backlog, workers, validators),
         workers=workers,
         validators=validators,
         checker=RequestChecker(spec.name),

@@ -34,6 +34,7 @@ from verify.coordinator.state import IllegalTransition
 from verify.coordinator.status import Status
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
+from verify.ledger import NotNow
 from verify.request_auth import ENVELOPE, RequestChecker, SignedRequest, Unauthorised
 
 _log = logging.getLogger(__name__)
@@ -302,6 +303,8 @@ class Api:
             return _error(401, str(error))
         except Finished:
             return _error(410, "the run is finished")
+        except NotNow:
+            return _error(503, "nothing can be written just now; ask again")
         except (UserError, IllegalTransition) as error:
             if not self.failure.done():
                 self.failure.set_exception(error)

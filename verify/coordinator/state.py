@@ -29,6 +29,7 @@ from verify.coordinator.events import (
     QuarantineEnded,
     RolledBack,
     StepClosed,
+    SubmissionDeferred,
     SubmissionJudged,
     SubmissionReceived,
     VersionPublished,
@@ -37,6 +38,9 @@ from verify.coordinator.events import (
 )
 from verify.coordinator.reputation import Standing, prefill_share
 from verify.formats.lease import Lease
+
+LONGEST_DEFERRAL_S = 600.0
+"""A lease is extended by no more at once, beyond the time of the event."""
 
 
 class IllegalTransition(Exception):
@@ -139,6 +143,14 @@ class LeaseRecord:
     """Groups that may be trained on and have not been."""
     newcomer: bool = False
     """Whether nothing spoke for its worker when it was granted (`Standing.newcomer`)."""
+    deferred: str | None = None
+    """The submission that its holder was told to bring later."""
+    deferred_until: float = 0.0
+
+    @property
+    def expires(self) -> float:
+        """When it ends: the lease's own time, or until when it was deferred."""
+        return max(self.lease.expires, self.deferred_until)
 
     @property
     def outstanding(self) -> bool:
@@ -248,6 +260,8 @@ def apply(state: State, event: Event) -> State:
             return _release(state, event)
         case LeaseResumed():
             return _resume(state, event)
+        case SubmissionDeferred():
+            return _defer(state, event)
         case SubmissionReceived():
             record = _record(state, event.lease, "open")
             return _with_lease(
@@ -345,6 +359,18 @@ def _resume(state: State, event: LeaseResumed) -> State:
     _require(record.lease.step in state.steps, "a lease of a step that is closed")
     state = _with_leased(state, record, record.lease.groups)
     return _with_lease(state, replace(record, status="open"))
+
+
+def _defer(state: State, event: SubmissionDeferred) -> State:
+    record = _record(state, event.lease, "open")
+    own_time = event.at < record.lease.expires
+    _require(own_time or event.submission == record.deferred, "another submission is deferred")
+    _require(event.at < record.expires < event.until, "a deferral that extends no lease")
+    _require(event.until - event.at <= LONGEST_DEFERRAL_S, "a deferral without end")
+    _require(state.lag(record) <= state.policy.async_level, "a deferral beyond the lag")
+    return _with_lease(
+        state, replace(record, deferred=event.submission, deferred_until=event.until)
+    )
 
 
 def _with_leased(state: State, record: LeaseRecord, change: int) -> State:

@@ -7,10 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from verify.coordinator.activity import Activity, Peer
+from verify.coordinator.backlog import Backlog
 from verify.coordinator.filling import (
     leasable_groups,
     needed_groups,
@@ -18,6 +24,7 @@ from verify.coordinator.filling import (
     newcomer_room,
     waited_for,
 )
+from verify.coordinator.history import History
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.reputation import reputation
@@ -28,13 +35,19 @@ class Status:
     """Reads the coordinator's parts; changes none."""
 
     def __init__(
-        self, run: str, journal: Journal, judging: Judging, workers: Activity, validators: Activity
+        self,
+        run: str,
+        journal: Journal,
+        judging: Judging,
+        backlog: Backlog,
+        workers: Activity,
+        validators: Activity,
     ) -> None:
-        self._run, self._journal, self._judging = run, journal, judging
+        self._run, self._journal, self._judging, self._backlog = run, journal, judging, backlog
         self._workers, self._validators = workers, validators
         self._began = journal.clock()
         self._registry = CollectorRegistry()
-        self._registry.register(_Prometheus(self))
+        self._registry.register(_Prometheus(self, journal.history))
 
     def metrics(self) -> bytes:
         return generate_latest(self._registry)
@@ -65,6 +78,11 @@ class Status:
                 {"key": key, **_peer(peer, now)} for key, peer in self._validators.peers.items()
             ],
             "queue": {"to_judge": waiting, "claimed": len(self._judging.claims)},
+            "backlog": self._backlog.report(),
+            "latency": {
+                "verdict": self._journal.history.to_verdict.report(),
+                "manifest": self._journal.history.to_manifest.report(),
+            },
             "rejected_submissions": sum(w.standing.rejected for w in state.workers.values()),
             "recent_rejections": list(self._judging.recent_rejections),
         }
@@ -159,8 +177,8 @@ def _peer(peer: Peer | None, now: float) -> dict[str, Any]:
 class _Prometheus(Collector):
     """Gauges and counters made from the report at each scrape."""
 
-    def __init__(self, status: Status) -> None:
-        self._status = status
+    def __init__(self, status: Status, history: History) -> None:
+        self._status, self._history = status, history
 
     def collect(self) -> Iterator[Metric]:
         report = self._status.report()
@@ -177,6 +195,9 @@ class _Prometheus(Collector):
                 len(report["leases_of_dead_workers"]),
             ),
             "to_judge": ("Submissions without a verdict.", report["queue"]["to_judge"]),
+            "backlog_bytes": ("Of submissions without a verdict.", report["backlog"]["bytes"]),
+            "deferred": ("Submissions told to come again.", report["backlog"]["deferred"]),
+            "intake_open": ("1, or 0 where too much waits.", not report["backlog"]["withheld"]),
         }
         for name, (text, value) in gauges.items():
             if value is not None:
@@ -191,3 +212,14 @@ class _Prometheus(Collector):
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"coordinator_{name}", text, value=value)
+        for name, durations in (
+            ("verdict", self._history.to_verdict),
+            ("manifest", self._history.to_manifest),
+        ):
+            buckets, total = durations.histogram()
+            yield HistogramMetricFamily(
+                f"coordinator_{name}_latency_seconds",
+                f"From a submission to its {name}.",
+                buckets=buckets,
+                sum_value=total,
+            )

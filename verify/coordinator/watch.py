@@ -13,6 +13,7 @@ import aiohttp
 from runspec.common.latest import MAX_BYTES, Latest, open_latest
 from runspec.common.roles import Roles
 from runspec.common.signed import BadSignature
+from verify.ledger import NotNow
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 10
@@ -46,7 +47,9 @@ async def watch_latest(
             asked, known = time.monotonic(), newest()
             try:
                 latest = await _ask(session, url, run, roles, known)
-            except (aiohttp.ClientError, TimeoutError, BadSignature) as error:
+                if latest is not None:
+                    published(latest)
+            except (aiohttp.ClientError, TimeoutError, BadSignature, NotNow) as error:
                 trouble_since = trouble_since or asked
                 if time.monotonic() - reminded > _REMIND_EVERY_S:
                     reminded = time.monotonic()
@@ -60,8 +63,6 @@ async def watch_latest(
             if trouble_since:
                 _log.info("latest.json at %s can be read again", url)
             pause, trouble_since, reminded = _LEAST_PERIOD_S, 0.0, 0.0
-            if latest is not None:
-                published(latest)
             if latest is None or latest.version == known:
                 await asyncio.sleep(max(0.0, asked + _LEAST_PERIOD_S - time.monotonic()))
 

@@ -46,6 +46,7 @@ from runspec.spec.schema.operations import (
 )
 from runspec.spec.schema.run import VERSION, RunSpec
 from runspec.spec.schema.samplers import (
+    Backlog,
     Broadcast,
     Origin,
     Parallel,
@@ -61,6 +62,7 @@ __all__ = [
     "Advantage",
     "Algorithm",
     "Attention",
+    "Backlog",
     "Block",
     "Broadcast",
     "Budget",

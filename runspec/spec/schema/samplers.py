@@ -22,6 +22,7 @@ from runspec.spec.values import (
     ProcessesOrNone,
     Rate,
     Share,
+    Size,
     Tokens,
 )
 
@@ -174,6 +175,19 @@ class Thresholds(Block):
     """TOPLOC: median mantissa error."""
 
 
+class Backlog(Block):
+    """What may wait for a verdict before the coordinator takes no more in and leases no more."""
+
+    CHANGE = "rolling"
+
+    submissions: Annotated[Count, Unit("submissions")] = 4096
+    """Waiting for a verdict, or being uploaded."""
+    bytes: Size = 64.0 * 1024**3
+    """Of these."""
+    disk_reserve: Annotated[Size, SITE] = 1.0 * 1024**3
+    """Kept free on the coordinator's disk, for verdicts and the ledger."""
+
+
 class Verify(Block):
     """Checks of what workers send."""
 
@@ -202,6 +216,8 @@ class Verify(Block):
     """Time from a lease to its submission; after it the lease counts as withheld."""
     tokens_per_s: Annotated[Positive | None, Unit("tokens/s of a validator"), HOT, SITE] = None
     """Measured prefill rate, for the estimate; null: computed from the hardware."""
+    backlog: Backlog = Backlog()
+    """When workers are told to come again later."""
     thresholds: list[Thresholds] = []
     """Limits for precisions that were not calibrated here; merged by name."""
 

@@ -1,0 +1,291 @@
+"""More comes in than validators judge: workers wait, nothing is lost, the disk stays bounded."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from runspec.spec.schema import Backlog as Limits
+from runspec.spec.schema import RunSpec
+from tests.verify.coordinator.deployment import (
+    DEADLINE_S,
+    RUN,
+    Site,
+    submission,
+    tiny_spec,
+    verdict,
+)
+from tests.verify.coordinator.filled import POLICY, Filled, digest
+from tests.waiting import eventually
+from verify.audit.replay import audit
+from verify.client import CoordinatorClient, SubmissionRefused
+from verify.coordinator import backlog as backlog_module
+from verify.coordinator.backlog import Backlog
+from verify.coordinator.events import SubmissionDeferred, SubmissionReceived
+from verify.coordinator.intake import Refusal
+from verify.coordinator.journal import Journal
+from verify.coordinator.state import IllegalTransition, LeaseRecord, apply
+from verify.formats.lease import Lease, lease_digest, open_lease
+from verify.formats.submission import SubmissionEnvelope
+from verify.ledger import Ledger
+from verify.request_auth import ENVELOPE, sign_request
+
+
+def small(**limits: object) -> RunSpec:
+    """The tiny spec with a backlog of one submission."""
+    spec = tiny_spec(lease_timeout="2s")
+    backlog = Limits.model_validate({"submissions": 1, **limits})
+    return spec.model_copy(update={"verify": spec.verify.model_copy(update={"backlog": backlog})})
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setattr(backlog_module, "FIRST_RETRY_S", 1)
+    site = Site(tmp_path, small())
+    site.publish(0)
+    with site.origin():
+        yield site
+
+
+def granted(site: Site, client: CoordinatorClient) -> tuple[bytes, Lease]:
+    data = client.lease(DEADLINE_S)
+    assert data is not None
+    return data, open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
+
+
+def status(site: Site) -> dict[str, Any]:
+    return httpx.get(f"{site.url}/v1/status", trust_env=False).json()
+
+
+def test_what_is_too_much_waits_and_all_of_it_is_taken(site: Site):
+    with site.serving(), ThreadPoolExecutor(1) as threads:
+        (one, first), (two, second) = site.worker(), site.worker()
+        (data, lease), (late_data, late_lease) = granted(site, first), granted(site, second)
+        first.submit(*submission(data, lease, one))
+        envelope, table = submission(late_data, late_lease, two)
+
+        # given one submission that waits for its verdict, when the next comes, then it is deferred
+        submitting = threads.submit(second.submit, envelope, table)
+        eventually(lambda: status(site)["backlog"]["deferred"] == 1, "deferral")
+        assert "verify.backlog.submissions is 1" in status(site)["backlog"]["withheld"]
+        assert not submitting.done()
+        folder = site.run_dir / "rollouts" / "step_0"
+        assert len(list(folder.iterdir())) == 2  # the first, and its envelope
+
+        # and no lease is granted
+        _, third = site.worker()
+        assert third.lease(0.1) is None
+
+        # when the lease's own time is over, then it is not, but for that submission alone
+        eventually(lambda: time.time() > late_lease.expires, "the lease's own end")
+        other = submission(late_data, late_lease, two, note=1)
+        with pytest.raises(SubmissionRefused, match="expired for all but what was deferred"):
+            site.client(two).submit(*other)
+
+        # when a validator comes, then everything is taken, judged and trained
+        validator = site.client(site.validator)
+        for expected in (lease, late_lease):
+            item = validator.next_submission(DEADLINE_S)
+            assert item is not None
+            validator.verdict(*verdict(item.submission, expected, site.validator))
+        submitting.result(DEADLINE_S)
+        batch = site.batch(0)
+        assert len(batch.groups) == 4 and batch.complete
+        assert status(site)["backlog"] == {
+            "submissions": 0,
+            "bytes": 0,
+            "deferred": 0,
+            "withheld": None,
+        }
+        assert batch.stats["verdict_latency_p99"] >= batch.stats["verdict_latency_p50"] > 0.0
+        assert batch.stats["manifest_latency_p99"] >= batch.stats["verdict_latency_p99"]
+        before = status(site)["latency"]
+        assert before["verdict"]["run"]["count"] == before["manifest"]["recent"]["count"] == 2
+        metrics = httpx.get(f"{site.url}/metrics", trust_env=False).text
+        assert 'coordinator_verdict_latency_seconds_bucket{le="+Inf"} 2.0' in metrics
+        assert "coordinator_manifest_latency_seconds_sum" in metrics
+
+    # and a restart keeps the latencies
+    with site.serving():
+        assert status(site)["latency"] == before
+    with closing(Ledger(site.run_dir / "state.db")) as ledger:
+        events = list(ledger.events())
+    deferred = {e.lease for e in events if isinstance(e, SubmissionDeferred)}
+    assert deferred == {lease_digest(late_data)}
+    assert audit(site.run_dir, root_key=site.root.public_hex).findings == []
+
+
+def test_the_answer_comes_before_the_body_is_read(site: Site):
+    with site.serving():
+        (one, first), (two, second) = site.worker(), site.worker()
+        (data, lease), late = granted(site, first), granted(site, second)
+        first.submit(*submission(data, lease, one))
+        envelope, table = submission(*late, two)
+        headers = sign_request(two, run=RUN, method="POST", path="/v1/submissions", body=table)
+        headers |= {
+            ENVELOPE: base64.b64encode(envelope).decode(),
+            "Content-Length": str(len(table)),
+        }
+
+        with closing(http.client.HTTPConnection(site.url.removeprefix("http://"))) as connection:
+            connection.putrequest("POST", "/v1/submissions")
+            for name, value in headers.items():
+                connection.putheader(name, value)
+            connection.endheaders()  # and not a byte of the body
+            answer = connection.getresponse()
+
+            assert answer.status == 429
+            assert answer.headers["Retry-After"] == "1"
+            assert b"wait for a verdict" in answer.read()
+
+        # the same bytes again, of what was taken in already, are no more than that
+        first.submit(*submission(data, lease, one))
+
+
+# -- The bounds ----------------------------------------------------------------------------------
+
+
+class Desk:
+    """A journal with two open leases of one worker, and a backlog with a disk of its own."""
+
+    def __init__(self, folder: Path, **limits: object) -> None:
+        self.now, self.free = 1000.0, 10_000
+        run = Filled()
+        run.register("x")
+        run.publish(0)
+        run.lease("x"), run.lease("x", holding=list(run.state.leases))
+        self.journal = Journal(folder, POLICY, clock=lambda: self.now)
+        for event in run.events:
+            self.journal.record(event)
+        values = {"submissions": 10, "bytes": "1000B", "disk_reserve": "500B", **limits}
+        allowed = Limits.model_validate(values)
+        self.backlog = Backlog(self.journal, self.waiting, allowed, free_bytes=lambda _: self.free)
+
+    def waiting(self) -> list[LeaseRecord]:
+        return [r for r in self.journal.state.leases.values() if r.status == "submitted"]
+
+    def record(self, index: int) -> LeaseRecord:
+        return list(self.journal.state.leases.values())[index]
+
+    def submit(self, index: int, size: int) -> None:
+        lease = self.record(index).digest
+        self.journal.record(SubmissionReceived(self.now, lease, digest("s", lease), size))
+
+    def ask(self, index: int, size: int) -> Refusal | None:
+        record = self.record(index)
+        envelope = SubmissionEnvelope(
+            *("run", 0, record.lease.worker, index, record.digest, digest("s", record.digest), size)
+        )
+        try:
+            with self.backlog.admitted(record, envelope):
+                return None
+        except Refusal as refusal:
+            return refusal
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    desk = Desk(tmp_path)
+    yield desk
+    desk.journal.close()
+
+
+def test_bytes_that_wait_are_bounded(desk: Desk):
+    desk.submit(0, 600)
+
+    refusal = desk.ask(1, 401)
+
+    assert refusal is not None and (refusal.status, refusal.retry_after_s) == (429, 5)
+    assert "verify.backlog.bytes is 1000" in refusal.words
+    assert desk.ask(1, 400) is None
+
+
+def test_one_submission_larger_than_the_bound_is_taken_alone(desk: Desk):
+    assert desk.ask(0, 5000) is None
+
+
+def test_a_reserve_of_the_disk_is_kept(desk: Desk):
+    desk.free = 800
+
+    assert desk.ask(0, 300) is None
+    refusal = desk.ask(0, 301)
+    assert refusal is not None and "verify.backlog.disk_reserve is 500" in refusal.words
+    assert desk.backlog.full() is None
+    desk.free = 500
+    assert desk.backlog.full() is not None
+
+
+def test_what_is_being_uploaded_counts(desk: Desk):
+    record = desk.record(0)
+    envelope = SubmissionEnvelope(
+        *("run", 0, record.lease.worker, 0, record.digest, digest("s", record.digest), 700)
+    )
+    with desk.backlog.admitted(record, envelope):
+        assert desk.ask(1, 301) is not None
+        assert desk.ask(1, 300) is None
+    assert desk.ask(1, 1000) is None
+
+
+def test_when_to_come_again_follows_the_rate_of_verdicts(desk: Desk, monkeypatch: Any):
+    desk.submit(0, 1000)
+    monkeypatch.setattr(desk.journal.history, "verdicts_per_s", lambda now: 0.1)
+
+    first, second = desk.ask(1, 1), desk.ask(1, 1)
+    assert first is not None and first.retry_after_s == 10
+    assert second is not None and second.retry_after_s == 20  # one waits already: itself
+    monkeypatch.setattr(desk.journal.history, "verdicts_per_s", lambda now: 1e-6)
+    third = desk.ask(1, 1)
+    assert third is not None and third.retry_after_s == backlog_module.LONGEST_RETRY_S
+
+
+def test_a_lease_lasts_while_its_holder_is_told_to_wait_and_not_for_ever(desk: Desk):
+    desk.submit(0, 1000)
+    own_end = desk.record(1).lease.expires
+
+    # a deferral is recorded only where the lease needs it, and not at every question
+    rows, _ = desk.journal.ledger.head
+    for _ in range(5):
+        assert desk.ask(1, 1) is not None
+    assert desk.journal.ledger.head[0] == rows + 1
+    assert desk.record(1).expires > own_end
+
+    # it ends with fill.deadline after the lease's own time at the latest
+    while desk.now < desk.record(1).expires:
+        desk.now += 5.0
+        if desk.now < desk.record(1).expires:
+            assert desk.ask(1, 1) is not None
+    assert desk.record(1).expires == own_end + POLICY.deadline_s
+
+
+def test_a_deferral_is_for_one_submission_and_of_an_open_lease(desk: Desk):
+    desk.submit(0, 1000)
+    desk.ask(1, 1)
+    lease, past = desk.record(1).digest, desk.record(1).lease.expires + 1.0
+
+    for event in (
+        SubmissionDeferred(past, lease, digest("another"), past + 60.0),
+        SubmissionDeferred(past, lease, digest("s", lease), past + 6000.0),
+        SubmissionDeferred(past, lease, digest("s", lease), past - 1.0),
+        SubmissionDeferred(past, desk.record(0).digest, digest("s", lease), past + 60.0),
+    ):
+        with pytest.raises(IllegalTransition):
+            apply(desk.journal.state, event)
+    apply(desk.journal.state, SubmissionDeferred(past, lease, digest("s", lease), past + 90.0))
+
+
+def test_a_worker_that_was_never_there_is_not_waited_for(desk: Desk):
+    desk.submit(0, 1000)
+    assert desk.ask(1, 1) is not None
+    desk.now += 10.0
+    assert desk.backlog.report()["deferred"] == 1
+    desk.now += 60.0
+    assert desk.backlog.report()["deferred"] == 0
