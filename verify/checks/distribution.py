@@ -27,6 +27,7 @@ from verify.checks.base import Subject, at_most
 from verify.choices import HEADS, POWERS, Choices
 from verify.formats.verdict import CheckResult
 from verify.recompute import Recomputed
+from verify.thresholds import Limits
 
 ALPHA = 1e-6
 """Honest submissions rejected by the chosen tokens, at most; half by rows, half as a whole."""
@@ -126,10 +127,13 @@ class KeptTokensCheck:
     name = "kept_tokens"
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        limits = subject.limits
+        rows = [choices_of(found).outside for _, found in subject.prefilled]
+        return self.judged(rows, subject.limits)
+
+    def judged(self, rows: Sequence[np.ndarray], limits: Limits) -> list[CheckResult]:
+        """A result for each rollout's `Choices.outside`."""
         results = []
-        for _, found in subject.prefilled:
-            outside = choices_of(found).outside
+        for outside in rows:
             allowed = int(limits.gap_share * len(outside))
             worst = int(np.argmax(outside))
             result = at_most(
