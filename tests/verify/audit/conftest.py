@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.verify.audit.tampering import Copy
-from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, tiny_spec, verdict
-from verify.formats.lease import open_lease
+from tests.verify.audit.tampering import Copy, work
+from tests.verify.coordinator.deployment import Site, tiny_spec
 
 
 @pytest.fixture(scope="session")
@@ -16,28 +15,17 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site = Site(tmp_path_factory.mktemp("audited"), tiny_spec(steps=4))
     site.publish(0)
     with site.origin(), site.serving():
-        key, worker = site.worker()
+        worker = site.worker()
         site.worker("far")
-        validator = site.client(site.validator)
-
-        def work(**findings: object) -> None:
-            data = worker.lease(DEADLINE_S)
-            assert data is not None
-            lease = open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
-            worker.submit(*submission(data, lease, key))
-            if findings.get("judged", True):
-                item = validator.next_submission(DEADLINE_S)
-                assert item is not None
-                validator.verdict(*verdict(item.submission, lease, site.validator, **findings))  # type: ignore[arg-type]
-
-        work(accepted=False)
-        work(task_rewards=(1.0, 1.0))
+        work(site, worker, accepted=False)
+        work(site, worker, task_rewards=(1.0, 1.0))
         for step in range(2):
-            work(), work()
+            work(site, worker)
+            work(site, worker)
             site.batch(step)
             site.publish(step + 1)
-        work()
-        work(judged=False)
+        work(site, worker)
+        work(site, worker, judged=False)
     yield site
 
 

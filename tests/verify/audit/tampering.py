@@ -11,10 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from runspec.common.hashing import hash_parts
-from tests.verify.coordinator.deployment import Site
+from runspec.common.keys import SigningKey
+from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, verdict
 from verify.audit.findings import Report
 from verify.audit.replay import audit
+from verify.client import CoordinatorClient
+from verify.formats.lease import open_lease
 from verify.ledger import FIRST_CHAIN
+
+
+def work(
+    site: Site,
+    worker: tuple[SigningKey, CoordinatorClient],
+    *,
+    judged: bool = True,
+    **findings: object,
+) -> None:
+    """A lease taken, answered and judged, by a run that is served."""
+    key, client = worker
+    data = client.lease(DEADLINE_S)
+    assert data is not None
+    lease = open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
+    client.submit(*submission(data, lease, key))
+    if judged:
+        validator = site.client(site.validator)
+        item = validator.next_submission(DEADLINE_S)
+        assert item is not None
+        validator.verdict(*verdict(item.submission, lease, site.validator, **findings))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

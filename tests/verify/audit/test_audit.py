@@ -6,6 +6,7 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 
 from runspec.common.errors import UserError
 from runspec.common.keys import SigningKey
-from tests.verify.audit.tampering import Copy
-from tests.verify.coordinator.deployment import Site, verdict
+from tests.verify.audit.tampering import Copy, work
+from tests.verify.coordinator.deployment import Site, tiny_spec, verdict
 from verify.__main__ import main
 from verify.audit.findings import Credit
 from verify.audit.replay import audit
@@ -269,6 +270,29 @@ def test_a_rollback_that_kept_the_keys_is_found(run: Copy):
 
     # a rollback makes keys anew: nothing before it is signed by those of today's roles.json
     assert {"lease signature", "batch signature", "validator", "roles"} <= whats(run)
+
+
+def test_a_run_that_was_rolled_back_and_went_on_is_clean(run: Copy, tmp_path: Path):
+    site = Site(tmp_path / "again", tiny_spec(steps=4))  # new keys, as a rollback makes them
+    shutil.copytree(
+        run.run_dir, site.run_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("keys", "*t")
+    )
+    shutil.rmtree(site.run_dir / "rollouts" / "step_1")
+    with closing(Ledger(site.run_dir / "state.db")) as ledger:
+        ledger.append([RolledBack(2e9, 1)])
+    site.publish(1)
+    with site.origin(), site.serving():
+        worker = site.worker()
+        work(site, worker)
+        work(site, worker)
+        site.batch(1)
+
+    report = audit(site.run_dir, root_key=site.root.public_hex)
+
+    assert report.findings == []
+    assert report.steps_closed == 2
+    assert "a rollback removed them" in " ".join(report.notes)
+    assert list(report.credits.values()) == [Credit(8, 40)]
 
 
 # -- The command ---------------------------------------------------------------------------------

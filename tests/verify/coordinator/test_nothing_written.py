@@ -1,0 +1,153 @@
+"""A full disk, a locked database: state and files stay as they were, and all goes on after it."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
+from runspec.common.keys import SigningKey
+from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, verdict
+from tests.verify.coordinator.filled import POLICY, Filled
+from tests.verify.coordinator.test_server import post
+from tests.waiting import eventually
+from verify import ledger as ledger_module
+from verify.audit.replay import audit
+from verify.coordinator import closing as closing_module
+from verify.coordinator.activity import Activity
+from verify.coordinator.closing import Closing
+from verify.coordinator.events import CoordinatorStarted, StepClosed
+from verify.coordinator.journal import PATIENCE_S, Journal
+from verify.coordinator.state import Policy
+from verify.formats.lease import open_lease
+from verify.ledger import NotNow
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "_BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(closing_module, "_AGAIN_S", 0.01)
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Somebody else writes to the database, for long."""
+    with closing(sqlite3.connect(run_dir / "state.db", isolation_level=None)) as database:
+        database.execute("BEGIN IMMEDIATE")
+        yield
+        database.execute("ROLLBACK")
+
+
+def test_an_event_that_cannot_be_written_did_not_happen(tmp_path: Path):
+    now = [1000.0]
+    with closing_journal(tmp_path, now) as journal:
+        state, head = journal.state, journal.ledger.head
+        with locked(tmp_path):
+            with pytest.raises(NotNow, match="locked"):
+                journal.record(CoordinatorStarted(1001.0))
+            assert (journal.state, journal.ledger.head) == (state, head)
+
+            # and for ever is too long
+            now[0] += PATIENCE_S + 1.0
+            with pytest.raises(UserError) as raised:
+                journal.record(CoordinatorStarted(1001.0))
+            assert not isinstance(raised.value, NotNow)
+
+        journal.record(CoordinatorStarted(1002.0))
+        assert len(list(journal.ledger.events())) == head[0] + 1
+
+
+@contextmanager
+def closing_journal(folder: Path, now: list[float], policy: Policy = POLICY) -> Iterator[Journal]:
+    journal = Journal(folder, policy, clock=lambda: now[0])
+    try:
+        yield journal
+    finally:
+        journal.close()
+
+
+async def test_a_step_closes_once_it_can_be_written(tmp_path: Path):
+    run = Filled()
+    run.register("x")
+    run.publish(0)
+    run.work("x"), run.work("x")  # a full step, not closed yet
+    now = [run.now]
+    with closing_journal(tmp_path, now) as journal:
+        for event in run.events:
+            journal.record(event)
+        (tmp_path / "rollouts").write_bytes(b"")  # no folder can be made here
+        desk = Closing(journal, "run", SigningKey.generate(), Activity())
+        with locked(tmp_path):
+            keeping = asyncio.create_task(desk.keep_time())
+            await asyncio.sleep(0.05)
+            assert journal.state.next_close == 0 and not keeping.done()
+        while journal.state.next_close == 0:
+            await asyncio.sleep(0.01)
+        assert not keeping.done()
+
+        # given that the ledger has it and the file cannot be written, when it can, then it is
+        (tmp_path / "rollouts").unlink()
+        while not journal.batch_path(0).exists():
+            await asyncio.sleep(0.01)
+        (closed,) = (e for e in journal.ledger.events() if isinstance(e, StepClosed))
+        assert journal.batch_path(0).read_bytes() == closed.document.encode()
+        journal.stop()
+        await keeping
+
+
+def limit(process: subprocess.Popen[str], size: int) -> None:
+    """The largest file that a process may write from now on."""
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("room", ["none", "for the file and not for its row"])
+def test_a_full_disk_leaves_nothing_behind_and_ends_nothing(site: Site, free_port: int, room: str):
+    process = site.process(free_port)
+    try:
+        key, worker = site.worker()
+        data = worker.lease(DEADLINE_S)
+        assert data is not None
+        lease = open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
+        envelope, table = submission(data, lease, key)
+        log = site.run_dir / "state.db-wal"
+        assert log.stat().st_size > 2 * len(table)
+
+        limit(process, 100 if room == "none" else log.stat().st_size)
+        answer = post(site, key, "/v1/submissions", table, envelope=envelope)
+        assert answer.status_code == (507 if room == "none" else 503), answer.text
+        folder = site.run_dir / "rollouts" / "step_0"
+        assert list(folder.iterdir()) == []
+        assert httpx.get(f"{site.url}/healthz", trust_env=False).status_code == 200
+
+        limit(process, resource.RLIM_INFINITY)
+        worker.submit(envelope, table)
+        assert len(list(folder.iterdir())) == 2
+
+        # the same for its verdict
+        validator = site.client(site.validator)
+        assert validator.next_submission(DEADLINE_S) is not None
+        judged, findings = verdict(digest_bytes(table), lease, site.validator)
+        limit(process, 100 if room == "none" else log.stat().st_size)
+        answer = post(site, site.validator, "/v1/verdicts", findings, envelope=judged)
+        assert answer.status_code == (507 if room == "none" else 503), answer.text
+        assert len(list(folder.iterdir())) == 2
+        limit(process, resource.RLIM_INFINITY)
+        validator.verdict(judged, findings)
+        eventually(lambda: len(list(folder.iterdir())) == 4, "the verdict's files")
+        assert process.poll() is None
+    finally:
+        process.terminate()
+        process.communicate(timeout=DEADLINE_S)
+
+    report = audit(site.run_dir, root_key=site.root.public_hex)
+    assert report.findings == []
+    assert report.files_read == 4
