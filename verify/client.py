@@ -20,6 +20,7 @@ import httpx
 from runspec.common.canonical import MalformedJson, canonical_json, parse_object
 from runspec.common.errors import UserError
 from runspec.common.hashing import digest_bytes
+from runspec.common.invite import use_invite
 from runspec.common.keys import SigningKey
 from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.common.roles import Roles, open_roles
@@ -128,14 +129,23 @@ class CoordinatorClient:
             self._spec = spec
         return self._spec
 
-    def register(self, pool: str, info: Mapping[str, Any]) -> None:
+    def register(self, pool: str, info: Mapping[str, Any], *, invite: str | None = None) -> None:
         """Makes the key known as a worker of a pool of the spec; doing it again is harmless.
 
         Args:
             pool: name of the pool.
             info: a few scalars about the worker (software versions, hardware) for people.
+            invite: text of an invite, where the run takes only who has one; once is enough.
         """
-        self._post("/v1/workers", {"pool": pool, "info": dict(info)})
+        body: dict[str, Any] = {"pool": pool, "info": dict(info)}
+        if invite is not None:
+            try:
+                body["invite"] = use_invite(invite, self._key.public_hex)
+            except BadSignature as error:
+                raise UserError(
+                    str(error), place="invite", remedy="copy the whole link that you were sent"
+                ) from error
+        self._post("/v1/workers", body)
 
     def lease(self, wait_s: float) -> bytes | None:
         """A signed lease (checked), or None when there was no work within `wait_s` seconds.

@@ -75,6 +75,8 @@ def _join(options: JoinOptions) -> int:
         if options.check:
             say(f"this machine can serve pool {pool}")
             return 0
+        if link.invite is not None:  # the worker that is started needs none after this
+            client.register(pool, {}, invite=link.invite)
         folder.mkdir(parents=True, exist_ok=True)
         with hold(folder):
             data = fetch_data(client, site, folder / "data")

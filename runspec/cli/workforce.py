@@ -18,6 +18,24 @@ _RUNS = Path("runs")
 
 
 @app.command(rich_help_panel=_PANEL)
+def invite(
+    run: _Run,
+    pool: Annotated[
+        str | None, typer.Option("--pool", help="For one pool only.", show_default="any")
+    ] = None,
+    uses: Annotated[
+        int, typer.Option("--uses", min=1, max=1_000_000, help="Keys that may come with it.")
+    ] = 1,
+    expires: Annotated[str, typer.Option("--expires", help="For how long, like 12h or 7d.")] = "7d",
+    runs_dir: _RunsDir = _RUNS,
+) -> None:
+    """Prints a join link by which so many keys may register."""
+    from runspec.cli.invite import invite_command
+
+    raise typer.Exit(invite_command(run, pool, uses, expires, runs_dir))
+
+
+@app.command(rich_help_panel=_PANEL)
 def workers(
     run: _Run,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,

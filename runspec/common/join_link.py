@@ -1,6 +1,6 @@
 """What a volunteer is sent: one link that says where the coordinator is and whom to believe.
 
-    http://HOST:PORT/#run=NAME&root=HEX
+    http://HOST:PORT/#run=NAME&root=HEX[&invite=TEXT]
 
 The part behind # never travels to a server. Whoever trusts the sender of the link trusts its root
 key; everything else that a run says is signed by keys which that root names.
@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, quote, urlsplit
 from runspec.common.errors import UserError
 from runspec.common.hashing import is_digest
 
-_LONGEST = 2000
+_LONGEST = 3000
 _FORM = "http://HOST:PORT/#run=NAME&root=HEX"
 
 
@@ -27,11 +27,14 @@ class JoinLink:
     run: str | None = None
     root: str | None = None
     """The root's public key."""
+    invite: str | None = None
+    """An invitation (`runspec.common.invite`), where the run takes only who has one."""
 
     def __str__(self) -> str:
         if self.run is None or self.root is None:
             return self.coordinator
-        return f"{self.coordinator}/#run={quote(self.run, safe='')}&root={self.root}"
+        invite = f"&invite={quote(self.invite, safe='')}" if self.invite else ""
+        return f"{self.coordinator}/#run={quote(self.run, safe='')}&root={self.root}{invite}"
 
 
 def parse_join_link(text: str) -> JoinLink:
@@ -52,13 +55,13 @@ def parse_join_link(text: str) -> JoinLink:
     if parts.query or parts.username or parts.password:
         raise _no_link(f"{text[:200]!r} with a user or a query")
     said = dict(parse_qsl(parts.fragment))
-    if unknown := set(said) - {"run", "root"}:
+    if unknown := set(said) - {"run", "root", "invite"}:
         raise _no_link(f"{text[:200]!r} with {', '.join(sorted(unknown))[:80]}")
     root = said.get("root")
     if root is not None and not is_digest(root):
         raise _no_link(f"the root key {root[:80]!r}, which is not 64 hex characters")
     url = f"{parts.scheme}://{parts.netloc}{parts.path}"
-    return JoinLink(url.rstrip("/"), said.get("run"), root)
+    return JoinLink(url.rstrip("/"), said.get("run"), root, said.get("invite"))
 
 
 def reachable(url: str, link: JoinLink) -> str:

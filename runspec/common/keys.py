@@ -30,6 +30,16 @@ class SigningKey:
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
+    def from_secret(cls, secret_hex: str) -> SigningKey:
+        """The key of a secret, 64 hex characters."""
+        return cls(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(secret_hex)))
+
+    @property
+    def secret_hex(self) -> str:
+        """The private half, 64 hex characters."""
+        return self._private.private_bytes_raw().hex()
+
+    @classmethod
     def load(cls, path: Path) -> SigningKey:
         """Reads an unencrypted PKCS#8 PEM file."""
         try:

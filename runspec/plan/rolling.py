@@ -16,6 +16,7 @@ READERS: dict[str, tuple[Readers, ...]] = {
     "broadcast.format": ("publisher",),
     "broadcast.anchor_every": ("publisher",),
     "verify.engine": ("coordinator", "validators"),
+    "verify.admission": ("coordinator",),
     "verify.prefill_share": ("coordinator", "validators"),
     "verify.prefill_floor": ("coordinator", "validators"),
     "verify.newcomer_share": ("coordinator",),

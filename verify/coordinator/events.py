@@ -26,6 +26,8 @@ class WorkerRegistered:
     worker: str
     """Public key."""
     pool: str
+    invite: str | None = None
+    """Public key of the invite by which it came."""
 
 
 @dataclass(frozen=True)

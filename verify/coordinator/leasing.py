@@ -11,6 +11,7 @@ from runspec.common.keys import SigningKey
 from runspec.common.roles import Roles
 from runspec.spec.schema import RunSpec
 from verify.coordinator import filling
+from verify.coordinator.admission import Admission
 from verify.coordinator.backlog import Backlog
 from verify.coordinator.events import (
     LeaseGranted,
@@ -39,19 +40,36 @@ class Leasing:
         spec: the run's resolved spec.
         key: signs the leases.
         roles: whose keys cannot be workers'.
+        admission: who may register.
         backlog: says whether there is room for more.
     """
 
     def __init__(
-        self, journal: Journal, spec: RunSpec, key: SigningKey, roles: Roles, backlog: Backlog
+        self,
+        journal: Journal,
+        spec: RunSpec,
+        key: SigningKey,
+        roles: Roles,
+        admission: Admission,
+        backlog: Backlog,
     ) -> None:
         self._journal, self._spec, self._key, self._backlog = journal, spec, key, backlog
+        self._admission = admission
         self._staff = roles.publisher | roles.coordinator | roles.validator
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._uploading: set[str] = set()
 
-    def register(self, key: str, pool: str) -> None:
-        """Makes a key a worker of a pool; doing it again changes nothing."""
+    def register(self, key: str, pool: str, invite: object = None) -> None:
+        """Makes a key a worker of a pool; doing it again changes nothing, and needs no invite.
+
+        Args:
+            key: the worker's.
+            pool: of the spec.
+            invite: what the worker sent with it, unchecked.
+
+        Raises:
+            Refusal: no such pool, a key with a role, another pool's, or not invited.
+        """
         if pool not in self._pools:
             raise Refusal(404, f"the run has no pool {pool!r}; it has {', '.join(self._pools)}")
         if key in self._staff:
@@ -60,7 +78,9 @@ class Leasing:
         if known is not None and known.pool != pool:
             raise Refusal(409, f"this key is a worker of pool {known.pool!r}")
         if known is None:
-            self._journal.record(WorkerRegistered(self._journal.clock(), key, pool))
+            now = self._journal.clock()
+            by = self._admission.admit(self._journal.state, key, pool, invite, now)
+            self._journal.record(WorkerRegistered(now, key, pool, by))
             _log.info("worker %s of pool %s registered", key[:16], pool)
 
     async def lease(self, key: str, holding: Collection[str], wait_s: float) -> bytes | None:

@@ -21,6 +21,7 @@ from runspec.common.signed import BadSignature
 from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import RunSpec
 from verify.coordinator.activity import Activity
+from verify.coordinator.admission import Admission, own_workers
 from verify.coordinator.backlog import Backlog
 from verify.coordinator.claims import CLAIM_TIMEOUT_S
 from verify.coordinator.closing import Closing
@@ -71,9 +72,10 @@ async def serve(
     roles_document, roles = _read_roles(run_dir, spec, key, root_public_key)
     journal = Journal(run_dir, Policy.of(spec))
     workers, validators = Activity(), Activity()
+    admission = Admission(spec, roles, own_workers(run_dir, spec))
     judging = Judging(journal, spec.name, claim_timeout_s=claim_timeout_s)
     backlog = Backlog(journal, judging.submitted, spec.verify.backlog)
-    leasing = Leasing(journal, spec, key, roles, backlog)
+    leasing = Leasing(journal, spec, key, roles, admission, backlog)
     closing = Closing(journal, spec.name, key, workers)
     site = SiteDesk(spec, key, public_weights or [weights])
     api = Api(

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -142,14 +143,14 @@ class Api:
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
         caller = self._caller(request, "registration")
-        body = await _json(request, caller, {"pool", "info"})
+        body = await _json(request, caller, {"pool", "info"}, {"invite"})
         if not isinstance(body["pool"], str) or not isinstance(body["info"], dict):
             raise Refusal(400, "pool must be a name and info a map")
         try:
             info = scalars(body["info"])
         except ValueError as error:
             raise Refusal(400, f"info: {error}") from error
-        self._leasing.register(caller.key, body["pool"])
+        self._leasing.register(caller.key, body["pool"], body.get("invite"))
         self._workers.registered(caller.key, info, self._journal.clock())
         return web.json_response({})
 
@@ -318,8 +319,13 @@ def _error(status: int, words: str, retry_after_s: float | None = None) -> web.R
     return web.json_response({"error": words}, status=status, headers=headers)
 
 
-async def _json(request: web.Request, caller: SignedRequest, fields: set[str]) -> dict[str, Any]:
-    """The body of a request, with exactly these fields."""
+async def _json(
+    request: web.Request,
+    caller: SignedRequest,
+    fields: set[str],
+    optional: AbstractSet[str] = frozenset(),
+) -> dict[str, Any]:
+    """The body of a request, with exactly these fields but for the optional ones."""
     data = bytearray()
     async for chunk in request.content.iter_chunked(MAX_BODY_BYTES):
         data += chunk
@@ -331,7 +337,7 @@ async def _json(request: web.Request, caller: SignedRequest, fields: set[str]) -
         body = parse_object(bytes(data), max_bytes=MAX_BODY_BYTES)
     except MalformedJson as error:
         raise Refusal(400, str(error)) from error
-    if set(body) != fields:
+    if set(body) - optional != fields:
         raise Refusal(400, f"fields {sorted(body)} instead of {sorted(fields)}")
     return body
 

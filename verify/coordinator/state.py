@@ -177,6 +177,8 @@ class State:
     workers: Mapping[str, Worker] = field(default_factory=dict)
     bans: Mapping[str, str] = field(default_factory=dict)
     """Why a key is banned, whether it is a worker's yet or not."""
+    invited: Mapping[str, int] = field(default_factory=dict)
+    """How many keys were registered with an invite, by its public key."""
     steps: Mapping[int, OpenStep] = field(default_factory=dict)
     """The open ones, in order."""
     leases: Mapping[str, LeaseRecord] = field(default_factory=dict)
@@ -233,6 +235,9 @@ def apply(state: State, event: Event) -> State:
         case WorkerRegistered():
             _require(event.worker not in state.workers, "a key is registered twice")
             worker = Worker(len(state.workers), event.pool)
+            if event.invite is not None:
+                uses = state.invited.get(event.invite, 0) + 1
+                state = replace(state, invited={**state.invited, event.invite: uses})
             return replace(state, workers={**state.workers, event.worker: worker})
         case WorkerQuarantined():
             worker = _known(state, event.worker)
@@ -274,7 +279,7 @@ def apply(state: State, event: Event) -> State:
         case RolledBack():
             _require(0 <= event.version <= state.next_close, "a rollback to what was not trained")
             back = State(state.policy, next_step=event.version, next_close=event.version)
-            return replace(back, progress=event.at, bans=state.bans)
+            return replace(back, progress=event.at, bans=state.bans, invited=state.invited)
 
 
 def _ban(state: State, event: KeyBanned) -> State:

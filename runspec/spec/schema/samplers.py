@@ -199,6 +199,9 @@ class Verify(Block):
     """Accelerators of one validator; null: those of the machine it is on."""
     engine: Annotated[str, SITE] = "jax"
     """Prefill engine: an entry point of the group `runspec.prefill`."""
+    admission: Literal["open", "invite"] = "open"
+    """Whose keys may work: everybody's, or those that come with an invite (`runspec invite`). The
+    keys of the run's own workers, in its directory, need none."""
     prefill_share: Share = 1.0
     """Share of a new worker's submissions whose log-probs, noise and proofs are recomputed."""
     prefill_floor: Share | None = None
