@@ -19,6 +19,7 @@ from benchmarks.null.forgeries import (
     ordered,
     selected,
 )
+from tests.verify.small_model import HIDDEN, VOCAB, SmallModel, bf16_bits
 from verify.checks.prefill import judge_proofs, nearest_to_failing
 from verify.formats.verdict import CheckResult
 from verify.thresholds import BFLOAT16, FLOAT32, Limits
@@ -35,6 +36,7 @@ from verify.toploc.field import PRIME
 from verify.toploc.null import bits_against_guessing
 
 WIDTH, CHUNKS, KNOWN = 128, 200, 300
+MODEL = SmallModel.random(seed=3)
 
 
 def states(count: int, seed: int, *, rows: int = 32, outliers: int = 6) -> np.ndarray:
@@ -62,6 +64,19 @@ def forgeries(library: Library) -> dict[str, bytes]:
         "token table": TokenTable(library).proof(library.tokens[0]),
         "replay": build_proofs(library.hidden[0])[0],
     }
+
+
+def model_chunks(model: SmallModel, count: int, seed: int) -> Library:
+    """The small model's final hidden states over random tokens, [count, 32, 64]."""
+    tokens = np.random.default_rng(seed).integers(1, VOCAB, (count, 34)).astype(np.int32)
+    hidden = []
+    state = np.stack([model.read(row[:2].tolist()) for row in tokens])
+    for column in tokens[:, 2:].T:
+        moved = np.tanh(model.embed[column] + state @ model.mix).astype(model.dtype)
+        state = moved.astype(np.float32)
+        norm = np.sqrt(np.mean(state**2, axis=1, keepdims=True))
+        hidden.append((state / norm).astype(model.dtype).astype(np.float32))
+    return Library(bf16_bits(np.stack(hidden, axis=1)), tokens)
 
 
 def judge(found: list[ChunkStatistics], limits: Limits) -> CheckResult:
@@ -111,6 +126,30 @@ def test_honest_proofs_of_such_activations_pass_and_are_worth_something() -> Non
         assert verdict.passed and "too predictable" not in verdict.reason
 
 
+def test_a_models_states_cannot_be_forged_and_those_of_a_bf16_engine_pass() -> None:
+    # given a real model, whose next state follows from the last token to a large part
+    known, real = model_chunks(MODEL, 400, seed=1), model_chunks(MODEL, 150, seed=2)
+    found, table = selected(known.hidden), TokenTable(known)
+
+    # when forgers use what they know of it, and of the tokens
+    made = [
+        *(constant(found, 64), channels(found, HIDDEN, 64), channels(found, HIDDEN, 8)),
+        *(cells(found, 64), cells(found, 8)),
+    ]
+    passed = [v.passed for proof in made for v in verdicts(real.hidden, proof, BFLOAT16)]
+    by_table = [
+        judge(statistics(hidden[None], table.proof(tokens)), BFLOAT16).passed
+        for hidden, tokens in zip(real.hidden, real.tokens, strict=True)
+    ]
+
+    # then none passes, and an honest engine that rounds to bf16 does
+    assert not any(passed) and not any(by_table)
+    rounded = model_chunks(MODEL.in_bfloat16(), 150, seed=2).hidden
+    for true, [proof] in zip(real.hidden, build_proofs_batch(list(rounded)), strict=True):
+        verdict = judge(verify_proofs(true, [proof]), BFLOAT16)
+        assert verdict.passed and "too predictable" not in verdict.reason
+
+
 # --- each rule alone ----------------------------------------------------------------------------
 
 
@@ -154,7 +193,7 @@ def test_a_short_chunk_passes_and_the_verdict_says_what_it_is_worth(rows: int) -
     hidden = states(1, seed=4, rows=rows, outliers=0)[0]
     verdict = judge(verify_proofs(hidden, build_proofs(hidden)), BFLOAT16)
     assert verdict.passed
-    assert ("too short or too predictable" in verdict.reason) == (rows < 8)
+    assert ("too short or too predictable" in verdict.reason) == (rows < 4)
 
 
 def test_every_chunk_that_can_tell_is_judged_by_itself() -> None:

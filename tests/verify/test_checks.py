@@ -72,6 +72,20 @@ def test_an_honest_bf16_sampler_passes_the_bf16_limits(tmp_path: Path) -> None:
     assert max(row.logprob_diff or 0 for row in verdict.rows) > 1e-3  # the precisions do differ
 
 
+def test_a_verdict_says_where_proofs_are_too_short_to_tell_from_a_guess(bench: Bench) -> None:
+    rollouts = bench.honest()
+    short = [len(rollout.output_tokens) < 3 for rollout in rollouts]
+    assert any(short)
+
+    verdict = bench.verdict(rollouts)
+
+    found = [next(c for c in row.checks if c.name == "toploc") for row in verdict.rows]
+    said = ["too short or too predictable" in each.reason for each in found]
+    assert all(each.passed for each in found)
+    assert all(told for told, is_short in zip(said, short, strict=True) if is_short)
+    assert not all(said)
+
+
 def test_an_unseeded_pool_is_checked_without_the_seeded_choice(tmp_path: Path) -> None:
     bench = Bench(tmp_path, trust="trusted", sampling={"temperature": 0.8, "seeded": False})
     verdict = bench.verdict(bench.honest())
@@ -116,6 +130,7 @@ def test_thresholds_of_the_pools_precision_take_the_place_of_calibrated_limits()
         name: value for name, value in FP8.items() if name != "name"
     }
     assert limits.constant_ratio == BFLOAT16.constant_ratio
+    assert limits.miss_share == FP8["mismatch_share"]
     assert limits_for("bfloat16", "bfloat16", thresholds) == BFLOAT16  # of another precision
 
 

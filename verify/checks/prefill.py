@@ -168,8 +168,6 @@ def _measures(chunk: ChunkStatistics, limits: Limits) -> list[tuple[str, float, 
     selective = chunk.elements >= 2 * chunk.k
     mean = ("mean mantissa error", chunk.mantissa_error_mean, limits.mantissa_mean)
     return [
-        ("distance below the honest modulus", chunk.modulus_gap, MODULUS_SLACK),
-        ("missing leading terms", chunk.missing_terms, TERMS_SLACK),
         ("exponent or sign mismatches", mismatches, limits.mismatch_share * chunk.k),
         *([mean] if selective else []),
         ("median mantissa error", chunk.mantissa_error_median, limits.mantissa_median),
@@ -178,6 +176,8 @@ def _measures(chunk: ChunkStatistics, limits: Limits) -> list[tuple[str, float, 
             chunk.error_median,
             limits.constant_ratio * chunk.constant_error,
         ),
+        ("distance below the honest modulus", chunk.modulus_gap, MODULUS_SLACK),
+        ("missing leading terms", chunk.missing_terms, TERMS_SLACK),
     ]
 
 

@@ -1,0 +1,178 @@
+"""Qwen2 models of several sizes, trained for a minute on real text, and their hidden states.
+
+The text is the source of Python's standard library, a token a byte: there on every machine, and
+far from random. Final hidden states come in float32 or bfloat16 arithmetic, rounded to bf16.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from bridge.config import ModelConfig, hf_config, parse_config
+from learner_jax.execution import Execution
+from learner_jax.leaves import save_weights
+from learner_jax.logprobs import token_logprobs
+from learner_jax.model import final_hidden, head_weight, init_params
+from learner_jax.optimizer import Moments, adamw, global_norm
+from runspec.spec.schema import Optimizer
+from verify.toploc import CHUNK_ROWS
+
+SEQUENCE = 256
+PROMPT = CHUNK_ROWS  # tokens of a sequence that are no output
+CHUNKS_A_SEQUENCE = (SEQUENCE - PROMPT) // CHUNK_ROWS
+_TRAINING_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model to train."""
+
+    hidden: int
+    layers: int
+    updates: int
+    sequences: int
+    """Of a batch, 256 bytes each."""
+    lr: float
+
+    @property
+    def config(self) -> ModelConfig:
+        fields = {
+            "model_type": "qwen2",
+            "vocab_size": 256,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.hidden * 8 // 3 // 16 * 16,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.hidden // 32,
+            "num_key_value_heads": max(1, self.hidden // 64),
+            "head_dim": 32,
+            "max_position_embeddings": 2 * SEQUENCE,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "sliding_window": None,
+        }
+        return parse_config(fields, place="benchmarks.null")
+
+
+def read_text() -> np.ndarray:
+    """u8: the sources one after another, in order of their names."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [p for p in sorted(root.rglob("*.py")) if "site-packages" not in p.parts]
+    return np.frombuffer(b"\n".join(path.read_bytes() for path in paths), np.uint8)
+
+
+def held_out(text: np.ndarray, count: int) -> np.ndarray:
+    """i32 [count, 256]: windows that do not overlap, of the part that nothing trains on."""
+    kept = text[int(_TRAINING_SHARE * len(text)) :]
+    starts = np.linspace(0, len(kept) - SEQUENCE, count).astype(int)
+    if count > 1 and np.diff(starts).min() < SEQUENCE:
+        raise ValueError(f"the text is too short for {count} windows")
+    return np.stack([kept[s : s + SEQUENCE] for s in starts]).astype(np.int32)
+
+
+def train(size: Size, text: np.ndarray, seed: int = 0) -> tuple[Any, Any, float]:
+    """Parameters, those of 0.9 of the updates (an older checkpoint), and the last loss, nats."""
+    config = size.config
+    optimizer = Optimizer(lr=size.lr, betas=(0.9, 0.98), clip_norm=1.0, warmup_updates=10)
+    part = text[: int(_TRAINING_SHARE * len(text))]
+    rng = np.random.default_rng(seed)
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        hidden = _forward(params, config, tokens, jnp.float32)
+        targets = jnp.concatenate([tokens[:, 1:], jnp.full((len(tokens), 1), -1)], axis=1)
+        logprobs = token_logprobs(hidden, head_weight(params), targets, temperature=1.0)[0]
+        return -jnp.sum(logprobs) / jnp.sum(targets >= 0)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def update(params: Any, moments: Moments, n: jax.Array, tokens: jax.Array) -> tuple:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        norm, made = global_norm(grads), jnp.array(True)
+        return *adamw(optimizer, params, moments, grads, updates=n, norm=norm, made=made), value
+
+    params = init_params(config, jax.random.key(seed))
+    older = params
+    moments = Moments(*(jax.tree.map(jnp.zeros_like, params) for _ in range(2)))
+    value = jnp.nan
+    for n in range(size.updates):
+        if n == int(0.9 * size.updates):
+            older = jax.tree.map(jnp.copy, params)
+        starts = rng.integers(0, len(part) - SEQUENCE, size.sequences)
+        tokens = np.stack([part[s : s + SEQUENCE] for s in starts]).astype(np.int32)
+        params, moments, value = update(params, moments, jnp.int32(n), jnp.asarray(tokens))
+    return params, older, float(value)
+
+
+def hidden_states(
+    params: Any, size: Size, tokens: np.ndarray, *, dtype: Any = jnp.float32, rows: int = 16
+) -> np.ndarray:
+    """u16 [n, 224, D]: bf16 bits of the output positions, computed `rows` sequences at a time."""
+    config = size.config
+    forward: Callable[..., jax.Array] = jax.jit(lambda p, t: _forward(p, config, t, dtype))
+    if dtype == jnp.bfloat16:
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    found = []
+    for start in range(0, len(tokens), rows):
+        batch = tokens[start : start + rows]
+        padded = np.concatenate([batch, np.zeros((rows - len(batch), SEQUENCE), np.int32)])
+        states = np.asarray(forward(params, jnp.asarray(padded)))[: len(batch), PROMPT:]
+        found.append(states.astype(ml_dtypes.bfloat16).view(np.uint16))
+    return np.concatenate(found)
+
+
+def transformers_states(params: Any, size: Size, tokens: np.ndarray, dtype: str) -> np.ndarray:
+    """u16 [n, 224, D] as `transformers` computes them in torch, four sequences at a time."""
+    import torch
+    from transformers import AutoModel
+
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        save_weights(params, size.config, directory)
+        config = hf_config(size.config, dtype="float32", eos_token_id=0, pad_token_id=0)
+        (directory / "config.json").write_text(json.dumps(config))
+        model = AutoModel.from_pretrained(directory, dtype=getattr(torch, dtype))
+    found = []
+    with torch.no_grad():
+        for start in range(0, len(tokens), 4):
+            batch = torch.from_numpy(tokens[start : start + 4].astype(np.int64))
+            states = model(input_ids=batch).last_hidden_state[:, PROMPT:]
+            found.append(states.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16))
+    return np.concatenate(found)
+
+
+def with_outliers(params: Any, channels: int, factor: float) -> Any:
+    """The model with some channels of its final norm scaled up: crafted, as large models have."""
+    scale = np.ones(params["final_norm"].shape, np.float32)
+    scale[np.linspace(0, len(scale) - 1, channels).astype(int)] = factor
+    return {**params, "final_norm": params["final_norm"] * scale}
+
+
+def rounded_weights(params: Any, kind: str) -> Any:
+    """Every matrix rounded to `fp8` (e4m3) or `int8`, with a scale for each output column."""
+
+    def rounded(leaf: jax.Array) -> jax.Array:
+        if leaf.ndim < 2 or min(leaf.shape) < 2:
+            return leaf
+        peak = jnp.max(jnp.abs(leaf), axis=-2, keepdims=True) + 1e-12
+        if kind == "int8":
+            return jnp.round(leaf / peak * 127) * peak / 127
+        return (leaf / peak * 448).astype(jnp.float8_e4m3fn).astype(leaf.dtype) * peak / 448
+
+    return jax.tree.map(rounded, params)
+
+
+def _forward(params: Any, config: ModelConfig, tokens: jax.Array, dtype: Any) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    ones = jnp.ones_like(tokens)
+    return final_hidden(params, config, tokens, ones, positions, Execution(dtype))
