@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 
 from tests.fuzz.bounds import bounded, costly
 from tests.fuzz.tables import damaged, made_up, variants
+from verify.coordinator.grading import VerdictMismatch, grade_groups
 from verify.formats import submission, verdict
+from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, decode_rollouts
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import CheckResult, RolloutVerdict, decode_verdicts
@@ -104,6 +107,8 @@ KINDS = [
         decode_verdicts,
     ),
 ]
+VERDICT = KINDS[1]
+LEASE = Lease("demo", 3, "cd" * 32, "ab" * 32, "near", 0, 1, 1, "ef" * 32, 1.5, 61.5)
 EVERY_FILE = [file for kind in KINDS for file in kind.files]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
 
@@ -153,6 +158,30 @@ def test_the_files_that_are_damaged_are_sound(kind: Kind) -> None:
 def test_damaged_files(kind: Kind, seed: int) -> None:
     rng = random.Random(seed)
     decoded(kind, damaged(rng.choice(kind.files), rng, EVERY_FILE))
+
+
+@costly
+@given(seed=st.integers(0, 2**48), dropped=st.lists(st.integers(-1, 3), max_size=2))
+def test_grades_of_damaged_verdicts(seed: int, dropped: list[int]) -> None:
+    """Whatever rows a verdict's sound file has: a grade of each group, or `VerdictMismatch`."""
+    rng = random.Random(seed)
+    rows = decoded(VERDICT, damaged(VERDICT.files[1], rng, VERDICT.files))
+    for made in (rows, [replace(row, group=n // 2, row=n) for n, row in enumerate(rows or [])]):
+        with bounded(MEMORY):
+            try:
+                grades = grade_groups(
+                    made or [],
+                    submission="ab" * 32,
+                    lease=LEASE,
+                    group_size=2,
+                    dropped=dropped,
+                    zero_variance_filter=rng.random() < 0.5,
+                )
+            except VerdictMismatch:
+                continue
+        assert [grade.group for grade in grades] == [0]
+        assert set(dropped) <= {0} and grades[0].rollouts == 2
+        assert math.isfinite(grades[0].task_reward) and math.isfinite(grades[0].reward)
 
 
 @each_kind
