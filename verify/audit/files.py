@@ -14,7 +14,7 @@ from verify.audit.signers import Signers
 from verify.coordinator.duplicates import repeated_submission
 from verify.coordinator.events import SubmissionJudged, SubmissionReceived
 from verify.coordinator.grading import VerdictMismatch, grade_groups
-from verify.coordinator.state import Policy
+from verify.coordinator.policy import Policy
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.layout import submission_files

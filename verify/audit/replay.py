@@ -27,7 +27,8 @@ from verify.coordinator.events import (
     WorkerRegistered,
 )
 from verify.coordinator.history import History
-from verify.coordinator.state import IllegalTransition, Policy, State, apply
+from verify.coordinator.policy import Policy
+from verify.coordinator.state import IllegalTransition, State, apply
 from verify.formats.batch import BatchGroup
 from verify.formats.layout import STATE_FILE
 from verify.formats.lease import Lease

@@ -20,7 +20,8 @@ from runspec.common.process import RunStopped
 from verify.coordinator.consequences import consequences
 from verify.coordinator.events import CoordinatorStarted, Event, RolledBack, StepClosed
 from verify.coordinator.history import History
-from verify.coordinator.state import Policy, State, apply
+from verify.coordinator.policy import Policy
+from verify.coordinator.state import State, apply
 from verify.formats import batch as batch_format
 from verify.formats.layout import STATE_FILE, SubmissionFiles, step_folder, submission_files
 from verify.ledger import Ledger, NotNow

@@ -30,8 +30,8 @@ from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.leasing import Leasing
 from verify.coordinator.operator import OperatorDesk
+from verify.coordinator.policy import Policy
 from verify.coordinator.server import MAX_HEADER_BYTES, Api
-from verify.coordinator.state import Policy
 from verify.coordinator.status import Status
 from verify.coordinator.watch import watch_latest
 from verify.formats.spec import sign_spec

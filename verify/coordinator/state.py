@@ -9,12 +9,10 @@ Invariants, which `apply` refuses to break and the property tests look for:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from runspec.spec.schema import RunSpec
 from verify.coordinator.events import (
     BanLifted,
     CoordinatorStarted,
@@ -36,6 +34,7 @@ from verify.coordinator.events import (
     WorkerQuarantined,
     WorkerRegistered,
 )
+from verify.coordinator.policy import Policy
 from verify.coordinator.reputation import Standing, prefill_share
 from verify.formats.lease import Lease
 
@@ -45,52 +44,6 @@ LONGEST_DEFERRAL_S = 600.0
 
 class IllegalTransition(Exception):
     """An event that cannot follow: a fault of the coordinator, or a ledger tampered with."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What the spec says about filling steps; durations in seconds."""
-
-    steps: int
-    groups: int
-    """Groups a step asks for (`prompts_per_step`)."""
-    group_size: int
-    async_level: int
-    zero_variance_filter: bool
-    max_groups: int
-    """Groups leased a step at most."""
-    min_groups: int
-    """Fewer than these are no batch."""
-    deadline_s: float
-    lease_timeout_s: float
-    groups_per_submission: Mapping[str, int]
-    """For each pool."""
-    prefill_share: float
-    """Of a new key's submissions."""
-    prefill_floor: float
-    """What the share falls to with reputation."""
-    newcomer_groups: int
-    """Groups of a step that newcomers may hold together."""
-
-    @classmethod
-    def of(cls, spec: RunSpec) -> Policy:
-        algorithm, fill = spec.algorithm, spec.algorithm.fill
-        groups = algorithm.prompts_per_step
-        return cls(
-            steps=spec.steps,
-            groups=groups,
-            group_size=algorithm.group_size,
-            async_level=algorithm.async_level,
-            zero_variance_filter=algorithm.filters.zero_variance,
-            max_groups=int(fill.max_groups * groups),
-            min_groups=max(1, math.ceil(fill.min_share * groups - 1e-9)),
-            deadline_s=fill.deadline,
-            lease_timeout_s=spec.verify.lease_timeout,
-            groups_per_submission={p.name: p.groups_per_submission for p in spec.samplers},
-            prefill_share=spec.verify.prefill_share,
-            prefill_floor=spec.verify.lowest_prefill_share,
-            newcomer_groups=max(1, int(spec.verify.newcomer_share * groups + 1e-9)),
-        )
 
 
 @dataclass(frozen=True)

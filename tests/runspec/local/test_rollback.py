@@ -32,7 +32,7 @@ from runspec.spec.resolved import dump_resolved, load_resolved, spec_digest
 from tests.runspec.local.fake_run import small_spec
 from verify.coordinator.events import NonceDrawn, StepClosed, VersionPublished, WorkerRegistered
 from verify.coordinator.journal import Journal
-from verify.coordinator.state import Policy
+from verify.coordinator.policy import Policy
 from verify.formats.layout import STATE_FILE, step_folder
 from verify.ledger import Ledger
 

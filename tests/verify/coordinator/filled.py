@@ -24,7 +24,8 @@ from verify.coordinator.events import (
     WorkerRegistered,
 )
 from verify.coordinator.filling import Close, Grant, Held, NonceNeeded, Resume, Stalled
-from verify.coordinator.state import LeaseRecord, Policy, State, apply
+from verify.coordinator.policy import Policy
+from verify.coordinator.state import LeaseRecord, State, apply
 from verify.formats.lease import Lease
 
 POLICY = Policy(

@@ -27,7 +27,7 @@ from verify.coordinator.activity import Activity
 from verify.coordinator.closing import Closing
 from verify.coordinator.events import CoordinatorStarted, StepClosed
 from verify.coordinator.journal import PATIENCE_S, Journal
-from verify.coordinator.state import Policy
+from verify.coordinator.policy import Policy
 from verify.formats.lease import open_lease
 from verify.ledger import NotNow
 

@@ -12,7 +12,7 @@ from tests.runspec.spec.spec_files import SPECS
 from tests.verify.coordinator.filled import Filled, key, policy
 from verify.coordinator import filling
 from verify.coordinator.filling import Close
-from verify.coordinator.state import Policy
+from verify.coordinator.policy import Policy
 from verify.formats.lease import assignments
 
 

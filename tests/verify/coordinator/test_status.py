@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import POLICY, Filled, key, policy
 from verify.coordinator.activity import DEAD_AFTER_S, Activity
+from verify.coordinator.backlog import Backlog
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
-from verify.coordinator.state import Policy
+from verify.coordinator.policy import Policy
 from verify.coordinator.status import Status
 
 
@@ -22,7 +24,8 @@ class Told:
         for event in run.events[1:]:  # its own start is there already
             self.journal.record(event)
         judging = Judging(self.journal, "run")
-        self._status = Status("run", self.journal, judging, self.workers, Activity())
+        backlog = Backlog(self.journal, judging.submitted, tiny_spec().verify.backlog)
+        self._status = Status("run", self.journal, judging, backlog, self.workers, Activity())
 
     def report(self) -> dict:
         return self._status.report()
