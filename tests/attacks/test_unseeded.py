@@ -137,9 +137,9 @@ def test_honest_workers_pass(tmp_path: Path) -> None:
         (Warmer, "chosen_tokens_submission", "temperature / 0.5"),
         (TopK, "chosen_tokens_submission", "temperature / 1.25"),
         (BestOf16, "chosen_tokens_submission", "temperature / 1."),
-        (AnotherModel, "ends_submission", "early together"),
-        (Truncates, "ends_submission", "ends so early together"),
-        (Pads, "ends_submission", "ends so late together"),
+        (AnotherModel, "ends_submission", "ends anywhere"),
+        (Truncates, "ends_submission", "ends anywhere, 0.01 a token"),
+        (Pads, "ends_submission", "odds of the end token times 0.0"),
     ],
 )
 def test_a_choice_that_is_not_the_policys(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from verify.checks.distribution import ALPHA, NAMES, evidence, log_ratios
-from verify.checks.termination import end_p_values, fisher
+from verify.checks.termination import NAMES as END_NAMES
+from verify.checks.termination import end_sums
 from verify.choices import HEADS, POWERS, Choices, describe
 from verify.truncation import Truncation, thresholds
 
@@ -128,48 +129,42 @@ def with_ends(hazard: np.ndarray) -> Choices:
     return Choices(*[nothing] * 4, log_end, log_end, nothing, nothing)
 
 
-def test_p_values_of_ends_are_those_of_the_length() -> None:
-    hazard = np.array([0.1, 0.2, 0.5])
-    early, late = end_p_values(with_ends(hazard), ended=True, tau=0.0)
-    assert math.exp(-early) == pytest.approx(1 - 0.9 * 0.8 * 0.5, rel=1e-5)
-    assert math.exp(-late) == pytest.approx(0.9 * 0.8, rel=1e-5)
-    early, late = end_p_values(with_ends(hazard), ended=False, tau=0.0)
-    assert early == 0.0
-    assert math.exp(-late) == pytest.approx(0.9 * 0.8 * 0.5, rel=1e-5)
+def mean_of_ratios(hazard: np.ndarray, true: np.ndarray, tau: float) -> np.ndarray:
+    """Of each alternative's product over every way in which a rollout can end, weighed."""
+    alive, mean = 1.0, np.zeros(len(END_NAMES))
+    for n in range(1, len(hazard) + 1):
+        sums = end_sums(with_ends(hazard[:n]), ended=True, tau=tau)
+        mean += alive * true[n - 1] * np.exp(sums)
+        alive *= 1 - true[n - 1]
+    return mean + alive * np.exp(end_sums(with_ends(hazard), ended=False, tau=tau))
 
 
-def test_what_rounding_may_do_to_the_end_token_makes_p_values_larger() -> None:
-    hazard = np.full(30, 0.05)
-    exact = end_p_values(with_ends(hazard), ended=True, tau=0.0)
-    wide = end_p_values(with_ends(hazard), ended=True, tau=0.5)
-    assert wide[0] < exact[0] and wide[1] < exact[1]
+def test_the_ratios_of_ends_have_mean_one() -> None:
+    hazard = np.random.default_rng(3).beta(0.3, 2.0, size=30)
+    np.testing.assert_allclose(mean_of_ratios(hazard, hazard, 0.0), 1.0, rtol=1e-4)
 
 
-def test_an_end_that_is_as_good_as_certain_convicts_nobody_who_ends() -> None:
-    early, late = end_p_values(with_ends(np.array([0.01, 1.0])), ended=True, tau=0.0)
-    assert early < 1e-4 and late == pytest.approx(0.01, abs=1e-3)
+@pytest.mark.parametrize("shift", [-0.1, -0.03, 0.0, 0.1])
+def test_what_rounding_does_to_the_end_token_lowers_the_mean(shift: float) -> None:
+    hazard = np.random.default_rng(5).beta(0.3, 2.0, size=30)
+    odds = hazard / (1 - hazard) * math.exp(shift)
+    assert (mean_of_ratios(hazard, odds / (1 + odds), 0.1) <= 1 + 1e-4).all()
 
 
-def test_fishers_sum_is_the_tail_of_a_gamma_distribution() -> None:
-    # two p-values of 0.1: P(Gamma(2) >= x) = (1 + x) exp(-x)
-    nats = [-math.log(0.1)] * 2
-    assert fisher(nats) == pytest.approx(sum(nats) - math.log(1 + sum(nats)))
-    assert fisher([0.0, 0.0]) == 0.0
-    assert fisher([5.0]) == pytest.approx(5.0)
+def test_an_end_that_is_as_good_as_certain_convicts_nobody() -> None:
+    sums = end_sums(with_ends(np.array([0.01, 1.0])), ended=True, tau=0.0)
+    assert sums.max() < 1.0
 
 
-def test_p_values_of_honest_ends_are_at_most_uniform() -> None:
-    rng = np.random.default_rng(3)
-    p_values = []
-    for _ in range(4000):
-        hazard = rng.beta(0.2, 2.0, size=30)
-        ends = np.flatnonzero(rng.uniform(size=30) < hazard)
-        length = ends[0] + 1 if ends.size else 30
-        p_values.append(end_p_values(with_ends(hazard[:length]), ended=bool(ends.size), tau=0.0))
-    for side in np.exp(-np.array(p_values)).T:
-        for level in (0.5, 0.1, 0.01):
-            spread = 4 * math.sqrt(level / len(side))
-            assert (side <= level).mean() <= level + spread
+def test_an_end_that_is_as_good_as_impossible_convicts_alone() -> None:
+    hazard = np.full(100, 1e-12)
+    sums = end_sums(with_ends(hazard), ended=True, tau=0.1)
+    assert sums.max() > math.log(100 / ALPHA) and "anywhere" in END_NAMES[int(sums.argmax())]
+
+
+def test_going_on_where_most_would_end_convicts() -> None:
+    sums = end_sums(with_ends(np.full(60, 0.3)), ended=False, tau=0.1)
+    assert sums.max() > math.log(100 / ALPHA) and "times 0.02" in END_NAMES[int(sums.argmax())]
 
 
 @pytest.mark.parametrize("rule", RULES[:2], ids=str)

@@ -67,15 +67,16 @@ def log_ratios(choices: Choices) -> np.ndarray:
     return np.where(choices.sure[:, None] > 0.0, ratios, np.minimum(ratios, 0.0))
 
 
-def evidence(sums: np.ndarray) -> tuple[float, str]:
+def evidence(sums: np.ndarray, names: Sequence[str] = NAMES) -> tuple[float, str]:
     """log of the mean of the alternatives' products, and the one that explains most.
 
     Args:
-        sums: f64 [len(NAMES)], of `log_ratios` over tokens, less what rounding may add.
+        sums: f64 [len(names)], the log of each product.
+        names: of the alternatives.
     """
     best = int(np.argmax(sums))
     mean = float(np.logaddexp.reduce(sums)) - math.log(len(sums))
-    return mean, f"nats for {NAMES[best]} against the policy's own"
+    return mean, f"nats for {names[best]} against the policy's own"
 
 
 def sums(choices: Choices, slack: float) -> np.ndarray:

@@ -1,18 +1,18 @@
 """Checks of where unseeded rollouts end: neither too early nor too late for the policy.
 
-With h_t the probability of the end token at position t and L_t = - sum_{s <= t} log(1 - h_s), a
-rollout that ends at tau has exp(-L_tau) <= U <= exp(-L_{tau-1}) for a uniform U (the probability
-integral transform of its length, whatever the other tokens). So
+Products of likelihood ratios again, as in `verify.checks.distribution`, of which only the end token
+matters: with h_t its probability at position t and a_t that of another policy, a position adds
+log a_t / h_t where the rollout ends and log (1 - a_t) / (1 - h_t) where it goes on. The a_t are:
 
-    early = 1 - exp(-L_tau)        late = exp(-L_{tau-1})
+    odds times c     for c above 1 ends come too early, below 1 too late, c near 0 is padding
+    r besides        a = h + (1 - h) r: an end anywhere, however improbable, at a rate of r a token
 
-are p-values: either is at most u with a probability of at most u. An output cut at the longest has
-early = 1, and L over all its positions for late. An honest rollout does end at h = 0.1 at times; a
-submission whose ends all lie where nothing was at an end does not.
+Honest sampling ends at h = 0.1 at times, and that counts as the chance that it is. Outputs that are
+cut at the longest count for the positions at which they went on.
 
-Over R rollouts, which are independent, sum_i -log p_i is at most a Gamma(R, 1) variable (Fisher),
-and R times the least p_i is a p-value too (Bonferroni). Rounding may move the log-odds of the end
-token by tau: `early` is computed of odds larger by a factor of exp(tau), `late` of smaller ones.
+Rounding may move the log-odds of the end token by tau. Alternatives with earlier ends are compared
+with h at odds larger by a factor of exp(tau), those with later ones at smaller odds; a_t lies
+beyond, so that the mean of each ratio is at most 1 for every h between.
 """
 
 from __future__ import annotations
@@ -23,92 +23,84 @@ from collections.abc import Sequence
 import numpy as np
 
 from verify.checks.base import Subject, at_most
-from verify.checks.distribution import choices_of
+from verify.checks.distribution import choices_of, evidence
 from verify.choices import Choices
 from verify.formats.verdict import CheckResult
 
 ALPHA = 1e-6
-"""Honest submissions rejected by where they end, at most; a quarter for each of early and late, by
-single rollouts and over all."""
-_CERTAIN = -1e-6
-"""Log-probs of the end token above this are not told apart in float32, nats."""
+"""Honest submissions rejected by where they end, at most; half by rows, half as a whole."""
+_MORE, _FEWER, _RATES = (2.0, 5.0, 20.0), (0.5, 0.2, 0.02), (1e-2, 1e-3, 1e-4)
+NAMES = (
+    *(f"odds of the end token times {c:g}" for c in (*_MORE, *_FEWER)),
+    *(f"ends anywhere, {r:g} a token" for r in _RATES),
+)
+"""Of the alternatives, in order."""
+_CERTAIN, _IMPOSSIBLE = -1e-6, -80.0
+"""Log-probs of the end token beyond these are not told apart, nats."""
 
 
-def end_p_values(choices: Choices, *, ended: bool, tau: float) -> tuple[float, float]:
-    """-log of the p-values `early` and `late` of a rollout, nats.
+def end_sums(choices: Choices, *, ended: bool, tau: float) -> np.ndarray:
+    """f64 [len(NAMES)]: log of each alternative's product of ratios over a rollout.
 
     Args:
         choices: of its output tokens.
         ended: by the end token, and not at the longest output.
         tau: what rounding may do to log-odds.
     """
-    late = _hazards(choices.end_least, -tau)
-    late_sum = float((late[:-1] if ended else late).sum())
-    if not ended:
-        return 0.0, late_sum
-    early = -math.expm1(-float(_hazards(choices.end_most, tau).sum()))
-    return -math.log(max(early, 1e-300)), late_sum
+    most, least = _log_odds(choices.end_most) + tau, _log_odds(choices.end_least) - tau
+    odds = [(most, math.log(c)) for c in _MORE] + [(least, math.log(c)) for c in _FEWER]
+    went_on = len(most) - ended
+    found = [
+        float((np.logaddexp(0.0, x) - np.logaddexp(0.0, x + log_c)).sum()) + ended * log_c
+        for x, log_c in odds
+    ]
+    for rate in _RATES:
+        end = float(np.logaddexp(0.0, math.log(rate) - most[-1])) if ended else 0.0
+        found.append(end + went_on * math.log1p(-rate))
+    return np.array(found)
 
 
-def _hazards(log_end: np.ndarray, shift: float) -> np.ndarray:
-    """f64 [n]: -log(1 - h), of log-odds that are shifted."""
-    sure = np.minimum(log_end.astype(np.float64), _CERTAIN)
-    log_odds = sure - np.log(-np.expm1(sure))
-    return np.logaddexp(0.0, log_odds + shift)
-
-
-def fisher(nats: Sequence[float]) -> float:
-    """-log P(Gamma(R, 1) >= sum of nats) of R independent p-values, in nats.
-
-    The probability is exp(-x) sum_{k < R} x^k / k!.
-    """
-    total = float(sum(nats))
-    if total <= 0.0:
-        return 0.0
-    terms = [k * math.log(total) - math.lgamma(k + 1) for k in range(len(nats))]
-    return max(0.0, total - float(np.logaddexp.reduce(terms)))
+def _log_odds(log_end: np.ndarray) -> np.ndarray:
+    """f64 [n], of log-probs of the end token."""
+    log_end = np.clip(log_end.astype(np.float64), _IMPOSSIBLE, _CERTAIN)
+    return log_end - np.log(-np.expm1(log_end))
 
 
 class EndsCheck:
-    """-log p of where each rollout ends; the limit is log(4 R / alpha) for R rollouts."""
+    """log e of where each rollout ends; the limit is log(2 R / alpha) for R rollouts."""
 
     name = "ends"
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        return self.judged(_ends_of(subject))
+        return self.judged(_sums_of(subject))
 
-    def judged(self, rows: Sequence[tuple[float, float]]) -> list[CheckResult]:
-        """A result for each rollout's `end_p_values`."""
-        limit = math.log(4.0 * len(rows) / ALPHA)
-        return [
-            at_most(self.name, max(row), limit, f"nats against so {_side(row)} an end")
-            for row in rows
-        ]
+    def judged(self, rows: Sequence[np.ndarray]) -> list[CheckResult]:
+        """A result for each rollout's `end_sums`."""
+        limit = math.log(2.0 * len(rows) / ALPHA)
+        results = []
+        for row in rows:
+            value, words = evidence(row, NAMES)
+            results.append(at_most(self.name, value, limit, words))
+        return results
 
 
 class SubmissionEndsCheck:
-    """-log p of where the rollouts of the submission end together; the limit is log(4 / alpha)."""
+    """log e of where the rollouts of the submission end; the limit is log(2 / alpha)."""
 
     name = "ends_submission"
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        rows = _ends_of(subject)
+        rows = _sums_of(subject)
         return [self.judged(rows)] * len(rows)
 
-    def judged(self, rows: Sequence[tuple[float, float]]) -> CheckResult:
-        """The result for the `end_p_values` of all rollouts."""
-        both = fisher([early for early, _ in rows]), fisher([late for _, late in rows])
-        words = f"nats against ends so {_side(both)} together"
-        return at_most(self.name, max(both), math.log(4.0 / ALPHA), words)
+    def judged(self, rows: Sequence[np.ndarray]) -> CheckResult:
+        """The result for the `end_sums` of all rollouts."""
+        value, words = evidence(np.sum(rows, axis=0), NAMES)
+        return at_most(self.name, value, math.log(2.0 / ALPHA), words)
 
 
-def _side(early_and_late: tuple[float, float]) -> str:
-    early, late = early_and_late
-    return "early" if early >= late else "late"
-
-
-def _ends_of(subject: Subject) -> list[tuple[float, float]]:
+def _sums_of(subject: Subject) -> list[np.ndarray]:
     return [
-        end_p_values(choices_of(found), ended=row.finish_reason == "stop", tau=subject.limits.gap)
+        end_sums(choices_of(found), ended=row.finish_reason == "stop", tau=subject.limits.gap)
         for row, found in subject.prefilled
     ]
