@@ -96,6 +96,8 @@ class LeaseRecord:
     """Groups that may be trained on and have not been."""
     newcomer: bool = False
     """Whether nothing spoke for its worker when it was granted (`Standing.newcomer`)."""
+    recomputed: bool = False
+    """Whether its rollouts were accepted after a prefill, and not on the worker's word."""
     deferred: str | None = None
     """The submission that its holder was told to bring later."""
     deferred_until: float = 0.0
@@ -116,7 +118,8 @@ class Tally:
 
     leased_groups: int = 0
     expired_groups: int = 0
-    """Withheld, or accepted too late to train within the lag."""
+    """Withheld, accepted too late to train within the lag, or struck: not recomputed, of a worker
+    that was caught since."""
     rejected_submissions: int = 0
     rejected_rollouts: int = 0
     last_rejection: str = ""
@@ -194,6 +197,7 @@ def apply(state: State, event: Event) -> State:
             return replace(state, workers={**state.workers, event.worker: worker})
         case WorkerQuarantined():
             worker = _known(state, event.worker)
+            state = _strike_unproven(state, event.worker)
             return _with_standing(state, event.worker, worker.standing.quarantined(event.reason))
         case QuarantineEnded():
             worker = _known(state, event.worker)
@@ -242,6 +246,14 @@ def _ban(state: State, event: KeyBanned) -> State:
     for record in list(state.leases.values()):
         if record.lease.worker == event.key and record.status in ("open", "released"):
             state = _end_lease(state, record)
+    return _strike_unproven(state, event.key)
+
+
+def _strike_unproven(state: State, worker: str) -> State:
+    """What was taken on the word of a worker that is now doubted trains no more."""
+    for record in list(state.leases.values()):
+        if record.lease.worker == worker and not record.recomputed:
+            state = _without_usable(state, record)
     return state
 
 
@@ -344,10 +356,8 @@ def _judge(state: State, event: SubmissionJudged) -> State:
     record = _record(state, event.lease, "submitted")
     _require(record.submission == event.submission, "a verdict on another submission")
     worker, tally, lease = state.workers[record.lease.worker], _tally(state, record), record.lease
-    standing = worker.standing.after_verdict(
-        accepted=event.accepted,
-        recomputed=any(group.logprob_diff is not None for group in event.groups),
-    )
+    recomputed = any(group.logprob_diff is not None for group in event.groups)
+    standing = worker.standing.after_verdict(accepted=event.accepted, recomputed=recomputed)
     worker = replace(worker, standing=standing)
     if not event.accepted:
         tally = replace(
@@ -367,9 +377,18 @@ def _judge(state: State, event: SubmissionJudged) -> State:
         )
         tally = replace(tally, grades=tally.grades + event.groups)
         usable = tuple(g.group for g in event.groups if g.outcome == "usable")
-        record = replace(record, status="accepted", verdict=event.verdict, usable=usable)
+        record = replace(
+            record,
+            status="accepted",
+            verdict=event.verdict,
+            usable=usable,
+            recomputed=recomputed,
+        )
     state = _with_worker(_with_lease(state, record), lease.worker, worker)
-    return _lapse(_with_tally(state, record, tally))
+    state = _with_tally(state, record, tally)
+    if standing.quarantine is not None or lease.worker in state.bans:
+        state = _strike_unproven(state, lease.worker)  # it was claimed before the worker was caught
+    return _lapse(state)
 
 
 def _close(state: State, event: StepClosed) -> State:
@@ -400,11 +419,18 @@ def _lapse(state: State) -> State:
         r for r in state.leases.values() if r.usable and state.lag(r) > state.policy.async_level
     ]
     for record in lapsed:
-        tally = _tally(state, record)
-        expired = tally.expired_groups + len(record.usable)
-        state = _with_tally(state, record, replace(tally, expired_groups=expired))
-        state = _with_lease(state, replace(record, usable=()))
+        state = _without_usable(state, record)
     return state
+
+
+def _without_usable(state: State, record: LeaseRecord) -> State:
+    """No step trains what is left of a lease's groups."""
+    if not record.usable:
+        return state
+    tally = _tally(state, record)
+    expired = tally.expired_groups + len(record.usable)
+    state = _with_tally(state, record, replace(tally, expired_groups=expired))
+    return _with_lease(state, replace(record, usable=()))
 
 
 def _with_rejected_groups(state: State, record: LeaseRecord) -> State:

@@ -112,9 +112,14 @@ class Filled:
         outcomes: Sequence[str] | None,
         *,
         reason: str = "logprobs: 0.05 > 0.01",
+        recomputed: bool = True,
     ) -> None:
         """`outcomes`: of each group; None rejects the submission, for `reason`."""
-        groups = tuple(grade(i, outcome) for i, outcome in enumerate(outcomes or ()))
+        diff = 0.01 if recomputed else None
+        groups = tuple(
+            replace(grade(i, outcome), logprob_diff=diff)
+            for i, outcome in enumerate(outcomes or ())
+        )
         reason = "" if outcomes else reason
         self.record(
             SubmissionJudged(

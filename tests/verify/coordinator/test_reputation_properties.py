@@ -56,7 +56,8 @@ class Discipline(RuleBasedStateMachine):
         if record.status == "open":
             self.run.submit(record)
         if good:
-            self.run.judge(record, ["usable"] * record.lease.groups)
+            groups = ["usable"] * record.lease.groups
+            self.run.judge(record, groups, recomputed=data.draw(st.booleans()))
             assert self.run.state.share_of(key(name)) <= share
         else:
             self.run.judge(record, None, reason=data.draw(st.sampled_from(REASONS)))
@@ -98,6 +99,13 @@ class Discipline(RuleBasedStateMachine):
         for record in self.run.state.leases.values():
             if record.lease.worker in self.run.state.bans:
                 assert record.status not in ("open", "released")
+
+    @invariant()
+    def nothing_trains_on_the_word_of_a_worker_in_doubt(self):
+        for record in self.run.state.leases.values():
+            worker = self.run.state.workers[record.lease.worker]
+            if worker.standing.quarantine is not None or record.lease.worker in self.run.state.bans:
+                assert record.recomputed or record.usable == ()
 
     @invariant()
     def shares_stay_above_the_floor_and_are_whole_in_quarantine(self):
