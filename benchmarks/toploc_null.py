@@ -16,7 +16,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,8 +38,8 @@ from benchmarks.null.text_model import (
     transformers_states,
     with_outliers,
 )
-from verify.checks.prefill import judge_proofs
-from verify.thresholds import BFLOAT16, FLOAT32, NULL_BITS, Limits
+from verify.checks.prefill import judge_proofs, null_test_of
+from verify.thresholds import BFLOAT16, FLOAT32, NULL_BITS, RICH_BITS, Limits
 from verify.toploc import (
     CHUNK_ROWS,
     TOP_K,
@@ -48,15 +48,15 @@ from verify.toploc import (
     verify_proofs_batch,
 )
 from verify.toploc.field import PRIME
-from verify.toploc.null import GRANTED_CELLS, RADII, decided
+from verify.toploc.null import GRANTED_CELLS, RADII
 
-_HONEST_SEQUENCES = 100
+_HONEST_SEQUENCES = 60
 _LIBRARY_STEP = 5
 _CONFIDENCE = 0.95
 MODELS: dict[str, tuple[Size, int]] = {
-    "64": (Size(64, 2, 150, 8, 3e-3), 11000),
-    "128": (Size(128, 3, 80, 8, 2e-3), 3800),
-    "crafted": (Size(128, 3, 80, 8, 2e-3), 3800),
+    "64": (Size(64, 2, 150, 8, 3e-3), 10000),
+    "128": (Size(128, 3, 80, 8, 2e-3), 3700),
+    "crafted": (Size(128, 3, 80, 8, 2e-3), 3700),
     "256": (Size(256, 2, 40, 4, 1.5e-3), 1000),
     "512": (Size(512, 2, 25, 4, 1e-3), 400),
 }
@@ -112,65 +112,65 @@ def passes(s: ChunkStatistics, limits: Limits = BFLOAT16) -> bool:
 
 
 def bits(s: ChunkStatistics, limits: Limits = BFLOAT16) -> float:
-    return decided(s.k, s.elements, s.guessable, limits.miss_share, limits.mantissa_median)[1]
+    return null_test_of(s, limits).bits
 
 
 def judged(found: Sequence[ChunkStatistics]) -> dict[str, Any]:
     """Pass rates of a forgery, and how far its hits stay below what is required."""
-    hits = np.array([s.k - s.misses[0] for s in found])
-    told = np.array([bits(s) >= NULL_BITS for s in found])
+    tests = [null_test_of(s, BFLOAT16) for s in found]
+    told = np.array([test.bits >= NULL_BITS for test in tests])
+    misses = np.array([s.misses[test.radius] for s, test in zip(found, tests, strict=True)])
+    allowed = np.array([test.allowed for test in tests])
     accepted = np.array([passes(s) for s in found])
-    guesses = np.array([s.guessable[0] for s in found])
-    n, through = int(told.sum()), int((told & accepted).sum())
     return {
         "chunks": len(found),
         "pass_published": sum(published(s) for s in found),
         "pass_ratio": sum(with_ratio(s) for s in found),
         "pass": int(accepted.sum()),
-        "decided": n,
-        "pass_decided": through,
-        **tail(hits[told], guesses[told]),
+        "decided": int(told.sum()),
+        "pass_decided": int((told & accepted).sum()),
+        **tail(TOP_K - misses[told], (misses - allowed)[told]),
     }
 
 
-def tail(hits: np.ndarray, guesses: np.ndarray) -> dict[str, Any]:
-    """Of positions hit within 8 units in the last place, on chunks that are decided.
+def tail(hits: np.ndarray, short: np.ndarray) -> dict[str, Any]:
+    """Of positions hit on chunks that are decided, and how many more were required.
 
-    `over_guessable` is the largest excess over the bound for whole channels. `spread` is the
-    variance of the hits over a binomial's of the same mean, by chunk. `tail` extrapolates the
-    excess of the largest hundredth, exponentially, to the number required: an assumption.
+    `pass_null` counts those whose hits suffice. `spread` is the variance of the hits over a
+    binomial's of the same mean. `tail` extrapolates the hundredth that came nearest to what was
+    required, exponentially, to a pass: an assumption.
     """
     if len(hits) < 200:
         return {}
-    required = TOP_K - int(BFLOAT16.miss_share * TOP_K)
     mean = float(hits.mean())
-    start = float(np.quantile(hits, 0.99))
-    excess = hits[hits >= start] - start
-    scale = max(float(excess.mean()), 1.0)
-    share = len(excess) / len(hits)
+    start = float(np.quantile(short, 0.01))
+    nearest = start - short[short <= start]
+    scale = max(float(nearest.mean()), 1.0)
+    share = len(nearest) / len(short)
     return {
         "hits_mean": round(mean, 2),
         "hits_max": int(hits.max()),
-        "required": required,
-        "over_guessable": int((hits - guesses).max()),
+        "short_least": int(short.min()),
+        "pass_null": int((short <= 0).sum()),
         "spread": round(float(hits.var() / max(mean * (1 - mean / TOP_K), 1e-9)), 2),
-        "tail": f"{share * math.exp(-(required - start) / scale):.1e}",
+        "tail": f"{share * math.exp(-max(start, 0.0) / scale):.1e}",
     }
 
 
 def forged(library: Library, real: Chunks) -> Iterator[tuple[str, list[ChunkStatistics]]]:
-    """Every forgery against every chunk."""
+    """Forgeries against chunks: those that modulus, degree or width refuse on a tenth of them."""
     found = selected(library.hidden)
     width = library.width
-    fixed: dict[str, Callable[[], bytes]] = {
-        "constant": lambda: forgeries.constant(found, 64),
-        "channels": lambda: forgeries.channels(found, width, 64),
-        "channels, narrow": lambda: forgeries.channels(found, width, RADII[0]),
-        "cells": lambda: forgeries.cells(found, 64),
-        "cells, narrow": lambda: forgeries.cells(found, RADII[0]),
-    }
-    for name, make in fixed.items():
-        yield name, list(compared(real.hidden, [make()] * len(real.hidden)))
+    tenth = real.hidden[::10]
+    for name, proof in {
+        "constant": forgeries.constant(found, 64),
+        "channels": forgeries.channels(found, width, 64),
+        "channels, narrow": forgeries.channels(found, width, RADII[0]),
+        "cells": forgeries.cells(found, 64),
+    }.items():
+        yield name, list(compared(tenth, [proof] * len(tenth)))
+    narrow = forgeries.cells(found, RADII[0])
+    yield "cells, narrow", list(compared(real.hidden, [narrow] * len(real.hidden)))
     table = TokenTable(library)
     proofs = [table.proof(tokens) for tokens in real.tokens]
     yield "table of three tokens", list(compared(real.hidden, proofs))
@@ -181,16 +181,19 @@ def forged(library: Library, real: Chunks) -> Iterator[tuple[str, list[ChunkStat
 
 def granted(library: Library, real: Chunks, against: list[ChunkStatistics]) -> dict[str, Any]:
     """A forger who hits 256 cells, more than any polynomial known: hits counted without a proof."""
-    guess = forgeries.likeliest(selected(library.hidden), PRIME, GRANTED_CELLS, RADII[0])
-    value = np.full(CHUNK_ROWS * library.width, 1 << 20)
-    value[guess.residues] = guess.values
-    truth = selected(real.hidden)
-    hits = (np.abs(value[truth.indices] - ordered(truth.bits)) <= RADII[0]).sum(axis=1)
-    told = np.array([bits(s) >= NULL_BITS for s in against])
-    guesses = np.array([s.guessable[0] for s in against])
-    required = TOP_K - int(BFLOAT16.miss_share * TOP_K)
-    through = int((hits[told] >= required).sum())
-    return {"decided": int(told.sum()), "pass_decided": through, **tail(hits[told], guesses[told])}
+    known, truth = selected(library.hidden), selected(real.hidden)
+    tests = [null_test_of(s, BFLOAT16) for s in against]
+    hits = np.empty((len(tests), len(RADII)), np.int64)
+    for column, radius in enumerate(RADII):
+        guess = forgeries.likeliest(known, PRIME, GRANTED_CELLS, radius)
+        value = np.full(CHUNK_ROWS * library.width, 1 << 20)
+        value[guess.residues] = guess.values
+        distance = np.abs(value[truth.indices] - ordered(truth.bits))
+        hits[:, column] = (distance <= radius).sum(axis=1)
+    told = np.array([test.bits >= NULL_BITS for test in tests])
+    here = hits[np.arange(len(tests)), [test.radius for test in tests]]
+    required = TOP_K - np.array([test.allowed for test in tests])
+    return {"decided": int(told.sum()), **tail(here[told], (required - here)[told])}
 
 
 def honest_pairs(
@@ -234,9 +237,15 @@ def agreement(true: np.ndarray, claimed: np.ndarray, limits: Limits) -> dict[str
         "decided": len(told),
         "misses_max": max(c.misses[0] for c in chunks),
         "misses_max_decided": max((c.misses[0] for c in told), default=0),
+        "room_least": min((_room(c, limits) for c in told), default=0),
         "mismatches_max": max(c.exponent_mismatches + c.sign_mismatches for c in chunks),
         "missing_terms_max": max(c.missing_terms for c in chunks),
     }
+
+
+def _room(chunk: ChunkStatistics, limits: Limits) -> int:
+    test = null_test_of(chunk, limits)
+    return test.allowed - chunk.misses[test.radius]
 
 
 def by_length(hidden: np.ndarray, limits: Limits) -> dict[str, float]:
@@ -282,6 +291,7 @@ def measure(name: str, text: np.ndarray, scale: float, trained: dict[Size, Any])
         "chunks": len(real.hidden),
         "decided": told,
         "bits_median": round(float(np.median([bits(s) for s in last])), 1),
+        "lenient": sum(bits(s) >= RICH_BITS for s in last),
         "decided_by_rows": {
             "bfloat16": by_length(real.hidden, BFLOAT16),
             "float32": by_length(real.hidden, FLOAT32),

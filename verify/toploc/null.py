@@ -12,6 +12,7 @@ hits is an upper bound for every forgery of this kind, whatever was known of the
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -58,27 +59,52 @@ def guessable(selection: Selection, ordered: np.ndarray, widths: np.ndarray) -> 
     return best
 
 
-def decided(
-    k: int, elements: int, guesses: tuple[int, ...], misses_share: float, noise: float
-) -> tuple[int, float]:
-    """Which radius a chunk is judged by, and what passing at it is worth.
+@dataclass(frozen=True)
+class NullTest:
+    """How a chunk is judged against guessing."""
+
+    radius: int
+    """Index into `RADII`."""
+    allowed: int
+    """Positions that may be off by more."""
+    bits: float
+    """What passing is worth: `bits_against_guessing`."""
+
+
+def null_test(
+    k: int,
+    elements: int,
+    guesses: tuple[int, ...],
+    *,
+    shares: tuple[float, float],
+    noise: float,
+    enough_bits: float,
+) -> NullTest:
+    """The most lenient test of a chunk that is worth enough bits; failing that, the strictest.
 
     Args:
         k: positions that are judged.
         elements: of the chunk.
         guesses: `ChunkStatistics.guessable`.
-        misses_share: share of k that an honest claim may miss by.
-        noise: median error of honest claims, units in the last place.
+        shares: of k, that may miss: at least (what honest claims need), and at most.
+        noise: median error that honest claims may have, units in the last place.
+        enough_bits: see above.
 
     Returns:
-        Index into `RADII`, and `bits_against_guessing`. The bits are 0 where noise exceeds every
-        radius, and where k is more than half of the chunk, so that its smallest are near 0.
+        The bits are 0 where noise exceeds every radius, and where k is more than half of the chunk,
+        so that its smallest are near 0.
     """
-    index = next((i for i, radius in enumerate(RADII) if noise <= radius), None)
-    if index is None or elements < 2 * k:
-        return 0, 0.0
-    required = k - math.floor(misses_share * k)
-    return index, bits_against_guessing(k, guesses[index], required)
+    least, most = (math.floor(share * k) for share in shares)
+    usable = [i for i, radius in enumerate(RADII) if noise <= radius]
+    if not usable or elements < 2 * k:
+        return NullTest(0, least, 0.0)
+    for index in reversed(usable):
+        for allowed in range(most, least - 1, -1) if index == usable[0] else [most]:
+            bits = bits_against_guessing(k, guesses[index], k - allowed)
+            if bits >= enough_bits:
+                return NullTest(index, allowed, bits)
+    index = usable[0]
+    return NullTest(index, least, bits_against_guessing(k, guesses[index], k - least))
 
 
 def _granted_channels(sizes: np.ndarray, widths: np.ndarray) -> np.ndarray:
