@@ -1,21 +1,24 @@
-"""The ledger: an append-only table of events, chained by hashes, in SQLite.
+"""The ledger: an append-only table of events, chained by hashes.
 
 One row an event: {seq, kind, body (JSON), chain}, where chain = BLAKE3(previous chain, seq, kind,
 body), each length-prefixed. What is appended in one call is one transaction, synced to disk before
 the call returns, so that an answer once given holds over `kill -9` and a loss of power. The table
-lives in the run's `state.db` beside the tables of others.
+lives in the run's `state.db` beside the tables of others, or in the PostgreSQL database that the
+spec names (`verify.ledger`).
 """
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+import importlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from pydantic import TypeAdapter, ValidationError
 
 from runspec.common.errors import UserError
 from runspec.common.hashing import hash_parts
+from runspec.spec.schema import RunSpec
 from verify.coordinator.events import (
     BanLifted,
     CoordinatorStarted,
@@ -36,20 +39,10 @@ from verify.coordinator.events import (
     WorkerQuarantined,
     WorkerRegistered,
 )
+from verify.formats.layout import STATE_FILE
+from verify.ledger_store import LedgerStore, SqliteStore, StoredRow, StoreError
 
-_BUSY_TIMEOUT_S = 10.0
-_PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-_PRIMARY = 0xFF
-"""The part of an extended result code that is the primary one."""
 FIRST_CHAIN = bytes(32).hex()
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS ledger (
-    seq INTEGER PRIMARY KEY,
-    kind TEXT NOT NULL,
-    body TEXT NOT NULL,
-    chain TEXT NOT NULL
-) STRICT;
-"""
 _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
@@ -98,38 +91,70 @@ def decode_event(kind: bytes, body: bytes) -> Event:
         raise BadRow(f"not a {kind.decode()}: {error.errors()[0]['msg']}") from error
 
 
+def open_ledger(run_dir: Path, spec: RunSpec) -> Ledger:
+    """The ledger of a run, for its one writer.
+
+    Raises:
+        UserError: it cannot be read, or the driver of PostgreSQL is not installed.
+    """
+    url = spec.verify.ledger
+    if url is None:
+        return Ledger(run_dir / STATE_FILE)
+    postgres = import_postgres_store()
+    try:
+        return Ledger(postgres.PostgresStore(url, spec.name))
+    except StoreError as error:
+        raise _unusable(postgres.place(url, spec.name), error) from error
+
+
+def import_postgres_store() -> ModuleType:
+    """`verify.postgres_store`, whose driver few need.
+
+    Raises:
+        UserError: the driver is not installed.
+    """
+    try:
+        return importlib.import_module("verify.postgres_store")
+    except ImportError as error:
+        raise UserError(
+            f"PostgreSQL cannot be used: {error}",
+            place="verify.ledger",
+            remedy="pip install 'runspec[postgres]'",
+        ) from error
+
+
 class Ledger:
     """Single writer: the coordinator process. Others may read.
 
+    Args:
+        place: path of a run's state.db, or another store.
+
     Raises:
-        UserError: from every method, when the database cannot be read or written (a full disk).
+        UserError: from every method, when the store cannot be read or written (a full disk).
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, place: Path | LedgerStore) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(
-                path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-            )
-            self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.execute("PRAGMA synchronous = FULL")
-            self._database.executescript(_SCHEMA)
-            last = self._database.execute(
-                "SELECT seq, chain FROM ledger ORDER BY seq DESC LIMIT 1"
-            ).fetchone()
-        except (OSError, sqlite3.Error) as error:
-            raise self._unusable(error) from error
+            self._store = SqliteStore(place) if isinstance(place, Path) else place
+            last = self._store.last()
+        except StoreError as error:
+            name = str(place) if isinstance(place, Path) else place.place
+            raise _unusable(name, error) from error
         self._seq: int = last[0] if last else 0
-        self._chain: str = last[1] if last else FIRST_CHAIN
+        self._chain: str = last[3] if last else FIRST_CHAIN
 
     @property
     def head(self) -> tuple[int, str]:
         """How many rows there are, and the chain of the last."""
         return self._seq, self._chain
 
+    @property
+    def place(self) -> str:
+        """Where it lies, for people."""
+        return self._store.place
+
     def close(self) -> None:
-        self._database.close()
+        self._store.close()
 
     def append(self, events: Sequence[Event]) -> None:
         """Stores events, all or none, durably.
@@ -146,16 +171,9 @@ class Ledger:
             chain = _link(chain, seq, kind, body)
             rows.append((seq, kind, body, chain))
         try:
-            self._database.execute("BEGIN IMMEDIATE")
-            try:
-                self._database.executemany("INSERT INTO ledger VALUES (?, ?, ?, ?)", rows)
-                self._database.execute("COMMIT")
-            except sqlite3.Error:
-                if self._database.in_transaction:
-                    self._database.execute("ROLLBACK")
-                raise
-        except sqlite3.Error as error:
-            raise self._unusable(error) from error
+            self._store.append(rows)
+        except StoreError as error:
+            raise _unusable(self.place, error) from error
         self._seq, self._chain = seq, chain
 
     def events(self) -> Iterator[Event]:
@@ -173,29 +191,27 @@ class Ledger:
             except BadRow as error:
                 raise self._changed(f"the ledger's row {seq} holds no event: {error}") from error
 
-    def _rows(self) -> Iterable[tuple[int, str, str, str]]:
+    def _rows(self) -> Iterator[StoredRow]:
         try:
-            yield from self._database.execute(
-                "SELECT seq, kind, body, chain FROM ledger ORDER BY seq"
-            )
-        except sqlite3.Error as error:
-            raise self._unusable(error) from error
+            yield from self._store.rows()
+        except StoreError as error:
+            raise _unusable(self.place, error) from error
 
     def _changed(self, thing: str) -> UserError:
         return UserError(
             thing,
-            place=str(self._path),
+            place=self.place,
             remedy="the file was changed or damaged: `python -m verify audit` says where; restore "
             "it, or delete the run",
         )
 
-    def _unusable(self, error: Exception) -> UserError:
-        code = error.sqlite_errorcode if isinstance(error, sqlite3.Error) else sqlite3.SQLITE_OK
-        return (NotNow if code & _PRIMARY in _PASSING else UserError)(
-            f"the ledger cannot be used: {error}",
-            place=str(self._path),
-            remedy="free disk space or mend the permissions, then start again",
-        )
+
+def _unusable(place: str, error: StoreError) -> UserError:
+    return (NotNow if error.passing else UserError)(
+        f"the ledger cannot be used: {error}",
+        place=place,
+        remedy="free disk space or mend the permissions, then start again",
+    )
 
 
 def _link(chain: str, seq: int, kind: str, body: str) -> str:

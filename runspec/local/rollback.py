@@ -44,7 +44,7 @@ from verify.coordinator.policy import Policy
 from verify.coordinator.state import replay
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.layout import STATE_FILE, step_folder
-from verify.ledger import Ledger
+from verify.ledger import open_ledger
 
 INTENT_FILE = "rollback.json"
 _MAX_INTENT_BYTES = 4096
@@ -102,7 +102,7 @@ def complete_rollback(run_dir: Path) -> int | None:
             place=str(run_dir),
             remedy="mend the permissions, then run the command again: it completes the rollback",
         ) from error
-    with closing(Ledger(run_dir / STATE_FILE)) as ledger:
+    with closing(open_ledger(run_dir, spec)) as ledger:
         ledger.append([RolledBack(time.time(), version)])
     with closing(RunState(run_dir)) as state:
         text = f"rolled back to version {version}"
@@ -148,7 +148,7 @@ def _require_state(run_dir: Path, spec: RunSpec, version: int) -> None:
 
 def _require_trained(run_dir: Path, spec: RunSpec, version: int) -> None:
     """The ledger agrees that the steps below were closed, or the coordinator would never start."""
-    with closing(Ledger(run_dir / STATE_FILE)) as ledger:
+    with closing(open_ledger(run_dir, spec)) as ledger:
         closed = replay(Policy.of(spec), ledger.events()).next_close
     if version > closed:
         raise UserError(

@@ -15,7 +15,7 @@ from verify.audit.files import FileAudit
 from verify.audit.findings import Credit, Report
 from verify.audit.leases import LeaseAudit
 from verify.audit.signers import Signers, read_roles
-from verify.audit.snapshot import Row, Snapshot
+from verify.audit.snapshot import Row, open_snapshot
 from verify.coordinator.events import (
     Event,
     LeaseGranted,
@@ -30,7 +30,6 @@ from verify.coordinator.history import History
 from verify.coordinator.policy import Policy
 from verify.coordinator.state import IllegalTransition, State, apply
 from verify.formats.batch import BatchGroup
-from verify.formats.layout import STATE_FILE
 from verify.formats.lease import Lease
 from verify.ledger import BadRow, decode_event
 
@@ -58,7 +57,7 @@ def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | Non
     spec, report = load_resolved(run_dir), Report()
     # Before the rows: a row comes before its manifest, so these have one.
     on_disk = batches_on_disk(run_dir)
-    with closing(Snapshot(run_dir / STATE_FILE)) as snapshot:
+    with closing(open_snapshot(run_dir, spec)) as snapshot:
         rollbacks, last = snapshot.rollbacks(), snapshot.last_written()
         roles = read_roles(run_dir, spec, root_key, last, report)
         replay = _Replay(run_dir, spec.name, Policy.of(spec), report)

@@ -6,9 +6,13 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import quote
 
 from runspec.common.errors import UserError
+from runspec.spec.schema import RunSpec
+from verify.formats.layout import STATE_FILE
+from verify.ledger import import_postgres_store
 
 _BUSY_TIMEOUT_S = 10.0
 # As bytes: a damaged row need not be text.
@@ -28,8 +32,40 @@ class Row:
     chain: bytes
 
 
-class Snapshot:
-    """One read transaction on a run's database.
+class Snapshot(Protocol):
+    """The rows of a run at one moment.
+
+    Raises:
+        UserError: from every method, when they cannot be read as a ledger.
+    """
+
+    def rollbacks(self) -> list[int]:
+        """The rows that say that the run was taken back, in order."""
+        ...
+
+    def last_written(self) -> float:
+        """When the last row was written, seconds since the epoch; 0 where none says."""
+        ...
+
+    def rows(self) -> Iterator[Row]:
+        """All rows, in order."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_snapshot(run_dir: Path, spec: RunSpec) -> Snapshot:
+    """The ledger of a run as it stands now."""
+    if spec.verify.ledger is None:
+        return SqliteSnapshot(run_dir / STATE_FILE)
+    import_postgres_store()  # says what to install
+    from verify.audit.postgres_snapshot import PostgresSnapshot
+
+    return PostgresSnapshot(spec.verify.ledger, spec.name)
+
+
+class SqliteSnapshot:
+    """One read transaction on a run's state.db.
 
     Raises:
         UserError: from every method, when the file cannot be read as a ledger.
@@ -50,7 +86,6 @@ class Snapshot:
         self._database.close()
 
     def rollbacks(self) -> list[int]:
-        """The rows that say that the run was taken back, in order."""
         try:
             found = self._database.execute(
                 "SELECT seq FROM ledger WHERE kind = 'RolledBack' ORDER BY seq"
@@ -60,7 +95,6 @@ class Snapshot:
         return [seq for (seq,) in found]
 
     def last_written(self) -> float:
-        """When the last row was written, seconds since the epoch; 0 where none says."""
         try:
             found = self._database.execute(
                 "SELECT CAST(json_extract(body, '$.at') AS REAL) FROM ledger "
@@ -71,7 +105,6 @@ class Snapshot:
         return 0.0 if found is None or found[0] is None else float(found[0])
 
     def rows(self) -> Iterator[Row]:
-        """All rows, in order."""
         try:
             for seq, kind, body, chain in self._database.execute(_ALL_ROWS):
                 yield Row(seq, kind or b"", body or b"", chain or b"")

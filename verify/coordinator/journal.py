@@ -42,6 +42,7 @@ class Journal:
     Args:
         run_dir: holds state.db and rollouts/.
         policy: of the run's spec.
+        ledger: the run's; None: in its state.db.
         clock: seconds since the epoch.
 
     Raises:
@@ -50,11 +51,16 @@ class Journal:
     """
 
     def __init__(
-        self, run_dir: Path, policy: Policy, *, clock: Callable[[], float] = time.time
+        self,
+        run_dir: Path,
+        policy: Policy,
+        *,
+        ledger: Ledger | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.run_dir, self.clock = run_dir, clock
         self.state, self.history = State(policy), History()
-        self.ledger = Ledger(run_dir / STATE_FILE)
+        self.ledger = ledger or Ledger(run_dir / STATE_FILE)
         self._changed = asyncio.Event()
         self._stopping = False
         self._trouble_since: float | None = None

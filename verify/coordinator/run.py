@@ -35,6 +35,7 @@ from verify.coordinator.server import MAX_HEADER_BYTES, Api
 from verify.coordinator.status import Status
 from verify.coordinator.watch import watch_latest
 from verify.formats.spec import sign_spec
+from verify.ledger import open_ledger
 from verify.request_auth import RequestChecker
 
 _log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ async def serve(
     spec = load_resolved(run_dir)
     key = SigningKey.load(run_dir / "keys" / "coordinator.key")
     roles_document, roles = _read_roles(run_dir, spec, key, root_public_key)
-    journal = Journal(run_dir, Policy.of(spec))
+    journal = Journal(run_dir, Policy.of(spec), ledger=open_ledger(run_dir, spec))
     workers, validators = Activity(), Activity()
     admission = Admission(spec, roles, own_workers(run_dir, spec))
     judging = Judging(journal, spec.name, claim_timeout_s=claim_timeout_s)

@@ -11,6 +11,7 @@ from runspec.spec.schema.block import Block, FloatType
 from runspec.spec.schema.learner import Hardware
 from runspec.spec.values import (
     Count,
+    DatabaseUrl,
     Devices,
     Duration,
     Groups,
@@ -219,6 +220,9 @@ class Verify(Block):
     """Time from a lease to its submission; after it the lease counts as withheld."""
     tokens_per_s: Annotated[Positive | None, Unit("tokens/s of a validator"), HOT, SITE] = None
     """Measured prefill rate, for the estimate; null: computed from the hardware."""
+    ledger: Annotated[DatabaseUrl | None, NEWRUN, SITE] = None
+    """PostgreSQL database that holds the coordinator's ledger, like postgresql://host/name; the
+    password comes from PGPASSWORD or a pgpass file. null: state.db of the run directory."""
     backlog: Backlog = Backlog()
     """When workers are told to come again later."""
     thresholds: list[Thresholds] = []

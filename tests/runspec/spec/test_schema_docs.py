@@ -146,4 +146,5 @@ def test_paths_of_nothing(written: str) -> None:
 
 def test_a_site_changes_nothing_that_is_learned() -> None:
     both = [path for path, f in schema_fields().items() if f.site and f.change == "newrun"]
-    assert both == ["checkpoints.dir"], "states lie where a site has room; a run cannot lose them"
+    # The ledger and the states lie where a site has room; a run cannot lose them.
+    assert both == ["verify.ledger", "checkpoints.dir"]

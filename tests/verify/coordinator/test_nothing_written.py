@@ -20,7 +20,7 @@ from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, ve
 from tests.verify.coordinator.filled import POLICY, Filled
 from tests.verify.coordinator.test_server import post
 from tests.waiting import eventually
-from verify import ledger as ledger_module
+from verify import ledger_store
 from verify.audit.replay import audit
 from verify.coordinator import closing as closing_module
 from verify.coordinator.activity import Activity
@@ -34,7 +34,7 @@ from verify.ledger import NotNow
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "_BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(ledger_store, "_BUSY_TIMEOUT_S", 0.01)
     monkeypatch.setattr(closing_module, "_AGAIN_S", 0.01)
 
 

@@ -1,0 +1,58 @@
+"""A PostgreSQL server of the tests' own, where one is installed."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+_DEADLINE_S = 60.0
+
+
+@contextmanager
+def postgres_server() -> Iterator[str]:
+    """Serves on a socket in a folder that goes with it; yields the URL of an empty database.
+
+    Skips the test where there is no server or no driver.
+    """
+    pytest.importorskip("psycopg", reason="no driver: pip install 'runspec[postgres]'")
+    tools = Path(shutil.which("pg_ctl") or "/").resolve().parent
+    if not (tools / "initdb").exists():
+        pytest.skip("no PostgreSQL server is installed")
+    with tempfile.TemporaryDirectory(prefix="pg") as folder:
+        data = Path(folder) / "data"
+        user = _own(Path(folder))
+        run = [*user, str(tools / "initdb"), "-D", str(data), "-A", "trust", "-U", "postgres", "-N"]
+        _run(run, folder)
+        control = [*user, str(tools / "pg_ctl"), "-D", str(data), "-w"]
+        _run([*control, "-l", f"{folder}/log", "-o", f"-k {folder} -h ''", "start"], folder)
+        try:
+            yield f"postgresql://postgres@/postgres?host={folder}"
+        finally:
+            _run([*control, "-m", "immediate", "stop"], folder)
+
+
+def _own(folder: Path) -> list[str]:
+    """The server refuses to be root: then another owns the folder, and its commands run as that."""
+    if os.geteuid() != 0:
+        return []
+    try:
+        other = pwd.getpwnam("postgres")
+    except KeyError:
+        pytest.skip("PostgreSQL does not run as root, and there is no user postgres")
+    os.chown(folder, other.pw_uid, other.pw_gid)
+    return ["setpriv", f"--reuid={other.pw_uid}", f"--regid={other.pw_gid}", "--clear-groups"]
+
+
+def _run(command: list[str], folder: str) -> None:
+    done = subprocess.run(
+        command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=_DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr.decode()
