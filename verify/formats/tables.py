@@ -9,6 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verify.formats.parquet_footer import RowGroup, read_row_groups
+
 _SMALLEST_VALUE = 4  # bytes: i32 and f32; flags are fewer than would matter
 
 
@@ -46,6 +48,7 @@ def decode_table(
     if len(data) > max_bytes:
         raise MalformedTable(f"{len(data)} bytes, more than the {max_bytes} allowed")
     try:
+        declared = sum(_declared_bytes(group) for group in read_row_groups(data))
         file = pq.ParquetFile(
             pa.BufferReader(data),
             thrift_string_size_limit=1 << 20,
@@ -59,7 +62,6 @@ def decode_table(
         meta = file.metadata
         if meta.num_rows > max_rows:
             raise MalformedTable(f"{meta.num_rows} rows, more than the {max_rows} allowed")
-        declared = sum(_declared_bytes(meta.row_group(i)) for i in range(meta.num_row_groups))
         if declared > max_bytes:
             raise MalformedTable(f"{declared} bytes decoded, more than the {max_bytes} allowed")
         batches, size = [], 0
@@ -80,7 +82,6 @@ def decode_table(
     return table
 
 
-def _declared_bytes(group: Any) -> int:
+def _declared_bytes(group: RowGroup) -> int:
     """What a row group says it decodes to: runs of equal values are small in a file, not here."""
-    values = sum(group.column(i).num_values for i in range(group.num_columns))
-    return max(group.total_byte_size, _SMALLEST_VALUE * values)
+    return max(group.bytes, _SMALLEST_VALUE * sum(group.values))
