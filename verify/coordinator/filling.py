@@ -108,7 +108,6 @@ def decide_lease(
         holding: digests of the leases that the worker's process still works on. One that it does
             not know of (it was killed, or the answer was lost) is granted to it again.
     """
-    policy, worker = state.policy, state.workers[key]
     if key in state.bans:
         return None
     mine = [
@@ -122,7 +121,7 @@ def decide_lease(
     for record in in_time:
         if record.status == "open" and record.digest not in holding:
             return Held(record)
-    quarantined = worker.standing.quarantine is not None
+    quarantined = state.workers[key].standing.quarantine is not None
     if quarantined and (len(mine) > 1 or _unjudged(state, key)):
         return None
     for record in in_time:
@@ -130,6 +129,12 @@ def decide_lease(
             return Resume(record)
     if len(mine) >= (1 if quarantined else MAX_OPEN_LEASES):
         return None
+    return _new_lease(state, key, now)
+
+
+def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Grant | None:
+    """A lease of the lowest step that needs groups and may be leased to this worker."""
+    policy, worker = state.policy, state.workers[key]
     held_back = False
     for number in range(state.next_close, policy.steps):
         if state.newest is None or number - state.newest.version > policy.async_level:
@@ -187,7 +192,7 @@ def newcomer_groups(state: State, number: int, now: float) -> tuple[int, int]:
             continue
         if record.outstanding:
             held += record.lease.groups
-        elif now < record.lease.expires + state.policy.lease_timeout_s:
+        elif now < record.expires + state.policy.lease_timeout_s:
             failed += record.lease.groups
     return held, failed
 

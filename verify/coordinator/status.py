@@ -103,7 +103,7 @@ class Status:
                         "step": record.lease.step,
                         "groups": record.lease.groups,
                         "silent_s": round(now - peer.last_seen, 3),
-                        "expires_in_s": round(max(0.0, record.lease.expires - now), 3),
+                        "expires_in_s": round(max(0.0, record.expires - now), 3),
                     }
                 )
         return found
