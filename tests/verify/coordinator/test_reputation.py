@@ -16,6 +16,7 @@ from verify.coordinator.events import (
     QuarantineEnded,
     RolledBack,
     WorkerQuarantined,
+    WorkerRegistered,
 )
 from verify.coordinator.reputation import (
     BAN_AFTER,
@@ -219,11 +220,13 @@ def test_an_appeal_leads_into_quarantine_with_a_clean_slate():
     assert kinds == [KeyBanned, BanLifted]  # both stay in the ledger
 
 
-def test_a_key_is_banned_before_it_ever_registers_and_bans_outlive_a_rollback():
+def test_a_key_is_banned_before_it_ever_registers_and_bans_and_invites_outlive_a_rollback():
     run = started()
+    run.record(WorkerRegistered(run.now, key("i"), "a", invite=key("invite")))
     run.record(KeyBanned(run.now, key("z"), "known from another run", BY_OPERATOR))
     run.record(RolledBack(run.now, 0))
     assert run.state.bans == {key("z"): "known from another run"}
+    assert run.state.invited == {key("invite"): 1}
     assert run.state.workers == {}
 
 
