@@ -116,7 +116,8 @@ class SqliteSnapshot:
         return UserError(
             f"the ledger cannot be read: {error} (after {self._read} rows)",
             place=str(self._path),
-            remedy="the file is damaged or no run's database: restore it from a copy",
+            remedy="the file is damaged or no run's database: restore it from a copy; where it has "
+            "a -wal beside it in a folder that you may not write, copy both to one that you may",
         )
 
 

@@ -6,9 +6,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.verify.coordinator.filled import Filled, key, policy
+from tests.verify.coordinator.filled import Filled, digest, key, policy
 from verify.coordinator import filling
-from verify.coordinator.events import LeaseGranted, NonceDrawn, StepClosed, WorkerRegistered
+from verify.coordinator.events import (
+    LeaseGranted,
+    NonceDrawn,
+    StepClosed,
+    SubmissionDeferred,
+    WorkerRegistered,
+)
 from verify.coordinator.filling import Close
 from verify.coordinator.state import replay
 
@@ -91,6 +97,18 @@ class Filling(RuleBasedStateMachine):
     @rule(data=st.data())
     def submit(self, data):
         self.run.submit(data.draw(st.sampled_from(self.of("open"))))
+
+    @precondition(lambda self: self.of("open"))
+    @rule(data=st.data(), seconds=st.sampled_from([20.0, 90.0]))
+    def defer(self, data, seconds):
+        """Too much waits for a verdict: a lease lasts longer for what was brought in time."""
+        record, now = data.draw(st.sampled_from(self.of("open"))), self.run.now
+        late = self.run.state.lag(record) > self.run.state.policy.async_level
+        if now < record.expires < now + seconds and not late:
+            brought = digest("s", record.digest)
+            self.run.record(SubmissionDeferred(now, record.digest, brought, now + seconds))
+            over = filling.expired_leases(self.run.state, now + seconds - 1.0)
+            assert record.digest not in {each.digest for each in over}
 
     @precondition(lambda self: self.of("open"))
     @rule(data=st.data())
