@@ -171,6 +171,22 @@ def test_a_modulus_that_gives_channels_a_value_is_no_honest_one() -> None:
     assert verdict.value == PRIME - WIDTH
 
 
+@pytest.mark.parametrize("width", [4096, 5120])
+def test_honest_moduli_of_wide_chunks_differ_by_little(width: int) -> None:
+    # given chunks of more than 65,497 elements, where other positions may be selected
+    rng = np.random.default_rng(9)
+    values = rng.normal(size=(8, 32, width)).astype(np.float32)
+    values[..., 100:500:37] *= 3  # outlier channels, at distances near those at which rows wrap
+    noisy = values * (1 + 0.01 * rng.normal(size=values.shape).astype(np.float32))
+    true, sent = bf16_bits(values), bf16_bits(noisy)
+
+    # then proofs of one pass with the other, by the most lenient test
+    for hidden, proofs in zip(true, build_proofs_batch(list(sent)), strict=True):
+        found = verify_proofs(hidden, proofs)
+        assert found[0].modulus_gap <= 4 and found[0].missing_terms == 0
+        assert judge(found, BFLOAT16).passed
+
+
 @pytest.mark.parametrize("degree", [0, 1, 60, 123])
 def test_a_polynomial_of_too_low_a_degree_is_of_no_activations(degree: int) -> None:
     hidden = states(1, seed=3)[0]
