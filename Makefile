@@ -74,7 +74,7 @@ test-learner: install  ## the quick tests of the learner, some minutes of compil
 
 test: lint $(AOT_STAMP) $(SHARDCAST_STAMP)  ## everything that must hold
 	$(BIN)/pytest $(WORKERS) $(addprefix --ignore=,$(RUNS))
-	$(BIN)/pytest $(RUNS)
+	$(BIN)/pytest --timeout 600 $(RUNS)
 
 fuzz: install  ## a million drawn cases of each campaign, hours
 	$(BIN)/python -m tests.fuzz

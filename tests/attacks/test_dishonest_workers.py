@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,16 @@ def start_cheat(run: LiveRun, mode: str) -> tuple[str, subprocess.Popen[bytes]]:
     return key.public_hex, process
 
 
+@contextmanager
+def standing_still(pid: int) -> Iterator[None]:
+    """A process that gets no processor time inside the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def verdicts_on(run: LiveRun, worker: str) -> list[tuple[Path, dict]]:
     """Verdict files on a worker's submissions, with their signed statements."""
     found = []
@@ -70,8 +81,19 @@ def test_perturbed_weights_and_edited_tokens_are_rejected(tmp_path):
     with QuickRun(tmp_path, "attacked", overrides) as run:
         # given a run with an honest worker, joined by two that cheat
         run.wait_for_step(1)
-        cheats = {mode: start_cheat(run, mode) for mode in ("perturbed", "edited")}
+        cheats = {}
         try:
+            # whose engines start while nothing is trained: nobody would be there to cheat
+            with standing_still(run.status()["roles"]["learner"]["pid"]):
+                for mode in ("perturbed", "edited"):
+                    cheats[mode] = start_cheat(run, mode)
+                for mode, (_, process) in cheats.items():
+                    log = run.runs_dir / mode / "log"
+                    run.wait_until(
+                        lambda log=log: " loaded in " in log.read_text(),
+                        f"the {mode} worker's engine",
+                        others=[process],
+                    )
             for mode, (key, process) in cheats.items():
                 run.wait_until(
                     lambda key=key: len(verdicts_on(run, key)) >= 3,

@@ -52,28 +52,55 @@ def test_a_live_run_takes_a_rolling_change_over(runs_dir):
         run.wait_for_step(len(run.metrics()) + 1)
 
 
-def test_a_stopped_run_goes_on_in_other_places(runs_dir):
-    with QuickRun(runs_dir, "moving", STEPS) as run:
-        # given a run that was interrupted
+@pytest.fixture(scope="module")
+def stopped(runs_dir):
+    """A run that Ctrl-C ended after its second step, and its rows of metrics."""
+    with QuickRun(runs_dir, "moving", {**STEPS, "placement.restarts": 1}) as run:
         run.wait_for_step(2)
         run.process.send_signal(signal.SIGINT)
         run.process.wait(60)
-        trained = len(run.metrics())
-        # when it is applied with other places and a little more to do
-        run.overrides = OTHER_PLACES
-        plan = json.loads(runspec("plan", *run.words, "--json").stdout)
-        assert (plan["serial"], plan["change_class"]) == (1, "restart")
+        yield run, run.metrics()
+
+
+def test_a_role_that_keeps_dying_stops_the_run_with_its_last_words(stopped):
+    # given a run whose worker's key was spoilt while it was down
+    run, _ = stopped
+    key = run.dir / "keys" / "volunteers-0.key"
+    whole = key.read_bytes()
+    key.write_text("not a key")
+    try:
+        # when it is applied again
         run.apply()
-        # then it goes on from its newest checkpoint on the other mesh, with everyone at work
-        run.wait_for_step(trained + 2)
-        for name, says in (
-            ("volunteers-0", "rollouts of version"),
-            ("volunteers-1", "rollouts of version"),
-            ("validator-1", "accepted"),
-        ):
-            log = run.dir / "logs" / f"{name}.log"
-            run.wait_until(lambda log=log, says=says: says in log.read_text(), name)
-        assert "on 1 devices" in (run.dir / "logs" / "learner.log").read_text()
-        rows = run.metrics()
+        code = run.process.wait(120)
+    finally:
+        key.write_bytes(whole)
+    # then it stops, and says who died of what
+    assert code == 1
+    assert "cannot read a signing key" in run.output()
+
+
+def test_a_stopped_run_goes_on_in_other_places(stopped):
+    # given a run that was interrupted
+    run, trained = stopped
+    before = len(run.metrics())
+    assert 2 <= len(trained) <= before
+    # when it is applied with other places and a little more to do
+    run.overrides = {**OTHER_PLACES, "placement.restarts": 1}
+    plan = json.loads(runspec("plan", *run.words, "--json").stdout)
+    assert (plan["serial"], plan["change_class"]) == (1, "restart")
+    run.apply()
+    # then it goes on from its newest checkpoint on the other mesh, with everyone at work
+    run.wait_for_step(before + 2)
+    for name, says in (
+        ("volunteers-0", "rollouts of version"),
+        ("volunteers-1", "rollouts of version"),
+        ("validator-1", "accepted"),
+    ):
+        log = run.dir / "logs" / f"{name}.log"
+        run.wait_until(lambda log=log, says=says: says in log.read_text(), name)
+    assert "on 1 devices" in (run.dir / "logs" / "learner.log").read_text()
+    # and no step is missing, and none was trained twice
+    rows = run.metrics()
+    assert rows[: len(trained)] == trained
     assert [row["step"] for row in rows] == list(range(len(rows)))
     assert sum(row["rejected_rollouts"] for row in rows) == 0

@@ -105,47 +105,6 @@ def test_any_role_may_be_killed_at_any_time(runs_dir):
     assert summary["rollouts_rejected"] == 0
 
 
-@pytest.fixture(scope="module")
-def interrupted(runs_dir):
-    """A run of ten steps that Ctrl-C ended after its third, and those steps."""
-    overrides = {"steps": 10, "checkpoints.every": 2, "placement.restarts": 1}
-    with QuickRun(runs_dir, "resumed", overrides) as run:
-        run.wait_for_step(3)
-        run.process.send_signal(signal.SIGINT)
-        run.process.wait(60)
-        yield run, run.metrics()
-
-
-def test_a_role_that_keeps_dying_stops_the_run_with_its_last_words(interrupted):
-    # given a run whose worker's key was spoilt while it was down
-    run, _ = interrupted
-    key = run.dir / "keys" / "volunteers-0.key"
-    whole = key.read_bytes()
-    key.write_text("not a key")
-    try:
-        # when it is applied again
-        run.apply()
-        code = run.process.wait(120)
-    finally:
-        key.write_bytes(whole)
-    # then it stops, and says who died of what
-    assert code == 1
-    assert "cannot read a signing key" in run.output()
-
-
-def test_an_interrupted_run_goes_on_where_it_was(interrupted):
-    # given a run that Ctrl-C ended
-    run, trained = interrupted
-    assert 3 <= len(trained) <= len(run.metrics()) < 10
-    # when it is applied again
-    run.apply()
-    summary = run.finish()
-    # then no step is missing and none was trained twice
-    assert [line["step"] for line in run.metrics()] == list(range(10))
-    assert run.metrics()[: len(trained)] == trained
-    assert summary["steps"] == 10
-
-
 def test_a_finished_run_can_be_deleted(finished):
     assert runspec("delete", "whole", "--runs-dir", finished.runs_dir, "--yes").returncode == 0
     assert not finished.dir.exists()

@@ -1,4 +1,4 @@
-"""Campaigns: properties over drawn inputs, 2,000 seeded cases each, a million in `make fuzz`.
+"""Campaigns: properties over drawn inputs, 500 seeded cases each, a million in `make fuzz`.
 
 No profile: one that is loaded counts for all modules that are imported after it.
 """
@@ -9,7 +9,7 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-CASES = int(os.environ.get("FUZZ_CASES", "2000"))
+CASES = int(os.environ.get("FUZZ_CASES", "500"))
 campaign = settings(
     max_examples=CASES,
     deadline=None,
