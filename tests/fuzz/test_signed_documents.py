@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runspec.common.canonical import canonical_json
 from runspec.common.hashing import is_digest
 from runspec.common.keys import SigningKey
 from runspec.common.signed import BadSignature, sign_document
@@ -85,7 +86,7 @@ def test_signed_payloads(
     made = data.draw(changed([payload], anything))
     document = opened(open_it, sign_document(kind, made, KEY))
     if document is None:
-        assert made != payload
+        assert canonical_json(made) != canonical_json(payload)  # False == 0, 3.0 == 3
         return
     check_fields(document)
     assert asdict(document) == made  # type: ignore[call-overload]
