@@ -50,7 +50,7 @@ class Run:
         self.dir = directory
         overrides = [
             "name=workers",
-            "algorithm.prompts_per_step=64",
+            "algorithm.prompts_per_step=1024",  # more than a fast machine samples meanwhile
             f"algorithm.group_size={SIZE}",
             f"samplers.volunteers.groups_per_submission={GROUPS}",
             "verify.lease_timeout=10m",
