@@ -23,6 +23,12 @@ def invite_command(run: str, pool: str | None, uses: int, expires: str, runs_dir
         raise UserError(
             f"no sampler pool {pool!r}", place="--pool", remedy=f"the spec has: {', '.join(pools)}"
         )
+    if pool is None and all(each.trust == "trusted" for each in spec.samplers):
+        raise UserError(
+            "every pool is trusted, and a trusted pool takes only invites that name it",
+            place="--pool",
+            remedy=f"name one: {', '.join(pools)}",
+        )
     link = run_link(run_dir, spec)
     if link is None:
         raise UserError(

@@ -19,7 +19,7 @@ from runspec.common.hashing import digest_file
 from runspec.common.join_link import JoinLink, parse_join_link, reachable
 from runspec.common.keys import SigningKey
 from runspec.estimate.model import model_config
-from runspec.local.fitting import choose_pool, lacks, look_at_host
+from runspec.local.fitting import choose_pool, lacks, look_at_host, open_pools
 from runspec.local.machine import module_is_installed, this_machine
 from runspec.local.preflight import ROLE_MODULES
 from runspec.local.run_dir import hold
@@ -280,7 +280,9 @@ def _choose(options: JoinOptions, spec: RunSpec, site: Site, folder: Path) -> st
     if config is None:
         say(f"the size of {spec.model.hf} is not known here: memory and disk are not checked")
     to_fetch = sum(file.bytes for file in site.files)
-    found = {p.name: lacks(p, spec, config, host, to_fetch) for p in spec.samplers}
+    named = options.pool is not None or parse_join_link(options.link).invite is not None
+    pools = spec.samplers if named else open_pools(spec)
+    found = {p.name: lacks(p, spec, config, host, to_fetch) for p in pools}
     return choose_pool(found, options.pool)
 
 

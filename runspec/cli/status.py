@@ -77,7 +77,9 @@ def _show(seen: Snapshot) -> None:
 def show_link(run_dir: Path, spec: RunSpec) -> None:
     """How others join a run whose keys are made."""
     if link := run_link(run_dir, spec):
-        if spec.verify.admission == "invite":
+        if all(pool.trust == "trusted" for pool in spec.samplers):
+            print(f"invite others with: runspec invite {run_dir} --pool POOL (all are trusted)")
+        elif spec.verify.admission == "invite":
             print(f"invite others with: runspec invite {run_dir}")
         else:
             print(f"join with: runspec join '{link}' --key FILE")

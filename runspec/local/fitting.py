@@ -90,6 +90,22 @@ def lacks(
     ]
 
 
+def open_pools(spec: RunSpec) -> list[SamplerPool]:
+    """The pools that a machine may ask for without an invite and without a key of the run's own.
+
+    Raises:
+        UserError: there are none.
+    """
+    pools = [pool for pool in spec.samplers if pool.trust == "untrusted"]
+    if not pools:
+        raise UserError(
+            "every pool of the run is trusted: those take only invited keys, and the run's own",
+            place="join",
+            remedy="ask for a link with an invite; with a key of the run's own, give --pool",
+        )
+    return pools
+
+
 def choose_pool(found: Mapping[str, Sequence[Missing]], asked: str | None) -> str:
     """The first pool that the machine fits, or the one that was asked for.
 

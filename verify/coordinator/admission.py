@@ -1,4 +1,9 @@
-"""Who may register: everybody, or who was invited; the run's own keys always."""
+"""Who may register: everybody, or who was invited; the run's own keys always.
+
+Trusted pools are never open: what comes from them is checked less (unseeded sampling, versions that
+change within a rollout), so they take only keys that the operator named: the run's own, and those
+with an invite for that very pool.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +31,7 @@ class Admission:
 
     def __init__(self, spec: RunSpec, roles: Roles, own: Collection[str]) -> None:
         self._spec, self._roles, self._own = spec, roles, frozenset(own)
+        self._trusted = frozenset(pool.name for pool in spec.samplers if pool.trust == "trusted")
 
     def admit(self, state: State, key: str, pool: str, used: object, now: float) -> str | None:
         """The invite by which a new key comes; None where it needs none.
@@ -41,7 +47,15 @@ class Admission:
             Refusal: 403 with the reason.
         """
         if used is None:
-            if self._spec.verify.admission == "open" or key in self._own:
+            if key in self._own:
+                return None
+            if pool in self._trusted:
+                raise Refusal(
+                    403,
+                    f"pool {pool!r} is trusted: it takes the run's own workers, and keys with an "
+                    "invite for this pool",
+                )
+            if self._spec.verify.admission == "open":
                 return None
             raise Refusal(403, "this run takes invited workers only: ask for a link with an invite")
         try:
@@ -55,6 +69,8 @@ class Admission:
         except BadSignature as error:
             raise Refusal(403, str(error)) from error
         _must_fit(invite, pool, state.invited.get(invite.key, 0))
+        if pool in self._trusted and invite.pool is None:
+            raise Refusal(403, f"pool {pool!r} is trusted, and the invite does not name it")
         return invite.key
 
 

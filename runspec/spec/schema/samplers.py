@@ -67,7 +67,8 @@ class SamplerPool(Block):
     engine: Literal["vllm"] = "vllm"
     """What generates."""
     trust: Literal["trusted", "untrusted"] = "untrusted"
-    """Whether its rollouts are believed without proof."""
+    """Whether its rollouts are believed without proof. A trusted pool takes no keys but the run's
+    own and those with an invite that names it, whatever `verify.admission` says."""
     hardware: Annotated[Hardware, SITE]
     """Accelerators of one replica."""
     replicas: Annotated[Processes, SITE] = 1
@@ -201,8 +202,8 @@ class Verify(Block):
     engine: Annotated[str, SITE] = "jax"
     """Prefill engine: an entry point of the group `runspec.prefill`."""
     admission: Literal["open", "invite"] = "open"
-    """Whose keys may work: everybody's, or those that come with an invite (`runspec invite`). The
-    keys of the run's own workers, in its directory, need none."""
+    """Whose keys may work in untrusted pools: everybody's, or those that come with an invite
+    (`runspec invite`). The keys of the run's own workers, in its directory, need none."""
     prefill_share: Share = 1.0
     """Share of a new worker's submissions whose log-probs, noise and proofs are recomputed."""
     prefill_floor: Share | None = None

@@ -15,7 +15,7 @@ from runspec.cli.join import Progress, fetch_data, progress_line
 from runspec.common.errors import UserError
 from runspec.common.join_link import JoinLink, parse_join_link, reachable
 from runspec.estimate.model import model_config
-from runspec.local.fitting import Host, choose_pool, lacks
+from runspec.local.fitting import Host, choose_pool, lacks, open_pools
 from runspec.spec.schema import RunSpec, SamplerPool
 from runspec.spec.source_files import source_files
 from tests.harness import runspec
@@ -136,6 +136,15 @@ def test_the_first_pool_that_fits_is_served_and_none_says_why():
     assert "h100-80g GPUs wanted" in error.value.thing
     with pytest.raises(UserError, match="no sampler pool 'huge'"):
         choose_pool({"large": missing}, "huge")
+
+
+def test_who_has_no_invite_asks_for_no_trusted_pool():
+    spec = tiny_spec()
+    near, far = spec.samplers
+    trusted = near.model_copy(update={"trust": "trusted"})
+    assert open_pools(spec.model_copy(update={"samplers": [trusted, far]})) == [far]
+    with pytest.raises(UserError, match="every pool of the run is trusted"):
+        open_pools(spec.model_copy(update={"samplers": [trusted]}))
 
 
 def test_a_volunteer_reads_version_speed_and_credit():

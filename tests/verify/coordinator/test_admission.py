@@ -83,6 +83,31 @@ def test_the_runs_own_workers_need_no_invite(site: Site):
         site.client(own).register("near", {})
 
 
+def test_a_trusted_pool_takes_only_keys_that_the_operator_named(tmp_path: Path):
+    """An open run, whose pool `near` is trusted: unseeded, say, with updates in flight."""
+    spec = tiny_spec()
+    near, far = spec.samplers
+    pools = [near.model_copy(update={"trust": "trusted", "in_flight_updates": True}), far]
+    site = Site(tmp_path, spec.model_copy(update={"samplers": pools}))
+    own = SigningKey.generate()
+    own.save(site.run_dir / "keys" / "near-0.key")
+    site.publish(0)
+    with site.origin(), site.serving():
+        stranger = site.client(SigningKey.generate())
+        with pytest.raises(UserError, match="403, pool 'near' is trusted: it takes the run's own"):
+            stranger.register("near", {})
+        with pytest.raises(UserError, match="trusted, and the invite does not name it"):
+            stranger.register("near", {}, invite=invite(site))
+        with pytest.raises(UserError, match="403, this key is not registered"):
+            stranger.lease(0.0)
+
+        stranger.register("far", {})  # the untrusted pool is open all the same
+        with pytest.raises(UserError, match="409, this key is a worker of pool 'far'"):
+            stranger.register("near", {}, invite=invite(site, pool="near"))
+        site.client(SigningKey.generate()).register("near", {}, invite=invite(site, pool="near"))
+        site.client(own).register("near", {})
+
+
 def test_what_one_worker_sent_is_of_no_use_to_another():
     coordinator, one, other = (SigningKey.generate() for _ in range(3))
     text = make_invite(RUN, pool=None, uses=1, valid_s=DAY_S, coordinator=coordinator)
@@ -129,3 +154,15 @@ def test_a_command_line_that_makes_no_sense_is_refused(site: Site, option, said)
     SigningKey.generate().save(site.run_dir / "keys" / "root.key")
     result = CliRunner().invoke(app, ["invite", str(site.run_dir), *option])
     assert isinstance(result.exception, UserError) and said in str(result.exception)
+
+
+def test_an_invite_that_would_admit_to_no_pool_is_not_made(tmp_path: Path):
+    spec = tiny_spec()
+    pools = [pool.model_copy(update={"trust": "trusted"}) for pool in spec.samplers]
+    site = Site(tmp_path, spec.model_copy(update={"samplers": pools}))
+
+    result = CliRunner().invoke(app, ["invite", str(site.run_dir)])
+
+    assert isinstance(result.exception, UserError)
+    assert "takes only invites that name it" in str(result.exception)
+    assert result.exception.remedy == "name one: near, far"
