@@ -135,15 +135,16 @@ class CoordinatorHttp:
                     if answer.is_success:
                         take(answer.iter_raw())
                         return
-                    trouble = f"answers {answer.status_code}"
-                    if answer.is_client_error:
+                    trouble, told_s = f"answers {answer.status_code}", _retry_after(answer)
+                    if answer.is_client_error and not told_s:
                         raise UserError(
                             f"GET {path}: {trouble}",
                             place=f"coordinator {self.url}",
                             remedy="its data changed: start the same command again",
                         )
             except httpx.TransportError as error:
-                trouble = str(error) or type(error).__name__
+                trouble, told_s = str(error) or type(error).__name__, 0.0
+            pause = max(pause, told_s)
             if time.monotonic() + pause > deadline:
                 raise UserError(
                     f"GET {path}: {trouble}",

@@ -22,6 +22,7 @@ READERS: dict[str, tuple[Readers, ...]] = {
     "verify.newcomer_share": ("coordinator",),
     "verify.thresholds": ("coordinator", "validators"),
     "verify.backlog": ("coordinator",),
+    "verify.proxies": ("coordinator",),
     # Samplers give up on fetching a version after as long.
     "verify.lease_timeout": ("coordinator", "samplers"),
 }

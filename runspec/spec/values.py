@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from ipaddress import ip_network
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from runspec.spec.fields import Unit
 
@@ -88,6 +89,15 @@ def format_rate(bits_s: float) -> str:
     return _shortest(bits_s, _RATES, "kbit/s")
 
 
+def _check_network(value: str) -> str:
+    """An address, or a range of them whose host bits are zero."""
+    ip_network(value)
+    return value
+
+
+_network = AfterValidator(_check_network)
+
+
 def _text(units: dict[str, Any]) -> Any:
     return Annotated[str, Field(pattern=_pattern(units))]
 
@@ -115,6 +125,7 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 DatabaseUrl = Annotated[
     str, Field(pattern=r"^postgresql://([^:@/]+@)?[^@]*/[^/@?]+(\?host=[^&]+)?$")
 ]
+AddressRange = Annotated[str, Field(pattern=r"^[0-9a-fA-F.:]+(/[0-9]{1,3})?$"), _network]
 PublicKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Reached = Annotated[float, Field(ge=1e-6, le=1.0), Unit("of the peak")]

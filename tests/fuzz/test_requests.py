@@ -188,8 +188,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         httpx.Client(trust_env=False, timeout=60) as http,
     ):
         patch.setattr(rates, "WORKER_RATES", dict.fromkeys(rates.WORKER_RATES, PATIENT))
-        patch.setattr(rates, "STRANGERS", PATIENT)
-        patch.setattr(rates, "REGISTRATIONS", PATIENT)
+        patch.setattr(rates, "PER_PLACE", dict.fromkeys(rates.PER_PLACE, PATIENT))
+        patch.setattr(rates, "TOGETHER", dict.fromkeys(rates.TOGETHER, PATIENT))
         key, client = site.worker()
         made = []
         for _ in range(2):

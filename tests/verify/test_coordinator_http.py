@@ -99,6 +99,16 @@ def test_what_is_long_comes_in_pieces_and_what_is_not_there_is_named() -> None:
     assert got == [b"x" * 100_000]
 
 
+def test_what_is_long_is_asked_for_again_when_the_coordinator_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with server((429, b"7"), (200, b"here"), deadline_s=100.0) as (client, _):
+        client.stream("/v1/data/one", lambda pieces: pauses.append(len(b"".join(pieces))))
+    assert pauses == [7.0, 4]
+
+
 @pytest.mark.parametrize(
     ("said", "pause"), [("1", 1.0), ("3600", 60.0), ("0", 0.05), ("-1", 2.0), ("soon", 2.0)]
 )

@@ -1,9 +1,15 @@
-"""How often a key may ask: token buckets, pure but for the memory of when each will be full again.
+"""How often a key, or an address, may ask: token buckets, pure but for a memory of each.
 
 A bucket is one number, the time at which it is full again (the generic cell rate algorithm, ITU-T
 I.371): each request moves it on by 1 / rate, and one that would move it further ahead than a burst
 takes is refused. A bucket that is full again is as good as none and is forgotten, so the memory
-holds only keys that asked lately, and never more than `MAX_BUCKETS`.
+holds only names that asked lately, and never more than `MAX_BUCKETS`.
+
+A registered key has buckets of its own. Whoever is no worker costs nothing to be many of, so those
+count by the place that they ask from (`verify.coordinator.addresses`): a flood hurts its own
+place. Above that are generous bounds of all places together, so that floods from many places do
+not take more than the coordinator has; workers that are registered are not under them. Places and
+keys are remembered apart, so that neither crowds out the other.
 """
 
 from __future__ import annotations
@@ -36,10 +42,21 @@ WORKER_RATES = {
 }
 """Of one registered key, by kind of request. A worker asks for far less: what it samples takes
 seconds at least."""
-STRANGERS = Rate(20.0, 100)
-"""Of all keys together that are no worker's, but for registrations."""
-REGISTRATIONS = Rate(1.0, 64)
-"""Of all new keys together: a fleet may start at once, a flood of keys cannot."""
+PER_PLACE = {
+    "registration": Rate(0.2, 64),
+    "stranger": Rate(5.0, 50),
+    "public": Rate(50.0, 500),
+    "unbelieved": Rate(20.0, 200),
+}
+"""Of one place. Registration: of keys that are new, for a fleet may start at once, a flood of keys
+cannot; stranger: other requests of keys that are no worker's; public: what is not signed and need
+not be; unbelieved: what should be signed and is not, a signature checked in vain each time."""
+TOGETHER = {
+    "registration": Rate(10.0, 1000),
+    "stranger": Rate(100.0, 1000),
+    "public": Rate(200.0, 2000),
+}
+"""Of all places. Of the unbelieved there is none: it would keep out who can be believed."""
 
 
 class Buckets:
@@ -56,6 +73,12 @@ class Buckets:
     def __len__(self) -> int:
         return len(self._full_at)
 
+    def wait_s(self, name: str, rate: Rate, now: float) -> float:
+        """What `take` would return; nothing is taken."""
+        ahead = max(self._full_at.get(name, now), now) + 1.0 / rate.per_s - now
+        longest = rate.burst / rate.per_s
+        return ahead - longest if ahead > longest * (1.0 + 1e-9) else 0.0
+
     def take(self, name: str, rate: Rate, now: float) -> float:
         """Takes one token.
 
@@ -67,40 +90,49 @@ class Buckets:
         Returns:
             0.0 when there was one; else seconds until there will be, and nothing was taken.
         """
-        full_at = max(self._full_at.get(name, now), now)
-        ahead = full_at + 1.0 / rate.per_s - now
-        longest = rate.burst / rate.per_s
-        if ahead > longest * (1.0 + 1e-9):
-            return ahead - longest
+        if (wait_s := self.wait_s(name, rate, now)) > 0.0:
+            return wait_s
         if name not in self._full_at and len(self._full_at) >= self._max:
             self._full_at = {n: at for n, at in self._full_at.items() if at > now}
             if len(self._full_at) >= self._max:
                 return min(self._full_at.values()) - now
-        self._full_at[name] = now + ahead
+        self._full_at[name] = max(self._full_at.get(name, now), now) + 1.0 / rate.per_s
         return 0.0
 
 
 class RateLimits:
-    """Which bucket a request draws from."""
+    """Which buckets a request draws from."""
 
     def __init__(self) -> None:
-        self._buckets = Buckets()
+        self._keys, self._places = Buckets(), Buckets()
         self._polls: Counter[str] = Counter()
 
-    def wait_s(self, key: str, kind: str, now: float, *, known: bool) -> float:
-        """0.0 when a request may be answered; else seconds after which it may come again.
+    def of_worker(self, key: str, kind: str, now: float) -> float:
+        """A request of a registered key.
 
         Args:
-            key: the caller's.
+            key: the worker's.
             kind: of `WORKER_RATES`.
             now: seconds.
-            known: whether the key is a registered worker's.
+
+        Returns:
+            0.0 when it may be answered; else seconds after which it may come again.
         """
-        if known:
-            return self._buckets.take(f"{kind} {key}", WORKER_RATES[kind], now)
-        if kind == "registration":
-            return self._buckets.take("registrations", REGISTRATIONS, now)
-        return self._buckets.take("strangers", STRANGERS, now)
+        return self._keys.take(f"{kind} {key}", WORKER_RATES[kind], now)
+
+    def of_stranger(self, place: str, kind: str, now: float) -> float:
+        """The same of a request of anybody else's; `kind` is one of `TOGETHER`."""
+        wait_s = self._places.take(f"{kind} {place}", PER_PLACE[kind], now)
+        # First its own: what a flood is refused there takes nothing from the others.
+        return wait_s or self._places.take(kind, TOGETHER[kind], now)
+
+    def unbelieved(self, place: str, now: float) -> None:
+        """Counts a request that was not believed."""
+        self._places.take(f"unbelieved {place}", PER_PLACE["unbelieved"], now)
+
+    def of_unbelieved(self, place: str, now: float) -> float:
+        """0.0 while another signature from there may be checked; else seconds until one may."""
+        return self._places.wait_s(f"unbelieved {place}", PER_PLACE["unbelieved"], now)
 
     @contextmanager
     def poll(self, key: str) -> Iterator[bool]:

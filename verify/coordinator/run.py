@@ -21,11 +21,13 @@ from runspec.common.signed import BadSignature
 from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import RunSpec
 from verify.coordinator.activity import Activity
+from verify.coordinator.addresses import networks
 from verify.coordinator.admission import Admission, own_workers
 from verify.coordinator.backlog import Backlog
 from verify.coordinator.claims import CLAIM_TIMEOUT_S
 from verify.coordinator.closing import Closing
 from verify.coordinator.data import SiteDesk
+from verify.coordinator.gate import Gate
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.leasing import Leasing
@@ -88,7 +90,7 @@ async def serve(
         status=Status(spec.name, journal, judging, backlog, workers, validators),
         workers=workers,
         validators=validators,
-        checker=RequestChecker(spec.name),
+        gate=Gate(journal, RequestChecker(spec.name), roles, networks(spec.verify.proxies)),
         roles=roles,
         roles_document=roles_document,
         spec_document=sign_spec(spec, key),

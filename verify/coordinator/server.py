@@ -10,10 +10,8 @@ import base64
 import binascii
 import logging
 import math
-import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Set as AbstractSet
-from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -25,18 +23,18 @@ from runspec.common.roles import Roles
 from runspec.common.signed import BadSignature
 from verify.coordinator.activity import Activity, scalars
 from verify.coordinator.data import SiteDesk, send_file
+from verify.coordinator.gate import Gate
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.leasing import Leasing
 from verify.coordinator.operator import OperatorDesk
-from verify.coordinator.rates import MAX_POLLS, RateLimits
 from verify.coordinator.state import IllegalTransition
 from verify.coordinator.status import Status
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
 from verify.ledger import NotNow
-from verify.request_auth import ENVELOPE, RequestChecker, SignedRequest, Unauthorised
+from verify.request_auth import ENVELOPE, SignedRequest, Unauthorised
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ class Api:
         site: what volunteers need besides the spec.
         status: what to tell of the run.
         workers, validators: told who was heard of.
-        checker: of request signatures.
+        gate: says who asks.
         roles: names the validators; `roles_document` is its file.
         spec_document: the resolved spec, signed.
     """
@@ -75,7 +73,7 @@ class Api:
         status: Status,
         workers: Activity,
         validators: Activity,
-        checker: RequestChecker,
+        gate: Gate,
         roles: Roles,
         roles_document: bytes,
         spec_document: bytes,
@@ -83,7 +81,7 @@ class Api:
         self._journal, self._leasing, self._judging = journal, leasing, judging
         self._operator, self._site = operator, site
         self._status, self._workers, self._validators = status, workers, validators
-        self._checker, self._roles, self._rates = checker, roles, RateLimits()
+        self._gate, self._roles = gate, roles
         self._roles_document, self._spec_document = roles_document, spec_document
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the error after which the process must end: a ledger that cannot be written."""
@@ -92,13 +90,13 @@ class Api:
         application = web.Application(middlewares=[self._errors])
         application.add_routes(
             [
-                web.get("/v1/spec", self._spec),
-                web.get("/v1/roles", self._get_roles),
-                web.get("/v1/site", self._get_site),
-                web.get("/v1/data/{digest:[0-9a-f]{64}}", self._get_data),
-                web.get("/v1/status", self._get_status),
-                web.get("/metrics", self._metrics),
-                web.get("/healthz", self._healthz),
+                web.get("/v1/spec", self._public(self._spec)),
+                web.get("/v1/roles", self._public(self._get_roles)),
+                web.get("/v1/site", self._public(self._get_site)),
+                web.get("/v1/data/{digest:[0-9a-f]{64}}", self._public(self._get_data)),
+                web.get("/v1/status", self._public(self._get_status)),
+                web.get("/metrics", self._public(self._metrics)),
+                web.get("/healthz", self._public(self._healthz)),
                 web.post("/v1/workers", self._register),
                 web.post("/v1/heartbeat", self._heartbeat),
                 web.post("/v1/leases", self._lease),
@@ -114,6 +112,15 @@ class Api:
         return application
 
     # -- Public ----------------------------------------------------------------------------------
+    def _public(self, handler: _Handler) -> _Handler:
+        """For everybody, but not without end from one place."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            self._gate.anybody(request)
+            return await handler(request)
+
+        return answer
+
 
     async def _spec(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._spec_document, content_type="application/json")
@@ -142,7 +149,7 @@ class Api:
     # -- Workers ---------------------------------------------------------------------------------
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
-        caller = self._caller(request, "registration")
+        caller = self._gate.caller(request, "registration")
         body = await _json(request, caller, {"pool", "info"}, {"invite"})
         if not isinstance(body["pool"], str) or not isinstance(body["info"], dict):
             raise Refusal(400, "pool must be a name and info a map")
@@ -155,7 +162,7 @@ class Api:
         return web.json_response({})
 
     async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
-        caller = self._caller(request, "heartbeat")
+        caller = self._gate.caller(request, "heartbeat")
         body = await _json(request, caller, {"state"})
         if caller.key in self._roles.validator:
             peers = self._validators
@@ -170,27 +177,24 @@ class Api:
         return web.json_response({})
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
-        caller = self._caller(request, "lease")
+        caller = self._gate.caller(request, "lease")
         wait_s, holding = _wait_and_holding(await _json(request, caller, {"wait", "holding"}))
         if caller.key in self._journal.state.workers:
             self._workers.seen(caller.key, self._journal.clock())
-        with self._rates.poll(caller.key) as allowed:
-            if not allowed:
-                words = f"{MAX_POLLS} requests of this key are waiting for a lease already"
-                raise Refusal(429, words, retry_after_s=1.0)
+        with self._gate.poll(caller.key):
             lease = await self._leasing.lease(caller.key, holding, wait_s)
         if lease is None:
             return web.Response(status=204)
         return web.Response(body=lease, content_type="application/json")
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
-        caller = self._caller(request, "release")
+        caller = self._gate.caller(request, "release")
         leases = _digests("leases", (await _json(request, caller, {"leases"}))["leases"])
         self._leasing.release(caller.key, leases)
         return web.json_response({})
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
-        caller = self._caller(request, "submission")
+        caller = self._gate.caller(request, "submission")
         signed = _envelope(request)
         try:
             envelope = open_submission(signed)
@@ -245,49 +249,21 @@ class Api:
     # -- The operator ----------------------------------------------------------------------------
 
     async def _ban(self, request: web.Request) -> web.StreamResponse:
-        caller = self._caller(request)
+        caller = self._gate.caller(request)
         self._operator.must_be_operator(caller.key)
         self._operator.ban(await _json(request, caller, {"key", "reason"}))
         return web.json_response({})
 
     async def _unban(self, request: web.Request) -> web.StreamResponse:
-        caller = self._caller(request)
+        caller = self._gate.caller(request)
         self._operator.must_be_operator(caller.key)
         self._operator.unban(await _json(request, caller, {"key", "reason"}))
         return web.json_response({})
 
-    # -- Who asks, and what goes wrong -----------------------------------------------------------
-
-    def _caller(self, request: web.Request, kind: str | None = None) -> SignedRequest:
-        """Who asks, before anything of the body is read.
-
-        Args:
-            request: a signed one.
-            kind: of `WORKER_RATES`; None: roles.json says who may ask.
-        """
-        caller = self._checker.check(
-            request.headers,
-            method=request.method,
-            path=request.raw_path,
-            now=self._journal.clock(),
-            admit=partial(self._admit, kind),
-        )
-        reason = self._journal.state.bans.get(caller.key)
-        if reason is not None:
-            raise Refusal(403, f"this key is banned: {reason}")
-        return caller
-
-    def _admit(self, kind: str | None, key: str) -> None:
-        if key in self._roles.coordinator or key in self._roles.validator:
-            return
-        known = kind is not None and key in self._journal.state.workers
-        wait_s = self._rates.wait_s(key, kind or "", time.monotonic(), known=known)
-        if wait_s > 0.0:
-            words = f"too many requests ({kind or 'other'}): come again in {wait_s:.1f} s"
-            raise Refusal(429, words, retry_after_s=wait_s)
+    # -- Validators' keys, and what goes wrong ---------------------------------------------------
 
     def _validator(self, request: web.Request) -> SignedRequest:
-        caller = self._caller(request)
+        caller = self._gate.caller(request)
         if caller.key not in self._roles.validator:
             raise Refusal(403, "roles.json does not name this key as a validator's")
         self._validators.seen(caller.key, self._journal.clock())

@@ -10,6 +10,7 @@ from runspec.spec.fields import HOT, NEWRUN, RESTART, ROLLING, SITE, Unit
 from runspec.spec.schema.block import Block, FloatType
 from runspec.spec.schema.learner import Hardware
 from runspec.spec.values import (
+    AddressRange,
     Count,
     DatabaseUrl,
     Devices,
@@ -226,6 +227,10 @@ class Verify(Block):
     password comes from PGPASSWORD or a pgpass file. null: state.db of the run directory."""
     backlog: Backlog = Backlog()
     """When workers are told to come again later."""
+    proxies: Annotated[list[AddressRange], SITE] = []
+    """Addresses of reverse proxies before the coordinator, like 10.0.0.7 or 10.0.0.0/24. Of these
+    alone it believes `X-Forwarded-For`, by which it bounds the requests of each address; without
+    them all that come through a proxy share the bounds of the proxy's."""
     thresholds: list[Thresholds] = []
     """Limits for precisions that were not calibrated here; merged by name."""
 

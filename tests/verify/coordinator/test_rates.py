@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from verify.coordinator.rates import (
     MAX_POLLS,
-    REGISTRATIONS,
-    STRANGERS,
+    PER_PLACE,
+    TOGETHER,
     WORKER_RATES,
     Buckets,
     Rate,
@@ -57,19 +57,50 @@ def test_the_memory_is_bounded_and_a_full_bucket_is_forgotten_without_harm(reque
             assert free.take(str(name), Rate(1.0, 2), now) == 0.0
 
 
-def test_keys_and_kinds_have_buckets_of_their_own_and_strangers_share_one():
+@given(gaps, st.floats(0.2, 5.0), st.integers(1, 6))
+def test_looking_takes_nothing_and_says_what_taking_would(gaps, per_s, burst):
+    rate, buckets, now = Rate(per_s, burst), Buckets(), 0.0
+    for gap in gaps:
+        now += gap
+        seen = buckets.wait_s("k", rate, now)
+        assert seen == buckets.wait_s("k", rate, now) == buckets.take("k", rate, now)
+
+
+def test_each_registered_key_has_buckets_of_its_own_for_each_kind():
     limits = RateLimits()
     burst = WORKER_RATES["heartbeat"].burst
-    ask = lambda key, kind, known=True: limits.wait_s(key, kind, 0.0, known=known)  # noqa: E731
-    assert [ask("a", "heartbeat") for _ in range(burst)] == burst * [0.0]
-    assert ask("a", "heartbeat") == pytest.approx(1.0)
-    assert ask("b", "heartbeat") == ask("a", "lease") == 0.0
+    assert [limits.of_worker("a", "heartbeat", 0.0) for _ in range(burst)] == burst * [0.0]
+    assert limits.of_worker("a", "heartbeat", 0.0) == pytest.approx(1.0)
+    assert limits.of_worker("b", "heartbeat", 0.0) == limits.of_worker("a", "lease", 0.0) == 0.0
 
-    assert all(ask(f"s{n}", "lease", known=False) == 0.0 for n in range(STRANGERS.burst))
-    assert ask("another", "heartbeat", known=False) > 0.0
-    assert all(ask(f"n{n}", "registration", known=False) == 0 for n in range(REGISTRATIONS.burst))
-    assert ask("one more", "registration", known=False) > 0.0
-    assert ask("a", "registration") == 0.0  # a worker that registers again is no new key
+
+@pytest.mark.parametrize("kind", sorted(TOGETHER))
+def test_a_flood_from_one_place_leaves_the_others_their_own(kind):
+    limits, burst = RateLimits(), PER_PLACE[kind].burst
+    assert all(limits.of_stranger("flood", kind, 0.0) == 0.0 for _ in range(burst))
+    assert all(limits.of_stranger("flood", kind, 0.0) > 0.0 for _ in range(10 * burst))
+
+    assert limits.of_stranger("another", kind, 0.0) == 0.0
+    assert limits.of_worker("a", "lease", 0.0) == 0.0
+
+
+@pytest.mark.parametrize("kind", sorted(TOGETHER))
+def test_floods_from_many_places_meet_a_bound_of_all_and_workers_do_not(kind):
+    limits, all_together = RateLimits(), TOGETHER[kind].burst
+    admitted = sum(limits.of_stranger(f"p{n}", kind, 0.0) == 0.0 for n in range(all_together + 50))
+    assert admitted == all_together
+    assert limits.of_stranger("another", kind, 0.0) > 0.0
+    assert limits.of_worker("a", "lease", 0.0) == 0.0
+
+
+def test_signatures_in_vain_are_counted_by_place_and_nobody_elses():
+    limits = RateLimits()
+    for _ in range(PER_PLACE["unbelieved"].burst):
+        assert limits.of_unbelieved("flood", 0.0) == 0.0
+        limits.unbelieved("flood", 0.0)
+    assert limits.of_unbelieved("flood", 0.0) == pytest.approx(0.05)
+    assert limits.of_unbelieved("another", 0.0) == 0.0
+    assert limits.of_unbelieved("flood", 0.06) == 0.0
 
 
 def test_only_so_many_requests_of_a_key_are_kept_waiting():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 import pytest
@@ -73,9 +75,10 @@ def post(
     *,
     envelope: bytes | str = "",
     method: str = "POST",
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> httpx.Response:
     """A signed request as a client of one's own would make it."""
-    headers = sign_request(key, run=RUN, method=method, path=path, body=body)
+    headers = {**headers, **sign_request(key, run=RUN, method=method, path=path, body=body)}
     if envelope:
         raw = base64.b64encode(envelope).decode() if isinstance(envelope, bytes) else envelope
         headers[ENVELOPE] = raw
@@ -389,26 +392,110 @@ def test_a_key_that_asks_too_often_is_told_when_to_come_again(site: Site, monkey
             assert post(site, site.validator, "/v1/heartbeat", beat).status_code == 200
 
 
-def test_new_keys_can_only_register_so_fast_all_together(site: Site, monkeypatch):
-    monkeypatch.setattr(rates, "REGISTRATIONS", rates.Rate(0.5, 2))
+def from_place(address: str) -> dict[str, str]:
+    """What the proxy of `proxied` says of a caller."""
+    return {"X-Forwarded-For": address}
+
+
+@pytest.fixture
+def proxied(tmp_path: Path) -> Iterator[Site]:
+    """A run behind a proxy on this machine, which says who asks."""
+    spec = tiny_spec()
+    verify = spec.verify.model_copy(update={"proxies": ["127.0.0.1"]})
+    site = Site(tmp_path, spec.model_copy(update={"verify": verify}))
+    site.publish(0)
+    with site.origin():
+        yield site
+
+
+def test_a_flood_of_new_keys_keeps_only_its_own_address_out(proxied: Site, monkeypatch):
+    monkeypatch.setitem(rates.PER_PLACE, "registration", rates.Rate(0.01, 2))
+    body = canonical_json({"pool": "near", "info": {}})
+
+    def register(key: SigningKey, place: str) -> int:
+        headers = from_place(place)
+        return post(proxied, key, "/v1/workers", body, headers=headers).status_code
+
+    with proxied.serving():
+        keys = [SigningKey.generate() for _ in range(4)]
+        # given a flood from one address, whatever else it says of itself
+        assert [register(key, "203.0.113.9") for key in keys[:2]] == [200, 200]
+        assert register(keys[2], "203.0.113.9") == 429
+        assert register(keys[2], "198.51.100.1, 203.0.113.9") == 429
+        # then others may register, and who is registered there may still work
+        assert register(keys[2], "2001:db8::1") == 200
+        assert register(keys[0], "203.0.113.9") == 200
+        lease = canonical_json({"wait": 0, "holding": []})
+        answer = post(proxied, keys[0], "/v1/leases", lease, headers=from_place("203.0.113.9"))
+        assert answer.status_code == 200
+        # and a /64 is one place
+        assert register(keys[3], "2001:db8::ffff") == 200
+        assert register(SigningKey.generate(), "2001:db8::2") == 429
+
+
+def test_a_forwarded_header_is_nothing_where_no_proxy_is_listed(site: Site, monkeypatch):
+    monkeypatch.setitem(rates.PER_PLACE, "registration", rates.Rate(0.01, 2))
     body = canonical_json({"pool": "near", "info": {}})
     with site.serving():
-        keys = [SigningKey.generate() for _ in range(3)]
-        assert [post(site, key, "/v1/workers", body).status_code for key in keys] == [200, 200, 429]
-        assert post(site, keys[0], "/v1/workers", body).status_code == 200  # no new key
+        codes = [
+            post(
+                *(site, SigningKey.generate(), "/v1/workers", body),
+                headers=from_place(f"203.0.113.{n}"),
+            ).status_code
+            for n in range(3)
+        ]
+        assert codes == [200, 200, 429]
         assert len(httpx.get(f"{site.url}/v1/status", trust_env=False).json()["workers"]) == 2
 
 
-def test_strangers_together_have_one_allowance_and_do_not_use_up_the_workers(
-    site: Site, monkeypatch
+def test_new_keys_of_all_addresses_together_have_a_bound_above(proxied: Site, monkeypatch):
+    monkeypatch.setitem(rates.TOGETHER, "registration", rates.Rate(0.01, 2))
+    body = canonical_json({"pool": "near", "info": {}})
+    with proxied.serving():
+        answers = [
+            post(
+                *(proxied, SigningKey.generate(), "/v1/workers", body),
+                headers=from_place(f"203.0.113.{n}"),
+            )
+            for n in range(3)
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        assert 1 <= int(answers[-1].headers["Retry-After"]) <= 100
+
+
+def test_strangers_of_one_address_do_not_use_up_what_others_and_the_workers_have(
+    proxied: Site, monkeypatch
 ):
-    monkeypatch.setattr(rates, "STRANGERS", rates.Rate(0.1, 2))
+    monkeypatch.setitem(rates.PER_PLACE, "stranger", rates.Rate(0.1, 2))
     ask = canonical_json({"wait": 0, "holding": []})
-    with site.serving():
-        key, _ = site.worker()
-        codes = [post(site, SigningKey.generate(), "/v1/leases", ask).status_code for _ in range(3)]
+
+    def asked(key: SigningKey, place: str) -> int:
+        return post(proxied, key, "/v1/leases", ask, headers=from_place(place)).status_code
+
+    with proxied.serving():
+        key, _ = proxied.worker()
+        codes = [asked(SigningKey.generate(), "203.0.113.9") for _ in range(3)]
         assert codes == [403, 403, 429]
-        assert post(site, key, "/v1/leases", ask).status_code == 200
+        assert asked(SigningKey.generate(), "203.0.113.10") == 403
+        assert asked(key, "203.0.113.9") == 200
+
+
+@pytest.mark.parametrize("kind", ["unbelieved", "public"])
+def test_what_nobody_signed_is_bounded_by_address_too(proxied: Site, monkeypatch, kind: str):
+    monkeypatch.setitem(rates.PER_PLACE, kind, rates.Rate(0.1, 2))
+
+    def ask(place: str) -> httpx.Response:
+        path, method = ("/v1/leases", "POST") if kind == "unbelieved" else ("/v1/status", "GET")
+        headers = from_place(place)
+        return httpx.request(method, proxied.url + path, headers=headers, trust_env=False)
+
+    with proxied.serving():
+        usual = 401 if kind == "unbelieved" else 200
+        answers = [ask("203.0.113.9") for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [usual, usual, 429]
+        assert 1 <= int(answers[-1].headers["Retry-After"]) <= 10
+        assert "from your address" in answers[-1].json()["error"]
+        assert ask("203.0.113.10").status_code == usual
 
 
 def test_only_so_many_requests_of_a_key_wait_for_a_lease(site: Site):

@@ -1,0 +1,108 @@
+"""Who asks, and whether not too often: before anything of a request's body is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from aiohttp import web
+
+from runspec.common.roles import Roles
+from verify.coordinator.addresses import FORWARDED, Network, place_of
+from verify.coordinator.intake import Refusal
+from verify.coordinator.journal import Journal
+from verify.coordinator.rates import MAX_POLLS, RateLimits
+from verify.request_auth import RequestChecker, SignedRequest, Unauthorised
+
+
+class Gate:
+    """Lets requests in, or refuses them.
+
+    Args:
+        journal: knows the workers and the bans.
+        checker: of signatures.
+        roles: whose keys are not counted.
+        proxies: address ranges that are believed of whom they ask for.
+    """
+
+    def __init__(
+        self, journal: Journal, checker: RequestChecker, roles: Roles, proxies: Sequence[Network]
+    ) -> None:
+        self._journal, self._checker, self._roles = journal, checker, roles
+        self._proxies, self._rates = proxies, RateLimits()
+
+    def anybody(self, request: web.Request) -> None:
+        """Lets in what need not be signed.
+
+        Raises:
+            Refusal: 429.
+        """
+        wait_s = self._rates.of_stranger(self._place(request), "public", time.monotonic())
+        _come_again_after(wait_s, "from your address")
+
+    def caller(self, request: web.Request, kind: str | None = None) -> SignedRequest:
+        """Who asks.
+
+        Args:
+            request: a signed one.
+            kind: of `WORKER_RATES`; None: roles.json says who may ask.
+
+        Raises:
+            Refusal: 429, or 403 of a banned key.
+            Unauthorised: the signature is not believed.
+        """
+        place, now = self._place(request), time.monotonic()
+        _come_again_after(
+            self._rates.of_unbelieved(place, now), "from your address that are not believed"
+        )
+        try:
+            caller = self._checker.check(
+                request.headers,
+                method=request.method,
+                path=request.raw_path,
+                now=self._journal.clock(),
+                admit=partial(self._admit, kind, place),
+            )
+        except Unauthorised:
+            self._rates.unbelieved(place, now)
+            raise
+        reason = self._journal.state.bans.get(caller.key)
+        if reason is not None:
+            raise Refusal(403, f"this key is banned: {reason}")
+        return caller
+
+    @contextmanager
+    def poll(self, key: str) -> Iterator[None]:
+        """Counts a request that is kept waiting.
+
+        Raises:
+            Refusal: 429, as many of the key's are waiting as may.
+        """
+        with self._rates.poll(key) as allowed:
+            if not allowed:
+                words = f"{MAX_POLLS} requests of this key are waiting for a lease already"
+                raise Refusal(429, words, retry_after_s=1.0)
+            yield
+
+    def _admit(self, kind: str | None, place: str, key: str) -> None:
+        if key in self._roles.coordinator or key in self._roles.validator:
+            return
+        now = time.monotonic()
+        if kind is not None and key in self._journal.state.workers:
+            _come_again_after(self._rates.of_worker(key, kind, now), f"({kind})")
+        else:
+            of = "registration" if kind == "registration" else "stranger"
+            wait_s = self._rates.of_stranger(place, of, now)
+            _come_again_after(wait_s, f"of keys that are no worker's ({kind or 'other'})")
+
+    def _place(self, request: web.Request) -> str:
+        return place_of(request.remote, request.headers.getall(FORWARDED, []), self._proxies)
+
+
+def _come_again_after(wait_s: float, which: str) -> None:
+    """Refuses what is asked too often; 0.0 passes."""
+    if wait_s > 0.0:
+        words = f"too many requests {which}: come again in {wait_s:.1f} s"
+        raise Refusal(429, words, retry_after_s=wait_s)
