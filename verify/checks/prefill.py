@@ -5,6 +5,7 @@ They give a result for each rollout that was recomputed (`Subject.prefilled`), i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -74,22 +75,7 @@ class SeededSamplingCheck:
     name = "seeded_sampling"
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        return [self._row(found, subject.limits) for _, found in subject.prefilled]
-
-    def _row(self, recomputed: Recomputed, limits: Limits) -> CheckResult:
-        gaps = _gaps(recomputed)
-        allowed = int(limits.gap_share * len(gaps))
-        worst = int(np.argmax(gaps))
-        largest = at_most(
-            self.name,
-            gaps[worst],
-            limits.gap_max if allowed else limits.gap,
-            f"gap of token {worst}, below the sampled one",
-        )
-        if not largest.passed or not allowed:
-            return largest
-        over = int((~(gaps <= limits.gap)).sum())
-        return at_most(self.name, over, allowed, f"tokens with a gap above {limits.gap}")
+        return [judge_gaps(_gaps(found), subject.limits) for _, found in subject.prefilled]
 
 
 class SubmissionSamplingCheck:
@@ -103,11 +89,7 @@ class SubmissionSamplingCheck:
 
     def run(self, subject: Subject) -> list[CheckResult]:
         gaps = np.concatenate([_gaps(found) for _, found in subject.prefilled])
-        limits = subject.limits
-        limit = limits.gap_mean + limits.gap / len(gaps)
-        mean = float(gaps.mean(dtype=np.float64))
-        result = at_most(self.name, mean, limit, "mean gap over the submission")
-        return [result] * len(subject.prefilled)
+        return [judge_mean_gap(gaps, subject.limits)] * len(subject.prefilled)
 
 
 class ProofCheck:
@@ -127,6 +109,30 @@ class ProofCheck:
         return nearest_to_failing(judge_proofs(recomputed.proof, limits))
 
 
+def judge_gaps(gaps: np.ndarray, limits: Limits) -> CheckResult:
+    """Of the gaps of one rollout, f32 [n]: the largest, or how many exceed tau."""
+    name = SeededSamplingCheck.name
+    allowed = int(limits.gap_share * len(gaps))
+    worst = int(np.argmax(gaps))
+    largest = at_most(
+        name,
+        gaps[worst],
+        limits.gap_max if allowed else limits.gap,
+        f"gap of token {worst}, below the sampled one",
+    )
+    if not largest.passed or not allowed:
+        return largest
+    over = int((~(gaps <= limits.gap)).sum())
+    return at_most(name, over, allowed, f"tokens with a gap above {limits.gap}")
+
+
+def judge_mean_gap(gaps: np.ndarray, limits: Limits) -> CheckResult:
+    """Of the gaps of all tokens of a submission, f32 [N]."""
+    limit = limits.gap_mean + limits.gap / len(gaps)
+    mean = float(gaps.mean(dtype=np.float64))
+    return at_most(SubmissionSamplingCheck.name, mean, limit, "mean gap over the submission")
+
+
 def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[CheckResult]:
     """Everything that must hold of the proofs of one rollout, each number with its limit.
 
@@ -138,7 +144,7 @@ def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[Chec
     """
     results, weak = [], []
     for number, chunk in enumerate(chunks):
-        measures = _measures(chunk, limits)
+        measures = _measures(chunk, limits.for_chunk(chunk.elements))
         test = null_test_of(chunk, limits)
         if test.bits >= NULL_BITS:
             what = f"positions off by more than {RADII[test.radius]} units in the last place"
@@ -157,12 +163,13 @@ def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[Chec
 
 def null_test_of(chunk: ChunkStatistics, limits: Limits) -> NullTest:
     """How a chunk is judged against guessing under these limits."""
+    here = limits.for_chunk(chunk.elements)
     return null_test(
         chunk.k,
         chunk.elements,
         chunk.guessable,
-        shares=(limits.miss_share, limits.mismatch_share),
-        noise=limits.mantissa_median,
+        shares=(here.miss_share, here.mismatch_share),
+        noise=here.mantissa_median,
         enough_bits=RICH_BITS,
     )
 
@@ -174,12 +181,10 @@ def nearest_to_failing(results: Sequence[CheckResult]) -> CheckResult:
 
 def _measures(chunk: ChunkStatistics, limits: Limits) -> list[tuple[str, float, float]]:
     mismatches = chunk.exponent_mismatches + chunk.sign_mismatches
-    # Where k is most of the chunk, its smallest elements are near 0 and their mantissas noise.
-    selective = chunk.elements >= 2 * chunk.k
     mean = ("mean mantissa error", chunk.mantissa_error_mean, limits.mantissa_mean)
     return [
         ("exponent or sign mismatches", mismatches, limits.mismatch_share * chunk.k),
-        *([mean] if selective else []),
+        *([mean] if math.isfinite(limits.mantissa_mean) else []),
         ("median mantissa error", chunk.mantissa_error_median, limits.mantissa_median),
         (
             "median error against a constant's",

@@ -1,0 +1,1 @@
+"""Limits measured for one pair of sampler and validator, and the signed profile that says them."""

@@ -1,0 +1,131 @@
+"""How large a number of an honest rollout may get: the bound of a tail that is not sampled.
+
+A false-rejection rate of 1e-6 cannot be counted in a thousand rollouts: it is extrapolated. Beyond
+the m-th largest of n values, u, the excess is taken to be exponential (geometric, for counts), with
+the largest mean that m such excesses leave possible at 95 %:
+
+    P(X > x) <= (m / n) exp(-(x - u) / scale),     so   bound = u + scale ln(m / (n p))
+
+For a density that is log-concave beyond u (normal, gamma, exponential, binomial, and means of
+many such) the mean excess falls with u, so that this is too large rather than too small. Where the
+tail is heavier, the excesses spread wider than their mean (del Castillo, Daoudi and Lockhart 2014,
+the residual coefficient of variation), and no bound is given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+MIN_SAMPLES = 40
+"""Fewer tell nothing of a tail."""
+FURTHEST = 14.0
+"""A bound lies at most exp(14), a million, times rarer than the rarest of the samples."""
+_LEAST_EXCESSES = 20
+_EXCESS_SHARE = 0.02
+_CONFIDENCE = 0.95
+_SPREAD_SIGMAS = 3.0
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Of one number."""
+
+    value: float | None
+    """Exceeded by an honest one with a probability of p at most; None where `why` says why not."""
+    why: str = ""
+
+
+def samples_needed(probability: float) -> int:
+    """The least number of samples from which a bound at this probability is given."""
+    return max(MIN_SAMPLES, math.ceil(1.0 / (probability * math.exp(FURTHEST))))
+
+
+def tail_bound(values: np.ndarray, probability: float, *, unit: float | None = None) -> Bound:
+    """The value that the next one exceeds with a probability of at most `probability`.
+
+    Args:
+        values: f64 [n], independent and of one kind, none negative.
+        probability: p.
+        unit: of counts, the distance between two neighbours; None for other numbers.
+    """
+    n = len(values)
+    if n < samples_needed(probability):
+        return Bound(None, f"{n} samples, {samples_needed(probability)} needed")
+    if not np.isfinite(values).all():
+        return Bound(None, "not finite")
+    ordered = np.sort(values.astype(np.float64))[::-1]
+    m = max(_LEAST_EXCESSES, math.ceil(_EXCESS_SHARE * n))
+    if unit is None:
+        return _continuous(ordered, m, probability)
+    return _counts(np.ceil(ordered / unit).astype(np.int64), m, probability, unit)
+
+
+def _continuous(ordered: np.ndarray, m: int, probability: float) -> Bound:
+    positive = int((ordered > ordered[-1]).sum())
+    m = min(m, positive, len(ordered) - 1)
+    if m < _LEAST_EXCESSES // 2:
+        return Bound(None, f"only {m} of {len(ordered)} differ from the least")
+    excess = ordered[:m] - ordered[m]
+    spread = float(excess.std() / excess.mean())
+    if spread > 1.0 + _SPREAD_SIGMAS / math.sqrt(m):
+        return Bound(None, f"a heavier tail than exponential (spread {spread:.2f} of {m})")
+    scale = float(excess.sum()) / _gamma_quantile(m, 1.0 - _CONFIDENCE)
+    reach = math.log(m / (len(ordered) * probability))
+    return Bound(max(float(ordered[0]), float(ordered[m]) + scale * reach))
+
+
+def _counts(ordered: np.ndarray, m: int, probability: float, unit: float) -> Bound:
+    """P(X >= u + j) <= (m / n) r**j, r the largest that the excesses leave possible."""
+    start = int(ordered[m - 1])
+    excess = ordered[ordered >= start] - start
+    m = len(excess)
+    mean = float(excess.mean())
+    widest = math.sqrt(mean * (mean + 1.0))  # of a geometric distribution
+    if mean and float(excess.std()) > widest * (1.0 + _SPREAD_SIGMAS / math.sqrt(m)) + 1.0:
+        return Bound(None, f"a heavier tail than geometric (spread {excess.std() / widest:.2f})")
+    ratio = _geometric_ratio(int(excess.sum()), m)
+    reach = math.log(m / (len(ordered) * probability))
+    steps = math.ceil(reach / -math.log(ratio)) if reach > 0 else 0
+    return Bound(unit * max(int(ordered[0]), start - 1 + steps))
+
+
+def _gamma_quantile(shape: int, share: float) -> float:
+    """x with P(Gamma(shape, 1) <= x) = share."""
+
+    def at_most(x: float) -> float:
+        logs = [i * math.log(x) - x - math.lgamma(i + 1) for i in range(shape)]
+        return 1.0 - math.fsum(map(math.exp, logs))
+
+    return _root(lambda x: at_most(x) - share, 1e-9, float(shape))
+
+
+def _geometric_ratio(total: int, count: int) -> float:
+    """Largest r under which `count` geometric excesses still sum to at most `total` in 5 %."""
+
+    def at_most(ratio: float) -> float:
+        logs = [
+            math.lgamma(count + s)
+            - math.lgamma(count)
+            - math.lgamma(s + 1)
+            + s * math.log(ratio)
+            + count * math.log1p(-ratio)
+            for s in range(total + 1)
+        ]
+        return math.fsum(map(math.exp, logs))
+
+    return _root(lambda r: (1.0 - _CONFIDENCE) - at_most(r), 1e-12, 1.0 - 1e-12)
+
+
+def _root(rising: Callable[[float], float], low: float, high: float) -> float:
+    """Where a rising function is 0, by bisection."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        if rising(middle) < 0.0:
+            low = middle
+        else:
+            high = middle
+    return high
