@@ -1,14 +1,43 @@
-"""Fixtures of the attacks on the sandbox."""
+"""Fixtures of the attacks: runs in which honest work passes, and sandboxes."""
 
 from __future__ import annotations
 
+import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.attacks.sandboxed import SETS, Sandbox, make_sandbox
+from tests.attacks.setting import fresh
+from tests.verify.bench import MODEL, Bench
+
+
+@pytest.fixture(scope="session")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bench]:
+    """Makes a run of a pool (its fields by keyword). Of each an honest submission has passed."""
+    made: dict[str, Bench] = {}
+
+    def bench(dtype: str = "float32", **pool: Any) -> Bench:
+        name = json.dumps([dtype, pool], sort_keys=True)
+        if name not in made:
+            one = Bench(tmp_path_factory.mktemp("bench"), dtype=dtype, **pool)
+            if dtype == "bfloat16":  # the worker's engine rounds too, and wider limits apply
+                one.worker.model = MODEL.in_bfloat16()
+            verdict = one.verdict(one.honest())
+            assert verdict.accepted, verdict.reason
+            made[name] = one
+        return fresh(made[name])
+
+    return bench
+
+
+@pytest.fixture
+def bench(run_of: Callable[..., Bench]) -> Bench:
+    """A seeded pool of float32, recomputed in float32."""
+    return run_of()
 
 
 @pytest.fixture(params=list(SETS))

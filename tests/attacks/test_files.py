@@ -1,34 +1,48 @@
-"""Files and signatures that are not what they should be: a rejection each, never a crash."""
+"""Files that are not what they should be: a rejection each, never a crash, never a byte elsewhere.
+
+Files that crash or stall what reads them are in `tests/fuzz` too, a million of each kind.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import base64
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from tests.verify.bench import Bench, lease_for, packed
-from tests.verify.small_model import fixed_key
-from verify.formats.submission import SCHEMA, decode_rollouts
+from broadcast.manifest import is_object_name
+from runspec.common.canonical import canonical_json
+from runspec.common.signed import BadSignature, sign_document
+from tests.attacks.setting import refused
+from tests.verify.bench import Bench
+from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec
+from tests.verify.small_model import fixed_key, small_spec
+from verify.formats.lease import lease_digest, open_lease
+from verify.formats.site import Site as SiteDocument
+from verify.formats.site import SiteFile, open_site, sign_site
+from verify.formats.submission import KIND as SUBMISSION
+from verify.formats.submission import (
+    SCHEMA,
+    SubmissionEnvelope,
+    decode_rollouts,
+    open_submission,
+    sign_submission,
+)
 from verify.formats.tables import MalformedTable
+from verify.request_auth import ENVELOPE, sign_request
 
 MAX_BYTES = 1 << 20
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
-
-
-def reason(bench: Bench, envelope: bytes, table: bytes) -> str:
-    verdict = bench.verdict_on(envelope, table)
-    assert not verdict.accepted and bench.engine.prefills == []
-    return verdict.reason
+ELSEWHERE = ["../../x", "/etc/passwd", "a/../../x", "a\\..\\x", "..", "x\0y", "", "%2e%2e%2fx"]
+"""What leads out of a folder if it becomes a file's name."""
 
 
 def parquet(table: pa.Table, **options: object) -> bytes:
@@ -37,95 +51,197 @@ def parquet(table: pa.Table, **options: object) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def test_forged_signature(bench: Bench) -> None:
-    envelope, table = bench.packed(bench.honest())
-    place = envelope.index(b'"signature":"') + 20
-    forged = envelope[:place] + bytes([envelope[place] ^ 1]) + envelope[place + 1 :]
-    assert reason(bench, forged, table).startswith("signature: submission: ")
-
-
-def test_file_exchanged_after_signing(bench: Bench) -> None:
-    rows = bench.honest()
-    envelope, _ = bench.packed(rows)
-    _, other = bench.packed([*rows[:-1], replace(rows[-1], task_reward=1.0)])
-    assert reason(bench, envelope, other) == "signature: the file is not the one that was signed"
-
-
-def test_another_workers_file_signed_anew(bench: Bench) -> None:
-    """A thief signs an honest worker's rows with its own key, under the honest worker's lease."""
-    stolen = packed(bench.honest(), bench.signed_lease, bench.lease, fixed_key(9))
-    assert reason(bench, *stolen).startswith("lease: the envelope names another run, step, worker")
-
-
-def test_submission_replayed_under_a_new_lease(bench: Bench) -> None:
-    old = bench.honest()
-    signed, lease = lease_for(bench.worker_key, bench.coordinator_key, index=1)
-    bench.signed_lease, bench.lease = signed, lease
-    assert reason(bench, *bench.packed(old)).startswith("assignment: row 0: lease is")
-
-
-def test_rows_replayed_under_a_new_lease_with_new_names(bench: Bench) -> None:
-    """Renamed rows still carry the old lease's problems."""
-    old = bench.honest()
-    bench.signed_lease, bench.lease = lease_for(bench.worker_key, bench.coordinator_key, index=1)
-    renamed = [replace(r, lease=bench.honest()[0].lease) for r in old]
-    assert reason(bench, *bench.packed(renamed)).startswith("assignment: row 0: ")
-
-
-def test_samples_swapped_within_a_group(bench: Bench) -> None:
-    """Each sample has noise of its own: a good one cannot stand in for another."""
-    rows = bench.honest()
-    swapped = [replace(r, sample=(r.sample + 1) % 4) for r in rows]
-    verdict = bench.verdict(swapped)
-    assert verdict.reason.startswith("seeded_sampling: row ")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda t: t.append_column("extra", pa.array([0] * len(t))),
-        lambda t: t.drop_columns(["proofs"]),
-        lambda t: t.select(t.column_names[::-1]),
-        lambda t: t.cast(pa.schema([f.with_nullable(True) for f in t.schema])),
-        lambda t: t.set_column(
-            1, pa.field("step", pa.int64(), nullable=False), t["step"].cast("int64")
-        ),
-    ],
-    ids=["extra", "missing", "reordered", "nullable", "wider"],
-)
-def test_another_schema(bench: Bench, change) -> None:
-    _, data = bench.packed(bench.honest())
-    table = change(pq.read_table(pa.BufferReader(data)).cast(SCHEMA))
-    with pytest.raises(MalformedTable, match="columns are not those"):
-        decode_rollouts(parquet(table), max_rows=8, max_bytes=MAX_BYTES)
-
-
-def test_decompression_bomb(bench: Bench) -> None:
-    """Millions of zeros in a few kilobytes are refused by the size that they would have."""
-    rows = bench.honest()
-    zeros = np.zeros(1 << 22, np.int32)
-    _, table = bench.packed([replace(rows[0], output_tokens=zeros)])
-    assert len(table) < MAX_BYTES
-    with pytest.raises(MalformedTable, match="decoded, more than the"):
-        decode_rollouts(table, max_rows=8, max_bytes=MAX_BYTES)
-
-
 @pytest.fixture(scope="module")
-def honest_table(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    bench = Bench(tmp_path_factory.mktemp("honest"))
+def honest_table(run_of: Callable[..., Bench]) -> bytes:
+    bench = run_of()
     return bench.packed(bench.honest())[1]
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=8))
-def test_any_damage_to_the_file_is_a_malformed_table(
-    honest_table: bytes, damage: list[tuple[int, int]]
-) -> None:
-    damaged = bytearray(honest_table)
-    for place, value in damage:
-        damaged[place % len(damaged)] = value
-    try:
-        rows = decode_rollouts(bytes(damaged), max_rows=8, max_bytes=MAX_BYTES)
-    except MalformedTable:
-        return
-    assert len(rows) <= 8
+class TestSchemaTricks:
+    """Other columns, types or nesting than the format's, in which a check would look elsewhere."""
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda t: t.append_column("extra", pa.array([0] * len(t))),
+            lambda t: t.drop_columns(["proofs"]),
+            lambda t: t.select(t.column_names[::-1]),
+            lambda t: t.cast(pa.schema([f.with_nullable(True) for f in t.schema])),
+            lambda t: t.set_column(
+                1, pa.field("step", pa.int64(), nullable=False), t["step"].cast("int64")
+            ),
+            lambda t: t.rename_columns(["step" if n == "group" else n for n in t.column_names]),
+            lambda t: t.set_column(0, SCHEMA.field(0), t["run"].dictionary_encode().cast("string"))
+            .append_column("run", t["run"]),
+        ],
+        ids=["extra", "missing", "reordered", "nullable", "wider", "renamed", "twice"],
+    )  # fmt: skip
+    def test_another_schema(self, bench: Bench, honest_table: bytes, change) -> None:
+        table = parquet(change(pq.read_table(pa.BufferReader(honest_table)).cast(SCHEMA)))
+        with pytest.raises(MalformedTable, match="columns are not those"):
+            decode_rollouts(table, max_rows=8, max_bytes=MAX_BYTES)
+        assert refused(bench, *signed_over(bench, table)).startswith("format: ")
+
+    @pytest.mark.parametrize("rows", [0, 9, 800])
+    def test_other_numbers_of_rows(self, bench: Bench, rows: int) -> None:
+        table = pq.read_table(pa.BufferReader(bench.packed(bench.honest())[1])).cast(SCHEMA)
+        many = pa.concat_tables([table] * (rows // 8 + 1)).slice(0, rows)
+        reason = refused(bench, *signed_over(bench, parquet(many)))
+        assert reason.startswith("format: ")
+
+    def test_a_file_that_is_no_parquet(self, bench: Bench) -> None:
+        for data in (b"", b"PAR1", b"PAR1" * 100, b"\0" * 1000, b'{"rows": []}'):
+            assert refused(bench, *signed_over(bench, data)).startswith("format: ")
+
+
+def signed_over(bench: Bench, table: bytes) -> tuple[bytes, bytes]:
+    """An envelope of the worker's over any bytes."""
+    lease = bench.lease
+    envelope = sign_submission(
+        *(table,), run=lease.run, step=lease.step, index=lease.index,
+        lease=lease_digest(bench.signed_lease), key=bench.worker_key,
+    )  # fmt: skip
+    return envelope, table
+
+
+class TestDecompressionBomb:
+    """Millions of numbers in a few kilobytes, refused by the size that they would have."""
+
+    def test_of_zeros(self, bench: Bench) -> None:
+        zeros = np.zeros(1 << 20, np.int32)
+        _, table = bench.packed([replace(bench.honest()[0], output_tokens=zeros)])
+        assert len(table) < MAX_BYTES
+        with pytest.raises(MalformedTable, match="decoded, more than the"):
+            decode_rollouts(table, max_rows=8, max_bytes=MAX_BYTES)
+        assert refused(bench, *signed_over(bench, table)).startswith("format: ")
+
+    @pytest.mark.parametrize("codec", ["zstd", "gzip", "brotli", "snappy", "none"])
+    def test_of_one_word_again_and_again(self, bench: Bench, codec: str) -> None:
+        """By a dictionary: every row holds the same megabyte, which the file has once."""
+        rows = [replace(r, problem_id="x" * (1 << 20)) for r in bench.honest()]
+        plain = pq.read_table(pa.BufferReader(bench.packed(rows)[1])).cast(SCHEMA)
+        table = parquet(plain, compression=codec, use_dictionary=True)
+        with pytest.raises(MalformedTable):
+            decode_rollouts(table, max_rows=8, max_bytes=MAX_BYTES)
+        assert refused(bench, *signed_over(bench, table)).startswith("format: ")
+
+
+class TestPathInAFileName:
+    """Names from outside that become a file's: digests, or plain names, and nothing else."""
+
+    @pytest.mark.parametrize("name", ELSEWHERE)
+    def test_of_a_submission_or_a_lease(self, name: str) -> None:
+        key = fixed_key(1)
+        good = SubmissionEnvelope(RUN, 0, key.public_hex, 0, "0" * 64, "0" * 64, 1)
+        assert open_submission(sign_document(SUBMISSION, asdict(good), key)) == good
+        for field in ("digest", "lease"):
+            signed = sign_document(SUBMISSION, asdict(replace(good, **{field: name})), key)
+            with pytest.raises(BadSignature, match="64 hex characters"):
+                open_submission(signed)
+
+    @pytest.mark.parametrize("name", ELSEWHERE)
+    @pytest.mark.parametrize("field", ["nonce", "worker", "manifest_digest", "step", "version"])
+    def test_of_a_lease_that_a_coordinator_signed(
+        self, bench: Bench, field: str, name: str
+    ) -> None:
+        lease = replace(bench.lease, **{field: name})
+        signed = sign_document("lease", asdict(lease), bench.coordinator_key)
+        with pytest.raises(BadSignature):
+            open_lease(signed, coordinators=frozenset({bench.coordinator_key.public_hex}))
+
+    def test_over_the_wire(self, site: Site) -> None:
+        key, worker = site.worker()
+        data = worker.lease(20.0)
+        assert data is not None
+        lease = open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
+        envelope, table = submission(data, lease, key)
+        before = everything_below(site.run_dir.parent)
+        for name in ELSEWHERE:
+            payload = asdict(open_submission(envelope)) | {"digest": name}
+            forged = sign_document(SUBMISSION, payload, key)
+            headers = sign_request(key, run=RUN, method="POST", path="/v1/submissions", body=table)
+            headers[ENVELOPE] = base64.b64encode(forged).decode()
+            answer = httpx.post(f"{site.url}/v1/submissions", content=table, headers=headers)
+            assert (answer.status_code, "64 hex" in answer.json()["error"]) == (400, True)
+            body = canonical_json({"leases": [name]})
+            signed = sign_request(key, run=RUN, method="POST", path="/v1/release", body=body)
+            answer = httpx.post(f"{site.url}/v1/release", content=body, headers=signed)
+            assert answer.status_code == 400
+        assert everything_below(site.run_dir.parent) == before
+
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "../spec.json",
+            "..%2Fspec.json",
+            "%2e%2e/%2e%2e/keys/coordinator.key",
+            "0" * 63,
+            "A" * 64,
+        ],
+    )
+    def test_of_what_is_downloaded(self, site: Site, path: str) -> None:
+        for what in ("data", "submissions"):
+            url = f"/v1/{what}/{path}"
+            signed = sign_request(site.validator, run=RUN, method="GET", path=url, body=b"")
+            answer = httpx.get(site.url + url, headers=signed)
+            assert answer.status_code in (401, 404)
+            assert b"runspec/v1" not in answer.content
+
+    @pytest.mark.parametrize("name", ELSEWHERE[:-1])
+    def test_of_the_files_that_a_volunteer_fetches(self, name: str) -> None:
+        key = fixed_key(2)
+        for file in (SiteFile("s", name, 1, "0" * 64), SiteFile(name, "x", 1, "0" * 64)):
+            document = sign_site(SiteDocument(RUN, ["http://x"], [file], ""), key)
+            with pytest.raises(BadSignature):
+                open_site(document, coordinators=frozenset({key.public_hex}), run=RUN)
+
+    @pytest.mark.parametrize("name", [*ELSEWHERE, "manifest.json", ".hidden", "a/b"])
+    def test_of_the_objects_of_a_weights_version(self, name: str) -> None:
+        assert is_object_name("model-00001.safetensors")
+        assert not is_object_name(name)
+
+    @pytest.mark.parametrize("name", ELSEWHERE)
+    def test_of_runs_and_pools(self, name: str) -> None:
+        """A volunteer's folder is named by the run, of a spec that a stranger signed."""
+        spec = small_spec().model_dump(mode="json", exclude_unset=True)
+        assert type(small_spec()).model_validate(spec).name == "small"
+        with pytest.raises(ValidationError):
+            type(small_spec()).model_validate(spec | {"name": name})
+        with pytest.raises(ValidationError):
+            small_spec(name=name)
+
+
+def everything_below(folder: Path) -> set[Path]:
+    """Files, but for what SQLite keeps beside its database."""
+    return {p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("state.db")}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A coordinator at work; its origin serves version 0."""
+    site = Site(tmp_path, tiny_spec())
+    site.publish(0)
+    with site.origin(), site.serving():
+        yield site
+
+
+class TestDamagedFile:
+    """Any bytes of an honest file changed: a malformed table, or rows that are examined."""
+
+    @settings(max_examples=200, deadline=None)
+    @given(
+        damage=st.lists(
+            st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=8
+        )
+    )
+    def test_it_is_refused_or_read(
+        self, honest_table: bytes, damage: list[tuple[int, int]]
+    ) -> None:
+        damaged = bytearray(honest_table)
+        for place, value in damage:
+            damaged[place % len(damaged)] = value
+        try:
+            rows = decode_rollouts(bytes(damaged), max_rows=8, max_bytes=MAX_BYTES)
+        except MalformedTable:
+            return
+        assert len(rows) <= 8

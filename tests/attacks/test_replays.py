@@ -1,0 +1,238 @@
+"""Work handed in twice, elsewhere, or by another than who did it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from runspec.common.canonical import canonical_json
+from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
+from runspec.common.keys import SigningKey
+from tests.attacks.setting import fresh, refused, rejection, take_lease
+from tests.verify.bench import Bench, lease_for, packed
+from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
+from tests.verify.coordinator.deployment import verdict as verdict_of
+from tests.verify.small_model import Worker, fixed_key
+from verify.client import CoordinatorClient, SubmissionRefused
+from verify.formats.lease import Lease, lease_digest, open_lease
+from verify.formats.submission import Rollout, sign_submission
+from verify.request_auth import sign_request
+from verify.toploc import build_proofs
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A coordinator at work; its origin serves version 0."""
+    site = Site(tmp_path, tiny_spec())
+    site.publish(0)
+    with site.origin(), site.serving():
+        yield site
+
+
+def granted(site: Site, client: CoordinatorClient) -> tuple[bytes, Lease]:
+    data = client.lease(DEADLINE_S)
+    assert data is not None
+    return data, open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
+
+
+def handed_in(site: Site) -> list[Path]:
+    return sorted(site.run_dir.glob("rollouts/*/*.parquet"))
+
+
+class TestReplayedSubmission:
+    """The same work once more: for the same lease, for the next one, in another step or run."""
+
+    def test_for_the_same_lease_it_counts_once(self, site: Site) -> None:
+        key, worker = site.worker()
+        data, lease = granted(site, worker)
+        envelope, table = submission(data, lease, key)
+        for _ in range(3):
+            worker.submit(envelope, table)
+        assert [path.stem for path in handed_in(site)] == [digest_bytes(table)]
+        validator = site.client(site.validator)
+        assert validator.next_submission(DEADLINE_S) is not None
+        assert validator.next_submission(0.0) is None
+
+    def test_the_same_bytes_for_the_next_lease(self, site: Site) -> None:
+        key, worker = site.worker()
+        data, lease = granted(site, worker)
+        envelope, table = submission(data, lease, key)
+        worker.submit(envelope, table)
+        data, lease = granted(site, worker)
+        again = sign_submission(
+            table, run=RUN, step=lease.step, index=lease.index, lease=lease_digest(data), key=key
+        )
+        with pytest.raises(SubmissionRefused, match="same bytes were submitted for another lease"):
+            worker.submit(again, table)
+        assert len(handed_in(site)) == 1
+
+    def test_after_other_work_for_the_same_lease(self, site: Site) -> None:
+        """Once answered, a lease takes nothing better."""
+        key, worker = site.worker()
+        data, lease = granted(site, worker)
+        worker.submit(*submission(data, lease, key))
+        with pytest.raises(SubmissionRefused, match="answered already, with other bytes"):
+            worker.submit(*submission(data, lease, key, note=1))
+
+    def test_once_its_verdict_is_there(self, site: Site) -> None:
+        key, worker = site.worker()
+        data, lease = granted(site, worker)
+        envelope, table = submission(data, lease, key)
+        worker.submit(envelope, table)
+        validator = site.client(site.validator)
+        item = validator.next_submission(DEADLINE_S)
+        assert item is not None
+        validator.verdict(*verdict_of(item.submission, lease, site.validator, accepted=False))
+        worker.submit(envelope, table)  # answered as before, and changes nothing
+        assert validator.next_submission(0.0) is None
+
+    @pytest.mark.parametrize(("index", "step"), [(1, 0), (0, 1)], ids=["lease", "step"])
+    def test_rows_of_another_lease_or_step(self, bench: Bench, index: int, step: int) -> None:
+        old = bench.honest()
+        take_lease(bench, index, step=step)
+        reason = refused(bench, *bench.packed(old))
+        words = "step is '0'" if step else "lease is"
+        assert reason.startswith(f"assignment: row 0: {words}")
+
+    @pytest.mark.parametrize(("index", "step"), [(1, 0), (0, 1)], ids=["lease", "step"])
+    def test_rows_renamed_for_another_lease_or_step(
+        self, bench: Bench, index: int, step: int
+    ) -> None:
+        """They carry the old lease's problems; under the new ones' names, its prompts."""
+        old = bench.honest()
+        take_lease(bench, index, step=step)
+        renamed = [
+            replace(r, lease=n.lease, step=step, problem_id=n.problem_id, target=n.target)
+            for r, n in zip(old, bench.honest(), strict=True)
+        ]
+        found = rejection(bench, renamed)
+        assert found.check == "assignment"
+        assert "the prompt is not the assigned problem's" in found.words
+
+    def test_the_signed_file_in_another_run(self, bench: Bench) -> None:
+        envelope, table = bench.packed(bench.honest())
+        other = fresh(bench)
+        other.lease = replace(bench.lease, run="another")
+        reason = refused(other, envelope, table)
+        assert reason.startswith("lease: the envelope names another run, step, worker")
+
+    def test_rows_in_another_run(self, bench: Bench) -> None:
+        """Signed anew: the nonce is another, and so are problems and noise."""
+        old = bench.honest()
+        other = fresh(bench)
+        other.lease = replace(bench.lease, run="another", nonce="ff" * 32)
+        renamed = [replace(r, run="another") for r in old]
+        found = rejection(other, renamed)
+        assert found.check == "assignment" and "problem_id is" in found.words
+
+
+class TestAnotherWorkersFile:
+    """A thief has an honest worker's file, and hands it in as its own."""
+
+    thief = fixed_key(9)
+
+    def test_signed_anew_under_its_owners_lease(self, bench: Bench) -> None:
+        stolen = packed(bench.honest(), bench.signed_lease, bench.lease, self.thief)
+        reason = refused(bench, *stolen)
+        assert reason.startswith("lease: the envelope names another run, step, worker")
+
+    def test_as_it_is_under_a_lease_of_the_thiefs(self, bench: Bench) -> None:
+        rows = bench.honest()
+        own = self.leased_to_the_thief(bench)
+        assert refused(own, *own.packed(rows)).startswith("assignment: row 0: worker is")
+
+    def test_with_every_name_changed(self, bench: Bench) -> None:
+        """Even where the thief is assigned the same problems, the noise is its own."""
+        rows = bench.honest()
+        own = self.leased_to_the_thief(bench)
+        mine = own.honest()
+        renamed = [
+            replace(
+                r, worker=n.worker, lease=n.lease, problem_id=n.problem_id, target=n.target,
+                prompt_tokens=n.prompt_tokens,
+            )
+            for r, n in zip(rows, mine, strict=True)
+        ]  # fmt: skip
+        explained = [self.explained(own.worker, r) for r in renamed]
+        found = rejection(own, explained)
+        assert found.check == "seeded_sampling" and found.value >= 0.5 > found.limit
+
+    def test_over_the_wire(self, site: Site) -> None:
+        key, worker = site.worker()
+        thief_key, thief = site.worker()
+        data, lease = granted(site, worker)
+        envelope, table = submission(data, lease, key)
+        with pytest.raises(UserError, match="403, the submission is another worker's"):
+            thief.submit(envelope, table)
+        with pytest.raises(UserError, match="403, the lease is another worker's"):
+            thief.submit(*submission(data, lease, thief_key))
+        worker.submit(envelope, table)
+        data, lease = granted(site, thief)
+        stolen = sign_submission(
+            *(table,), run=RUN, step=lease.step, index=lease.index, lease=lease_digest(data),
+            key=thief_key,
+        )  # fmt: skip
+        with pytest.raises(SubmissionRefused, match="same bytes were submitted for another lease"):
+            thief.submit(stolen, table)
+        assert [path.stem for path in handed_in(site)] == [digest_bytes(table)]
+
+    def test_exchanged_for_another_file_after_signing(self, bench: Bench) -> None:
+        rows = bench.honest()
+        envelope, _ = bench.packed(rows)
+        _, other = bench.packed([*rows[:-1], replace(rows[-1], task_reward=1.0)])
+        assert refused(bench, envelope, other) == (
+            "signature: the file is not the one that was signed"
+        )
+
+    def leased_to_the_thief(self, bench: Bench) -> Bench:
+        own = fresh(bench)
+        own.worker_key = self.thief
+        own.worker = replace(bench.worker, key=self.thief)
+        own.signed_lease, own.lease = lease_for(self.thief, bench.coordinator_key)
+        verdict = own.verdict(own.honest())  # what is its own is accepted
+        assert verdict.accepted, verdict.reason
+        return own
+
+    @staticmethod
+    def explained(worker: Worker, row: Rollout) -> Rollout:
+        """The row's tokens, with claims and rewards that are right for its new prompt."""
+        made = worker.explain(row.prompt_tokens.tolist(), row.output_tokens.tolist())
+        length = -0.01 * abs(row.target - len(row.output_tokens))
+        return replace(
+            row,
+            logprobs=made.logprobs,
+            proofs=build_proofs(made.hidden),
+            length_penalty=float(np.float32(length)),
+        )
+
+
+class TestReplayedRequest:
+    """A captured request, sent again within the time that its signature holds."""
+
+    @pytest.mark.parametrize("path", ["/v1/leases", "/v1/heartbeat", "/v1/release"])
+    def test_it_is_refused(self, site: Site, path: str) -> None:
+        key, _ = site.worker()
+        body = canonical_json(
+            {
+                "/v1/leases": {"wait": 0, "holding": []},
+                "/v1/heartbeat": {"state": {}},
+                "/v1/release": {"leases": []},
+            }[path]
+        )
+        headers = sign_request(key, run=RUN, method="POST", path=path, body=body)
+        ask = lambda: httpx.post(site.url + path, content=body, headers=headers)  # noqa: E731
+        assert ask().status_code == 200
+        for _ in range(2):
+            assert (ask().status_code, "made before" in ask().json()["error"]) == (401, True)
+
+    def test_of_one_run_in_another(self, site: Site) -> None:
+        key = SigningKey.generate()
+        headers = sign_request(key, run="another", method="POST", path="/v1/workers", body=b"{}")
+        answer = httpx.post(f"{site.url}/v1/workers", content=b"{}", headers=headers)
+        assert answer.status_code == 401
