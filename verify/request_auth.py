@@ -33,11 +33,28 @@ ENVELOPE = "Runspec-Envelope"
 
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _TIME = re.compile(r"[0-9]{1,12}")
-_MAX_REMEMBERED = 1_000_000
+MAX_OF_A_KEY = 32_768
+"""Requests remembered of one key; a worker makes some 400 in the time that they are remembered, a
+validator thousands."""
+MAX_REMEMBERED = 1_000_000
+"""Of all keys."""
+_LEAST_SHARE = 64
 
 
 class Unauthorised(Exception):
     """A request that is not believed, and why."""
+
+
+class TooManyRequests(Exception):
+    """A request that is believed, and finds no room in the memory against replays.
+
+    Args:
+        retry_after_s: after which there is.
+    """
+
+    def __init__(self, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(f"too many requests of this key: come again in {retry_after_s:.0f} s")
 
 
 @dataclass(frozen=True)
@@ -76,18 +93,38 @@ def sign_request(
 class RequestChecker:
     """Checks the headers of signed requests and remembers them until they are stale.
 
+    Of each key so many are remembered, and so many in all: where those are reached, keys that
+    have their share of them (all, divided by the keys) are told to come again, and others are not.
+    So a flood of requests takes room from whoever makes it. Beyond the bound in all there is at
+    most the share of each other key.
+
     The memory is lost with the process. What is replayed in the seconds after a restart meets a
     server whose transitions can be repeated without harm, so nothing is gained by it.
+
+    Args:
+        run: the run that the server serves.
+        skew_s: by how much a caller's clock may be off, in seconds.
+        max_of_a_key, max_remembered: requests.
     """
 
-    def __init__(self, run: str, *, skew_s: float = CLOCK_SKEW_S) -> None:
+    def __init__(
+        self,
+        run: str,
+        *,
+        skew_s: float = CLOCK_SKEW_S,
+        max_of_a_key: int = MAX_OF_A_KEY,
+        max_remembered: int = MAX_REMEMBERED,
+    ) -> None:
         self._run, self._skew_s = run, skew_s
-        self._seen: set[tuple[str, str]] = set()
-        self._order: deque[tuple[float, tuple[str, str]]] = deque()
+        self._max_of_a_key, self._max = max_of_a_key, max_remembered
+        self._seen: dict[str, dict[str, float]] = {}
+        """By key and nonce, when a request is stale."""
+        self._order: deque[tuple[str, str]] = deque()
+        """Key and nonce, by arrival."""
 
     def __len__(self) -> int:
         """Requests remembered."""
-        return len(self._seen)
+        return len(self._order)
 
     def check(
         self,
@@ -109,6 +146,7 @@ class RequestChecker:
 
         Raises:
             Unauthorised: malformed, of another time, run, path or method, or seen before.
+            TooManyRequests: too many of this key are remembered.
         """
         now = time.time() if now is None else now
         key, moment, nonce = (headers.get(name, "") for name in (KEY, TIME, NONCE))
@@ -126,23 +164,34 @@ class RequestChecker:
         message = _message(self._run, method, path, body_digest, moment, nonce)
         if not signature_is_valid(key, message, signature):
             raise Unauthorised(f"the signature of {key[:16]} does not match this request")
-        self._refuse_replay((key, nonce), now)
+        self._forget_stale(now)
+        if nonce in self._seen.get(key, ()):
+            raise Unauthorised("this request was made before; sign each attempt anew")
         admit(key)
-        self._remember((key, nonce), int(moment) + self._skew_s)
+        self._must_have_room(key, now)
+        self._seen.setdefault(key, {})[nonce] = int(moment) + self._skew_s
+        self._order.append((key, nonce))
         return SignedRequest(key, body_digest)
 
-    def _refuse_replay(self, request: tuple[str, str], now: float) -> None:
-        # `_order` is by arrival, `stale_at` may be a little out of order: entries then stay longer.
-        while self._order and self._order[0][0] < now:
-            self._seen.discard(self._order.popleft()[1])
-        if request in self._seen:
-            raise Unauthorised("this request was made before; sign each attempt anew")
-        if len(self._seen) >= _MAX_REMEMBERED:
-            raise Unauthorised("too many requests within the allowed clock skew; try again later")
+    def _forget_stale(self, now: float) -> None:
+        # By arrival, and times may be a little out of order: some then stay longer.
+        while self._order:
+            key, nonce = self._order[0]
+            of_key = self._seen[key]
+            if of_key[nonce] >= now:
+                return
+            self._order.popleft()
+            del of_key[nonce]
+            if not of_key:
+                del self._seen[key]
 
-    def _remember(self, request: tuple[str, str], stale_at: float) -> None:
-        self._seen.add(request)
-        self._order.append((stale_at, request))
+    def _must_have_room(self, key: str, now: float) -> None:
+        of_key = self._seen.get(key, {})
+        most = self._max_of_a_key
+        if len(self._order) >= self._max:
+            most = min(most, max(_LEAST_SHARE, self._max // len(self._seen)))
+        if len(of_key) >= most:
+            raise TooManyRequests(max(1.0, next(iter(of_key.values())) - now))
 
 
 def _message(run: str, method: str, path: str, body_digest: str, moment: str, nonce: str) -> bytes:

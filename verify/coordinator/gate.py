@@ -14,7 +14,7 @@ from verify.coordinator.addresses import FORWARDED, Network, place_of
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
 from verify.coordinator.rates import MAX_POLLS, RateLimits
-from verify.request_auth import RequestChecker, SignedRequest, Unauthorised
+from verify.request_auth import RequestChecker, SignedRequest, TooManyRequests, Unauthorised
 
 
 class Gate:
@@ -68,6 +68,8 @@ class Gate:
         except Unauthorised:
             self._rates.unbelieved(place, now)
             raise
+        except TooManyRequests as error:
+            raise Refusal(429, str(error), retry_after_s=error.retry_after_s) from error
         reason = self._journal.state.bans.get(caller.key)
         if reason is not None:
             raise Refusal(403, f"this key is banned: {reason}")

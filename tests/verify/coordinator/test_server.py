@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -40,7 +41,7 @@ from verify.formats.submission import sign_submission
 from verify.formats.verdict import decode_verdicts
 from verify.ledger import Ledger
 from verify.limits import max_submission_bytes
-from verify.request_auth import ENVELOPE, sign_request
+from verify.request_auth import ENVELOPE, RequestChecker, sign_request
 
 
 def granted(site: Site, client: CoordinatorClient) -> tuple[bytes, Lease]:
@@ -390,6 +391,20 @@ def test_a_key_that_asks_too_often_is_told_when_to_come_again(site: Site, monkey
         assert post(site, key, "/v1/leases", lease).status_code == 200
         for _ in range(20):  # who has a role is not counted
             assert post(site, site.validator, "/v1/heartbeat", beat).status_code == 200
+
+
+def test_a_key_that_fills_the_memory_of_replays_keeps_only_itself_out(site: Site, monkeypatch):
+    small = partial(RequestChecker, max_of_a_key=4)
+    monkeypatch.setattr("verify.coordinator.run.RequestChecker", small)
+    beat = canonical_json({"state": {}})
+    with site.serving():
+        (key, _), (other, _) = site.worker(), site.worker()
+
+        answers = [post(site, key, "/v1/heartbeat", beat) for _ in range(4)]
+
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+        assert 200 < int(answers[-1].headers["Retry-After"]) <= 300
+        assert post(site, other, "/v1/heartbeat", beat).status_code == 200
 
 
 def from_place(address: str) -> dict[str, str]:
