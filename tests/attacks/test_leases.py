@@ -1,0 +1,310 @@
+"""Workers that would choose what they are leased: by their key, by the version, by keeping silent,
+by their clock.
+
+The coordinator's own decisions, without its IO: `tests.verify.coordinator.filled`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from runspec.common.canonical import canonical_json
+from runspec.common.errors import UserError
+from runspec.common.keys import SigningKey
+from tests.attacks.setting import rejection
+from tests.verify.bench import Bench
+from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
+from tests.verify.coordinator.filled import Filled, key, policy
+from tests.waiting import eventually
+from verify.client import SubmissionRefused
+from verify.coordinator.events import LeaseGranted, NonceDrawn, WorkerRegistered
+from verify.coordinator.filling import MAX_OPEN_LEASES
+from verify.coordinator.reputation import reputation
+from verify.coordinator.state import LeaseRecord
+from verify.formats.lease import Lease, assignments, open_lease
+from verify.request_auth import RequestChecker, Unauthorised, sign_request
+
+PROBLEMS = 1_000_000
+
+
+def started(**changes: object) -> Filled:
+    """A run of two workers, version 0 published."""
+    run = Filled(policy(**changes))
+    run.register("x")
+    run.register("y")
+    run.publish(0)
+    return run
+
+
+def held_by(run: Filled, name: str) -> list[str]:
+    return [d for d, r in run.state.leases.items() if r.lease.worker == key(name)]
+
+
+def leased(run: Filled, name: str) -> LeaseRecord | None:
+    """A further lease for who holds all that it was granted."""
+    return run.lease(name, holding=held_by(run, name))
+
+
+def work_off(run: Filled, name: str) -> None:
+    """Answers leases until there are none."""
+    while (record := run.lease(name)) is not None:
+        run.answer(record)
+
+
+class TestKeyGrinding:
+    """Makes keys until one's problems, targets and noise are to its liking."""
+
+    def test_a_key_chosen_to_suit_a_nonce_gets_another_nonce(self) -> None:
+        # given a step at work, and who knows its nonce and all about how seeds are made
+        run = started()
+        known = run.lease("x").lease
+        # when it grinds for a key of which an easy problem would be asked, and registers it
+        wanted = 7
+        ground = next(
+            name
+            for name in (f"g{n}" for n in range(10_000))
+            if problem(replace(known, worker=key(name), index=0), of=50) == wanted
+        )
+        run.register(ground)
+        granted = run.lease(ground).lease
+        # then its nonce is a fresh one, and what it is asked has nothing to do with it
+        assert granted.nonce != known.nonce
+        predicted = replace(granted, nonce=known.nonce)
+        assert problem(granted) != problem(predicted)
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_every_nonce_is_younger_than_the_keys_that_it_covers(self, seed: int) -> None:
+        # given keys that register and ask in any order
+        rng = random.Random(seed)
+        run = Filled(policy(groups=40, max_groups=1000, async_level=3))
+        run.publish(0)
+        names: list[str] = []
+        for _ in range(60):
+            if not names or rng.random() < 0.3:
+                names.append(f"k{len(names)}")
+                run.register(names[-1])
+            else:
+                leased(run, rng.choice(names))
+        # then each lease's nonce was drawn after its key was registered
+        at = {type(event): {} for event in run.events}
+        for place, event in enumerate(run.events):
+            if isinstance(event, WorkerRegistered):
+                at[WorkerRegistered][event.worker] = place
+            elif isinstance(event, NonceDrawn):
+                at[NonceDrawn][event.nonce] = place
+        leases = [event.lease for event in run.events if isinstance(event, LeaseGranted)]
+        assert len(leases) > 20
+        for lease in leases:
+            assert at[NonceDrawn][lease.nonce] > at[WorkerRegistered][lease.worker]
+        # and no two share a seed
+        assert len({lease.seed for lease in leases}) == len(leases)
+
+    def test_registering_again_draws_nothing_anew(self) -> None:
+        run = started()
+        first = run.lease("x")
+        again = run.lease("x")  # a process that says that it holds nothing
+        assert again.document == first.document and again.lease.seed == first.lease.seed
+
+
+def problem(lease: Lease, of: int = PROBLEMS) -> int:
+    return assignments(lease, n_problems=of, targets=[])[0].problem
+
+
+class TestVersionPicking:
+    """Samples by the version that gives it most, or waits for one."""
+
+    @pytest.mark.parametrize("version", [1, 2**31 - 1])
+    def test_another_version_than_leased_is_claimed(self, bench: Bench, version: int) -> None:
+        rows = [replace(r, version=version) for r in bench.honest()]
+        found = rejection(bench, rows)
+        assert (found.check, found.value) == ("assignment", 1)
+        assert f"version is '{version}', assigned '0'" in found.words
+
+    def test_versions_of_single_tokens_are_claimed(self, bench: Bench) -> None:
+        """What only pools with `in_flight_updates` may do: there no prefill can look."""
+        rows = [replace(r, versions=0 * r.output_tokens) for r in bench.honest()]
+        assert rejection(bench, rows).check == "versions"
+
+    def test_a_lease_keeps_its_version_whoever_waits(self) -> None:
+        run = started()
+        lease = run.lease("x")
+        run.publish(1)
+        # when it asks again, gives it back, asks again
+        assert run.lease("x").document == lease.document
+        run.release(run.state.leases[lease.digest])
+        again = run.lease("x")
+        # then it is the same lease, of the same version
+        assert (again.digest, again.lease.version) == (lease.digest, 0)
+
+    def test_silence_until_there_is_a_newer_version_counts_as_withheld(self) -> None:
+        run = started()
+        lease = run.lease("x")
+        run.publish(1)
+        run.now += 31.0
+        run.advance()
+        following = run.lease("x")
+        # then the newest is leased, to everybody alike, under the next index and at a price
+        assert following.lease.version == 1 == run.lease("y").lease.version
+        assert following.lease.index == lease.lease.index + 1
+        assert run.state.workers[key("x")].standing.withheld == 1
+
+    def test_work_of_a_version_that_is_too_old_trains_nowhere(self) -> None:
+        # given a lease that is answered when its step is over, and no lag is allowed
+        run = started(lease_timeout_s=1000.0, async_level=0)
+        late = run.lease("x")
+        run.work("y")
+        run.now += 100.0
+        run.advance()
+        run.publish(1)
+        run.answer(late)
+        # then its groups are none that a step may take
+        assert run.state.leases[late.digest].usable == ()
+        assert run.state.tallies[1].expired_groups == late.lease.groups == 2
+
+
+class TestWithholding:
+    """Looks at what it is leased, and answers only what it likes."""
+
+    def test_it_costs_reputation_and_buys_no_second_look(self) -> None:
+        run = started(groups=8, max_groups=100)
+        for _ in range(2):
+            run.work("x")
+        before = run.state.workers[key("x")].standing
+        assert leased(run, "x") is not None  # and does not like it
+        run.now += 31.0
+        run.advance()
+        after = run.state.workers[key("x")].standing
+        # then it counts, in the share that is recomputed too: 2 / 22 before, 2 / 23 after
+        assert (before.withheld, after.withheld) == (0, 1)
+        assert reputation(before) == pytest.approx(2 / 22)
+        assert reputation(after) == pytest.approx(2 / 23)
+        # and the index is used up, the seed gone
+        granted = [event.lease for event in run.events if isinstance(event, LeaseGranted)]
+        following = [leased(run, "x").lease for _ in range(MAX_OPEN_LEASES)]
+        for known in granted:
+            for lease in following:
+                assert (lease.step, lease.index) != (known.step, known.index)
+                assert lease.seed != known.seed
+
+    def test_no_more_leases_at_once_than_it_may_hold(self) -> None:
+        run = started(groups=100, max_groups=1000)
+        looked_at = [leased(run, "x") for _ in range(MAX_OPEN_LEASES)]
+        assert None not in looked_at
+        for _ in range(3):
+            assert leased(run, "x") is None
+        # nor by giving them back: they count until they expire
+        for record in looked_at:
+            run.release(run.state.leases[record.digest])
+        held = set(held_by(run, "x"))
+        again = run.lease("x", holding=())
+        assert again is None or again.digest in held
+
+    def test_others_get_the_groups(self) -> None:
+        run = started()
+        run.lease("x")
+        run.now += 31.0
+        run.advance()
+        run.work("y"), run.work("y")
+        (closed,) = run.advance()
+        assert closed.complete
+        assert {run.state.leases[g.lease].lease.worker for g in closed.groups} == {key("y")}
+
+    def test_many_keys_that_look_and_keep_silent(self) -> None:
+        """A hundred new keys see two groups of eight in the time of a lease, and delay nobody."""
+        run = started(groups=8, max_groups=10_000, newcomer_groups=2, async_level=0)
+        while not run.advance():
+            run.work("x")
+        run.publish(1)
+        for number in range(100):
+            run.register(f"s{number}")
+        seen = [run.lease(f"s{number}") for number in range(100)]
+        granted = [record for record in seen if record is not None]
+        assert sum(record.lease.groups for record in granted) == 2
+        # when they keep silent, then the step fills within one lease_timeout
+        work_off(run, "x")
+        run.now += 31.0
+        run.advance()
+        work_off(run, "x")
+        assert [closed.step for closed in run.advance()] == [1]
+
+    def test_part_of_a_lease(self, bench: Bench) -> None:
+        found = rejection(bench, bench.honest()[:4])
+        assert found.check == "assignment" and "4 rows, the lease asks for 8" in found.words
+
+
+NOW = 1_700_000_000.0
+
+
+class TestClockTricks:
+    """A clock ahead or behind, a request kept for later, a lease answered after its time."""
+
+    @staticmethod
+    def ask(checker: RequestChecker, signer: SigningKey, *, at: float, now: float = NOW) -> None:
+        headers = sign_request(signer, run="run", method="POST", path="/", body=b"", now=at)
+        checker.check(headers, method="POST", path="/", now=now)
+
+    @pytest.mark.parametrize("seconds", [-301, 301, -86_400, 86_400, -NOW, 900_000_000_000 - NOW])
+    def test_a_clock_that_is_off_by_more_than_five_minutes(self, seconds: float) -> None:
+        checker, signer = RequestChecker("run"), SigningKey.generate()
+        for fine in (-299, 0, 299):
+            self.ask(checker, signer, at=NOW + fine)
+        with pytest.raises(Unauthorised, match="set the clock"):
+            self.ask(checker, signer, at=NOW + seconds)
+
+    @pytest.mark.parametrize("ahead", [0, 150, 299])
+    def test_a_request_of_the_future_is_no_second_one(self, ahead: int) -> None:
+        """Signed for later, it stays fresh for longer: and is remembered as long."""
+        checker, signer = RequestChecker("run"), SigningKey.generate()
+        at = NOW + ahead
+        headers = sign_request(signer, run="run", method="POST", path="/", body=b"", now=at)
+        ask = lambda now: checker.check(headers, method="POST", path="/", now=now)  # noqa: E731
+        ask(NOW)
+        for later in range(0, ahead + 301, 50):
+            with pytest.raises(Unauthorised, match="made before"):
+                ask(NOW + later)
+        with pytest.raises(Unauthorised, match="set the clock"):
+            ask(NOW + ahead + 301)
+
+    def test_a_lease_ends_by_the_coordinators_clock(self, quick_site: Site) -> None:
+        # given a lease that is over, and a worker whose clock says that it is not
+        site = quick_site
+        signer, worker = site.worker()
+        data = worker.lease(DEADLINE_S)
+        assert data is not None
+        lease = open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
+        withheld = lambda: httpx.get(f"{site.url}/v1/status").json()["workers"][0]  # noqa: E731
+        eventually(lambda: withheld()["withheld_leases"] > lease.index, "the lease expires")
+        # then its answer is refused, and a lease that says otherwise is none
+        with pytest.raises(SubmissionRefused, match="the lease has expired"):
+            worker.submit(*submission(data, lease, signer))
+        later = data.replace(b'"expires":', b'"expires":9')
+        with pytest.raises(UserError, match="no such lease"):
+            worker.submit(*submission(later, lease, signer))
+        assert list(site.run_dir.glob("rollouts/*/*.parquet")) == []
+
+    def test_over_the_wire(self, quick_site: Site) -> None:
+        site, body = quick_site, canonical_json({"wait": 0, "holding": []})
+        signer, _ = site.worker()
+        for off in (-400, 400):
+            headers = sign_request(
+                *(signer,), run=RUN, method="POST", path="/v1/leases", body=body,
+                now=time.time() + off,
+            )  # fmt: skip
+            answer = httpx.post(f"{site.url}/v1/leases", content=body, headers=headers)
+            assert (answer.status_code, "set the clock" in answer.json()["error"]) == (401, True)
+
+
+@pytest.fixture
+def quick_site(tmp_path: Path) -> Iterator[Site]:
+    """A coordinator whose leases last a twentieth of a second."""
+    site = Site(tmp_path, tiny_spec(lease_timeout="50ms"))
+    site.publish(0)
+    with site.origin(), site.serving():
+        yield site
