@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -277,6 +277,18 @@ class CoordinatorClient:
         self._http.call("POST", "/v1/verdicts", body=table, envelope=envelope)
         own = open_verdict(envelope, validators=frozenset({self._key.public_hex}))
         self._forget(self._claims, own.submission)
+
+    def release_claims(self, submissions: Sequence[str], fault: str = "") -> None:
+        """Gives back submissions that this process claimed and comes to no verdict on.
+
+        Args:
+            submissions: their digests.
+            fault: what went wrong, where it is to do with just these submissions: the coordinator
+                counts a failed attempt. Empty where the validator itself is at fault.
+        """
+        self._post("/v1/validator/release", {"submissions": list(submissions), "fault": fault})
+        for submission in submissions:
+            self._forget(self._claims, submission)
 
     def _forget(self, held: set[str], digest: str) -> None:
         with self._held:

@@ -35,6 +35,7 @@ from verify.coordinator.events import (
     SubmissionDeferred,
     SubmissionJudged,
     SubmissionReceived,
+    SubmissionSetAside,
     VersionPublished,
     WorkerQuarantined,
     WorkerRegistered,
@@ -61,6 +62,7 @@ _KINDS: dict[str, type[Event]] = {
         SubmissionDeferred,
         SubmissionReceived,
         SubmissionJudged,
+        SubmissionSetAside,
         StepClosed,
         RolledBack,
     )

@@ -1,15 +1,38 @@
 """Which validator works on which submission: a queue that a dying validator takes nothing from.
 
-Claims live in memory. After a restart of the coordinator everything unjudged is offered again.
+An attempt that ends without a verdict has failed: the validator's process no longer knows of the
+claim (it died), its time ran out (it hangs), or the validator says that its own check broke. The
+file may be at fault, so that one file must not end validator after validator; or the validator may,
+and then no file must suffer for it. Hence:
+- A submission with a failed attempt is a suspect. It is offered alone: who holds a suspect holds
+  nothing else, so that an innocent file fails beside a guilty one only once. Others come first, but
+  for one that has waited `SUSPECT_WAIT_S`: a validator that judged others since it last failed
+  takes it in turn with them, so that neither suspects nor honest work wait without end.
+- A failed attempt counts once the same validator has judged another submission after it. Where a
+  validator fails at everything, nothing counts, and everything waits for one that works.
+- A suspect is left to validators that have not failed at it, while one of them asks for work.
+- What failed `ATTEMPTS` times that count is hopeless: to be set aside (`SubmissionSetAside`).
+
+Claims live in memory. After a restart of the coordinator everything unjudged is offered again, and
+no attempt has failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from verify.coordinator.events import FailedAttempt
 
 CLAIM_TIMEOUT_S = 300.0
 """A claim without a verdict after this long is offered to the next validator that asks."""
+ATTEMPTS = 3
+"""One beside others, whose fault it may have been, and two alone."""
+ASKED_LATELY_S = 60.0
+"""For how long a validator that asked for work is expected to ask again."""
+SUSPECT_WAIT_S = 120.0
+"""Since its last attempt, while there are others."""
+_MAX_REASON = 300
 
 
 @dataclass(frozen=True)
@@ -18,35 +41,133 @@ class Claim:
     until: float
 
 
+@dataclass(frozen=True)
+class _Failure:
+    attempt: FailedAttempt
+    counts: bool = False
+    """Whether its validator has judged another submission since."""
+
+
 class Claims:
+    """Args:
+    timeout_s: after which a claim without a verdict has failed.
+    """
+
     def __init__(self, timeout_s: float = CLAIM_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._claims: dict[str, Claim] = {}
+        self._failures: dict[str, list[_Failure]] = {}
+        self._asked: dict[str, float] = {}
+        """When each validator last asked for work."""
 
     def __len__(self) -> int:
         return len(self._claims)
 
-    def keep(self, validator: str, holding: Collection[str]) -> None:
+    @property
+    def suspects(self) -> int:
+        """Submissions that an attempt failed at."""
+        return len(self._failures)
+
+    def keep(self, validator: str, holding: Collection[str], now: float) -> None:
         """Frees what the validator's key has claimed and its process no longer knows of."""
-        self._claims = {
-            submission: claim
-            for submission, claim in self._claims.items()
-            if claim.validator != validator or submission in holding
-        }
+        for submission in self._held_by(validator):
+            if submission not in holding:
+                self.fail(validator, submission, "the validator's process ended", now)
+
+    def fail(self, validator: str, submission: str, reason: str, now: float) -> None:
+        """An attempt ended without a verdict; nothing where the validator has no claim."""
+        if self.give_back(validator, submission):
+            attempt = FailedAttempt(now, validator, reason[:_MAX_REASON])
+            self._failures.setdefault(submission, []).append(_Failure(attempt))
+
+    def give_back(self, validator: str, submission: str) -> bool:
+        """Frees a claim that nothing speaks against; whether there was one."""
+        claim = self._claims.get(submission)
+        if claim is None or claim.validator != validator:
+            return False
+        del self._claims[submission]
+        return True
 
     def claim(self, validator: str, submissions: Iterable[str], now: float) -> str | None:
-        """Claims the first of the submissions that no one works on."""
-        for submission in submissions:
-            claim = self._claims.get(submission)
-            if claim is None or claim.until <= now:
-                self._claims[submission] = Claim(validator, now + self._timeout_s)
-                return submission
-        return None
+        """Claims a submission that no one works on: the first, but suspects late and alone.
 
-    def settle(self, submission: str) -> None:
-        """The submission is judged."""
+        Args:
+            validator: who asks.
+            submissions: all that wait for a verdict, in the order in which they are wanted.
+            now: seconds since the epoch.
+        """
+        self._expire(now)
+        waiting = list(submissions)
+        self._failures = {s: found for s, found in self._failures.items() if s in set(waiting)}
+        self._asked[validator] = now
+        held = list(self._held_by(validator))
+        if any(submission in self._failures for submission in held):
+            return None
+        free = [submission for submission in waiting if submission not in self._claims]
+        others = [submission for submission in free if submission not in self._failures]
+        suspects = [] if held else self._suspects_for(validator, free, now)
+        overdue = [s for s in suspects if now >= self._failures[s][-1].attempt.at + SUSPECT_WAIT_S]
+        first = overdue if not self._has_to_prove_itself(validator) else []
+        chosen = next(iter([*first, *others, *suspects]), None)
+        if chosen is not None:
+            self._claims[chosen] = Claim(validator, now + self._timeout_s)
+        return chosen
+
+    def settle(self, validator: str, submission: str) -> None:
+        """The submission is judged. Its validator works: what it failed at before counts."""
         self._claims.pop(submission, None)
+        self._failures.pop(submission, None)
+        for other, failures in self._failures.items():
+            self._failures[other] = [
+                replace(failure, counts=True) if failure.attempt.validator == validator else failure
+                for failure in failures
+            ]
 
-    def next_expiry(self) -> float | None:
-        """When the next claim runs out."""
-        return min((claim.until for claim in self._claims.values()), default=None)
+    def hopeless(self) -> dict[str, tuple[FailedAttempt, ...]]:
+        """What is to be set aside, with all its failed attempts."""
+        return {
+            submission: tuple(failure.attempt for failure in failures)
+            for submission, failures in self._failures.items()
+            if sum(failure.counts for failure in failures) >= ATTEMPTS
+        }
+
+    def forget(self, submission: str) -> None:
+        """It was set aside."""
+        self._claims.pop(submission, None)
+        self._failures.pop(submission, None)
+
+    def next_change(self, now: float) -> float | None:
+        """When time alone will next make something claimable."""
+        times = [claim.until for claim in self._claims.values()]
+        if self._failures:
+            times += [
+                at + ASKED_LATELY_S for at in self._asked.values()
+            ]  # the others' turn is over
+        return min((at for at in times if at > now), default=None)
+
+    def _held_by(self, validator: str) -> Iterator[str]:
+        return (s for s, claim in list(self._claims.items()) if claim.validator == validator)
+
+    def _expire(self, now: float) -> None:
+        for submission, claim in list(self._claims.items()):
+            if claim.until <= now:
+                words = f"no verdict after {self._timeout_s:.0f} s"
+                self.fail(claim.validator, submission, words, now)
+
+    def _suspects_for(self, validator: str, free: list[str], now: float) -> list[str]:
+        """Those that it has not failed at, or that no other who asks for work has not."""
+        asking = {v for v, at in self._asked.items() if now < at + ASKED_LATELY_S}
+        found = []
+        for submission in free:
+            failed = {f.attempt.validator for f in self._failures.get(submission, ())}
+            if failed and (validator not in failed or asking <= failed):
+                found.append(submission)
+        return found
+
+    def _has_to_prove_itself(self, validator: str) -> bool:
+        """Whether it has judged nothing since it failed at something that still waits."""
+        return any(
+            failure.attempt.validator == validator and not failure.counts
+            for failures in self._failures.values()
+            for failure in failures
+        )

@@ -12,10 +12,13 @@ from verify.coordinator.events import (
     KeyBanned,
     QuarantineEnded,
     SubmissionJudged,
+    SubmissionSetAside,
     WorkerQuarantined,
 )
 from verify.coordinator.reputation import should_ban, should_free, should_quarantine
 from verify.coordinator.state import State
+
+SET_ASIDE = "set aside: validators came to no verdict on a submission"
 
 
 def consequences(state: State, event: Event) -> list[Event]:
@@ -25,17 +28,21 @@ def consequences(state: State, event: Event) -> list[Event]:
         state: with `event` applied.
         event: the newest.
     """
-    if not isinstance(event, SubmissionJudged):
+    if not isinstance(event, SubmissionJudged | SubmissionSetAside):
         return []
     key = state.leases[event.lease].lease.worker
     standing = state.workers[key].standing
     if key in state.bans:
         return []
-    if event.accepted:
+    if isinstance(event, SubmissionSetAside):
+        why, what = SET_ASIDE, "rejected or set aside"
+    elif event.accepted:
         return [QuarantineEnded(event.at, key)] if should_free(standing) else []
+    else:
+        why, what = event.reason, "rejected"
     if should_ban(standing):
-        reason = f"{standing.strikes} submissions rejected, the last one for {event.reason}"
+        reason = f"{standing.strikes} submissions {what}, the last one for {why}"
         return [KeyBanned(event.at, key, reason[:500], BY_COORDINATOR)]
-    if should_quarantine(standing, event.reason):
-        return [WorkerQuarantined(event.at, key, event.reason[:500])]
+    if should_quarantine(standing, why):
+        return [WorkerQuarantined(event.at, key, why[:500])]
     return []

@@ -179,6 +179,28 @@ class SubmissionJudged:
 
 
 @dataclass(frozen=True)
+class FailedAttempt:
+    """A validator held a submission and came to no verdict on it."""
+
+    at: float
+    validator: str
+    reason: str
+    """Its process ended, its time ran out, or what it said itself."""
+
+
+@dataclass(frozen=True)
+class SubmissionSetAside:
+    """Validators that judge others fail at it: it is judged no more. Its groups are dropped, and
+    nobody knows whether its worker or the validators are to blame (`verify.coordinator.claims`)."""
+
+    at: float
+    lease: str
+    submission: str
+    attempts: tuple[FailedAttempt, ...]
+    """All of them, in order."""
+
+
+@dataclass(frozen=True)
 class TrainedGroup:
     lease: str
     group: int
@@ -221,6 +243,7 @@ Event = (
     | SubmissionDeferred
     | SubmissionReceived
     | SubmissionJudged
+    | SubmissionSetAside
     | StepClosed
     | RolledBack
 )

@@ -99,7 +99,7 @@ def batch_stats(
         "leased_groups": tally.leased_groups,
         "graded_groups": len(graded),
         "filtered_groups": sum(g.outcome == "filtered" for g in graded),
-        "dropped_groups": len(tally.grades) - len(graded),
+        "dropped_groups": len(tally.grades) - len(graded) + tally.set_aside_groups,
         "expired_groups": tally.expired_groups,
         "accepted_rollouts": sum(g.rollouts for g in graded),
         "rejected_rollouts": tally.rejected_rollouts,

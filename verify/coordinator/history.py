@@ -18,6 +18,7 @@ from verify.coordinator.events import (
     StepClosed,
     SubmissionJudged,
     SubmissionReceived,
+    SubmissionSetAside,
     TrainedGroup,
 )
 
@@ -83,6 +84,9 @@ class History:
                 self.to_verdict.add(took)
                 if not event.accepted:
                     del self._untrained[event.lease]
+            case SubmissionSetAside():
+                self._bytes.pop(event.lease, None)
+                del self._untrained[event.lease]
             case StepClosed():
                 for took in self._trained(event.at, event.trained):
                     self.to_manifest.add(took)

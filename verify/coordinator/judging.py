@@ -12,7 +12,7 @@ from typing import Any
 
 from verify.coordinator.claims import CLAIM_TIMEOUT_S, Claims
 from verify.coordinator.duplicates import Seen
-from verify.coordinator.events import GroupGrade, SubmissionJudged
+from verify.coordinator.events import GroupGrade, SubmissionJudged, SubmissionSetAside
 from verify.coordinator.grading import VerdictMismatch, grade_groups
 from verify.coordinator.intake import Refusal, received, write_small
 from verify.coordinator.journal import Finished, Journal
@@ -56,7 +56,7 @@ class Judging:
             Finished: there will be none.
         """
         deadline = self._journal.clock() + wait_s
-        self.claims.keep(validator, holding)
+        self.claims.keep(validator, holding, self._journal.clock())
         while True:
             if self._journal.state.finished:
                 raise Finished
@@ -66,9 +66,23 @@ class Judging:
                 record = waiting[submission]
                 files = submission_files(self._journal.run_dir, record.lease.step, submission)
                 return record, files.submission_envelope.read_bytes()
-            expiry = self.claims.next_expiry()
-            if not await self._journal.change(deadline, due=expiry):
+            due = self.claims.next_change(self._journal.clock())
+            if not await self._journal.change(deadline, due=due):
                 return None
+
+    def release(self, validator: str, submissions: Collection[str], fault: str) -> None:
+        """Takes claims back that will not be answered.
+
+        Args:
+            validator: the caller.
+            submissions: those of its claims.
+            fault: what went wrong with just these; empty where it is the validator's own.
+        """
+        for submission in submissions:
+            if fault:
+                self.claims.fail(validator, submission, fault, self._journal.clock())
+            else:
+                self.claims.give_back(validator, submission)
 
     def submitted(self) -> list[LeaseRecord]:
         """What waits for a verdict, in lease order.
@@ -128,7 +142,26 @@ class Judging:
             self._seen.add(record.lease.step, judged.submission, [r.fingerprints for r in rows])
         else:
             self._note_rejection(record, judged.reason)
-        self.claims.settle(envelope.submission)
+        self.claims.settle(validator, envelope.submission)
+        self._set_aside()
+
+    def _set_aside(self) -> None:
+        """Gives up what validators that judge others fail at."""
+        waiting = {record.submission: record for record in self.submitted()}
+        for submission, attempts in self.claims.hopeless().items():
+            if record := waiting.get(submission):
+                event = SubmissionSetAside(
+                    self._journal.clock(), record.digest, submission, attempts
+                )
+                self._journal.record(event)
+                _log.error(
+                    "submission %s of worker %s for step %d is set aside, its groups are dropped: "
+                    "%d validators' attempts failed, the last one: %s; its file may be poison, or "
+                    "meet a fault of the validators",
+                    *(submission[:16], record.lease.worker[:16], record.lease.step),
+                    *(len(attempts), attempts[-1].reason),
+                )
+            self.claims.forget(submission)
 
     def _to_judge(self, envelope: VerdictEnvelope) -> LeaseRecord | None:
         record = next(

@@ -15,7 +15,9 @@ recomputed follows from it,
 Strikes are the rejections since the last `CLEAR_AFTER` accepted submissions in a row. A rejection
 that no honest worker meets by accident (`EXACT_CHECKS` compare with what was assigned, without
 floating point), or `QUARANTINE_AFTER` strikes, put a worker into quarantine; `CLEAR_AFTER` accepted
-submissions in a row end it. `BAN_AFTER` strikes are a ban, which only a person lifts.
+submissions in a row end it. `BAN_AFTER` strikes are a ban, which only a person lifts. A submission
+at which validators failed (`SubmissionSetAside`) is a strike and no rejection: one says little of
+its worker, who may have met a fault of ours, and many of one worker's must not go on.
 """
 
 from __future__ import annotations
@@ -76,6 +78,10 @@ class Standing:
             recomputed_in_a_row=self.recomputed_in_a_row + recomputed,
             strikes=0 if row >= CLEAR_AFTER else self.strikes,
         )
+
+    def after_set_aside(self) -> Standing:
+        """After a submission of its at which validators failed."""
+        return replace(self, strikes=self.strikes + 1, in_a_row=0)
 
     def after_withholding(self) -> Standing:
         """After a lease that was not answered."""

@@ -103,6 +103,7 @@ class Api:
                 web.post("/v1/release", self._release),
                 web.post("/v1/submissions", self._submit),
                 web.post("/v1/validator/next", self._next),
+                web.post("/v1/validator/release", self._release_claims),
                 web.get("/v1/submissions/{digest:[0-9a-f]{64}}", self._download),
                 web.post("/v1/verdicts", self._verdict),
                 web.post("/v1/operator/ban", self._ban),
@@ -225,6 +226,15 @@ class Api:
                 "share": self._journal.state.share_of(record.lease.worker),
             }
         )
+
+    async def _release_claims(self, request: web.Request) -> web.StreamResponse:
+        caller = self._validator(request)
+        body = await _json(request, caller, {"submissions", "fault"})
+        submissions = _digests("submissions", body["submissions"])
+        if not isinstance(body["fault"], str):
+            raise Refusal(400, "fault must be a text")
+        self._judging.release(caller.key, submissions, body["fault"])
+        return web.json_response({})
 
     async def _download(self, request: web.Request) -> web.StreamResponse:
         self._validator(request)

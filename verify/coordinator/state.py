@@ -17,6 +17,7 @@ from verify.coordinator.events import (
     BanLifted,
     CoordinatorStarted,
     Event,
+    FailedAttempt,
     GroupGrade,
     KeyBanned,
     LeaseExpired,
@@ -30,6 +31,7 @@ from verify.coordinator.events import (
     SubmissionDeferred,
     SubmissionJudged,
     SubmissionReceived,
+    SubmissionSetAside,
     VersionPublished,
     WorkerQuarantined,
     WorkerRegistered,
@@ -89,7 +91,9 @@ class LeaseRecord:
     lease: Lease
     digest: str
     document: str
-    status: Literal["open", "released", "submitted", "accepted", "rejected", "expired"] = "open"
+    status: Literal[
+        "open", "released", "submitted", "accepted", "rejected", "set_aside", "expired"
+    ] = "open"
     submission: str | None = None
     verdict: str | None = None
     usable: tuple[int, ...] = ()
@@ -101,6 +105,8 @@ class LeaseRecord:
     deferred: str | None = None
     """The submission that its holder was told to bring later."""
     deferred_until: float = 0.0
+    attempts: tuple[FailedAttempt, ...] = ()
+    """Of validators that came to no verdict, where it was set aside for them."""
 
     @property
     def expires(self) -> float:
@@ -120,6 +126,8 @@ class Tally:
     expired_groups: int = 0
     """Withheld, accepted too late to train within the lag, or struck: not recomputed, of a worker
     that was caught since."""
+    set_aside_groups: int = 0
+    """Of submissions at which validators failed."""
     rejected_submissions: int = 0
     rejected_rollouts: int = 0
     last_rejection: str = ""
@@ -231,6 +239,8 @@ def apply(state: State, event: Event) -> State:
             )
         case SubmissionJudged():
             return _judge(state, event)
+        case SubmissionSetAside():
+            return _set_aside(state, event)
         case StepClosed():
             return _close(state, event)
         case RolledBack():
@@ -389,6 +399,19 @@ def _judge(state: State, event: SubmissionJudged) -> State:
     if standing.quarantine is not None or lease.worker in state.bans:
         state = _strike_unproven(state, lease.worker)  # it was claimed before the worker was caught
     return _lapse(state)
+
+
+def _set_aside(state: State, event: SubmissionSetAside) -> State:
+    """As after a fault of the grader its groups are dropped, and others are leased."""
+    record = _record(state, event.lease, "submitted")
+    _require(record.submission == event.submission, "another submission is set aside")
+    _require(len(event.attempts) > 0, "a submission is set aside that nobody failed at")
+    state = _with_lease(state, replace(record, status="set_aside", attempts=event.attempts))
+    key = record.lease.worker
+    state = _with_standing(state, key, state.workers[key].standing.after_set_aside())
+    tally = _tally(state, record)
+    groups = tally.set_aside_groups + record.lease.groups
+    return _with_tally(state, record, replace(tally, set_aside_groups=groups))
 
 
 def _close(state: State, event: StepClosed) -> State:

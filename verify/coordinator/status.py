@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -28,7 +29,7 @@ from verify.coordinator.history import History
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.reputation import reputation
-from verify.coordinator.state import State
+from verify.coordinator.state import LeaseRecord, State
 
 
 class Status:
@@ -77,7 +78,12 @@ class Status:
             "validators": [
                 {"key": key, **_peer(peer, now)} for key, peer in self._validators.peers.items()
             ],
-            "queue": {"to_judge": waiting, "claimed": len(self._judging.claims)},
+            "queue": {
+                "to_judge": waiting,
+                "claimed": len(self._judging.claims),
+                "suspects": self._judging.claims.suspects,
+            },
+            "set_aside": [_set_aside(r) for r in state.leases.values() if r.attempts],
             "backlog": self._backlog.report(),
             "latency": {
                 "verdict": self._journal.history.to_verdict.report(),
@@ -127,6 +133,17 @@ def _step(state: State, number: int, now: float) -> dict[str, Any]:
             "failed_lately": failed,
             "held_back": _held_back(state, number, now),
         },
+    }
+
+
+def _set_aside(record: LeaseRecord) -> dict[str, Any]:
+    """A submission that validators could not judge; its files stay for whoever looks into it."""
+    return {
+        "submission": record.submission,
+        "worker": record.lease.worker,
+        "step": record.lease.step,
+        "groups": record.lease.groups,
+        "attempts": [asdict(attempt) for attempt in record.attempts],
     }
 
 
@@ -195,6 +212,7 @@ class _Prometheus(Collector):
                 len(report["leases_of_dead_workers"]),
             ),
             "to_judge": ("Submissions without a verdict.", report["queue"]["to_judge"]),
+            "suspects": ("Waiting; a validator failed at them.", report["queue"]["suspects"]),
             "backlog_bytes": ("Of submissions without a verdict.", report["backlog"]["bytes"]),
             "deferred": ("Submissions told to come again.", report["backlog"]["deferred"]),
             "intake_open": ("1, or 0 where too much waits.", not report["backlog"]["withheld"]),
