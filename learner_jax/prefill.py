@@ -7,21 +7,22 @@ token, a chunk at a time, so that [B, T, V] never exists.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from bridge.config import ModelConfig, load_config
 from broadcast.client import WeightsClient
+from broadcast.loaded import LoadedVersions
 from learner_jax.arrays import TokenBatch
 from learner_jax.execution import execution, full_float32
 from learner_jax.leaves import load_params
@@ -30,18 +31,20 @@ from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch
 from runspec.estimate.logits import chunk_tokens
 from runspec.spec import schema
-from runspec.spec.run_files import versions_in
 from runspec.spec.schema import RunSpec
-from verify.choices import HEADS, POWERS, Choices, describe
+from verify.choices import HEADS, POWERS, Choices
 from verify.noise import gumbel
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
-from verify.truncation import Truncation, judged
+from verify.token_facts import TokenFacts, Wanted, outputs_of, token_facts
+from verify.truncation import Truncation
 
 MICROBATCH_TOKENS = 1 << 15
 IN_FLIGHT = 3
 """Microbatches on the device at once, at most: small ones would wait for the host with fewer."""
 MAX_CHUNK = 512
 """Output tokens whose logits exist at once, at most."""
+ROOM = 1.5
+"""Memory that a version takes while it is run, of its size."""
 
 
 class JaxPrefill:
@@ -49,29 +52,25 @@ class JaxPrefill:
 
     def __init__(self, spec: RunSpec, weights: WeightsLocation) -> None:
         # A validator has hardware of its own: the kernel is the platform's.
-        self._learner = spec.learner.model_copy(update={"attention": "auto"})
-        full_float32(self._learner.compute_dtype)
-        self._mesh = make_mesh(schema.Mesh(fsdp=len(jax.devices())))
-        self._client = WeightsClient(
+        learner = spec.learner.model_copy(update={"attention": "auto"})
+        full_float32(learner.compute_dtype)
+        mesh = make_mesh(schema.Mesh(fsdp=len(jax.devices())))
+        client = WeightsClient(
             weights.urls,
             run=weights.run,
             root_public_key=weights.root_public_key,
             cache_dir=weights.cache_dir,
         )
-        self._cache_dir, self._kept = weights.cache_dir, spec.algorithm.async_level + 1
-        self._paths: dict[int, Path] = {}
-        self._policies: OrderedDict[int, Policy] = OrderedDict()
+        self._versions: LoadedVersions[Policy] = LoadedVersions(
+            client,
+            cache_dir=weights.cache_dir,
+            count=spec.algorithm.async_level + 1,
+            load=lambda path: load_policy(path, learner, mesh),
+            has_room=partial(_has_room, mesh),
+        )
 
     def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
-        path = self._client.fetch(version, manifest_digest=manifest_digest, deadline_s=deadline_s)
-        self._paths[version] = path
-        # Those of before a restart count: leases name them still, and deltas start from them.
-        newest = versions_in(self._cache_dir)[-self._kept - 1 :]
-        if version in newest:
-            for old in set(self._paths) - set(newest):
-                del self._paths[old]
-            self._client.prune(set(newest))
-        return path
+        return self._versions.ensure(version, manifest_digest, deadline_s=deadline_s)
 
     def prefill(
         self,
@@ -81,18 +80,21 @@ class JaxPrefill:
         temperature: float,
         truncation: Truncation | None = None,
     ) -> list[PrefillOutput]:
-        policy = self._policies.get(version)
-        if policy is None:
-            while len(self._policies) >= self._kept:
-                self._policies.popitem(last=False)
-            policy = load_policy(self._paths[version], self._learner, self._mesh)
-            self._policies[version] = policy
-        self._policies.move_to_end(version)
+        policy = self._versions.get(version)
         return prefill(policy, inputs, temperature=temperature, truncation=truncation)
 
     def close(self) -> None:
         """Closes the connections to the relays."""
-        self._client.close()
+        self._versions.close()
+
+
+def _has_room(mesh: Mesh, size: int) -> bool:
+    """Whether each device has room for its part of a version and for working with it."""
+    for device in mesh.local_devices:
+        memory = device.memory_stats()  # CPUs have none
+        if memory and memory["bytes_limit"] - memory["bytes_in_use"] < ROOM * size / mesh.size:
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -144,11 +146,7 @@ def prefill(
     )
     queries = _queries(packed, inputs)
     ends = {each.end_token for each in inputs if each.end_token is not None}
-    wanted = _Wanted(
-        gaps=any(each.noise_key is not None for each in inputs),
-        choices=bool(ends),
-        truncation=truncation if truncation is not None and truncation.cuts else None,
-    )
+    wanted = Wanted.of(inputs, truncation)
     results = (
         _prefill(
             policy.params,
@@ -165,50 +163,19 @@ def prefill(
     )
     outputs: list[PrefillOutput | None] = [None] * len(inputs)
     for members, host in zip(_members(packed), _fetched(results), strict=True):
-        begin = 0
-        for member in members:
-            each = inputs[member]
-            end = begin + len(each.output_tokens)
-            mine = jax.tree.map(lambda array, own=slice(begin, end): array[own], host)
-            outputs[member] = PrefillOutput(
-                mine.logprobs,
-                mine.hidden,
-                mine.gaps if each.noise_key is not None else None,
-                mine.choices if each.end_token is not None else None,
-            )
-            begin = end
+        own = outputs_of(host, [inputs[member] for member in members])
+        for member, output in zip(members, own, strict=True):
+            outputs[member] = output
     return [output for output in outputs if output is not None]
 
 
-class _Judged(NamedTuple):
-    """Of the output tokens of a microbatch; arrays on the device, or on the host."""
-
-    logprobs: Any
-    """f32 [N]."""
-    gaps: Any
-    """f32 [N]; None where none is seeded."""
-    choices: Choices | None
-    """None where all are seeded."""
-    hidden: Any = None
-    """u16 [N, D]: bits of bf16."""
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """What a program computes besides log-probs and hidden states."""
-
-    gaps: bool
-    choices: bool
-    truncation: Truncation | None
-
-
-def _fetched(results: Iterable[_Judged]) -> Iterator[_Judged]:
+def _fetched(results: Iterable[TokenFacts]) -> Iterator[TokenFacts]:
     """Each result on the host, fetched while the next `IN_FLIGHT` - 1 are computed.
 
     Args:
         results: dispatched as they are taken.
     """
-    waiting: deque[_Judged] = deque()
+    waiting: deque[TokenFacts] = deque()
     for result in results:
         waiting.append(result)
         if len(waiting) == IN_FLIGHT:
@@ -281,8 +248,8 @@ def _prefill(
     config: ModelConfig,
     learner: schema.Learner,
     mesh: Mesh,
-    wanted: _Wanted,
-) -> _Judged:
+    wanted: Wanted,
+) -> TokenFacts:
     """What there is to say of a microbatch's output tokens."""
     hidden = final_hidden(
         params,
@@ -304,14 +271,14 @@ def _judge(
     query: Query,
     temperature: Float[Array, ""],
     end_token: Int[Array, ""],
-    wanted: _Wanted,
-) -> _Judged:
+    wanted: Wanted,
+) -> TokenFacts:
     """All but the hidden states, from logits that exist a chunk at a time."""
     count = hidden.shape[0]
     chunk = min(MAX_CHUNK, chunk_tokens(count, head.shape[1]), count)
     vocabulary = jnp.arange(head.shape[1], dtype=jnp.int32)[None, :]
 
-    def one_chunk(number: Int[Array, ""], out: _Judged) -> _Judged:
+    def one_chunk(number: Int[Array, ""], out: TokenFacts) -> TokenFacts:
         # The last chunk is moved back to end with the array; tokens seen twice get the same again.
         start = jnp.minimum(number * chunk, count - chunk)
         part = jax.lax.dynamic_slice_in_dim(hidden, start, chunk)
@@ -324,7 +291,15 @@ def _judge(
         )
         logits = logits / temperature  # [chunk, V]
         noise = gumbel(jnp, key_0, key_1, position, vocabulary) if wanted.gaps else None
-        found = _of_logits(logits, noise, vocabulary == token, vocabulary == end_token, wanted)
+        found = token_facts(
+            jnp,
+            logits,
+            noise,
+            vocabulary == token,
+            vocabulary == end_token,
+            wanted,
+            repeat=_repeat,
+        )
         return jax.tree.map(
             lambda all_, part: jax.lax.dynamic_update_slice_in_dim(all_, part, start, 0),
             out,
@@ -336,41 +311,13 @@ def _judge(
     return jax.lax.fori_loop(0, chunks, one_chunk, _zeros(count, wanted))
 
 
-def _of_logits(
-    logits: Float[Array, "N V"],
-    noise: Float[Array, "N V"] | None,
-    own: Bool[Array, "N V"],
-    end: Bool[Array, "1 V"],
-    wanted: _Wanted,
-) -> _Judged:
-    """Of each token log_softmax(logits / T), and max_v(logits_v / T + noise_v) minus its own.
-
-    Where top-k or top-p cut the distribution, both as `verify.truncation.judged` has them. Of
-    tokens that were not seeded `verify.choices.describe` says the rest.
-    """
-    choices, gap, rule = None, None, wanted.truncation
-    if wanted.choices:
-        choices = describe(jnp, logits, own, end, rule, repeat=_repeat)
-    if rule is not None and (noise is not None or choices is None):
-        given = jnp.zeros_like(logits) if noise is None else noise
-        logprob, gap = judged(jnp, logits, given, own, rule, repeat=_repeat)
-    elif choices is not None:
-        logprob = choices.logprobs
-    else:
-        logprob = jnp.sum(jnp.where(own, logits, 0.0), -1) - jax.nn.logsumexp(logits, -1)
-    if noise is not None and rule is None:
-        noisy = logits + noise
-        gap = jnp.max(noisy, -1) - jnp.sum(jnp.where(own, noisy, 0.0), -1)
-    return _Judged(logprob, gap if wanted.gaps else None, choices)
-
-
-def _zeros(count: int, wanted: _Wanted) -> _Judged:
+def _zeros(count: int, wanted: Wanted) -> TokenFacts:
     """What the chunks are written into."""
     zeros = jnp.zeros(count, jnp.float32)
     columns = {"log_powers": len(POWERS), "log_heads": len(HEADS)}
     shapes = {n: (count, columns[n]) if n in columns else (count,) for n in Choices._fields}
     choices = Choices(**{name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()})
-    return _Judged(zeros, zeros if wanted.gaps else None, choices if wanted.choices else None)
+    return TokenFacts(zeros, zeros if wanted.gaps else None, choices if wanted.choices else None)
 
 
 def _repeat(count: int, step: Callable[[Any], Any], state: Any) -> Any:

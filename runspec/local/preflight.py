@@ -49,6 +49,8 @@ ROLE_MODULES = {
     "report": ("matplotlib",),
 }
 """What each part of a run imports, by the extra that installs it."""
+ENGINE_MODULES = {"jax": ("jax",), "torch": ("torch", "transformers")}
+"""What our own prefill engines import."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,10 @@ def _validators(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     if verify.engine not in facts.prefill_engines:
         offered = ", ".join(facts.prefill_engines) or "none"
         yield Missing("verify.engine", f"no prefill engine {verify.engine!r}; installed: {offered}")
+    needed = ENGINE_MODULES.get(verify.engine, ())
+    if absent := [name for name in needed if not facts.has_module(name)]:
+        thing = f"engine {verify.engine} imports {', '.join(absent)}, not installed here"
+        yield Missing("verify.engine", thing, "make install")
 
 
 def _devices(spec: RunSpec, facts: Facts) -> Iterator[Missing]:

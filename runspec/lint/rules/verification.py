@@ -150,6 +150,38 @@ def in_flight_updates(context: Context) -> Iterator[Violation]:
             )
 
 
+@rule("engine-hardware", "verification")
+def engine_hardware(context: Context) -> Iterator[Violation]:
+    """The prefill engine must run on the validators' hardware.
+
+        engine = torch  =>  verify.hardware is no TPU, and count = 1
+
+    The torch engine runs on a CPU or on one GPU; the JAX engine on any backend, over all devices
+    that its process sees. More GPUs are used by more validators, each on its own
+    (`placement.devices`). Silent where `verify.hardware` is null: the engine takes what it finds.
+    """
+    verify = context.spec.verify
+    if verify.engine != "torch" or verify.hardware is None:
+        return
+    kind, count = verify.hardware.kind, verify.hardware.count
+    if kind.startswith("tpu"):
+        yield Violation(
+            ("verify", "engine"),
+            f"torch runs on CPUs and GPUs, not on {kind}",
+            numbers={"engine": verify.engine, "kind": kind},
+            requires="kind is no TPU, or engine = jax",
+            suggestion="engine: jax",
+        )
+    elif kind != "cpu" and count is not None and count > 1:
+        yield Violation(
+            ("verify", "hardware", "count"),
+            f"a validator with engine torch uses 1 of {count} GPUs",
+            numbers={"engine": verify.engine, "count": count},
+            requires="count = 1, or engine = jax",
+            suggestion=f"count: 1, and validators: {verify.validators * count}",
+        )
+
+
 @rule("validator-capacity", "verification")
 def validator_capacity(context: Context) -> Iterator[Violation]:
     """Validators must check rollouts as fast as they come.

@@ -382,6 +382,10 @@ RULES = {
         put(pool__trust="untrusted", pool__sampling__seeded=True, pool__in_flight_updates=True),
         kinds=FLEET,
     ),
+    "engine-hardware": Mutation(
+        put(verify__engine="torch", verify__hardware={"kind": "tpu-v5p", "topology": "2x2x1"}),
+        kinds=FLEET,
+    ),
     "validator-capacity": Mutation(
         both(put(verify__validators=1, verify__tokens_per_s=1.0), all_pools(tokens_per_s=1000.0)),
         kinds=FLEET,

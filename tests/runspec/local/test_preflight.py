@@ -117,6 +117,15 @@ def test_an_unknown_prefill_engine_is_named(tmp_path: Path) -> None:
     assert item.thing == "no prefill engine 'abacus'; installed: jax"
 
 
+def test_what_the_torch_engine_imports_is_asked_for_where_it_is_chosen(tmp_path: Path) -> None:
+    here = replace(
+        LAPTOP, has_module=lambda name: name != "transformers", prefill_engines=("jax", "torch")
+    )
+    assert missing(small_spec(), tmp_path, here) == []
+    (item,) = missing(small_spec("small", 5, "verify.engine=torch"), tmp_path, here)
+    assert item.thing == "engine torch imports transformers, not installed here"
+
+
 def test_disk_is_reckoned_from_the_shape() -> None:
     # given hidden 64, 2 heads of 32 with 1 KV head, MLP 192, 3 layers, vocabulary 192, untied
     attention = 64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64

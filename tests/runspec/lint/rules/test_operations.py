@@ -62,6 +62,8 @@ BREACHES = [
     (FLEET, ["samplers.pool={quantization: fp8, dtype: float32, hardware: {memory: 1000GB}}",
              "verify.prefill_share=0.0", "samplers.pool.trust=trusted"],
      "quantized-pool", "samplers.pool.dtype", "error"),
+    (FLEET, ["verify={engine: torch, hardware: {kind: h100-80g, count: 4}}"],
+     "engine-hardware", "verify.hardware.count", "error"),
     (FLEET, ["samplers.pool.tokens_per_s=20000",
              "verify={validators: 1, hardware: {kind: l4, count: 1}}"],
      "validator-capacity", "verify.validators", "error"),

@@ -1,0 +1,216 @@
+"""The torch prefill engine: what a published policy version says of given output tokens.
+
+A validator loads it by name (`verify.plugins.PrefillEngine`, entry point `torch`). It says what the
+JAX engine says, up to rounding. The body is transformers' own model, in `learner.compute_dtype`;
+rollouts of about one length share a batch, padded behind, so that causal attention needs no mask.
+The head sees only the positions that predict an output token, a chunk at a time, and multiplies in
+float32 what the body rounded: [B, T, V] never exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from bridge.config import load_config
+from broadcast.client import WeightsClient
+from broadcast.loaded import LoadedVersions
+from runspec.common.errors import UserError
+from runspec.spec.schema import Learner, RunSpec
+from sampler.prefill.batches import batches_by_length
+from verify.choices import Choices
+from verify.noise import gumbel
+from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
+from verify.token_facts import TokenFacts, Wanted, outputs_of, token_facts
+from verify.truncation import Truncation
+
+BATCH_TOKENS = {"cpu": 1 << 11, "cuda": 1 << 15}
+"""Positions of a batch, padding included; a longer rollout is a batch of its own."""
+CHUNK_LOGITS = {"cpu": 1 << 17, "cuda": 1 << 26}
+"""Logits that exist at once: on a CPU what is between them stays in the caches."""
+ROOM = 1.5
+"""Memory that a version takes while it is run, of its size."""
+
+
+class TorchPrefill:
+    """See `verify.plugins.PrefillEngine`. Runs on one device: the first GPU, else the CPU."""
+
+    def __init__(self, spec: RunSpec, weights: WeightsLocation) -> None:
+        learner = spec.learner
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        client = WeightsClient(
+            weights.urls,
+            run=weights.run,
+            root_public_key=weights.root_public_key,
+            cache_dir=weights.cache_dir,
+        )
+        self._versions: LoadedVersions[Policy] = LoadedVersions(
+            client,
+            cache_dir=weights.cache_dir,
+            count=spec.algorithm.async_level + 1,
+            load=lambda path: load_policy(path, learner, device),
+            has_room=lambda size: _has_room(size, device),
+        )
+
+    def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
+        return self._versions.ensure(version, manifest_digest, deadline_s=deadline_s)
+
+    def prefill(
+        self,
+        version: int,
+        inputs: Sequence[PrefillInput],
+        *,
+        temperature: float,
+        truncation: Truncation | None = None,
+    ) -> list[PrefillOutput]:
+        policy = self._versions.get(version)
+        return prefill(policy, inputs, temperature=temperature, truncation=truncation)
+
+    def close(self) -> None:
+        """Closes the connections to the relays."""
+        self._versions.close()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A version on the device."""
+
+    body: Any
+    """transformers' model without its head, in the compute type."""
+    head: torch.Tensor
+    """f32 [V, D], rounded to the compute type before."""
+
+
+def load_policy(weights_dir: Path, learner: Learner, device: torch.device) -> Policy:
+    """Puts a weights directory on a device. Nothing is fetched, and no code in it is run.
+
+    Raises:
+        UserError: unreadable, not all of the model's tensors or others, a family that the learner
+            does not have, or longer rows than the model is exact for.
+    """
+    config = load_config(weights_dir)
+    config.check_length(learner.packing.tokens, place="learner.packing.tokens")
+    disable_progress_bar()  # in a role's log
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            weights_dir,
+            dtype=getattr(torch, learner.compute_dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:  # of safetensors too
+        raise UserError(f"cannot load the weights: {error}", place=str(weights_dir)) from error
+    amiss = {what: names for what, names in report.items() if names}
+    if amiss:
+        raise UserError(f"the weights are not this model's: {amiss}", place=str(weights_dir))
+    model.requires_grad_(False).eval().to(device)
+    return Policy(model.base_model, model.get_output_embeddings().weight.float())
+
+
+def prefill(
+    policy: Policy,
+    inputs: Sequence[PrefillInput],
+    *,
+    temperature: float,
+    truncation: Truncation | None = None,
+) -> list[PrefillOutput]:
+    """Recomputes rollouts: log-probs, final hidden states, and what there is to say of the choice.
+
+    Args:
+        policy: a version.
+        inputs: the rollouts; those of a call are all of one end token.
+        temperature: T.
+        truncation: top-k and top-p of the pool; None where nothing is cut.
+    """
+    wanted = Wanted.of(inputs, truncation)
+    lengths = [len(each.prompt_tokens) + len(each.output_tokens) for each in inputs]
+    most = BATCH_TOKENS[policy.head.device.type]
+    outputs: dict[int, PrefillOutput] = {}
+    with torch.inference_mode():
+        for members in batches_by_length(lengths, positions=most):
+            batch = [inputs[member] for member in members]
+            facts = _facts(policy, batch, temperature, wanted)
+            outputs |= zip(members, outputs_of(facts, batch), strict=True)
+    return [outputs[number] for number in range(len(inputs))]
+
+
+def _facts(
+    policy: Policy, batch: Sequence[PrefillInput], temperature: float, wanted: Wanted
+) -> TokenFacts:
+    """What there is to say of the output tokens of a batch, one rollout after the other; numpy."""
+    device = policy.head.device
+    tokens, producing = _padded(batch)
+    states = policy.body(input_ids=torch.from_numpy(tokens).to(device), use_cache=False)
+    hidden = states.last_hidden_state.flatten(0, 1)[torch.from_numpy(producing).to(device)]  # [N,D]
+    columns = torch.from_numpy(_columns(batch)).to(device)
+    ends = {each.end_token for each in batch if each.end_token is not None}
+    vocabulary = torch.arange(len(policy.head), dtype=torch.int32, device=device)[None, :]
+    step = max(1, CHUNK_LOGITS[device.type] // len(policy.head))
+    found = []
+    for begin in range(0, len(hidden), step):
+        part = slice(begin, begin + step)
+        token, position, key_0, key_1 = columns[:, part, None]
+        scaled = (hidden[part].float() @ policy.head.T) / temperature  # [n, V]
+        noise = gumbel(torch, key_0, key_1, position, vocabulary) if wanted.gaps else None
+        end = vocabulary == max(ends, default=0)
+        found.append(token_facts(torch, scaled, noise, vocabulary == token, end, wanted))
+    bits = hidden.to(torch.bfloat16).view(torch.int16).cpu().numpy().view(np.uint16)
+    return _joined(found)._replace(hidden=bits)
+
+
+def _padded(batch: Sequence[PrefillInput]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens i64 [B, T], zeros behind; i64 [N], where in them, flattened, the states lie that
+    produce the output tokens."""
+    texts = [np.concatenate([each.prompt_tokens, each.output_tokens]) for each in batch]
+    width = max(len(text) for text in texts)
+    tokens, producing = np.zeros((len(batch), width), np.int64), []
+    for number, (text, each) in enumerate(zip(texts, batch, strict=True)):
+        tokens[number, : len(text)] = text
+        first = number * width + len(each.prompt_tokens) - 1
+        producing.append(np.arange(first, first + len(each.output_tokens)))
+    return tokens, np.concatenate(producing)
+
+
+def _columns(batch: Sequence[PrefillInput]) -> np.ndarray:
+    """i32 [4, N]: of each output token itself, its position, and the two words of its noise key."""
+    columns = []
+    for each in batch:
+        count = len(each.output_tokens)
+        key_0, key_1 = each.noise_key or (0, 0)
+        rows = (each.output_tokens, np.arange(count), np.full(count, key_0), np.full(count, key_1))
+        columns.append(np.stack(rows).astype(np.int32))
+    return np.concatenate(columns, axis=1)
+
+
+def _joined(parts: Sequence[TokenFacts]) -> TokenFacts:
+    """All chunks, on the host."""
+
+    def join(arrays: Sequence[Any]) -> Any:
+        return None if arrays[0] is None else torch.cat(list(arrays)).cpu().numpy()
+
+    choices = None
+    if parts[0].choices is not None:
+        columns = zip(*(part.choices for part in parts if part.choices is not None), strict=True)
+        choices = Choices(*(join(column) for column in columns))
+    return TokenFacts(
+        join([part.logprobs for part in parts]), join([part.gaps for part in parts]), choices
+    )
+
+
+def _has_room(size: int, device: torch.device) -> bool:
+    """Whether a device has room for a version and for working with it."""
+    if device.type == "cpu":
+        return True
+    torch.cuda.empty_cache()  # of versions that were dropped
+    free, _ = torch.cuda.mem_get_info(device)
+    return free >= ROOM * size
