@@ -1,4 +1,4 @@
-"""`python -m verify`: the coordinator and the validator of a run, and proofs without one."""
+"""`python -m verify`: a run's coordinator and validator; calibration, audit, lone proofs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from runspec.common.address import parse_address
 from runspec.common.process import run_role
 from verify import proof_commands
 from verify.audit import command as audit
+from verify.calibration import command as calibration
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,10 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
     for command in (coordinator, validator):
         command.add_argument("--public-key", required=True, metavar="HEX", help="the root key")
     proof_commands.add_commands(commands)
+    calibration.add_commands(commands)
     audit.add_command(commands)
     options = parser.parse_args(arguments)
     if options.command in proof_commands.COMMANDS:
         return proof_commands.run(options)
+    if options.command in calibration.COMMANDS:
+        return calibration.run(options)
     if options.command == audit.COMMAND:
         return audit.run(options)
     body = _coordinator if options.command == "coordinator" else _validator

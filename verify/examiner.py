@@ -10,6 +10,7 @@ import numpy as np
 
 from runspec.common.errors import UserError
 from runspec.spec.schema import RunSpec
+from verify.calibration.lookup import limits_by_pool
 from verify.checks import (
     DUPLICATE_CHECKS,
     GRADE_CHECKS,
@@ -30,7 +31,6 @@ from verify.formats.verdict import RolloutVerdict
 from verify.limits import max_submission_bytes
 from verify.plugins import Graded, PrefillEngine, TaskSet
 from verify.recompute import PrefillRequest, Recomputed, grade, prefill_request, recompute
-from verify.thresholds import limits_for, precision_of
 from verify.truncation import Truncation
 
 WEIGHTS_DEADLINE_S = 600.0
@@ -83,6 +83,9 @@ class Examiner:
         engine: recomputes rollouts.
         vocab_size: rows of the model's output head.
         wants_prefill: whether a submission (its digest) is recomputed; see `verify.prefill_share`.
+
+    Raises:
+        UserError: a profile of calibrated limits is not to be believed.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Examiner:
         self._spec, self._task_set, self._engine = spec, task_set, engine
         self._vocab_size, self._wants_prefill = vocab_size, wants_prefill
         self._pools = {pool.name: pool for pool in spec.samplers}
+        self._limits = limits_by_pool(spec)
 
     def examine(self, files: Sequence[SubmissionFile]) -> list[Verdict]:
         """Examines submissions together; those of one version share a prefill.
@@ -156,9 +160,7 @@ class Examiner:
             assignments=assignments(
                 lease, n_problems=len(self._task_set), targets=self._task_set.targets
             ),
-            limits=limits_for(
-                precision_of(pool), spec.learner.compute_dtype, spec.verify.thresholds
-            ),
+            limits=self._limits[pool.name],
             last_version=spec.steps,
         )
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from runspec.common.canonical import MalformedJson, parse_object
 from runspec.common.errors import UserError
@@ -26,6 +26,7 @@ from runspec.common.roles import Roles
 from runspec.common.signed import BadSignature
 from runspec.spec.schema import RunSpec
 from runspec.spec.source_files import compare_data_digests, data_digest
+from verify.calibration.lookup import require_model, require_profiles
 from verify.client import CoordinatorClient, RunFinished, WorkItem
 from verify.examiner import WEIGHTS_DEADLINE_S, Examiner, SubmissionFile, Verdict
 from verify.formats.lease import lease_digest, open_lease
@@ -44,6 +45,7 @@ MAX_CLAIMS = 8
 WAIT_S = 5.0
 """Length of one long-poll, and so the longest that a polite end takes while idle."""
 HEARTBEAT_S = 10.0
+_CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 1024 * 1024
 
 
@@ -148,6 +150,7 @@ class Validator:
         directory = self._engine.ensure_version(
             file.lease.version, file.lease.manifest_digest, deadline_s=WEIGHTS_DEADLINE_S
         )
+        require_model(self._spec, model_config(directory))
         self._task_set = self._task_set_of(directory)
         self._examiner = Examiner(
             self._spec,
@@ -206,16 +209,23 @@ def vocab_size(weights: Path) -> int:
     Raises:
         UserError: the file does not say.
     """
-    path = weights / "config.json"
+    size = model_config(weights).get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise UserError(f"vocab_size is {size!r}", place=str(weights / _CONFIG))
+    return size
+
+
+def model_config(weights: Path) -> dict[str, Any]:
+    """The `config.json` of a weights directory.
+
+    Raises:
+        UserError: there is none, or it is no JSON object.
+    """
+    path = weights / _CONFIG
     try:
-        size = parse_object(read_bounded(path, _MAX_CONFIG_BYTES), max_bytes=_MAX_CONFIG_BYTES).get(
-            "vocab_size"
-        )
+        return parse_object(read_bounded(path, _MAX_CONFIG_BYTES), max_bytes=_MAX_CONFIG_BYTES)
     except (OSError, MalformedJson) as error:
         raise UserError(f"cannot read the model's config: {error}", place=str(path)) from error
-    if not isinstance(size, int) or size < 1:
-        raise UserError(f"vocab_size is {size!r}", place=str(path))
-    return size
 
 
 def run(
@@ -245,6 +255,7 @@ def run(
     ) as client:
         spec = client.spec()
         require_graders(spec)
+        require_profiles(spec, root_public_key=public_key)
         if theirs := client.site().data:  # with other problems it would reject everybody
             compare_data_digests(data_digest(spec), theirs, whose="the coordinator")
         location = WeightsLocation(run, weights, public_key, directory / "weights")

@@ -11,6 +11,7 @@ from runspec.lock.check import require_lock
 from runspec.plan.saved import read_plan
 from runspec.spec.findings import format_finding
 from runspec.spec.load import SpecFiles
+from runspec.spec.profile_files import with_profiles
 from runspec.spec.schema import RunSpec
 from runspec.spec.source_files import whole_uri
 
@@ -22,11 +23,15 @@ class Unreadable(UserError):
 
 
 def located(spec: RunSpec, folder: Path) -> RunSpec:
-    """The spec with local models and data by their whole paths: the run's roles may run elsewhere.
+    """The spec with local models and data by their whole paths, and its profiles' contents in it:
+    the run's roles may run elsewhere.
 
     Args:
-        spec: its `model.hf`, `model.tokenizer.hf` and sources' `uri` may lie beside it.
+        spec: its `model.hf`, `model.tokenizer.hf`, sources' `uri` and profiles may lie beside it.
         folder: of the spec's file, where relative paths start from.
+
+    Raises:
+        UserError: a profile cannot be read.
     """
     model = spec.model
     if model.hf is not None:
@@ -41,7 +46,7 @@ def located(spec: RunSpec, folder: Path) -> RunSpec:
         for source in spec.data.sources
     ]
     data = spec.data.model_copy(update={"sources": sources})
-    return spec.model_copy(update={"model": model, "data": data})
+    return with_profiles(spec.model_copy(update={"model": model, "data": data}), folder)
 
 
 def _whole(name: str, folder: Path) -> str:

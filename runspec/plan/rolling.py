@@ -20,6 +20,7 @@ READERS: dict[str, tuple[Readers, ...]] = {
     "verify.prefill_share": ("coordinator", "validators"),
     "verify.prefill_floor": ("coordinator", "validators"),
     "verify.newcomer_share": ("coordinator",),
+    "verify.profiles": ("coordinator", "validators"),
     "verify.thresholds": ("coordinator", "validators"),
     "verify.backlog": ("coordinator",),
     "verify.proxies": ("coordinator",),

@@ -48,6 +48,7 @@ from runspec.spec.schema.run import VERSION, RunSpec
 from runspec.spec.schema.samplers import (
     Backlog,
     Broadcast,
+    CalibrationProfile,
     Origin,
     Parallel,
     Relay,
@@ -66,6 +67,7 @@ __all__ = [
     "Block",
     "Broadcast",
     "Budget",
+    "CalibrationProfile",
     "Checkpoints",
     "Clip",
     "Data",

@@ -178,6 +178,20 @@ class Thresholds(Block):
     """TOPLOC: median mantissa error."""
 
 
+class CalibrationProfile(Block):
+    """Limits that were measured for a pool's sampler and its validators (`verify calibrate`)."""
+
+    CHANGE = "rolling"
+
+    name: Name
+    """Names the profile."""
+    file: str | None = None
+    """The signed file, on this machine; a relative path starts from the spec's folder."""
+    document: str | None = None
+    """Its contents. They are filled in when a run is applied, so that validators elsewhere have
+    them and nobody can exchange them."""
+
+
 class Backlog(Block):
     """What may wait for a verdict before the coordinator takes no more in and leases no more."""
 
@@ -201,7 +215,7 @@ class Verify(Block):
     hardware: Annotated[Hardware | None, SITE, RESTART] = None
     """Accelerators of one validator; null: those of the machine it is on."""
     engine: Annotated[str, SITE] = "jax"
-    """Prefill engine: an entry point of the group `runspec.prefill`."""
+    """Prefill engine: `jax`, `torch`, or another package's entry point of `runspec.prefill`."""
     admission: Literal["open", "invite"] = "open"
     """Whose keys may work in untrusted pools: everybody's, or those that come with an invite
     (`runspec invite`). The keys of the run's own workers, in its directory, need none."""
@@ -231,8 +245,11 @@ class Verify(Block):
     """Addresses of reverse proxies before the coordinator, like 10.0.0.7 or 10.0.0.0/24. Of these
     alone it believes `X-Forwarded-For`, by which it bounds the requests of each address; without
     them all that come through a proxy share the bounds of the proxy's."""
+    profiles: list[CalibrationProfile] = []
+    """Signed profiles of calibrated limits, each for the pools of its engine, precision and
+    hardware; pools that none covers have the published limits; merged by name."""
     thresholds: list[Thresholds] = []
-    """Limits for precisions that were not calibrated here; merged by name."""
+    """Limits for precisions that were not calibrated here, over any profile; merged by name."""
 
     @property
     def lowest_prefill_share(self) -> float:

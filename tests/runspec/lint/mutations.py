@@ -393,6 +393,9 @@ RULES = {
     "uncalibrated-precision": Mutation(
         put(pool__dtype="float32"), kinds=FLEET, also=frozenset({"sampler-weights-fit"})
     ),
+    "calibration-profile": Mutation(
+        put(verify__profiles=[{"name": "measured", "file": "nowhere.json"}])
+    ),
     "unused-thresholds": Mutation(put(verify__thresholds=[{"name": "fp8", **THRESHOLDS}])),
     "thresholds-order": Mutation(
         put(verify__thresholds=[{"name": "bfloat16", **THRESHOLDS, "gap_max": 0.01}]), kinds=FLEET

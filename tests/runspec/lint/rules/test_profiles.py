@@ -1,0 +1,152 @@
+"""Profiles of calibrated limits: which are believed, which hold for a pool, and what they allow."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runspec.cli.spec_files import sound_spec
+from runspec.common.errors import UserError
+from runspec.common.keys import SigningKey
+from runspec.lint.check import check_spec
+from runspec.spec.findings import Finding
+from runspec.spec.load import SpecFiles
+from runspec.spec.profile_files import MAX_BYTES
+from tests.runspec.lint.rules.test_examples import EXAMPLES
+from tests.verify.calibration.profiles import ROOT, document, made_profile
+from verify.calibration.lookup import limits_by_pool
+from verify.calibration.profile import Profile
+from verify.thresholds import FLOAT32
+
+SPEC = f"""\
+extends: [{EXAMPLES / "base.yaml"}]
+identity: {{root_public_key: {ROOT.public_hex}}}
+verify:
+  profiles:
+    - {{name: measured, file: profiles/measured.json}}
+"""
+
+
+def spec_with(folder: Path, text: str | bytes, more: str = "") -> Path:
+    """A spec beside the file of its profile."""
+    (folder / "profiles").mkdir(exist_ok=True)
+    data = text.encode() if isinstance(text, str) else text
+    (folder / "profiles" / "measured.json").write_bytes(data)
+    path = folder / "spec.yaml"
+    path.write_text(SPEC + more)
+    return path
+
+
+def findings(path: Path, *overrides: str) -> list[Finding]:
+    return check_spec(SpecFiles(path, overrides=overrides), environ={}).findings
+
+
+def test_a_signed_profile_of_the_pool_is_clean(tmp_path: Path) -> None:
+    assert findings(spec_with(tmp_path, document(made_profile()))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (document(made_profile(), SigningKey.generate()), "which may not sign it"),
+        (document(made_profile()).replace("made-up", "made-it"), "the signature does not match"),
+        (document(made_profile(issued=0.0, expires=1.0)), "expired"),
+        (document(made_profile(issued=time.time() + 1e4)), "in the future"),
+        ("{}", "fields"),
+        ("\xff" * 10, "not a signed document"),
+        (b"\xff\xfe", "invalid start byte"),
+        (" " * (MAX_BYTES + 1), "larger than"),
+    ],
+    ids=["other key", "tampered", "expired", "future", "empty", "text", "no text", "oversized"],
+)
+def test_what_is_not_to_be_believed_is_an_error_at_the_profile(
+    tmp_path: Path, text: str | bytes, words: str
+) -> None:
+    (finding,) = findings(spec_with(tmp_path, text))
+    assert (finding.code, finding.severity) == ("calibration-profile", "error")
+    assert (finding.line, finding.path) == (5, "verify.profiles.measured")
+    assert words in finding.message
+    assert finding.suggestion
+
+
+def test_a_profile_without_a_pinned_root_is_an_error(tmp_path: Path) -> None:
+    path = spec_with(tmp_path, document(made_profile()))
+    (finding,) = findings(path, "identity.root_public_key=null")
+    assert "root_public_key is null" in finding.message
+
+
+def test_a_profile_without_its_file_is_an_error(tmp_path: Path) -> None:
+    path = spec_with(tmp_path, document(made_profile()))
+    (path.parent / "profiles" / "measured.json").unlink()
+    (finding,) = findings(path)
+    assert "No such file" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("profile", "severity", "words"),
+    [
+        (made_profile(sampler={"hardware": "h100-80g"}), "warning", "hardware h100-80g, not cpu"),
+        (made_profile(validator={"engine": "torch"}), "warning", "engine torch, not jax"),
+        (made_profile(sampler={"precision": "bfloat16"}), "warning", "precision bfloat16"),
+        (
+            made_profile(model={"hidden_size": 96, "num_hidden_layers": 2, "vocab_size": 192}),
+            "error",
+            "hidden_size 96",
+        ),
+    ],
+    ids=["hardware", "engine", "precision", "model"],
+)
+def test_a_profile_of_another_pool_or_model(
+    tmp_path: Path, profile: Profile, severity: str, words: str
+) -> None:
+    (finding,) = findings(spec_with(tmp_path, document(profile)))
+    assert (finding.code, finding.severity) == ("calibration-profile", severity)
+    assert words in finding.message
+
+
+def test_two_profiles_of_one_pool_are_an_error(tmp_path: Path) -> None:
+    more = "    - {name: again, file: profiles/measured.json}\n"
+    (finding,) = findings(spec_with(tmp_path, document(made_profile()), more))
+    assert "covers pool pool, as measured does" in finding.message
+
+
+def test_a_profile_satisfies_the_rule_on_uncalibrated_precisions(tmp_path: Path) -> None:
+    # given a pair of which nothing was published: float32 judged by bfloat16
+    profile = made_profile(validator={"precision": "bfloat16"})
+    path = spec_with(tmp_path, document(profile))
+    assert findings(path, "learner.compute_dtype=bfloat16") == []
+    codes = {f.code for f in findings(path, "learner.compute_dtype=bfloat16", "verify.profiles=[]")}
+    assert codes == {"uncalibrated-precision"}
+
+
+def test_the_resolved_spec_holds_the_profile_and_judges_by_it(tmp_path: Path) -> None:
+    # given a profile with a limit of its own
+    limits = replace(FLOAT32, logprob_rollout=1e-4, logprob_submission=1e-4)
+    path = spec_with(tmp_path, document(made_profile(limits)))
+    # when the spec is made whole, and the file is exchanged afterwards
+    spec = sound_spec(SpecFiles(path))
+    (tmp_path / "profiles" / "measured.json").write_text(document(made_profile()))
+    # then it is the first that counts
+    assert limits_by_pool(spec)["pool"].logprob_rollout == 1e-4
+    # and a document that was exchanged is refused
+    (item,) = spec.verify.profiles
+    assert item.document is not None
+    forged = item.model_copy(update={"document": item.document.replace("made-up", "made-it")})
+    verify = spec.verify.model_copy(update={"profiles": [forged]})
+    with pytest.raises(UserError, match="signature does not match"):
+        limits_by_pool(spec.model_copy(update={"verify": verify}))
+
+
+def test_thresholds_of_the_spec_go_before_a_profile(tmp_path: Path) -> None:
+    limits = replace(FLOAT32, logprob_rollout=1e-4, logprob_submission=1e-4)
+    given = (
+        "{name: float32, logprob_submission: 0.01, logprob_rollout: 0.02, gap: 0.01, "
+        "gap_share: 0.0, gap_max: 0.01, gap_mean: 1e-4, mismatch_share: 0.1, mantissa_mean: 2.0, "
+        "mantissa_median: 2.0}"
+    )
+    path = spec_with(tmp_path, document(made_profile(limits)))
+    spec = sound_spec(SpecFiles(path, overrides=[f"verify.thresholds=[{given}]"]))
+    assert limits_by_pool(spec)["pool"].logprob_rollout == 0.02

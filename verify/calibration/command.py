@@ -1,0 +1,219 @@
+"""`python -m verify calibrate` and `sign-profile`: arguments, words, files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded, write_atomic
+from runspec.common.keys import SigningKey
+from runspec.common.process import run_role
+from runspec.common.signed import BadSignature
+
+if TYPE_CHECKING:
+    from verify.calibration.profile import Profile
+    from verify.calibration.run import Outcome
+
+_NOISES = (0.01, 0.02, 0.04)
+_DAY_S = 86400.0
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    """Adds `calibrate` and `sign-profile` to a command line."""
+    one = commands.add_parser(
+        "calibrate",
+        help="measure an honest pool and write a signed profile of limits",
+        description="Recomputes the submissions of a run whose workers were all honest with the "
+        "engine that its spec names, and writes the limits that follow as a signed profile. Exits "
+        "0, 1 where it cannot, 2 on bad usage, 3 on a fault of its own.",
+    )
+    one.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
+    one.add_argument("--pool", required=True, help="the sampler pool of the spec to calibrate")
+    one.add_argument("--key", required=True, type=Path, metavar="FILE", help="signs the profile")
+    one.add_argument("--out", required=True, type=Path, metavar="PROFILE", help="the file to write")
+    one.add_argument(
+        "--weights",
+        type=Path,
+        metavar="DIR",
+        help="folder of fetched versions, as a validator keeps them; else the run directory's",
+    )
+    one.add_argument(
+        "--max-submissions", type=_count, metavar="N", help="measure N, spread over all"
+    )
+    one.add_argument(
+        "--rate",
+        type=_rate,
+        default=1e-6,
+        help="share of honest rollouts that may be rejected (%(default)s)",
+    )
+    one.add_argument(
+        "--valid-days", type=_count, default=365, metavar="N", help="until it expires (%(default)s)"
+    )
+    one.add_argument(
+        "--allow-looser",
+        action="store_true",
+        help="where the pool needs it, set limits looser than the published ones, and say which",
+    )
+    one.add_argument(
+        "--perturbed",
+        action="store_true",
+        help="hold the limits against weights with noise of 1, 2 and 4 %%, and rounded to int8",
+    )
+    one.add_argument(
+        "--perturbed-submissions",
+        type=_count,
+        default=32,
+        metavar="N",
+        help="submissions to do that with (%(default)s)",
+    )
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+    other = commands.add_parser(
+        "sign-profile",
+        help="sign a profile with another key, such as the root's, and print what it says",
+        description="The root key is kept off the run: calibrate with a key that is at hand, carry "
+        "the file to the root's, read what it says, and sign it there.",
+    )
+    other.add_argument("profile", type=Path, metavar="PROFILE", help="as `calibrate` wrote it")
+    other.add_argument("--key", required=True, type=Path, metavar="FILE", help="the root's key")
+    other.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `calibrate` or `sign-profile`."""
+    return run_role(options.command, lambda log: COMMANDS[options.command](options, log))
+
+
+def _calibrate(options: argparse.Namespace, log: logging.Logger) -> None:
+    from verify.calibration.profile import sign_profile
+    from verify.calibration.run import Order, calibrate
+    from verify.calibration.spoilt import int8, noise
+
+    key = SigningKey.load(options.key)
+    spoilt = [(f"weights off by {share:.0%}", noise(share)) for share in _NOISES]
+    outcome = calibrate(
+        Order(
+            run_dir=options.run_dir,
+            pool=options.pool,
+            fetched=options.weights,
+            max_submissions=options.max_submissions,
+            rate=options.rate,
+            valid_s=options.valid_days * _DAY_S,
+            allow_looser=options.allow_looser,
+            spoilt=[*spoilt, ("weights in int8", int8)] if options.perturbed else [],
+            spoilt_submissions=options.perturbed_submissions,
+        ),
+        log,
+    )
+    document = sign_profile(outcome.profile, key)
+    _reopened(document)
+    write_atomic(options.out, document)
+    print(json.dumps(_as_json(outcome)) if options.json else _as_text(outcome))
+    log.info("%s: signed by %s", options.out, key.public_hex[:16])
+
+
+def _sign(options: argparse.Namespace, log: logging.Logger) -> None:
+    from runspec.spec.profile_files import MAX_BYTES
+    from verify.calibration.profile import open_profile, sign_profile
+
+    try:
+        data = read_bounded(options.profile, MAX_BYTES)
+        profile = open_profile(data, root_public_key=None)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"cannot be read: {reason}", place=str(options.profile)) from error
+    except BadSignature as error:
+        raise UserError(str(error), place=str(options.profile), remedy="calibrate again") from error
+    key = SigningKey.load(options.key)
+    write_atomic(options.out, sign_profile(profile, key))
+    print(_profile_text(profile))
+    log.info("%s: signed by %s", options.out, key.public_hex[:16])
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace, logging.Logger], None]] = {
+    "calibrate": _calibrate,
+    "sign-profile": _sign,
+}
+
+
+def _reopened(document: bytes) -> None:
+    """What we wrote, others must be able to open: a profile that they would refuse is our fault."""
+    from verify.calibration.profile import open_profile
+
+    open_profile(document, root_public_key=None)
+
+
+def _as_text(outcome: Outcome) -> str:
+    lines = [_profile_text(outcome.profile), "", "rejected, of submissions (of rollouts alone):"]
+    for each in outcome.power:
+        for limits, found in (("published", each.published), ("profile", each.profile)):
+            by = ", ".join(f"{name} {count}" for name, count in found.named().items())
+            lines.append(
+                f"  {each.weights}, {limits}: {found.rejected_submissions} of {found.submissions} "
+                f"({found.rejected_rollouts} of {found.rollouts}); {by}"
+            )
+    return "\n".join(lines)
+
+
+def _profile_text(profile: Profile) -> str:
+    s, v, m, seen = profile.sampler, profile.validator, profile.model, profile.measured
+    releases = ", ".join(f"{name} {release}" for name, release in v.releases.items())
+    lines = [
+        f"sampler: {s.engine}, {s.precision}, {s.hardware}",
+        f"validator: {v.engine}, {v.precision}, {v.hardware} ({releases})",
+        f"model: hidden size {m.hidden_size}, {m.num_hidden_layers} layers, "
+        f"vocabulary {m.vocab_size}",
+        f"measured: run {seen.run}, versions {', '.join(map(str, seen.versions[:12]))}; "
+        f"{seen.submissions} submissions, {seen.rollouts} rollouts, {seen.tokens} tokens, "
+        f"{seen.chunks} chunks",
+        f"rate of false rejections: at most {profile.rate:g} a rollout, by {profile.formula}",
+        "",
+        f"{'number':24} {'samples':>8} {'median':>10} {'largest':>10} {'bound':>10} "
+        f"{'published':>10} {'limit':>10}",
+    ]
+    for name, n in profile.numbers.items():
+        cells = (n.quantiles.get("0.5"), n.quantiles.get("1"), n.bound, n.published, n.limit)
+        shown = " ".join(f"{'-' if c is None else format(c, '.4g'):>10}" for c in cells)
+        lines.append(f"{name:24} {n.samples:8} {shown}  {n.note}".rstrip())
+    if profile.looser:
+        lines.append(f"LOOSER than published: {', '.join(profile.looser)}")
+    return "\n".join(lines)
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "profile": outcome.profile.model_dump(mode="json"),
+        "constant_ratio": outcome.constant_ratio,
+        "power": [
+            {
+                "weights": each.weights,
+                **{
+                    limits: {k: v for k, v in asdict(found).items() if k not in ("limits", "by")}
+                    | {"by": found.named()}
+                    for limits, found in (("published", each.published), ("profile", each.profile))
+                },
+            }
+            for each in outcome.power
+        ],
+    }
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 10**9):
+        raise argparse.ArgumentTypeError("a whole number above 0 is needed")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0.0 < rate <= 0.1:
+        raise argparse.ArgumentTypeError("a share above 0, up to 0.1, is needed")
+    return rate

@@ -1,0 +1,204 @@
+"""From measurements to limits: `tails` for each number, never looser than published unasked.
+
+The rate is of rollouts that are rejected by any number, so each of J numbers gets rate / J.
+
+    limit = min(published, max(bound, floor))
+
+The floor is what no measurement may undercut: float32's limits of TOPLOC (ties between the 128th
+and the 129th magnitude alone cost up to 4 positions), 1e-4 nats of log-prob and 1e-6 of mean gap,
+some hundred times what float32 rounds. tau (`gap`) is never lowered: it is also how far logits may
+differ at the edge of top-p and at the end token, which gaps do not measure. Where no rollout may
+have a gap above it, no share of tokens and no larger gap is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from runspec.common.errors import UserError
+from verify.calibration.measure import SHORT_BELOW, UNITS, Measurements, key_of
+from verify.calibration.profile import LimitTable, Number
+from verify.calibration.tails import Bound, samples_needed, tail_bound
+from verify.thresholds import FLOAT32, ChunkLimits, Limits
+from verify.toploc.null import RADII
+
+FLOOR = replace(FLOAT32, logprob_submission=1e-4, logprob_rollout=1e-4, gap_mean=1e-6)
+_QUANTILES = (0.5, 0.9, 0.99, 1.0)
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What a profile says of limits."""
+
+    limits: Limits
+    numbers: dict[str, Number]
+    looser: list[str]
+
+
+def derive(
+    measured: Measurements, published: Limits, *, rate: float, allow_looser: bool
+) -> Derived:
+    """Limits for an honest pool that was measured.
+
+    Args:
+        measured: its numbers.
+        published: the limits for the two precisions, `verify.thresholds.limits_for`.
+        rate: share of honest rollouts that may be rejected.
+        allow_looser: whether a bound above the published limit takes its place.
+
+    Raises:
+        UserError: too few rollouts for the rate, or noise in which no guess could be found out.
+    """
+    probability = rate / _count(measured)
+    needed = samples_needed(probability)
+    if measured.rollouts < needed:
+        raise UserError(
+            f"{measured.rollouts} rollouts; {needed} are needed for a rate of {rate:g}",
+            place="calibrate",
+            remedy="let the run go on for more steps, keep more versions "
+            "(`broadcast.keep_versions`), or state a higher --rate",
+        )
+    work = _Work(measured, published, probability, allow_looser)
+    limits = replace(
+        published,
+        logprob_submission=work.limit("logprob_submission"),
+        logprob_rollout=work.limit("logprob_rollout"),
+        gap_mean=work.limit("gap_mean"),
+        **work.gaps(),
+        **work.chunks(None),
+        short=tuple(ChunkLimits(below=below, **work.chunks(below)) for below in SHORT_BELOW),
+    )
+    # A mean over a submission spreads less than over a rollout; few submissions may not show it.
+    submission = min(limits.logprob_submission, limits.logprob_rollout)
+    return Derived(replace(limits, logprob_submission=submission), work.numbers, work.looser)
+
+
+def _count(measured: Measurements) -> int:
+    """J: numbers with any measurement, the two radii of the null test as one."""
+    twice = sum(f"miss_share {RADII[1]}" in key for key in measured.values)
+    return len(measured.values) - twice
+
+
+class _Work:
+    """Limits one by one, with the record of how each came about."""
+
+    def __init__(
+        self, measured: Measurements, published: Limits, probability: float, allow_looser: bool
+    ) -> None:
+        self._values = {key: np.array(found) for key, found in measured.values.items()}
+        self._published, self._probability = published, probability
+        self._allow_looser = allow_looser
+        self.numbers: dict[str, Number] = {}
+        self.looser: list[str] = []
+
+    def limit(self, name: str, below: int | None = None, radius: int | None = None) -> float:
+        """The limit of a number, of chunks of a class; rounded up to three digits."""
+        key = key_of(name, below)
+        measured = name if radius is None else f"{name} {radius}"
+        values = self._values.get(key_of(measured, below))
+        published = getattr(_of_class(self._published, below), name)
+        if values is None:
+            return float(published)
+        bound = self._bound(values, UNITS.get(measured))
+        limit, note = self._chosen(key, bound, published, getattr(FLOOR, name))
+        self._note(key, values, bound, published, limit, note)
+        return limit
+
+    def gaps(self) -> dict[str, float]:
+        """tau, the share of tokens above it, and the largest gap."""
+        published = self._published
+        if "gap_max" not in self._values:
+            return {}
+        tau = max(self.limit("gap"), published.gap)
+        largest = max(self.limit("gap_max"), tau)
+        share = published.gap_share if largest > tau else 0.0
+        for name, limit in (("gap", tau), ("gap_max", largest)):
+            if (number := self.numbers[name]).limit != limit:
+                note = "tau, which is never lowered"
+                self.numbers[name] = number.model_copy(update={"limit": limit, "note": note})
+        return {"gap": tau, "gap_share": share, "gap_max": largest}
+
+    def chunks(self, below: int | None) -> dict[str, float]:
+        """The limits of chunks of a class."""
+        median = self.limit("mantissa_median", below)
+        radius = next((radius for radius in RADII if median <= radius), None)
+        if radius is None:
+            raise UserError(
+                f"honest mantissas differ by a median of {median:g} units in the last place: "
+                f"above {RADII[-1]} no guess can be found out",
+                place=key_of("mantissa_median", below),
+                remedy="choose a precision or an engine nearer to the sampler's",
+            )
+        mismatch = self.limit("mismatch_share", below)
+        return {
+            "mismatch_share": mismatch,
+            # The null test allows the share of misses at least, and of mismatches at most.
+            "miss_share": min(self.limit("miss_share", below, radius), mismatch),
+            "mantissa_mean": self.limit("mantissa_mean", below),
+            "mantissa_median": median,
+        }
+
+    def _bound(self, values: np.ndarray, unit: float | None) -> Bound:
+        return tail_bound(values, self._probability, unit=unit)
+
+    def _chosen(self, key: str, bound: Bound, published: float, floor: float) -> tuple[float, str]:
+        if bound.value is None:
+            return published, f"published: {bound.why}"
+        wanted = _rounded_up(max(bound.value, min(floor, published)))
+        if key.split(" ")[0].endswith("_share"):
+            wanted = min(wanted, 1.0)
+        if wanted <= published:
+            return wanted, "" if bound.value >= floor else "the least that is set"
+        if self._allow_looser:
+            self.looser.append(key)
+            return wanted, "looser than published"
+        return published, "published: the bound is looser"
+
+    def _note(
+        self,
+        key: str,
+        values: np.ndarray,
+        bound: Bound,
+        published: float,
+        limit: float,
+        note: str,
+    ) -> None:
+        finite = values[np.isfinite(values)]
+        quantiles = {f"{q:g}": float(np.quantile(finite, q)) for q in _QUANTILES if len(finite)}
+        self.numbers[key] = Number(
+            samples=len(values),
+            quantiles=quantiles,
+            bound=bound.value,
+            published=_finite(published),
+            limit=_finite(limit),
+            note=note[:200],
+        )
+
+
+def _of_class(limits: Limits, below: int | None) -> Limits:
+    return limits if below is None else limits.for_chunk(below - 1)
+
+
+def _rounded_up(value: float) -> float:
+    if value <= 0.0:
+        return 0.0
+    digit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return float(f"{math.ceil(value / digit - 1e-9) * digit:.6g}")
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def as_table(limits: Limits) -> LimitTable:
+    """As a profile says them."""
+    table: dict[str, Any] = {f.name: getattr(limits, f.name) for f in fields(limits)}
+    del table["constant_ratio"]
+    table["short"] = [
+        {**vars(row), "mantissa_mean": _finite(row.mantissa_mean)} for row in limits.short
+    ]
+    return LimitTable.model_validate(table)

@@ -1,0 +1,94 @@
+"""Which limits a pool is judged by: the spec's own, a profile's, or the published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from runspec.common.errors import UserError
+from runspec.common.signed import BadSignature
+from runspec.spec.schema import RunSpec, SamplerPool
+from verify.calibration.profile import Profile, open_profile
+from verify.thresholds import Limits, limits_for, precision_of
+
+
+def profiles_of(spec: RunSpec) -> dict[str, Profile]:
+    """The profiles of a resolved spec by name, each checked against its root key.
+
+    Raises:
+        UserError: one is not to be believed, or the spec pins no root key.
+    """
+    root = spec.identity.root_public_key
+    found: dict[str, Profile] = {}
+    for item in spec.verify.profiles:
+        place = f"verify.profiles.{item.name}"
+        if root is None or item.document is None:
+            lacking = "identity.root_public_key" if root is None else "its contents"
+            raise UserError(
+                f"a profile, and the resolved spec lacks {lacking}",
+                place=place,
+                remedy="pin the root key that signed it, and apply the spec again",
+            )
+        try:
+            found[item.name] = open_profile(item.document.encode(), root_public_key=root)
+        except BadSignature as error:
+            raise UserError(
+                f"not to be believed: {error}",
+                place=place,
+                remedy="calibrate again, and sign with the run's root key",
+            ) from error
+    return found
+
+
+def limits_by_pool(spec: RunSpec) -> dict[str, Limits]:
+    """What each pool is judged by.
+
+    Raises:
+        UserError: see `profiles_of`.
+    """
+    profiles = profiles_of(spec)
+    return {pool.name: _limits(spec, pool, profiles) for pool in spec.samplers}
+
+
+def require_profiles(spec: RunSpec, *, root_public_key: str) -> None:
+    """Refuses a spec whose profiles another root has signed than the one that this process pins.
+
+    Raises:
+        UserError: so it is, or a profile is not to be believed.
+    """
+    pinned = spec.identity.root_public_key
+    if spec.verify.profiles and pinned != root_public_key:
+        raise UserError(
+            f"profiles are signed by root {str(pinned)[:16]}, and {root_public_key[:16]} is pinned",
+            place="verify.profiles",
+            remedy="start with the root key of the spec, or calibrate under this one",
+        )
+    profiles_of(spec)
+
+
+def require_model(spec: RunSpec, config: Mapping[str, object]) -> None:
+    """Refuses profiles of a model of another size.
+
+    Args:
+        spec: the resolved spec.
+        config: the config.json of a policy version.
+
+    Raises:
+        UserError: a profile was measured on another size.
+    """
+    for name, profile in profiles_of(spec).items():
+        for what, measured in profile.model.model_dump().items():
+            if config.get(what) != measured:
+                raise UserError(
+                    f"measured on a model with {what} {measured}; this one has {config.get(what)}",
+                    place=f"verify.profiles.{name}",
+                    remedy="calibrate with the run's model",
+                )
+
+
+def _limits(spec: RunSpec, pool: SamplerPool, profiles: Mapping[str, Profile]) -> Limits:
+    sampler, thresholds = precision_of(pool), spec.verify.thresholds
+    if all(given.name != sampler for given in thresholds):
+        for profile in profiles.values():
+            if not profile.differences(spec, pool):
+                return profile.as_limits()
+    return limits_for(sampler, spec.learner.compute_dtype, thresholds)

@@ -1,0 +1,105 @@
+"""The numbers that limits speak of, of submissions that were recomputed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from verify.checks.prefill import logprob_diff
+from verify.formats.submission import Rollout
+from verify.recompute import Recomputed
+from verify.thresholds import Limits
+from verify.toploc import TOP_K, ChunkStatistics
+from verify.toploc.null import RADII
+
+SHORT_BELOW = (128, 256, 1024)
+"""Chunks of fewer activations than these have limits of their own: all, most, and much of a chunk
+is among its k largest."""
+PAIR = tuple[Rollout, Recomputed]
+
+
+def chunk_class(elements: int) -> int | None:
+    """The bound of `SHORT_BELOW` that a chunk is judged by; None for one that is not short."""
+    return next((below for below in SHORT_BELOW if elements < below), None)
+
+
+def key_of(name: str, below: int | None) -> str:
+    """How a number of a class of chunks is called in a profile."""
+    return name if below is None else f"{name} < {below}"
+
+
+@dataclass
+class Measurements:
+    """Values by number, one for each rollout or submission that has it."""
+
+    values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    submissions: int = 0
+    rollouts: int = 0
+    tokens: int = 0
+    chunks: int = 0
+    constant_ratio: float = 0.0
+    """Largest median error over the least that a constant proof could reach."""
+
+    def take(self, pairs: Sequence[PAIR], limits: Limits) -> None:
+        """Adds a submission.
+
+        Args:
+            pairs: its rollouts, each with what was recomputed and well-formed proofs.
+            limits: the published ones, whose share of exceptions the least tau is of.
+        """
+        tokens = sum(len(row.output_tokens) for row, _ in pairs)
+        self.submissions += 1
+        self.rollouts += len(pairs)
+        self.tokens += tokens
+        distance = sum(logprob_diff(*pair) * len(pair[0].output_tokens) for pair in pairs)
+        self._add("logprob_submission", distance / tokens)
+        gaps = [found.seeded_gap for _, found in pairs if found.seeded_gap is not None]
+        if gaps:
+            self._add("gap_mean", float(np.concatenate(gaps).mean(dtype=np.float64)))
+        for pair in pairs:
+            self._add("logprob_rollout", logprob_diff(*pair))
+            self._take_proof(pair[1].proof)
+        for each in gaps:
+            ordered = np.sort(each)[::-1]
+            self._add("gap", float(ordered[int(limits.gap_share * len(each))]))
+            self._add("gap_max", float(ordered[0]))
+
+    def _take_proof(self, proof: object) -> None:
+        """The worst chunk of a rollout in each class, by each number."""
+        assert isinstance(proof, list), "malformed proofs were refused before"
+        classes: dict[int | None, list[ChunkStatistics]] = defaultdict(list)
+        for chunk in proof:
+            classes[chunk_class(chunk.elements)].append(chunk)
+            constant = max(chunk.constant_error, 1e-9)
+            self.constant_ratio = max(self.constant_ratio, chunk.error_median / constant)
+        self.chunks += len(proof)
+        for below, chunks in classes.items():
+            worst: dict[str, float] = defaultdict(float)
+            for chunk in chunks:
+                for name, value in _of_chunk(chunk):
+                    worst[name] = max(worst[name], value)
+            for name, value in worst.items():
+                self._add(key_of(name, below), value)
+
+    def _add(self, key: str, value: float) -> None:
+        self.values[key].append(value)
+
+
+def _of_chunk(chunk: ChunkStatistics) -> Iterator[tuple[str, float]]:
+    """Shares are of k."""
+    yield "mismatch_share", (chunk.exponent_mismatches + chunk.sign_mismatches) / chunk.k
+    for radius, misses in zip(RADII, chunk.misses, strict=True):
+        yield f"miss_share {radius}", misses / chunk.k
+    yield "mantissa_mean", chunk.mantissa_error_mean
+    yield "mantissa_median", chunk.mantissa_error_median
+
+
+UNITS = {
+    "mismatch_share": 1.0 / TOP_K,
+    "mantissa_median": 1.0,
+    **{f"miss_share {radius}": 1.0 / TOP_K for radius in RADII},
+}
+"""Distance between two neighbouring values of what is counted."""

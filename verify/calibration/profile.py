@@ -1,0 +1,236 @@
+"""A profile: the limits measured for one pair of sampler and validator, signed by the root key.
+
+It comes from outside: it is read bounded, in one exact form, and only what the root has signed and
+what has not expired is believed. Limits looser than the published ones must be named as such.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from runspec.common.canonical import canonical_json
+from runspec.common.keys import SigningKey
+from runspec.common.roles import CLOCK_SKEW_S
+from runspec.common.signed import BadSignature, open_document, sign_document
+from runspec.spec.profile_files import MAX_BYTES
+from runspec.spec.schema import FloatType, RunSpec, SamplerPool
+from verify.thresholds import ChunkLimits, Limits, Precision, limits_for, precision_of
+
+KIND = "calibration"
+FORMULA: Literal["exponential-tail/1"] = "exponential-tail/1"
+"""Names how limits follow from measurements (`verify.calibration.tails`, `.derive`)."""
+MAX_SHORT = 8
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Natural = Annotated[int, Field(ge=0, le=2**53)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True
+    )
+
+
+class SamplerSide(_Part):
+    """Who sampled, as the spec says of the pool."""
+
+    engine: Name
+    precision: Precision
+    hardware: Name
+
+
+class ValidatorSide(_Part):
+    """Who recomputed."""
+
+    engine: Name
+    """An entry point of `runspec.prefill`."""
+    precision: FloatType
+    hardware: Name
+    """By `verify.hardware`, else `learner.hardware`."""
+    releases: Annotated[dict[Name, Name], Field(max_length=16)]
+    """Of the engine and of the libraries that it had loaded, for people."""
+
+
+class ModelSide(_Part):
+    """The model's size, from its config.json."""
+
+    hidden_size: Natural
+    num_hidden_layers: Natural
+    vocab_size: Natural
+
+
+class Measured(_Part):
+    """What the numbers were measured on."""
+
+    run: Name
+    versions: Annotated[list[Natural], Field(max_length=1024)]
+    submissions: Natural
+    rollouts: Natural
+    tokens: Natural
+    chunks: Natural
+    seeded: bool
+    """Whether there were gaps to measure."""
+
+
+class Number(_Part):
+    """One number that a limit speaks of; null: none, or not judged."""
+
+    samples: Natural
+    quantiles: Annotated[dict[Name, float], Field(max_length=8)]
+    """Keys `0.5`, `0.9`, `0.99` and `1`, the largest."""
+    bound: NonNegative | None
+    """What the tail formula gives."""
+    published: NonNegative | None
+    limit: NonNegative | None
+    """What is judged by."""
+    note: Annotated[str, Field(max_length=200)]
+    """Why the limit is not the bound."""
+
+
+class ShortTable(_Part):
+    """See `verify.thresholds.ChunkLimits`."""
+
+    below: Annotated[int, Field(gt=0, le=65536)]
+    mismatch_share: Share
+    miss_share: Share
+    mantissa_mean: NonNegative | None
+    """Null where it is not judged."""
+    mantissa_median: NonNegative
+
+
+class LimitTable(_Part):
+    """See `verify.thresholds.Limits`; the ratio to the best constant speaks of forgers, and is the
+    published one."""
+
+    logprob_submission: NonNegative
+    logprob_rollout: NonNegative
+    gap: NonNegative
+    gap_share: Share
+    gap_max: NonNegative
+    gap_mean: NonNegative
+    mismatch_share: Share
+    miss_share: Share
+    mantissa_mean: NonNegative
+    mantissa_median: NonNegative
+    short: Annotated[list[ShortTable], Field(max_length=MAX_SHORT)]
+
+
+class Profile(_Part):
+    """Payload of a profile; times are seconds since the epoch."""
+
+    version: Literal[1]
+    formula: Literal["exponential-tail/1"]
+    issued: float
+    expires: float
+    rate: Annotated[float, Field(gt=0.0, lt=1.0)]
+    """Of honest rollouts, at most this share is to be rejected by all the numbers together."""
+    sampler: SamplerSide
+    validator: ValidatorSide
+    model: ModelSide
+    measured: Measured
+    numbers: Annotated[dict[Name, Number], Field(max_length=64)]
+    looser: Annotated[list[Name], Field(max_length=64)]
+    """Numbers whose limit is looser than the published one, on purpose."""
+    limits: LimitTable
+
+    def as_limits(self) -> Limits:
+        """The limits, with the published ratio to the best constant."""
+        published = limits_for(self.sampler.precision, self.validator.precision)
+        table = self.limits.model_dump(exclude={"short"})
+        short = tuple(
+            ChunkLimits(**{**row.model_dump(), "mantissa_mean": _or_infinity(row.mantissa_mean)})
+            for row in self.limits.short
+        )
+        return Limits(**table, constant_ratio=published.constant_ratio, short=short)
+
+    def differences(self, spec: RunSpec, pool: SamplerPool) -> list[str]:
+        """In what a pool and its validators are others than those measured; empty: in nothing."""
+        here = {
+            "sampler engine": (self.sampler.engine, pool.engine),
+            "sampler precision": (self.sampler.precision, precision_of(pool)),
+            "sampler hardware": (self.sampler.hardware, pool.hardware.kind),
+            "validator engine": (self.validator.engine, spec.verify.engine),
+            "validator precision": (self.validator.precision, spec.learner.compute_dtype),
+            "validator hardware": (self.validator.hardware, validator_hardware(spec)),
+        }
+        return [f"{what} {then}, not {now}" for what, (then, now) in here.items() if then != now]
+
+
+def validator_hardware(spec: RunSpec) -> str:
+    """The kind of accelerator that validators prefill on."""
+    return (spec.verify.hardware or spec.learner.hardware).kind
+
+
+def sign_profile(profile: Profile, key: SigningKey) -> bytes:
+    return sign_document(KIND, profile.model_dump(mode="json"), key)
+
+
+def open_profile(data: bytes, *, root_public_key: str | None, now: float | None = None) -> Profile:
+    """Checks a profile.
+
+    Args:
+        data: the signed document.
+        root_public_key: the only key that may have signed it; None where that is not the question
+            (to sign what one has calibrated oneself).
+        now: seconds since the epoch; the clock when None.
+
+    Raises:
+        BadSignature: another key's, expired, or not a profile in every field.
+    """
+    keys = None if root_public_key is None else {root_public_key}
+    payload = open_document(data, kind=KIND, keys=keys, max_bytes=MAX_BYTES).payload
+    try:
+        # By way of JSON, whose lists and numbers are what the strict fields ask for.
+        profile = Profile.model_validate_json(canonical_json(payload))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])[:80]
+        raise BadSignature(f"{KIND}: {place}: {first['msg'][:120]}") from error
+    now = time.time() if now is None else now
+    if now > profile.expires + CLOCK_SKEW_S:
+        days = (now - profile.expires) / 86400.0
+        raise BadSignature(f"{KIND}: expired {days:.1f} days ago")
+    if profile.issued > now + CLOCK_SKEW_S:
+        raise BadSignature(f"{KIND}: issued {profile.issued - now:.0f} s in the future")
+    if problem := _inconsistent(profile):
+        raise BadSignature(f"{KIND}: {problem}")
+    return profile
+
+
+def looser_than_published(limits: Limits, published: Limits) -> list[str]:
+    """Names of the limits that let more pass; those of short chunks as `mismatch_share < 128`."""
+    found = [
+        name
+        for name in LimitTable.model_fields
+        if name != "short" and getattr(limits, name) > getattr(published, name)
+    ]
+    for row in limits.short:
+        there = published.for_chunk(row.below - 1)
+        found += [
+            f"{name} < {row.below}"
+            for name in ("mismatch_share", "miss_share", "mantissa_mean", "mantissa_median")
+            if getattr(row, name) > getattr(there, name)
+        ]
+    return found
+
+
+def _inconsistent(profile: Profile) -> str:
+    limits = profile.as_limits()
+    belows = [row.below for row in limits.short]
+    if belows != sorted(set(belows)):
+        return "limits of short chunks are not in ascending order"
+    published = limits_for(profile.sampler.precision, profile.validator.precision)
+    hidden = set(looser_than_published(limits, published)) - set(profile.looser)
+    if hidden:
+        return f"{min(hidden)} is looser than the published limit, and `looser` does not name it"
+    return ""
+
+
+def _or_infinity(value: float | None) -> float:
+    return math.inf if value is None else value

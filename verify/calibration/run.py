@@ -1,0 +1,216 @@
+"""Calibration of one pool: prefill what its run left behind, measure, derive, and say what of."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Any
+
+from runspec.common.canonical import MalformedJson, parse_object
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
+from runspec.spec.plugins import PREFILL_GROUP
+from runspec.spec.resolved import load_resolved
+from runspec.spec.schema import RunSpec, SamplerPool
+from verify.calibration import profile as form
+from verify.calibration.derive import Derived, as_table, derive
+from verify.calibration.honest import Taken, submissions_of
+from verify.calibration.measure import PAIR, Measurements
+from verify.calibration.power import Rejections
+from verify.calibration.prefills import Prefills
+from verify.calibration.spoilt import Change
+from verify.calibration.weights import Version, find_version
+from verify.thresholds import Limits, limits_for, precision_of
+
+_LIBRARIES = ("jax", "torch", "vllm", "transformers")
+_MAX_CONFIG_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be calibrated."""
+
+    run_dir: Path
+    pool: str
+    fetched: Path | None = None
+    """Folder of fetched versions; None: those of the run directory."""
+    max_submissions: int | None = None
+    """Spread over all that are there; None: all."""
+    rate: float = 1e-6
+    """Of honest rollouts that may be rejected."""
+    valid_s: float = 365 * 86400.0
+    allow_looser: bool = False
+    spoilt: Sequence[tuple[str, Change]] = ()
+    """Perturbed weights to hold the limits against, by name."""
+    spoilt_submissions: int = 32
+
+
+@dataclass(frozen=True)
+class Power:
+    """Of some weights, what limits reject."""
+
+    weights: str
+    published: Rejections
+    profile: Rejections
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A profile, and what its limits are worth."""
+
+    profile: form.Profile
+    power: list[Power]
+    """Of the right weights first, and then of each perturbation."""
+    constant_ratio: float
+    """See `Measurements`."""
+
+
+def calibrate(order: Order, log: logging.Logger) -> Outcome:
+    """Measures a pool.
+
+    Raises:
+        UserError: nothing honest to measure, or too little of it.
+    """
+    spec = load_resolved(order.run_dir)
+    pool = _pool(spec, order)
+    published = limits_for(precision_of(pool), spec.learner.compute_dtype)
+    taken, versions = _with_weights(order, spec, log)
+    prefills = Prefills(spec, pool, versions, published.gap, log)
+    some = _spread(taken, order.spoilt_submissions)
+    measured, kept = Measurements(), list[list[PAIR]]()
+    with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
+        for each, pairs in prefills.of(taken, Path(folder) / "right"):
+            measured.take(pairs, published)
+            if each in some:
+                kept.append(pairs)
+        derived = derive(measured, published, rate=order.rate, allow_looser=order.allow_looser)
+        power = [_judged("right weights", kept, derived, published)]
+        for name, change in order.spoilt:
+            log.info("perturbed: %s", name)
+            found = prefills.of(some, Path(folder) / f"spoilt-{len(power)}", change)
+            power.append(_judged(name, [pairs for _, pairs in found], derived, published))
+    newest = versions[max(versions)]
+    profile = _profile(order, spec, pool, derived, measured, newest, sorted(versions))
+    return Outcome(profile, power, measured.constant_ratio)
+
+
+def _pool(spec: RunSpec, order: Order) -> SamplerPool:
+    for pool in spec.samplers:
+        if pool.name == order.pool:
+            return pool
+    raise UserError(
+        f"no pool {order.pool[:80]!r}",
+        place=str(order.run_dir),
+        remedy=f"name one of {', '.join(pool.name for pool in spec.samplers)}",
+    )
+
+
+def _with_weights(
+    order: Order, spec: RunSpec, log: logging.Logger
+) -> tuple[list[Taken], dict[int, Version]]:
+    """The submissions whose version is still there, and those versions."""
+    found = submissions_of(order.run_dir, spec, order.pool)
+    digests = {taken.lease.version: taken.lease.manifest_digest for taken in found}
+    versions = {
+        number: where
+        for number, digest in digests.items()
+        if (where := find_version(order.run_dir, spec.name, number, digest, order.fetched))
+    }
+    taken = [each for each in found if each.lease.version in versions]
+    log.info(
+        "%d submissions of pool %s, %d of them of versions that are here (%s)",
+        len(found),
+        order.pool,
+        len(taken),
+        ", ".join(map(str, sorted(versions))) or "none",
+    )
+    if not taken:
+        raise UserError(
+            f"no submission of pool {order.pool} whose policy version is here",
+            place=str(order.run_dir),
+            remedy="calibrate while the run is up or soon after, or keep more versions "
+            "(`broadcast.keep_versions`); --weights names a folder of fetched ones",
+        )
+    if order.max_submissions is not None:
+        taken = _spread(taken, order.max_submissions)
+    return taken, {each.lease.version: versions[each.lease.version] for each in taken}
+
+
+def _spread(taken: Sequence[Taken], most: int) -> list[Taken]:
+    """At most so many, evenly from all of them."""
+    count = min(most, len(taken))
+    return [taken[i * len(taken) // count] for i in range(count)]
+
+
+def _judged(
+    name: str, submissions: Sequence[Sequence[PAIR]], derived: Derived, published: Limits
+) -> Power:
+    before, after = Rejections(published), Rejections(derived.limits)
+    for pairs in submissions:
+        before.take(pairs)
+        after.take(pairs)
+    return Power(name, before, after)
+
+
+def _profile(
+    order: Order,
+    spec: RunSpec,
+    pool: SamplerPool,
+    derived: Derived,
+    measured: Measurements,
+    newest: Version,
+    versions: list[int],
+) -> form.Profile:
+    now = time.time()
+    return form.Profile(
+        version=1,
+        formula=form.FORMULA,
+        issued=now,
+        expires=now + order.valid_s,
+        rate=order.rate,
+        sampler=form.SamplerSide(
+            engine=pool.engine, precision=precision_of(pool), hardware=pool.hardware.kind
+        ),
+        validator=form.ValidatorSide(
+            engine=spec.verify.engine,
+            precision=spec.learner.compute_dtype,
+            hardware=form.validator_hardware(spec),
+            releases=_releases(spec.verify.engine),
+        ),
+        model=_model_side(newest.folder / "config.json"),
+        measured=form.Measured(
+            run=spec.name,
+            versions=versions,
+            submissions=measured.submissions,
+            rollouts=measured.rollouts,
+            tokens=measured.tokens,
+            chunks=measured.chunks,
+            seeded=pool.sampling.seeded,
+        ),
+        numbers=derived.numbers,
+        looser=derived.looser,
+        limits=as_table(derived.limits),
+    )
+
+
+def _model_side(path: Path) -> form.ModelSide:
+    try:
+        config: dict[str, Any] = parse_object(
+            read_bounded(path, _MAX_CONFIG_BYTES), max_bytes=_MAX_CONFIG_BYTES
+        )
+        return form.ModelSide(**{name: config[name] for name in form.ModelSide.model_fields})
+    except (OSError, MalformedJson, KeyError, ValueError) as error:
+        raise UserError(f"does not say the model's size: {error}", place=str(path)) from error
+
+
+def _releases(engine: str) -> dict[str, str]:
+    """Of the engine's package, and of the libraries that it has loaded."""
+    points = [p for p in entry_points(group=PREFILL_GROUP) if p.name == engine and p.dist]
+    found = {point.dist.name: point.dist.version for point in points if point.dist}
+    return found | {name: version(name) for name in _LIBRARIES if name in sys.modules}

@@ -1,0 +1,118 @@
+"""Policy versions for a prefill engine without a network: from a run directory, checked, or spoilt.
+
+An engine is given a cache of its own that holds every version already, so that it asks nobody. What
+lies in it are links to the run's files (copies, where links cannot be made).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runspec.common.canonical import MalformedJson, parse_object
+from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
+from runspec.common.hashing import digest_bytes, digest_file
+from runspec.spec.run_files import weights_folder
+from runspec.spec.schema import RunSpec
+from verify.plugins import PrefillEngine, WeightsLocation, load_prefill_engine
+
+NOBODY = "http://127.0.0.1:1"
+"""Asked only where the cache lacks a version, which it does not."""
+_MANIFEST = "manifest.json"
+_MAX_MANIFEST_BYTES = 256 * 1024 * 1024
+Spoil = Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Version:
+    """A policy version on this machine."""
+
+    number: int
+    manifest: Path
+    folder: Path
+    """Holds the files that the manifest names."""
+
+
+def find_version(
+    run_dir: Path, run: str, number: int, digest: str, fetched: Path | None
+) -> Version | None:
+    """Where a version lies whose manifest has the digest; None where it is gone.
+
+    Args:
+        run_dir: has weights/v<N>, and the origin's store with the manifest.
+        run: the run's name.
+        number: N.
+        digest: that the leases name.
+        fetched: a folder of v<N>, each with its manifest.json, as validators keep them; it is
+            looked at instead.
+    """
+    folder = (fetched or weights_folder(run_dir)) / f"v{number}"
+    stored = run_dir / "store" / "origin" / run / "versions" / str(number) / _MANIFEST
+    manifest = folder / _MANIFEST if fetched is not None else stored
+    try:
+        if digest_bytes(read_bounded(manifest, _MAX_MANIFEST_BYTES)) != digest:
+            return None
+    except OSError:
+        return None
+    return Version(number, manifest, folder) if folder.is_dir() else None
+
+
+def place(version: Version, cache: Path) -> Path:
+    """Puts a version into a cache, its files checked against the manifest.
+
+    Raises:
+        UserError: a file is not what the manifest says.
+    """
+    target = cache / f"v{version.number}"
+    target.mkdir(parents=True)
+    for name, digest in _objects(version.manifest).items():
+        source = version.folder / name
+        try:
+            same = digest_file(source) == digest
+        except OSError as error:
+            raise _damaged(source, error.strerror or str(error)) from error
+        if not same:
+            raise _damaged(source, "other bytes than were published")
+        _link(source, target / name)
+    _link(version.manifest, target / _MANIFEST)
+    return target
+
+
+def engine_over(spec: RunSpec, cache: Path) -> PrefillEngine:
+    """The prefill engine that the spec names, over a cache that holds all that it is asked for."""
+    location = WeightsLocation(spec.name, [NOBODY], "0" * 64, cache)
+    return load_prefill_engine(spec, location)
+
+
+def _objects(manifest: Path) -> Mapping[str, str]:
+    """BLAKE3 by the name of each file that a manifest lists."""
+    try:
+        data = read_bounded(manifest, _MAX_MANIFEST_BYTES)
+        objects: Any = parse_object(data, max_bytes=_MAX_MANIFEST_BYTES)["payload"]["objects"]
+        found = {str(name): str(said["blake3"]) for name, said in objects.items()}
+    except (MalformedJson, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"no manifest: {error}", place=str(manifest)) from error
+    for name in found:
+        if Path(name).name != name:
+            raise UserError(f"names a file {name[:80]!r}", place=str(manifest))
+    return found
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copyfile(source, target)
+
+
+def _damaged(path: Path, reason: str) -> UserError:
+    return UserError(
+        f"cannot be used: {reason}",
+        place=str(path),
+        remedy="name a folder of whole versions with --weights, as a validator's --dir has",
+    )
