@@ -17,7 +17,9 @@ def figures(run: MeasuredRun) -> dict[str, float]:
     return {
         "seconds_a_step": round(seconds / (len(steady) - 1), 3),
         "learner_busy_fraction": round(mean(m["learner_busy_fraction"] for m in steady), 3),
-        "sampler_busy_fraction": round(mean(m["sampler_busy_fraction"] for m in steady), 3),
+        "sampler_busy_fraction": round(
+            mean(b for m in steady if (b := m["sampler_busy_fraction"]) is not None), 3
+        ),
         "mean_lag": round(mean(m["lag_mean"] for m in steady), 3),
         "max_lag": max(m["lag_max"] for m in steady),
         "task_reward_last": round(run.summary["task_reward_last"], 3),

@@ -57,7 +57,11 @@ def metrics_line(
             "rejected_submissions": "rejected_submissions",
             "filtered_groups": "filtered_groups",
             "sampler_busy_fraction": "sampler_busy_fraction",
-            "sampler_tokens_per_s": "sampler_tokens_per_s",
+            "sampler_tokens_per_s": "accepted_tokens_per_s",
+            "verdict_latency_p50": "verdict_latency_p50",
+            "verdict_latency_p99": "verdict_latency_p99",
+            "manifest_latency_p50": "manifest_latency_p50",
+            "manifest_latency_p99": "manifest_latency_p99",
         }.items()
     }
     return {

@@ -21,7 +21,7 @@ from runspec.local.machine import free_bytes
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
 from runspec.local.state import AppliedRow, EventRow, RunState
-from runspec.local.text import duration, number, per_second, size
+from runspec.local.text import duration, number, per_second, seconds, size
 from runspec.spec.resolved import spec_digest
 
 EVENTS = 20
@@ -153,3 +153,6 @@ def _figures(seen: Snapshot) -> Iterator[tuple[str, str]]:
         yield name, number(row.get(key))
     yield "trained tokens/s", per_second(row.get("tokens_per_s"))
     yield "sampled tokens/s", per_second(row.get("sampler_tokens_per_s"))
+    for name in ("verdict", "manifest"):
+        p50, p99 = (seconds(row.get(f"{name}_latency_{p}")) for p in ("p50", "p99"))
+        yield f"submission to {name}", f"{p50}, p99 {p99}"

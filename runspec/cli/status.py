@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from runspec.cli.view import step_line
+from runspec.cli.view import latency_line, step_line
 from runspec.local.conditions import Condition, conditions
 from runspec.local.link import run_link
 from runspec.local.run_dir import find_run
@@ -67,6 +67,8 @@ def _show(seen: Snapshot) -> None:
         show_link(seen.directory, seen.spec)
     if seen.rows:
         print(step_line(seen.rows[-1], seen.spec.steps))
+        if waited := latency_line(seen.rows[-1]):
+            print(waited)
     console.print(condition_table([each for each in conditions(seen) if each.status != "False"]))
     console.print(role_table(seen.roles))
     for event in seen.events:

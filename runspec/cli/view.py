@@ -16,7 +16,7 @@ from rich.text import Text
 
 from runspec.local.metrics import Row
 from runspec.local.supervisor import RoleView, Watcher
-from runspec.local.text import number, per_second, sparkline
+from runspec.local.text import number, per_second, seconds, sparkline
 
 LINE_EVERY_S = 5.0
 FRAME_EVERY_S = 0.5
@@ -102,6 +102,17 @@ def step_line(row: Row, steps: int) -> str:
         f"reward {number(row.get('reward'))}  length error {number(row.get('length_error'))}  "
         f"lag {number(row.get('lag_mean'), 2)}  {per_second(row.get('sampler_tokens_per_s'))} tok/s"
     )
+
+
+def latency_line(row: Row) -> str:
+    """How long submissions waited of late; empty where a step's row does not say."""
+    if row.get("verdict_latency_p50") is None:
+        return ""
+    verdict, manifest = (
+        f"{seconds(row.get(f'{name}_latency_p50'))} (p99 {seconds(row.get(f'{name}_latency_p99'))})"
+        for name in ("verdict", "manifest")
+    )
+    return f"from a submission to its verdict {verdict}, to the batch that trains it {manifest}"
 
 
 def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:

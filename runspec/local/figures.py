@@ -126,6 +126,17 @@ def _time(rows: Sequence[Row]) -> list[Figure]:
             top=1.0,
         ),
         Figure(
+            "Wait for a verdict and for training",
+            "Seconds from a submission to its verdict, and to the first batch that trains it.",
+            [
+                _curve(rows, "verdict_latency_p50", "verdict, p50"),
+                _curve(rows, "verdict_latency_p99", "verdict, p99", averaged=False),
+                _curve(rows, "manifest_latency_p50", "batch, p50"),
+                _curve(rows, "manifest_latency_p99", "batch, p99", averaged=False),
+            ],
+            bottom=0.0,
+        ),
+        Figure(
             "The learner's seconds",
             "A step: log-probs before the first update, updates, and waits by whom they were for.",
             [

@@ -62,7 +62,8 @@ def summarise(rows: Sequence[Row], *, wall_s: float, weights_bytes_sent: int) ->
 
     `first` and `last` are means over the first and last ten steps. The mean lag weighs each step by
     its rollouts; busy shares weigh each step by its time, and tokens a second and MFU by the time
-    that the learner worked. A figure that no row has is null.
+    that the learner worked. Latencies, in seconds, are the mean of the steps' medians and the
+    largest of their 99th percentiles. A figure that no row has is null.
 
     Args:
         rows: metrics.jsonl, a row a step, in order.
@@ -88,6 +89,10 @@ def summarise(rows: Sequence[Row], *, wall_s: float, weights_bytes_sent: int) ->
         "mean_lag": mean(rows, "lag_mean", rollouts),
         "learner_busy_fraction": mean(rows, "learner_busy_fraction", seconds),
         "sampler_busy_fraction": mean(rows, "sampler_busy_fraction", seconds),
+        "verdict_latency_p50": mean(rows, "verdict_latency_p50"),
+        "verdict_latency_p99": largest(rows, "verdict_latency_p99"),
+        "manifest_latency_p50": mean(rows, "manifest_latency_p50"),
+        "manifest_latency_p99": largest(rows, "manifest_latency_p99"),
         "learner_tokens_per_s": mean(rows, "tokens_per_s", working),
         "mfu": mean(rows, "mfu", working),
         "skipped_updates": int(sum(row.get("skipped_updates") or 0 for row in rows)),
@@ -108,6 +113,11 @@ def mean(rows: Sequence[Row], key: str, weights: Sequence[float] | None = None) 
     if total == 0.0:
         return float(sum(value for value, _ in pairs) / len(pairs))
     return float(sum(value * weight for value, weight in pairs) / total)
+
+
+def largest(rows: Sequence[Row], key: str) -> float | None:
+    """Of the rows that have the figure; None where none has."""
+    return max((float(row[key]) for row in rows if row.get(key) is not None), default=None)
 
 
 def weights_bytes_sent(run_dir: Path) -> int:

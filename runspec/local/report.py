@@ -13,7 +13,7 @@ from typing import Any
 from runspec.local.figures import figures
 from runspec.local.metrics import Row
 from runspec.local.plots import Figure, draw
-from runspec.local.text import duration, number, per_second
+from runspec.local.text import duration, number, per_second, seconds
 
 _STEPS_SHOWN = 3
 _SAMPLES_A_STEP = 4
@@ -103,6 +103,8 @@ def _table(summary: dict[str, Any]) -> str:
         ("Largest lag", number(summary["max_lag"])),
         ("Learner busy", _share(summary["learner_busy_fraction"])),
         ("Samplers busy", _share(summary["sampler_busy_fraction"])),
+        ("Submission to verdict, p50 / p99 of a step", _latency(summary, "verdict")),
+        ("Submission to batch, p50 / p99 of a step", _latency(summary, "manifest")),
         ("Learner, real tokens/s", per_second(summary["learner_tokens_per_s"])),
         ("Learner, MFU", _share(summary["mfu"])),
         ("Updates skipped", number(summary["skipped_updates"])),
@@ -153,6 +155,11 @@ def _text(value: object) -> str:
     text = str(value)
     cut = f"{text[:_MAX_TEXT]} [{len(text) - _MAX_TEXT} more characters]"
     return escape(text if len(text) <= _MAX_TEXT else cut)
+
+
+def _latency(summary: dict[str, Any], name: str) -> str:
+    p50, p99 = (summary[f"{name}_latency_{p}"] for p in ("p50", "p99"))
+    return f"{seconds(p50)} / {seconds(p99)}"
 
 
 def _share(value: float | None) -> str:

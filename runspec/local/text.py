@@ -37,6 +37,13 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
+def seconds(value: object) -> str:
+    """A time between fractions of a second and hours; `-` for one that is not known."""
+    if not isinstance(value, int | float):
+        return "-"
+    return f"{value:.2g} s" if value < 10 else duration(value)
+
+
 def size(count: float) -> str:
     """Bytes, like 42 B, 3.5 MB or 1.2 TB."""
     amount, units = float(count), ["B", "kB", "MB", "GB", "TB"]

@@ -138,8 +138,10 @@ def test_heartbeats(states: list[dict[str, Any]], step: float) -> None:
                 continue
         kept = activity.peers["key"].state
         assert kept == scalars(state) and len(json.dumps(kept, allow_nan=False)) < 16 * 1600
-        busy, tokens = activity.rates(now)
-        assert 0 <= busy <= 1 and math.isfinite(tokens) and tokens >= 0
+        busy, tokens = activity.busy_fraction(now), activity.peers["key"].tokens_per_s
+        assert (busy is None) == (tokens is None)
+        if busy is not None and tokens is not None:
+            assert 0 <= busy <= 1 and math.isfinite(tokens) and tokens >= 0
 
 
 # --- requests to a server -----------------------------------------------------------------------

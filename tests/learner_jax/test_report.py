@@ -31,12 +31,23 @@ def rollout(prompt: int, output: int, version: int) -> TrainingRollout:
     )
 
 
+STATS = {
+    "task_reward_mean": 0.5,
+    "accepted_tokens_per_s": 70.0,
+    "sampler_busy_fraction": None,
+    "verdict_latency_p50": 1.0,
+    "verdict_latency_p99": 2.0,
+    "manifest_latency_p50": 3.0,
+    "manifest_latency_p99": 4.0,
+}
+
+
 def line_of(
     waits: dict[str, float], peak: float | None = 1e9, agreement: Agreement | None = None
 ) -> dict:
     """Of step 3: two groups of lags 0, 1, 2, 1; 90 tokens in 120 positions; 1.5 of 2 s updates."""
     batch = Batch(
-        BatchManifest("tiny", 3, [], complete=True, stats={"task_reward_mean": 0.5}),
+        BatchManifest("tiny", 3, [], complete=True, stats=STATS),
         [[rollout(5, 10, 3), rollout(5, 20, 2)], [rollout(10, 10, 1), rollout(10, 20, 2)]],
         agreement,
     )
@@ -79,6 +90,13 @@ def test_lags_and_the_loss_are_those_of_what_was_trained() -> None:
     assert (line["lag_mean"], line["lag_max"], line["trained_rollouts"]) == (1.0, 2, 4)
     assert (line["version"], line["loss"], line["ratio_p99"]) == (4, 0.25, 1.5)
     assert line["task_reward"] == 0.5
+
+
+def test_what_the_coordinator_saw_is_passed_on_and_what_it_did_not_is_null() -> None:
+    line = line_of({})
+    assert (line["sampler_tokens_per_s"], line["sampler_busy_fraction"]) == (70.0, None)
+    assert [line[name] for name in STATS if "latency" in name] == [1.0, 2.0, 3.0, 4.0]
+    assert line["rejected_submissions"] is None  # not in these statistics
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from verify.coordinator.state import State, Tally
 from verify.formats.batch import FILE_NAME, MAX_BYTES, BatchGroup, BatchManifest, open_batch
 from verify.formats.layout import step_folder
 
-_OF_HEARTBEATS = ("sampler_busy_fraction", "sampler_tokens_per_s")
-"""Statistics of which the ledger knows nothing."""
+_OF_HEARTBEATS = "sampler_busy_fraction"
+"""A statistic of which the ledger knows nothing."""
 
 
 def batches_on_disk(run_dir: Path) -> dict[int, Path]:
@@ -95,7 +95,7 @@ class BatchAudit:
         event: StepClosed,
         manifest: BatchManifest,
         before: State,
-        latencies: dict[str, Any],
+        counted: dict[str, Any],
     ) -> None:
         """Checks that the closing is the one that the coordinator's rules give.
 
@@ -104,7 +104,7 @@ class BatchAudit:
             event: the closing.
             manifest: that it signs.
             before: the state before it.
-            latencies: those of its statistics that the events before it give.
+            counted: those of its statistics that the events before it give.
         """
         decision = filling.decide_close(before, event.at)
         if not _is_that(decision, event):
@@ -126,7 +126,7 @@ class BatchAudit:
         self._report.require(
             manifest.complete == complete, row, "batch complete", manifest.complete, complete
         )
-        self._check_stats(row, event, manifest, before, latencies)
+        self._check_stats(row, event, manifest, before, counted)
 
     def _check_anchor(self, row: int, manifest: BatchManifest, chain_before: str) -> None:
         if manifest.ledger_rows is None:
@@ -146,18 +146,17 @@ class BatchAudit:
         event: StepClosed,
         manifest: BatchManifest,
         before: State,
-        latencies: dict[str, Any],
+        counted: dict[str, Any],
     ) -> None:
-        stats = latencies | batch_stats(
+        stats = counted | batch_stats(
             before.tallies.get(event.step, Tally()),
             opened=before.steps[event.step].opened,
             closed=event.at,
-            busy_fraction=0.0,
-            tokens_per_s=0.0,
+            busy_fraction=None,
         )
         for name, expected in stats.items():
             found = manifest.stats.get(name)
-            if name in manifest.stats and name not in _OF_HEARTBEATS:
+            if name in manifest.stats and name != _OF_HEARTBEATS:
                 self._report.require(found == expected, row, f"stats.{name}", found, expected)
 
     def check_files(self, on_disk: dict[int, Path]) -> None:

@@ -107,9 +107,9 @@ class _Replay:
             self._report.add(row.seq, "row", error, "an event")
             self._broken = True
             return
-        latencies = {}
+        counted = {}
         if isinstance(event, StepClosed):
-            latencies = self._history.batch_stats(event.at, event.trained)
+            counted = self._history.batch_stats(event.at, event.step, event.trained)
         before = self._apply(row.seq, event)
         match event:
             case WorkerRegistered():
@@ -124,7 +124,7 @@ class _Replay:
             case SubmissionJudged():
                 self._judged(row.seq, event, signers)
             case StepClosed():
-                self._closed(row.seq, event, chain_before, signers, before, latencies)
+                self._closed(row.seq, event, chain_before, signers, before, counted)
             case RolledBack():
                 self._rolled_back(event)
 
@@ -189,13 +189,13 @@ class _Replay:
         chain_before: str,
         signers: Signers,
         before: State | None,
-        latencies: dict[str, Any],
+        counted: dict[str, Any],
     ) -> None:
         self._next_close = max(self._next_close, event.step + 1)
         groups = self._groups(event)
         manifest = self._batches.closed(row, event, chain_before, groups, signers)
         if manifest is not None and before is not None:
-            self._batches.follows(row, event, manifest, before, latencies)
+            self._batches.follows(row, event, manifest, before, counted)
 
     def _groups(self, event: StepClosed) -> list[BatchGroup] | None:
         groups = []

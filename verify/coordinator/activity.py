@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+NO_VERSION = -1
+"""`version` of a worker's heartbeat until it has loaded its first."""
 DEAD_AFTER_S = 30.0
 """Three heartbeats missed."""
 _LEAST_INTERVAL_S = 5.0
@@ -25,7 +27,8 @@ class Peer:
     state: Scalars = field(default_factory=dict)
     """The last heartbeat."""
     busy_fraction: float | None = None
-    """Share of the last interval between heartbeats in which it sampled."""
+    """Share of the last interval between heartbeats in which it sampled; None until there is one
+    since its first version was loaded."""
     tokens_per_s: float | None = None
     _since: tuple[float, float, float] | None = None
     """Time, busy_s and tokens of the heartbeat that the next rates count from."""
@@ -36,8 +39,13 @@ class Peer:
     def heartbeat(self, state: Scalars, now: float) -> None:
         self.state, self.last_seen = state, now
         busy_s, tokens = (_count(state.get(name)) for name in ("busy_s", "tokens"))
-        if self._since is None or busy_s < self._since[1] or tokens < self._since[2]:
-            self._since = (now, busy_s, tokens)  # its first, or its process began again
+        began_again = self._since and (busy_s < self._since[1] or tokens < self._since[2])
+        if state.get("version") == NO_VERSION or began_again:
+            self._since = self.busy_fraction = self.tokens_per_s = None
+        if state.get("version") == NO_VERSION:
+            return  # its engine starts: a rate over that would say nothing of how it samples
+        if self._since is None:
+            self._since = (now, busy_s, tokens)
             return
         then, busy_before, tokens_before = self._since
         if (elapsed := now - then) >= _LEAST_INTERVAL_S:
@@ -66,14 +74,14 @@ class Activity:
         Raises:
             ValueError: not a small map of scalars.
         """
-        self.peers.setdefault(key, Peer(now)).heartbeat(scalars(state), now)
+        checked = scalars(state)
+        self.peers.setdefault(key, Peer(now)).heartbeat(checked, now)
 
-    def rates(self, now: float) -> tuple[float, float]:
-        """Mean busy fraction and summed tokens per second of the peers that are alive."""
-        alive = [p for p in self.peers.values() if p.alive(now)]
-        busy = [p.busy_fraction for p in alive if p.busy_fraction is not None]
-        tokens = [p.tokens_per_s for p in alive if p.tokens_per_s is not None]
-        return (sum(busy) / len(busy) if busy else 0.0, sum(tokens))
+    def busy_fraction(self, now: float) -> float | None:
+        """Mean busy fraction of the peers that are alive and have one; None where none has."""
+        alive = [p.busy_fraction for p in self.peers.values() if p.alive(now)]
+        known = [fraction for fraction in alive if fraction is not None]
+        return sum(known) / len(known) if known else None
 
 
 def scalars(state: Mapping[str, Any]) -> Scalars:

@@ -104,7 +104,6 @@ class Closing:
     def _close_step(self, decision: filling.Close, now: float) -> None:
         step, tally = decision.step, self._journal.state.tallies.get(decision.step, Tally())
         opened = self._journal.state.steps[step].opened
-        busy, tokens_per_s = self._workers.rates(now)
         groups = []
         for group in decision.groups:
             record = self._journal.state.leases[group.lease]
@@ -115,10 +114,9 @@ class Closing:
                     record.submission, record.verdict, group.group, lease.step, lease.version
                 )
             )
-        stats = batch_stats(
-            tally, opened=opened, closed=now, busy_fraction=busy, tokens_per_s=tokens_per_s
-        )
-        stats |= self._journal.history.batch_stats(now, decision.groups)
+        busy = self._workers.busy_fraction(now)
+        stats = batch_stats(tally, opened=opened, closed=now, busy_fraction=busy)
+        stats |= self._journal.history.batch_stats(now, step, decision.groups)
         rows, chain = self._journal.ledger.head
         manifest = BatchManifest(self._run, step, groups, decision.complete, stats, rows, chain)
         document = sign_batch(manifest, self._key)

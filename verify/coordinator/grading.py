@@ -82,11 +82,16 @@ def _grade(
 
 
 def batch_stats(
-    tally: Tally, *, opened: float, closed: float, busy_fraction: float, tokens_per_s: float
+    tally: Tally,
+    *,
+    opened: float,
+    closed: float,
+    busy_fraction: float | None,
 ) -> dict[str, Any]:
     """`stats` of a batch manifest; means are over the rollouts of all graded groups.
 
-    A mean of nothing (no group was graded, none had a target) is None.
+    A mean of nothing (no group was graded, none had a target) is None, and so is a share of time
+    that no worker has told of yet.
     """
     graded = [g for g in tally.grades if g.outcome != "dropped"]
     by_target: dict[int, list[GroupGrade]] = defaultdict(list)
@@ -118,7 +123,6 @@ def batch_stats(
             for target, grades in sorted(by_target.items())
         },
         "sampler_busy_fraction": busy_fraction,
-        "sampler_tokens_per_s": tokens_per_s,
     }
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from verify.coordinator.events import (
     Event,
+    NonceDrawn,
     RolledBack,
     StepClosed,
     SubmissionJudged,
@@ -64,6 +65,10 @@ class History:
         """By lease, when its submission came, until a manifest names it."""
         self._since_batch: list[float] = []
         self._verdicts: deque[float] = deque(maxlen=_RATE_OVER)
+        self._opened: dict[int, float] = {}
+        """Of the open steps."""
+        self._accepted: deque[tuple[float, int]] = deque()
+        """When verdicts accepted how many output tokens, since the oldest open step was opened."""
 
     def take(self, event: Event, remembered: Iterable[str]) -> None:
         """Takes note of an event.
@@ -73,6 +78,8 @@ class History:
             remembered: the leases that the state after it still knows.
         """
         match event:
+            case NonceDrawn():
+                self._opened.setdefault(event.step, event.at)
             case SubmissionReceived():
                 self._bytes[event.lease] = event.bytes
                 self._untrained[event.lease] = event.at
@@ -82,6 +89,8 @@ class History:
                 took = event.at - self._untrained[event.lease]
                 self._since_batch.append(took)
                 self.to_verdict.add(took)
+                tokens = sum(g.tokens for g in event.groups if g.outcome != "dropped")
+                self._accepted.append((event.at, tokens))
                 if not event.accepted:
                     del self._untrained[event.lease]
             case SubmissionSetAside():
@@ -93,8 +102,13 @@ class History:
                 kept = set(remembered) - {group.lease for group in event.trained}
                 self._untrained = {le: at for le, at in self._untrained.items() if le in kept}
                 self._since_batch = []
+                self._opened.pop(event.step, None)
+                oldest = min(self._opened.values(), default=event.at)
+                while self._accepted and self._accepted[0][0] < oldest:
+                    self._accepted.popleft()
             case RolledBack():
                 self._bytes, self._untrained, self._since_batch = {}, {}, []
+                self._opened, self._accepted = {}, deque()
 
     def bytes_of(self, lease: str) -> int:
         """Size of a submission that waits for its verdict."""
@@ -106,12 +120,17 @@ class History:
             return 0.0
         return len(self._verdicts) / max(now - self._verdicts[0], _LEAST_SPAN_S)
 
-    def batch_stats(self, now: float, trained: Iterable[TrainedGroup]) -> dict[str, Any]:
-        """`stats` of the batch manifest that closes a step now: seconds, None where nothing was.
+    def batch_stats(self, now: float, step: int, trained: Iterable[TrainedGroup]) -> dict[str, Any]:
+        """`stats` of the batch manifest that closes a step now.
 
         Args:
             now: seconds since the epoch.
+            step: its number.
             trained: the batch's groups.
+
+        Returns:
+            Latencies in seconds, None where nothing was; output tokens that verdicts accepted
+            while the step was open, a second, None where that was no time.
         """
         verdict = percentiles(self._since_batch)
         manifest = percentiles(self._trained(now, trained))
@@ -120,7 +139,14 @@ class History:
             "verdict_latency_p99": verdict["p99"],
             "manifest_latency_p50": manifest["p50"],
             "manifest_latency_p99": manifest["p99"],
+            "accepted_tokens_per_s": self._accepted_per_s(now, step),
         }
+
+    def _accepted_per_s(self, now: float, step: int) -> float | None:
+        opened = self._opened.get(step)
+        if opened is None or now <= opened:
+            return None
+        return sum(tokens for at, tokens in self._accepted if at > opened) / (now - opened)
 
     def _trained(self, now: float, trained: Iterable[TrainedGroup]) -> list[float]:
         """How long each submission waited for the first manifest that names it."""

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 from rich.live import Live
 
-from runspec.cli.view import LiveView, PlainView, step_line
+from runspec.cli.view import LiveView, PlainView, latency_line, step_line
 from runspec.local.fleet import State
 from runspec.local.supervisor import RoleView
 
@@ -41,6 +41,20 @@ def test_a_step_in_one_line() -> None:
     assert step_line(ROW, 150) == (
         "step 12/150  task 0.457  reward -0.2  length error 7.89  lag 1.2  8,123 tok/s"
     )
+
+
+def test_a_rate_that_is_not_known_is_a_dash() -> None:
+    assert step_line({**ROW, "sampler_tokens_per_s": None}, 150).endswith("- tok/s")
+
+
+def test_waits_of_submissions_in_one_line() -> None:
+    waits = {"verdict_latency_p50": 1.25, "verdict_latency_p99": 61.0}
+    waits |= {"manifest_latency_p50": 12.4, "manifest_latency_p99": None}
+    assert latency_line({**ROW, **waits}) == (
+        "from a submission to its verdict 1.2 s (p99 1 min 1 s), "
+        "to the batch that trains it 12 s (p99 -)"
+    )
+    assert latency_line(ROW) == ""
 
 
 def test_the_live_panel_shows_the_run_and_each_role() -> None:

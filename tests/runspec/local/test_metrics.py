@@ -76,6 +76,8 @@ def test_the_summary_of_twelve_steps() -> None:
             "wait_s": 0.0 if step else 12.0,
             "learner_busy_fraction": 1.0 if step else 1 / 13,
             "sampler_busy_fraction": None if step == 0 else 0.5,
+            "verdict_latency_p50": None if step == 0 else 2.0,
+            "manifest_latency_p99": None if step == 0 else float(step),
         }
         for step in range(12)
     ]
@@ -95,6 +97,8 @@ def test_the_summary_of_twelve_steps() -> None:
     assert summary["mfu"] == pytest.approx(0.375)  # of the two steps that have it
     assert summary["skipped_updates"] == 1
     assert summary["sampler_busy_fraction"] == pytest.approx(0.5)
+    assert (summary["verdict_latency_p50"], summary["manifest_latency_p99"]) == (2.0, 11.0)
+    assert summary["verdict_latency_p99"] is None
     assert (summary["wall_s"], summary["weights_bytes_sent"]) == (30.123, 77)
 
 

@@ -48,6 +48,10 @@ def row(step: int) -> dict[str, Any]:
         "rejected_rollouts": 0,
         "learner_busy_fraction": 0.8,
         "sampler_busy_fraction": 0.7,
+        "verdict_latency_p50": 1.5,
+        "verdict_latency_p99": 4.25 if step < 29 else 75.0,
+        "manifest_latency_p50": 20.0,
+        "manifest_latency_p99": None,
     }
 
 
@@ -87,9 +91,15 @@ def page() -> str:
 
 
 def test_every_curve_is_there_in_the_ink_of_the_page(page: str) -> None:
-    assert Page(page).tags.count("svg") == 16
+    assert Page(page).tags.count("svg") == 17
     assert "currentColor" in page
     assert "prefers-color-scheme: dark" in page
+
+
+def test_how_long_submissions_waited_is_told(page: str) -> None:
+    words = "".join(Page(page).texts)
+    assert "Submission to verdict, p50 / p99 of a step1.5 s / 1 min 15 s" in words
+    assert "Submission to batch, p50 / p99 of a step20 s / -" in words
 
 
 def test_nothing_is_fetched_and_no_script_may_run(page: str) -> None:
@@ -125,10 +135,11 @@ def test_figures_without_numbers_are_left_out() -> None:
     # then there is no figure of MFU, and waits are drawn by whom they were for, a 0 where none was
     assert [figure.title for figure in drawn["Time"]] == [
         "Busy share",
+        "Wait for a verdict and for training",
         "The learner's seconds",
         "Learner's speed",
     ]
-    curves = {curve.label: list(curve.points) for curve in drawn["Time"][1].curves}
+    curves = {curve.label: list(curve.points) for curve in drawn["Time"][2].curves}
     assert curves["for the coordinator"] == [(0, 0.0), (1, 0.2), (2, 0.0)]
     assert curves["for the checkpoint"] == [(0, 0.0), (1, 0.1), (2, 0.0)]
     assert figures([{"step": 0}]) == {}

@@ -72,7 +72,7 @@ def test_rows_must_be_those_of_the_submission(rows, words: str):
 def test_statistics_are_means_over_the_rollouts_of_all_graded_groups():
     tally = Tally(leased_groups=5, expired_groups=1, rejected_rollouts=4, grades=grade(ROWS))
 
-    stats = batch_stats(tally, opened=1.0, closed=2.0, busy_fraction=0.5, tokens_per_s=9.0)
+    stats = batch_stats(tally, opened=1.0, closed=2.0, busy_fraction=0.5)
 
     assert stats["task_reward_mean"] == 0.75
     assert stats["length_mean"] == 9.0
@@ -87,10 +87,15 @@ def test_statistics_are_means_over_the_rollouts_of_all_graded_groups():
 
 
 def test_a_mean_of_nothing_is_null():
-    stats = batch_stats(Tally(), opened=1.0, closed=2.0, busy_fraction=0.0, tokens_per_s=0.0)
+    stats = batch_stats(Tally(), opened=1.0, closed=2.0, busy_fraction=None)
 
     assert stats["task_reward_mean"] is None and stats["length_mean"] is None
     assert stats["by_target"] == {}
+
+
+def rates(activity: Activity, now: float) -> tuple[float | None, list[float | None]]:
+    """Mean busy fraction of the living, and tokens a second of each."""
+    return activity.busy_fraction(now), [peer.tokens_per_s for peer in activity.peers.values()]
 
 
 class TestRates:
@@ -98,37 +103,57 @@ class TestRates:
         activity = Activity()
         activity.heartbeat("x", {"busy_s": 5.0, "tokens": 100}, 10.0)
         activity.heartbeat("x", {"busy_s": 5.1, "tokens": 110}, 10.1)  # too soon for a rate
-        assert activity.rates(10.1) == (0.0, 0)
+        assert rates(activity, 10.1) == (None, [None])
         activity.heartbeat("y", {"busy_s": 0.0, "tokens": 0}, 10.0)
         activity.heartbeat("x", {"busy_s": 10.0, "tokens": 300}, 20.0)
         activity.heartbeat("y", {"busy_s": 10.0, "tokens": 50}, 20.0)
 
-        assert activity.rates(20.0) == (0.75, 25.0)
+        assert rates(activity, 20.0) == (0.75, [20.0, 5.0])
 
     def test_a_restarted_worker_counts_from_its_restart(self):
         activity = Activity()
         for busy_s, tokens, now in ((50.0, 5000, 0.0), (0.5, 10, 10.0), (3.0, 110, 20.0)):
             activity.heartbeat("x", {"busy_s": busy_s, "tokens": tokens}, now)
 
-        assert activity.rates(20.0) == (0.25, 10.0)
+        assert rates(activity, 20.0) == (0.25, [10.0])
+
+    def test_nothing_is_known_while_an_engine_starts_and_then_what_it_did_since(self):
+        """Not 0 tokens a second, which an interval before the first lease would give."""
+        activity = Activity()
+        assert rates(activity, 0.0) == (None, [])
+        for now in (0.0, 10.0, 20.0):
+            activity.heartbeat("x", {"version": -1, "busy_s": 0.0, "tokens": 0}, now)
+            assert rates(activity, now) == (None, [None])
+        activity.heartbeat("x", {"version": 0, "busy_s": 0.0, "tokens": 0}, 28.0)
+        activity.heartbeat("x", {"version": 0, "busy_s": 1.0, "tokens": 70}, 30.0)
+        assert rates(activity, 30.0) == (None, [None])
+
+        activity.heartbeat("x", {"version": 0, "busy_s": 9.0, "tokens": 700}, 38.0)
+        assert rates(activity, 38.0) == (0.9, [70.0])
+
+        # and an idle one has a rate, which is 0; one that starts again has none
+        activity.heartbeat("x", {"version": 0, "busy_s": 9.0, "tokens": 700}, 48.0)
+        assert rates(activity, 48.0) == (0.0, [0.0])
+        activity.heartbeat("x", {"version": -1, "busy_s": 0.0, "tokens": 0}, 58.0)
+        assert rates(activity, 58.0) == (None, [None])
 
     def test_the_dead_are_left_out(self):
         activity = Activity()
         activity.heartbeat("x", {"busy_s": 0.0, "tokens": 0}, 0.0)
         activity.heartbeat("x", {"busy_s": 10.0, "tokens": 50}, 10.0)
 
-        assert activity.rates(39.9) == (1.0, 5.0)
-        assert activity.rates(40.0) == (0.0, 0.0)
+        assert activity.busy_fraction(39.9) == 1.0
+        assert activity.busy_fraction(40.0) is None
 
     def test_odd_numbers_are_no_numbers(self):
         activity = Activity()
         for now in (0.0, 10.0):
             activity.heartbeat("x", {"busy_s": float("nan"), "tokens": 1e300}, now)
 
-        assert activity.rates(10.0) == (0.0, 0.0)
+        assert rates(activity, 10.0) == (0.0, [0.0])
 
     def test_an_integer_that_would_fill_every_status_is_refused(self):
         activity = Activity()
         with pytest.raises(ValueError, match="'tokens': beyond"):
             activity.heartbeat("x", {"tokens": 10**400}, 0.0)
-        assert activity.rates(0.0) == (0.0, 0.0)
+        assert activity.peers == {}
