@@ -26,6 +26,7 @@ from verify.coordinator.admission import Admission, own_workers
 from verify.coordinator.backlog import Backlog
 from verify.coordinator.claims import CLAIM_TIMEOUT_S
 from verify.coordinator.closing import Closing
+from verify.coordinator.connections import Connections
 from verify.coordinator.data import SiteDesk
 from verify.coordinator.gate import Gate
 from verify.coordinator.journal import Journal
@@ -33,7 +34,7 @@ from verify.coordinator.judging import Judging
 from verify.coordinator.leasing import Leasing
 from verify.coordinator.operator import OperatorDesk
 from verify.coordinator.policy import Policy
-from verify.coordinator.server import MAX_HEADER_BYTES, Api
+from verify.coordinator.server import Api
 from verify.coordinator.status import Status
 from verify.coordinator.watch import watch_latest
 from verify.formats.spec import sign_spec
@@ -95,18 +96,20 @@ async def serve(
         roles_document=roles_document,
         spec_document=sign_spec(spec, key),
     )
+    callers, application = Connections(), api.application()
+    application.middlewares.insert(0, callers.answering)
     runner = web.AppRunner(
-        api.application(),
-        access_log=None,
+        application,
         handler_cancellation=True,  # a long poll ends with its caller
         shutdown_timeout=_SHUTDOWN_S,
-        max_field_size=MAX_HEADER_BYTES,
     )
     await runner.setup()
+    listener: asyncio.Server | None = None
     stop = asyncio.Event()
     tasks: list[asyncio.Future[None]] = [api.failure]
     try:
-        started(await _listen(runner, host, port))
+        listener = await _listen(callers, runner, host, port)
+        started(listener.sockets[0].getsockname()[1])
         for number in (signal.SIGTERM, signal.SIGINT):
             with suppress(RuntimeError, ValueError):  # not the main thread: the caller cancels
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -127,6 +130,8 @@ async def serve(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if listener is not None:
+            listener.close()
         await runner.cleanup()
         journal.close()
 
@@ -153,9 +158,12 @@ def _read_roles(
     return document, roles
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> int:
+async def _listen(
+    callers: Connections, runner: web.AppRunner, host: str, port: int
+) -> asyncio.Server:
+    assert runner.server is not None
     try:
-        await web.TCPSite(runner, host, port, backlog=1024).start()
+        listener = await callers.listen(runner.server, host, port)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         raise UserError(
@@ -163,9 +171,9 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> int:
             place=f"{host}:{port}",
             remedy="end the process that holds it, or choose another port",
         ) from error
-    bound: int = runner.addresses[0][1]
+    bound: int = listener.sockets[0].getsockname()[1]
     _log.info("coordinator listens on http://%s:%d", host, bound)
-    return bound
+    return listener
 
 
 async def _until(event: asyncio.Event) -> None:

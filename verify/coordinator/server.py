@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 MAX_WAIT_S = 30.0
 MAX_BODY_BYTES = 64 * 1024
 """Of the JSON requests."""
+BODY_S = 30.0
+"""Within which they must be there."""
 MAX_HEADER_BYTES = 32 * 1024
 """A verdict's envelope, the largest header, is at most 16 KiB before base64."""
 _MAX_HOLDING = 64
@@ -112,7 +114,6 @@ class Api:
         )
         return application
 
-    # -- Public ----------------------------------------------------------------------------------
     def _public(self, handler: _Handler) -> _Handler:
         """For everybody, but not without end from one place."""
 
@@ -122,6 +123,7 @@ class Api:
 
         return answer
 
+    # -- Public ----------------------------------------------------------------------------------
 
     async def _spec(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._spec_document, content_type="application/json")
@@ -241,7 +243,7 @@ class Api:
         path = self._judging.submission_file(request.match_info["digest"])
         if path is None:
             raise Refusal(404, "no such submission")
-        return web.FileResponse(path)
+        return await send_file(request, path)
 
     async def _verdict(self, request: web.Request) -> web.StreamResponse:
         caller = self._validator(request)
@@ -313,10 +315,14 @@ async def _json(
 ) -> dict[str, Any]:
     """The body of a request, with exactly these fields but for the optional ones."""
     data = bytearray()
-    async for chunk in request.content.iter_chunked(MAX_BODY_BYTES):
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise Refusal(413, f"larger than the {MAX_BODY_BYTES} bytes allowed")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.content.iter_chunked(MAX_BODY_BYTES):
+                data += chunk
+                if len(data) > MAX_BODY_BYTES:
+                    raise Refusal(413, f"larger than the {MAX_BODY_BYTES} bytes allowed")
+    except TimeoutError:
+        raise Refusal(408, f"the body took longer than {BODY_S:.0f} s") from None
     if digest_bytes(bytes(data)) != caller.body_digest:
         raise Unauthorised("the body is not the one that was signed")
     try:
