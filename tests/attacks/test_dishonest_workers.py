@@ -74,69 +74,74 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def test_perturbed_weights_and_edited_tokens_are_rejected(tmp_path):
-    overrides = {"steps": 400, "checkpoints.every": 1000}
-    # Versions come as deltas: at so small a rate few bits change, even of float32.
-    overrides |= {"broadcast.format": "delta", "optimizer.lr": 1e-10}
-    with QuickRun(tmp_path, "attacked", overrides) as run:
-        # given a run with an honest worker, joined by two that cheat
-        run.wait_for_step(1)
-        cheats = {}
-        try:
-            # whose engines start while nothing is trained: nobody would be there to cheat
-            with standing_still(run.status()["roles"]["learner"]["pid"]):
-                for mode in ("perturbed", "edited"):
-                    cheats[mode] = start_cheat(run, mode)
-                for mode, (_, process) in cheats.items():
-                    log = run.runs_dir / mode / "log"
+class TestDishonestWorkers:
+    """Perturbed weights and edited tokens in a run of real processes."""
+
+    def test_perturbed_weights_and_edited_tokens_are_rejected(self, tmp_path):
+        overrides = {"steps": 400, "checkpoints.every": 1000}
+        # Versions come as deltas: at so small a rate few bits change, even of float32.
+        overrides |= {"broadcast.format": "delta", "optimizer.lr": 1e-10}
+        with QuickRun(tmp_path, "attacked", overrides) as run:
+            # given a run with an honest worker, joined by two that cheat
+            run.wait_for_step(1)
+            cheats = {}
+            try:
+                # whose engines start while nothing is trained: nobody would be there to cheat
+                with standing_still(run.status()["roles"]["learner"]["pid"]):
+                    for mode in ("perturbed", "edited"):
+                        cheats[mode] = start_cheat(run, mode)
+                    for mode, (_, process) in cheats.items():
+                        log = run.runs_dir / mode / "log"
+                        run.wait_until(
+                            lambda log=log: " loaded in " in log.read_text(),
+                            f"the {mode} worker's engine",
+                            others=[process],
+                        )
+                for mode, (key, process) in cheats.items():
                     run.wait_until(
-                        lambda log=log: " loaded in " in log.read_text(),
-                        f"the {mode} worker's engine",
+                        lambda key=key: len(verdicts_on(run, key)) >= 3,
+                        f"three verdicts on the {mode} worker",
                         others=[process],
                     )
-            for mode, (key, process) in cheats.items():
-                run.wait_until(
-                    lambda key=key: len(verdicts_on(run, key)) >= 3,
-                    f"three verdicts on the {mode} worker",
-                    others=[process],
-                )
-            step = len(run.metrics())
-            run.wait_for_step(step + 3)  # anything of theirs that was let through trains by then
-        finally:
-            for _, process in cheats.values():
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-        trained = {
-            group["submission"]
-            for path in run.dir.glob("rollouts/step_*/batch.json")
-            for group in json.loads(path.read_text())["payload"]["groups"]
-        }
-        found = {mode: verdicts_on(run, key) for mode, (key, _) in cheats.items()}
-        distances = [
-            row.logprob_diff
-            for table, _ in found["perturbed"]
-            for row in decode_verdicts(table.read_bytes())
-            if row.logprob_diff is not None
-        ]
+                step = len(run.metrics())
+                run.wait_for_step(
+                    step + 3
+                )  # anything of theirs that was let through trains by then
+            finally:
+                for _, process in cheats.values():
+                    process.send_signal(signal.SIGKILL)
+                    process.wait()
+            trained = {
+                group["submission"]
+                for path in run.dir.glob("rollouts/step_*/batch.json")
+                for group in json.loads(path.read_text())["payload"]["groups"]
+            }
+            found = {mode: verdicts_on(run, key) for mode, (key, _) in cheats.items()}
+            distances = [
+                row.logprob_diff
+                for table, _ in found["perturbed"]
+                for row in decode_verdicts(table.read_bytes())
+                if row.logprob_diff is not None
+            ]
 
-    # then each of their submissions was rejected, by a check that names itself
-    for mode, verdicts in found.items():
-        assert [v["accepted"] for _, v in verdicts] == [False] * len(verdicts), mode
-        assert all(v["reason"] for _, v in verdicts)
-        # and nothing of theirs reached the learner
-        assert not trained & {v["submission"] for _, v in verdicts}
-    # and they had the versions that they joined late for, and those after, as deltas
-    assert "from held version" in (run.runs_dir / "perturbed" / "log").read_text()
-    # and the perturbation was of the size that must be caught
-    assert np.mean(distances) >= 0.05
-    # and the honest worker went on undisturbed
-    assert trained
-    assert {v["reason"].split(":")[0] for _, v in found["edited"]} <= {
-        "reward",
-        "logprobs",
-        "logprobs_submission",
-        "seeded_sampling",
-        "seeded_sampling_submission",
-        "toploc",
-        "termination",
-    }
+        # then each of their submissions was rejected, by a check that names itself
+        for mode, verdicts in found.items():
+            assert [v["accepted"] for _, v in verdicts] == [False] * len(verdicts), mode
+            assert all(v["reason"] for _, v in verdicts)
+            # and nothing of theirs reached the learner
+            assert not trained & {v["submission"] for _, v in verdicts}
+        # and they had the versions that they joined late for, and those after, as deltas
+        assert "from held version" in (run.runs_dir / "perturbed" / "log").read_text()
+        # and the perturbation was of the size that must be caught
+        assert np.mean(distances) >= 0.05
+        # and the honest worker went on undisturbed
+        assert trained
+        assert {v["reason"].split(":")[0] for _, v in found["edited"]} <= {
+            "reward",
+            "logprobs",
+            "logprobs_submission",
+            "seeded_sampling",
+            "seeded_sampling_submission",
+            "toploc",
+            "termination",
+        }

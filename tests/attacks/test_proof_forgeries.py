@@ -101,194 +101,189 @@ def published(found: ChunkStatistics) -> bool:
     )
 
 
-def test_what_is_known_of_the_channels_takes_a_forger_far() -> None:
-    # given channels that vary less, and forgers who name each one's usual value in every row
-    hidden = states(CHUNKS, seed=2)
-    proof = channels(selected(states(KNOWN, seed=1)), WIDTH, 64)
-
-    # then under the published limits exponents agree in most positions, and all have its sign
-    found = statistics(hidden, proof)
-    assert np.median([each.exponent_mismatches for each in found]) <= 38
-    assert all(each.sign_mismatches == 0 for each in found)
-
-
-@pytest.mark.parametrize("limits", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["constant", "channels", "cells", "token table", "replay"])
-def test_no_forgery_passes(forgeries: dict[str, bytes], name: str, limits: Limits) -> None:
-    hidden = states(CHUNKS, seed=2)
-    assert not any(each.passed for each in verdicts(hidden, forgeries[name], limits))
-
-
-def test_honest_proofs_of_such_activations_pass_and_are_worth_something() -> None:
-    hidden = states(CHUNKS, seed=2)
-    for true, proofs in zip(hidden, build_proofs_batch(list(hidden)), strict=True):
-        verdict = judge(verify_proofs(true, proofs), FLOAT32)
-        assert verdict.passed and "too predictable" not in verdict.reason
-
-
-def test_a_models_states_cannot_be_forged_and_those_of_a_bf16_engine_pass() -> None:
-    # given a real model, whose next state follows from the last token to a large part
-    known, real = model_chunks(MODEL, 400, seed=1), model_chunks(MODEL, 150, seed=2)
-    found, table = selected(known.hidden), TokenTable(known)
-
-    # when forgers use what they know of it, and of the tokens
-    made = [
-        *(constant(found, 64), channels(found, HIDDEN, 64), channels(found, HIDDEN, 8)),
-        *(cells(found, 64), cells(found, 8)),
-    ]
-    passed = [v.passed for proof in made for v in verdicts(real.hidden, proof, BFLOAT16)]
-    # (three tokens nearly give this model's state: within the limits of bf16 it comes close)
-    by_table = [
-        judge(statistics(hidden[None], table.proof(tokens)), FLOAT32).passed
-        for hidden, tokens in zip(real.hidden, real.tokens, strict=True)
-    ]
-
-    # then none passes, and an honest engine that rounds to bf16 does
-    assert not any(passed) and not any(by_table)
-    rounded = model_chunks(MODEL.in_bfloat16(), 150, seed=2).hidden
-    for true, [proof] in zip(real.hidden, build_proofs_batch(list(rounded)), strict=True):
-        verdict = judge(verify_proofs(true, [proof]), BFLOAT16)
-        assert verdict.passed and "too predictable" not in verdict.reason
-
-
-# --- each rule alone ----------------------------------------------------------------------------
-
-
 def forged(hidden: np.ndarray, proof: bytes, limits: Limits = BFLOAT16) -> CheckResult:
     return judge(verify_proofs(hidden, [proof]), limits)
 
 
-def test_a_modulus_that_gives_channels_a_value_is_no_honest_one() -> None:
-    # given a forger with the right value of every channel: all 32 rows are alike
-    hidden = np.repeat(states(1, seed=3)[0][:1], 32, axis=0)
-    proof = channels(selected(hidden[None]), WIDTH, 8)
+class TestForgedProof:
+    """The best precomputed forgeries that we could devise: of channels, cells, tables of tokens."""
 
-    # then each claim is right, and the modulus gives it away
-    found = verify_proofs(hidden, [proof])[0]
-    assert found.error_median == 0 and parse_proof(proof).modulus == WIDTH
-    verdict = judge([found], BFLOAT16)
-    assert not verdict.passed and "honest modulus" in verdict.reason
-    assert verdict.value == PRIME - WIDTH
+    def test_what_is_known_of_the_channels_takes_a_forger_far(self) -> None:
+        # given channels that vary less, and forgers who name each one's usual value in every row
+        hidden = states(CHUNKS, seed=2)
+        proof = channels(selected(states(KNOWN, seed=1)), WIDTH, 64)
 
+        # then under the published limits exponents agree in most positions, and all have its sign
+        found = statistics(hidden, proof)
+        assert np.median([each.exponent_mismatches for each in found]) <= 38
+        assert all(each.sign_mismatches == 0 for each in found)
 
-@pytest.mark.parametrize("width", [4096, 5120])
-def test_honest_moduli_of_wide_chunks_differ_by_little(width: int) -> None:
-    # given chunks of more than 65,497 elements, where other positions may be selected
-    rng = np.random.default_rng(9)
-    values = rng.normal(size=(8, 32, width)).astype(np.float32)
-    values[..., 100:500:37] *= 3  # outlier channels, at distances near those at which rows wrap
-    noisy = values * (1 + 0.01 * rng.normal(size=values.shape).astype(np.float32))
-    true, sent = bf16_bits(values), bf16_bits(noisy)
+    @pytest.mark.parametrize("limits", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize("name", ["constant", "channels", "cells", "token table", "replay"])
+    def test_no_forgery_passes(
+        self, forgeries: dict[str, bytes], name: str, limits: Limits
+    ) -> None:
+        hidden = states(CHUNKS, seed=2)
+        assert not any(each.passed for each in verdicts(hidden, forgeries[name], limits))
 
-    # then proofs of one pass with the other, by the most lenient test
-    for hidden, proofs in zip(true, build_proofs_batch(list(sent)), strict=True):
-        found = verify_proofs(hidden, proofs)
-        assert found[0].modulus_gap <= 4 and found[0].missing_terms == 0
-        assert judge(found, BFLOAT16).passed
+    def test_honest_proofs_of_such_activations_pass_and_are_worth_something(self) -> None:
+        hidden = states(CHUNKS, seed=2)
+        for true, proofs in zip(hidden, build_proofs_batch(list(hidden)), strict=True):
+            verdict = judge(verify_proofs(true, proofs), FLOAT32)
+            assert verdict.passed and "too predictable" not in verdict.reason
 
+    def test_a_models_states_cannot_be_forged_and_those_of_a_bf16_engine_pass(self) -> None:
+        # given a real model, whose next state follows from the last token to a large part
+        known, real = model_chunks(MODEL, 400, seed=1), model_chunks(MODEL, 150, seed=2)
+        found, table = selected(known.hidden), TokenTable(known)
 
-@pytest.mark.parametrize("degree", [0, 1, 60, 123])
-def test_a_polynomial_of_too_low_a_degree_is_of_no_activations(degree: int) -> None:
-    hidden = states(1, seed=3)[0]
-    honest = parse_proof(build_proofs(hidden)[0])
-    low = np.where(np.arange(128) <= degree, np.maximum(honest.coefficients, 1), 0)
-    found = verify_proofs(hidden, [Proof(PRIME, low).to_bytes()])[0]
-    assert found.missing_terms == 127 - degree
-    assert not judge([found], BFLOAT16).passed
+        # when forgers use what they know of it, and of the tokens
+        made = [
+            *(constant(found, 64), channels(found, HIDDEN, 64), channels(found, HIDDEN, 8)),
+            *(cells(found, 64), cells(found, 8)),
+        ]
+        passed = [v.passed for proof in made for v in verdicts(real.hidden, proof, BFLOAT16)]
+        # (three tokens nearly give this model's state: within the limits of bf16 it comes close)
+        by_table = [
+            judge(statistics(hidden[None], table.proof(tokens)), FLOAT32).passed
+            for hidden, tokens in zip(real.hidden, real.tokens, strict=True)
+        ]
 
-
-def test_activations_that_are_all_alike_have_a_constant_proof_and_pass() -> None:
-    hidden = np.full((32, WIDTH), 0x3F80, np.uint16)
-    proofs = build_proofs(hidden)
-    assert not any(parse_proof(proofs[0]).coefficients[1:])
-    verdict = judge(verify_proofs(hidden, proofs), FLOAT32)
-    assert verdict.passed and "too short or too predictable" in verdict.reason
-
-
-@pytest.mark.parametrize("rows", [1, 2, 4, 8])
-def test_a_short_chunk_passes_and_the_verdict_says_what_it_is_worth(rows: int) -> None:
-    hidden = states(1, seed=4, rows=rows, outliers=0)[0]
-    verdict = judge(verify_proofs(hidden, build_proofs(hidden)), BFLOAT16)
-    assert verdict.passed
-    assert ("too short or too predictable" in verdict.reason) == (rows < 4)
+        # then none passes, and an honest engine that rounds to bf16 does
+        assert not any(passed) and not any(by_table)
+        rounded = model_chunks(MODEL.in_bfloat16(), 150, seed=2).hidden
+        for true, [proof] in zip(real.hidden, build_proofs_batch(list(rounded)), strict=True):
+            verdict = judge(verify_proofs(true, [proof]), BFLOAT16)
+            assert verdict.passed and "too predictable" not in verdict.reason
 
 
-def test_every_chunk_that_can_tell_is_judged_by_itself() -> None:
-    # given a rollout of three honest chunks, of which a forger's replaces one
-    hidden = states(3, seed=6).reshape(96, WIDTH)
-    proofs = build_proofs(hidden)
-    assert judge(verify_proofs(hidden, proofs), FLOAT32).passed
+class TestRulesOfProofs:
+    """Each rule that a forgery meets, alone."""
 
-    verdict = judge(verify_proofs(hidden, [proofs[0], proofs[0], proofs[2]]), FLOAT32)
+    def test_a_modulus_that_gives_channels_a_value_is_no_honest_one(self) -> None:
+        # given a forger with the right value of every channel: all 32 rows are alike
+        hidden = np.repeat(states(1, seed=3)[0][:1], 32, axis=0)
+        proof = channels(selected(hidden[None]), WIDTH, 8)
 
-    assert not verdict.passed and verdict.reason.endswith("of chunk 1")
+        # then each claim is right, and the modulus gives it away
+        found = verify_proofs(hidden, [proof])[0]
+        assert found.error_median == 0 and parse_proof(proof).modulus == WIDTH
+        verdict = judge([found], BFLOAT16)
+        assert not verdict.passed and "honest modulus" in verdict.reason
+        assert verdict.value == PRIME - WIDTH
 
+    @pytest.mark.parametrize("width", [4096, 5120])
+    def test_honest_moduli_of_wide_chunks_differ_by_little(self, width: int) -> None:
+        # given chunks of more than 65,497 elements, where other positions may be selected
+        rng = np.random.default_rng(9)
+        values = rng.normal(size=(8, 32, width)).astype(np.float32)
+        values[..., 100:500:37] *= 3  # outlier channels, at distances near those at which rows wrap
+        noisy = values * (1 + 0.01 * rng.normal(size=values.shape).astype(np.float32))
+        true, sent = bf16_bits(values), bf16_bits(noisy)
 
-@pytest.mark.parametrize("guesses", [0, 20, 40, 60, 80, 128])
-def test_a_chunk_is_judged_as_leniently_as_its_bits_allow(guesses: int) -> None:
-    test = null_test(
-        128, 4096, (guesses, guesses), shares=(20 / 128, 38 / 128), noise=8, enough_bits=160
-    )
-    assert 20 <= test.allowed <= 38
-    assert test.bits == bits_against_guessing(128, guesses, 128 - test.allowed)
-    if test.bits < 160:
-        assert (test.radius, test.allowed) == (0, 20)
-    else:  # the next more lenient would be worth less
-        assert test.allowed == 38 or bits_against_guessing(128, guesses, 127 - test.allowed) < 160
+        # then proofs of one pass with the other, by the most lenient test
+        for hidden, proofs in zip(true, build_proofs_batch(list(sent)), strict=True):
+            found = verify_proofs(hidden, proofs)
+            assert found[0].modulus_gap <= 4 and found[0].missing_terms == 0
+            assert judge(found, BFLOAT16).passed
 
+    @pytest.mark.parametrize("degree", [0, 1, 60, 123])
+    def test_a_polynomial_of_too_low_a_degree_is_of_no_activations(self, degree: int) -> None:
+        hidden = states(1, seed=3)[0]
+        honest = parse_proof(build_proofs(hidden)[0])
+        low = np.where(np.arange(128) <= degree, np.maximum(honest.coefficients, 1), 0)
+        found = verify_proofs(hidden, [Proof(PRIME, low).to_bytes()])[0]
+        assert found.missing_terms == 127 - degree
+        assert not judge([found], BFLOAT16).passed
 
-@pytest.mark.parametrize("noise, elements", [(33, 4096), (1, 255)])
-def test_rounding_or_a_chunk_too_coarse_for_every_radius_tells_nothing(
-    noise: float, elements: int
-) -> None:
-    test = null_test(128, elements, (0, 0), shares=(0.1, 0.3), noise=noise, enough_bits=160)
-    assert test.bits == 0
+    def test_activations_that_are_all_alike_have_a_constant_proof_and_pass(self) -> None:
+        hidden = np.full((32, WIDTH), 0x3F80, np.uint16)
+        proofs = build_proofs(hidden)
+        assert not any(parse_proof(proofs[0]).coefficients[1:])
+        verdict = judge(verify_proofs(hidden, proofs), FLOAT32)
+        assert verdict.passed and "too short or too predictable" in verdict.reason
 
+    @pytest.mark.parametrize("rows", [1, 2, 4, 8])
+    def test_a_short_chunk_passes_and_the_verdict_says_what_it_is_worth(self, rows: int) -> None:
+        hidden = states(1, seed=4, rows=rows, outliers=0)[0]
+        verdict = judge(verify_proofs(hidden, build_proofs(hidden)), BFLOAT16)
+        assert verdict.passed
+        assert ("too short or too predictable" in verdict.reason) == (rows < 4)
 
-# --- the bound ----------------------------------------------------------------------------------
+    def test_every_chunk_that_can_tell_is_judged_by_itself(self) -> None:
+        # given a rollout of three honest chunks, of which a forger's replaces one
+        hidden = states(3, seed=6).reshape(96, WIDTH)
+        proofs = build_proofs(hidden)
+        assert judge(verify_proofs(hidden, proofs), FLOAT32).passed
 
+        verdict = judge(verify_proofs(hidden, [proofs[0], proofs[0], proofs[2]]), FLOAT32)
 
-@pytest.mark.parametrize("rows", [2, 5, 32])
-@pytest.mark.parametrize("outliers", [0, 6])
-def test_whole_channels_never_hit_more_than_was_said(rows: int, outliers: int) -> None:
-    # given what is hit by a value for each of the channels granted, chosen on the very activations
-    hidden = states(40, seed=7, rows=rows, outliers=outliers)
-    selection = selected(hidden)
-    found = verify_proofs_batch(list(hidden), build_proofs_batch(list(hidden)))
-    values, column = ordered(selection.bits), selection.indices % WIDTH
-    granted = -(-256 // rows)
-    for chunk, one in enumerate(found):
-        assert isinstance(one, list)
-        hits = []
-        for channel in range(WIDTH):
-            there = values[chunk][column[chunk] == channel]
-            best = max((np.sum((there >= v) & (there <= v + 16)) for v in there), default=0)
-            hits.append(int(best))
-        assert one[0].guessable[0] == sum(sorted(hits)[-granted:])
+        assert not verdict.passed and verdict.reason.endswith("of chunk 1")
 
-
-def test_a_library_names_no_more_than_the_bound_grants() -> None:
-    hidden = states(60, seed=8)
-    selection = selected(hidden)
-    for chunk in range(60):
-        alone = replace(
-            selection,
-            indices=selection.indices[chunk : chunk + 1],
-            bits=selection.bits[chunk : chunk + 1],
-            sizes=selection.sizes[chunk : chunk + 1],
+    @pytest.mark.parametrize("guesses", [0, 20, 40, 60, 80, 128])
+    def test_a_chunk_is_judged_as_leniently_as_its_bits_allow(self, guesses: int) -> None:
+        test = null_test(
+            128, 4096, (guesses, guesses), shares=(20 / 128, 38 / 128), noise=8, enough_bits=160
         )
-        guess = likeliest(alone, WIDTH, 8, 8)
-        named = dict(zip(guess.residues.tolist(), guess.values.tolist(), strict=True))
-        hits = sum(
-            abs(named.get(int(i) % WIDTH, 1 << 20) - v) <= 8
-            for i, v in zip(alone.indices[0], ordered(alone.bits)[0], strict=True)
-        )
-        found = verify_proofs(hidden[chunk], build_proofs(hidden[chunk]))[0]
-        assert hits == found.guessable[0]
+        assert 20 <= test.allowed <= 38
+        assert test.bits == bits_against_guessing(128, guesses, 128 - test.allowed)
+        if test.bits < 160:
+            assert (test.radius, test.allowed) == (0, 20)
+        else:  # the next more lenient would be worth less
+            assert (
+                test.allowed == 38 or bits_against_guessing(128, guesses, 127 - test.allowed) < 160
+            )
+
+    @pytest.mark.parametrize("noise, elements", [(33, 4096), (1, 255)])
+    def test_rounding_or_a_chunk_too_coarse_for_every_radius_tells_nothing(
+        self, noise: float, elements: int
+    ) -> None:
+        test = null_test(128, elements, (0, 0), shares=(0.1, 0.3), noise=noise, enough_bits=160)
+        assert test.bits == 0
 
 
-@pytest.mark.parametrize("hits, required", [(10, 90), (64, 104), (0, 1), (90, 90), (128, 120)])
-def test_the_bits_bound_the_exact_binomial_tail(hits: int, required: int) -> None:
-    rate = hits / 128
-    tail = sum(comb(128, i) * rate**i * (1 - rate) ** (128 - i) for i in range(required, 129))
-    assert tail <= 2.0 ** -bits_against_guessing(128, hits, required) + 1e-300
+class TestBoundOfGuesses:
+    """What no forger of whole channels exceeds."""
+
+    @pytest.mark.parametrize("rows", [2, 5, 32])
+    @pytest.mark.parametrize("outliers", [0, 6])
+    def test_whole_channels_never_hit_more_than_was_said(self, rows: int, outliers: int) -> None:
+        # given what a value for each of the channels granted hits, chosen on the very activations
+        hidden = states(40, seed=7, rows=rows, outliers=outliers)
+        selection = selected(hidden)
+        found = verify_proofs_batch(list(hidden), build_proofs_batch(list(hidden)))
+        values, column = ordered(selection.bits), selection.indices % WIDTH
+        granted = -(-256 // rows)
+        for chunk, one in enumerate(found):
+            assert isinstance(one, list)
+            hits = []
+            for channel in range(WIDTH):
+                there = values[chunk][column[chunk] == channel]
+                best = max((np.sum((there >= v) & (there <= v + 16)) for v in there), default=0)
+                hits.append(int(best))
+            assert one[0].guessable[0] == sum(sorted(hits)[-granted:])
+
+    def test_a_library_names_no_more_than_the_bound_grants(self) -> None:
+        hidden = states(60, seed=8)
+        selection = selected(hidden)
+        for chunk in range(60):
+            alone = replace(
+                selection,
+                indices=selection.indices[chunk : chunk + 1],
+                bits=selection.bits[chunk : chunk + 1],
+                sizes=selection.sizes[chunk : chunk + 1],
+            )
+            guess = likeliest(alone, WIDTH, 8, 8)
+            named = dict(zip(guess.residues.tolist(), guess.values.tolist(), strict=True))
+            hits = sum(
+                abs(named.get(int(i) % WIDTH, 1 << 20) - v) <= 8
+                for i, v in zip(alone.indices[0], ordered(alone.bits)[0], strict=True)
+            )
+            found = verify_proofs(hidden[chunk], build_proofs(hidden[chunk]))[0]
+            assert hits == found.guessable[0]
+
+    @pytest.mark.parametrize("hits, required", [(10, 90), (64, 104), (0, 1), (90, 90), (128, 120)])
+    def test_the_bits_bound_the_exact_binomial_tail(self, hits: int, required: int) -> None:
+        rate = hits / 128
+        tail = sum(comb(128, i) * rate**i * (1 - rate) ** (128 - i) for i in range(required, 129))
+        assert tail <= 2.0 ** -bits_against_guessing(128, hits, required) + 1e-300

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.attacks.setting import rejection
 from tests.verify.bench import MODEL, Bench, lease_for
 from tests.verify.small_model import EOS, SmallModel, Worker, log_softmax
 from verify.plugins import PrefillOutput
@@ -112,58 +113,58 @@ def worker_of(bench: Bench, kind: type[Worker]) -> Worker:
     return kind(bench.worker_key, MODEL, bench.spec, bench.task_set)
 
 
-def test_honest_workers_pass(tmp_path: Path) -> None:
-    bench = bench_of(tmp_path)
-    for index in range(3):
-        take_lease(bench, index)
-        verdict = bench.verdict(bench.rollouts_of(worker_of(bench, Sampler)))
-        assert verdict.accepted, verdict.reason
-        assert [check.name for check in verdict.rows[0].checks][-7:] == [
-            "kept_tokens",
-            "ends_submission",
-            "ends",
-            "chosen_tokens_submission",
-            "chosen_tokens",
-            "toploc",
-            "duplicates",
-        ]
+class TestUnseededChoices:
+    """Greedy, other temperatures, top-k, best of n, another model, ends too soon or too late."""
 
+    def test_honest_workers_pass(self, tmp_path: Path) -> None:
+        bench = bench_of(tmp_path)
+        for index in range(3):
+            take_lease(bench, index)
+            verdict = bench.verdict(bench.rollouts_of(worker_of(bench, Sampler)))
+            assert verdict.accepted, verdict.reason
+            assert [check.name for check in verdict.rows[0].checks][-7:] == [
+                "kept_tokens",
+                "ends_submission",
+                "ends",
+                "chosen_tokens_submission",
+                "chosen_tokens",
+                "toploc",
+                "duplicates",
+            ]
 
-@pytest.mark.parametrize(
-    ("attack", "check", "words"),
-    [
-        (Greedy, "chosen_tokens_submission", "nothing below 1 of the largest probability"),
-        (Cooler, "chosen_tokens_submission", "temperature / 1.5"),
-        (Warmer, "chosen_tokens_submission", "temperature / 0.5"),
-        (TopK, "chosen_tokens_submission", "temperature / 1.25"),
-        (BestOf16, "chosen_tokens_submission", "temperature / 1."),
-        (AnotherModel, "ends_submission", "ends anywhere"),
-        (Truncates, "ends_submission", "ends anywhere, 0.01 a token"),
-        (Pads, "ends_submission", "odds of the end token times 0.0"),
-    ],
-)
-def test_a_choice_that_is_not_the_policys(
-    tmp_path: Path, attack: type[Worker], check: str, words: str
-) -> None:
-    bench = bench_of(tmp_path)
-    verdict = bench.verdict(bench.rollouts_of(worker_of(bench, attack)))
-    assert not verdict.accepted
-    assert verdict.reason.startswith(f"{check}: row 0: ") and words in verdict.reason
+    @pytest.mark.parametrize(
+        ("attack", "check", "words"),
+        [
+            (Greedy, "chosen_tokens_submission", "nothing below 1 of the largest probability"),
+            (Cooler, "chosen_tokens_submission", "temperature / 1.5"),
+            (Warmer, "chosen_tokens_submission", "temperature / 0.5"),
+            (TopK, "chosen_tokens_submission", "temperature / 1.25"),
+            (BestOf16, "chosen_tokens_submission", "temperature / 1."),
+            (AnotherModel, "ends_submission", "ends anywhere"),
+            (Truncates, "ends_submission", "ends anywhere, 0.01 a token"),
+            (Pads, "ends_submission", "odds of the end token times 0.0"),
+        ],
+    )
+    def test_a_choice_that_is_not_the_policys(
+        self, tmp_path: Path, attack: type[Worker], check: str, words: str
+    ) -> None:
+        bench = bench_of(tmp_path)
+        found = rejection(bench, bench.rollouts_of(worker_of(bench, attack)))
+        assert (found.check, found.row, words in found.words) == (check, 0, True)
+        assert found.value > found.limit
 
+    def test_a_single_row_is_looked_at_alone(self, tmp_path: Path) -> None:
+        bench = bench_of(tmp_path)
+        honest = bench.rollouts_of(worker_of(bench, Sampler))
+        greedy = bench.rollouts_of(worker_of(bench, Greedy))
+        row = max(range(len(greedy)), key=lambda n: len(greedy[n].output_tokens))
+        reason = bench.verdict([*honest[:row], greedy[row], *honest[row + 1 :]]).reason
+        assert reason.startswith(f"chosen_tokens: row {row}: ")
 
-def test_a_single_row_is_looked_at_alone(tmp_path: Path) -> None:
-    bench = bench_of(tmp_path)
-    honest = bench.rollouts_of(worker_of(bench, Sampler))
-    greedy = bench.rollouts_of(worker_of(bench, Greedy))
-    row = max(range(len(greedy)), key=lambda n: len(greedy[n].output_tokens))
-    reason = bench.verdict([*honest[:row], greedy[row], *honest[row + 1 :]]).reason
-    assert reason.startswith(f"chosen_tokens: row {row}: ")
-
-
-def test_tokens_that_the_pool_cuts_off(tmp_path: Path) -> None:
-    bench = bench_of(tmp_path, top_k=5)
-    reason = bench.verdict(bench.rollouts_of(worker_of(bench, Sampler))).reason
-    assert reason.startswith("kept_tokens: row ") and "lies below those that top-k" in reason
+    def test_tokens_that_the_pool_cuts_off(self, tmp_path: Path) -> None:
+        bench = bench_of(tmp_path, top_k=5)
+        reason = bench.verdict(bench.rollouts_of(worker_of(bench, Sampler))).reason
+        assert reason.startswith("kept_tokens: row ") and "lies below those that top-k" in reason
 
 
 class Repeats(Sampler):
@@ -174,20 +175,22 @@ class Repeats(Sampler):
         return [*once[:-2], 1 + key[0] % 40, once[-1]]
 
 
-def test_one_sample_handed_in_twice(tmp_path: Path) -> None:
-    bench = bench_of(tmp_path)
-    bench.prefill = False  # else the edited tokens are seen too
-    rows = bench.rollouts_of(worker_of(bench, Repeats))
-    reason = bench.verdict(rows).reason
-    assert reason.startswith("duplicates: row ") and "a run of tokens of row " in reason
+class TestDuplicateRows:
+    """One sample handed in as many, or another worker's as one's own."""
 
+    def test_one_sample_handed_in_twice(self, tmp_path: Path) -> None:
+        bench = bench_of(tmp_path)
+        bench.prefill = False  # else the edited tokens are seen too
+        rows = bench.rollouts_of(worker_of(bench, Repeats))
+        reason = bench.verdict(rows).reason
+        assert reason.startswith("duplicates: row ") and "a run of tokens of row " in reason
 
-def test_a_rollout_of_another_worker_carries_its_fingerprints(tmp_path: Path) -> None:
-    """What the coordinator compares: a copy's are those of the original."""
-    bench = bench_of(tmp_path)
-    original = bench.verdict(bench.rollouts_of(worker_of(bench, Sampler)))
-    rows = bench.rollouts_of(worker_of(bench, Sampler))
-    copied = bench.verdict([replace(row, proofs=list(row.proofs)) for row in rows])
-    prints = [row.fingerprints for row in original.rows]
-    assert prints == [row.fingerprints for row in copied.rows]
-    assert sum(map(len, prints)) > 0
+    def test_a_rollout_of_another_worker_carries_its_fingerprints(self, tmp_path: Path) -> None:
+        """What the coordinator compares: a copy's are those of the original."""
+        bench = bench_of(tmp_path)
+        original = bench.verdict(bench.rollouts_of(worker_of(bench, Sampler)))
+        rows = bench.rollouts_of(worker_of(bench, Sampler))
+        copied = bench.verdict([replace(row, proofs=list(row.proofs)) for row in rows])
+        prints = [row.fingerprints for row in original.rows]
+        assert prints == [row.fingerprints for row in copied.rows]
+        assert sum(map(len, prints)) > 0
