@@ -212,7 +212,7 @@ def _unusable(place: str, error: StoreError) -> UserError:
     return (NotNow if error.passing else UserError)(
         f"the ledger cannot be used: {error}",
         place=place,
-        remedy="free disk space or mend the permissions, then start again",
+        remedy=f"{error.remedy}, then start again",
     )
 
 

@@ -33,10 +33,13 @@ class StoreError(Exception):
     Args:
         words: why.
         passing: whether a later try may do; then nothing was changed.
+        remedy: what a person can do.
     """
 
-    def __init__(self, words: str, *, passing: bool) -> None:
-        self.words, self.passing = words, passing
+    def __init__(
+        self, words: str, *, passing: bool, remedy: str = "free disk space or mend the permissions"
+    ) -> None:
+        self.words, self.passing, self.remedy = words, passing, remedy
         super().__init__(words)
 
 

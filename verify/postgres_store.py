@@ -91,6 +91,7 @@ class PostgresStore:
                         f"row {rows[0][0]} cannot follow row {newest[0] if newest else 0}: "
                         "another process wrote",
                         passing=False,
+                        remedy="see that no other coordinator of this run is up",
                     )
                 cursor.executemany(
                     "INSERT INTO ledger (run, seq, kind, body, chain) VALUES (%s, %s, %s, %s, %s)",
@@ -118,7 +119,11 @@ class PostgresStore:
                 (f"runspec ledger {self._run}",),
             ).fetchone()
             if mine is None or not mine[0]:
-                raise StoreError("another process writes this run's ledger", passing=False)
+                raise StoreError(
+                    "another process writes this run's ledger",
+                    passing=False,
+                    remedy="end the other coordinator of this run",
+                )
             connection.execute(_CREATE)
         except (psycopg.Error, StoreError) as error:
             connection.close()
@@ -135,4 +140,8 @@ def place(url: str, run: str) -> str:
 def store_error(error: psycopg.Error) -> StoreError:
     """What went wrong; a server that is away, or has no room, may come back."""
     passing = isinstance(error, psycopg.OperationalError)
-    return StoreError(str(error).strip() or type(error).__name__, passing=passing)
+    return StoreError(
+        str(error).strip() or type(error).__name__,
+        passing=passing,
+        remedy="see that the PostgreSQL server answers, has room, and knows this user",
+    )

@@ -16,9 +16,30 @@ import pytest
 _DEADLINE_S = 60.0
 
 
+class Server:
+    """At work; `url` names its database.
+
+    Args:
+        folder: with its data, its log and its socket.
+        control: `pg_ctl` and whose data it is to control.
+    """
+
+    def __init__(self, folder: str, control: list[str]) -> None:
+        self.url = f"postgresql://postgres@/postgres?host={folder}"
+        self._folder, self._control = folder, control
+
+    def start(self) -> None:
+        options = f"-k {self._folder} -h ''"
+        _run([*self._control, "-l", f"{self._folder}/log", "-o", options, "start"], self._folder)
+
+    def kill(self) -> None:
+        """Ends it as a loss of power would: no transaction that is open is finished."""
+        _run([*self._control, "-m", "immediate", "stop"], self._folder)
+
+
 @contextmanager
-def postgres_server() -> Iterator[str]:
-    """Serves on a socket in a folder that goes with it; yields the URL of an empty database.
+def postgres_server() -> Iterator[Server]:
+    """Serves an empty database on a socket in a folder that goes with it.
 
     Skips the test where there is no server or no driver.
     """
@@ -32,11 +53,12 @@ def postgres_server() -> Iterator[str]:
         run = [*user, str(tools / "initdb"), "-D", str(data), "-A", "trust", "-U", "postgres", "-N"]
         _run(run, folder)
         control = [*user, str(tools / "pg_ctl"), "-D", str(data), "-w"]
-        _run([*control, "-l", f"{folder}/log", "-o", f"-k {folder} -h ''", "start"], folder)
+        server = Server(folder, control)
+        server.start()
         try:
-            yield f"postgresql://postgres@/postgres?host={folder}"
+            yield server
         finally:
-            _run([*control, "-m", "immediate", "stop"], folder)
+            server.kill()
 
 
 def _own(folder: Path) -> list[str]:

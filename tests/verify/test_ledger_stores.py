@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,24 +12,34 @@ from typing import Any
 import pytest
 
 from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
+from runspec.spec.resolved import load_resolved
+from runspec.spec.schema import RunSpec
 from tests.verify.audit.tampering import work
-from tests.verify.coordinator.deployment import Site, tiny_spec
+from tests.verify.coordinator.deployment import DEADLINE_S, Site, tiny_spec, verdict
 from tests.verify.coordinator.filled import POLICY, key
-from tests.verify.postgres import postgres_server
+from tests.verify.postgres import Server, postgres_server
 from tests.verify.test_ledger import eventful
+from tests.waiting import eventually
 from verify.audit.replay import audit
 from verify.coordinator.events import CoordinatorStarted, WorkerRegistered
 from verify.coordinator.state import replay
-from verify.ledger import Ledger, NotNow, open_ledger
+from verify.formats.lease import open_lease
+from verify.ledger import Ledger, NotNow, decode_event, open_ledger
 from verify.ledger_store import LedgerStore, SqliteStore, StoreError
 
 Open = Callable[[], LedgerStore]
 
 
 @pytest.fixture(scope="module")
-def postgres_url() -> Iterator[str]:
-    with postgres_server() as url:
-        yield url
+def postgres() -> Iterator[Server]:
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture
+def postgres_url(postgres: Server) -> str:
+    return postgres.url
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -117,30 +129,124 @@ def test_a_lost_connection_is_opened_again_and_a_ledger_that_went_on_is_refused(
         assert not isinstance(raised.value, NotNow)
 
 
-def test_a_run_with_its_ledger_in_postgres_restarts_and_is_audited(
-    postgres_url: str, tmp_path: Path
-):
-    spec = tiny_spec(steps=2)
-    values: dict[str, Any] = spec.model_dump(mode="json", by_alias=True)
-    values["verify"]["ledger"] = postgres_url
-    spec = type(spec).model_validate(values)
-    site = Site(tmp_path, spec)
+def test_a_server_that_dies_in_a_transaction_has_all_or_nothing_of_it(postgres: Server):
+    from verify.postgres_store import PostgresStore, connect
+
+    with closing(Ledger(PostgresStore(postgres.url, "died"))) as ledger:
+        ledger.append([CoordinatorStarted(1.0)])
+        with closing(connect(postgres.url)) as other, ThreadPoolExecutor(1) as pool:
+            # given a transaction that cannot get on
+            other.autocommit = False
+            other.execute("LOCK TABLE ledger IN EXCLUSIVE MODE")
+            appending = pool.submit(ledger.append, [CoordinatorStarted(2.0)] * 2)
+            with closing(connect(postgres.url)) as third:
+                blocked = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+                eventually(
+                    lambda: third.execute(blocked).fetchone() == (1,), "the append waits in it"
+                )
+            # when the server dies and comes again
+            postgres.kill()
+            with pytest.raises(NotNow, match="the ledger cannot be used"):
+                appending.result(DEADLINE_S)
+            with pytest.raises(NotNow, match=r"connection .*failed") as away:
+                ledger.append([CoordinatorStarted(2.0)] * 2)
+            assert "PostgreSQL server answers" in (away.value.remedy or "")
+            postgres.start()
+        # then nothing of it is there, and it can be tried again
+        assert [event.at for event in read_ledger(postgres.url, "died")] == [1.0]
+        ledger.append([CoordinatorStarted(2.0)] * 2)
+        assert [event.at for event in ledger.events()] == [1.0, 2.0, 2.0]
+
+
+def read_ledger(url: str, run: str) -> list[Any]:
+    """As an auditor reads it, beside the writer."""
+    from verify.postgres_store import connect
+
+    with closing(connect(url)) as reader:
+        rows = reader.execute(
+            "SELECT kind, body FROM ledger WHERE run = %s ORDER BY seq", (run,)
+        ).fetchall()
+    return [decode_event(kind.encode(), body.encode()) for kind, body in rows]
+
+
+@pytest.fixture
+def site(postgres: Server, tmp_path: Path) -> Iterator[Site]:
+    """A run of two steps whose ledger is in PostgreSQL, in a database of its own."""
+    from verify.postgres_store import connect
+
+    name = f"of_{digest_bytes(str(tmp_path).encode())[:16]}"
+    with closing(connect(postgres.url)) as admin:
+        admin.execute(f"CREATE DATABASE {name}")  # type: ignore[call-overload]
+    values: dict[str, Any] = tiny_spec(steps=2).model_dump(mode="json", by_alias=True)
+    values["verify"]["ledger"] = postgres.url.replace("/postgres?", f"/{name}?")
+    site = Site(tmp_path, RunSpec.model_validate(values))
     site.publish(0)
     with site.origin():
-        for step in range(2):
-            with site.serving():
-                worker = site.worker()
-                work(site, worker)
-                work(site, worker)
-                site.batch(step)
-                site.publish(step + 1)
+        yield site
+
+
+def test_a_second_coordinator_of_a_run_is_refused_and_the_first_goes_on(site: Site):
+    with site.serving():
+        worker, first = site.worker(), site.url
+        with pytest.raises(UserError, match="another process writes this run's ledger") as refused:
+            site.serving().__enter__()
+        assert refused.value.place == f"{ledger_place(site)}"
+        assert "end the other coordinator" in (refused.value.remedy or "")
+        assert site.url == first
+        work(site, worker)
+
+
+def ledger_place(site: Site) -> str:
+    from verify.postgres_store import place
+
+    spec = load_resolved(site.run_dir)
+    assert spec.verify.ledger is not None
+    return place(spec.verify.ledger, spec.name)
+
+
+def test_a_run_goes_on_when_its_server_was_started_again(
+    postgres: Server, site: Site, caplog: pytest.LogCaptureFixture
+):
+    with site.serving(), caplog.at_level(logging.INFO, logger="verify"):
+        worker = site.worker()
+        work(site, worker, judged=False)
+        # given a server that dies while a worker wants a lease
+        postgres.kill()
+        with ThreadPoolExecutor(1) as pool:
+            leasing = pool.submit(work, site, worker, judged=False)
+            eventually(lambda: "to be written: " in caplog.text, "the coordinator says so")
+            assert f"waiting for {ledger_place(site)} to be written" in caplog.text
+            # when it is there again, then the lease is granted, answered and judged
+            postgres.start()
+            leasing.result(DEADLINE_S)
+        assert f"{ledger_place(site)} can be written again" in caplog.text
+        validator = site.client(site.validator)
+        for _ in range(2):
+            item = validator.next_submission(DEADLINE_S)
+            assert item is not None
+            lease = open_lease(item.lease, coordinators=validator.roles().coordinator)
+            validator.verdict(*verdict(item.submission, lease, site.validator))
+        site.batch(0)
+    # and nothing is lost, nothing there twice
+    report = audit(site.run_dir, root_key=site.root.public_hex)
+    assert (report.findings, report.steps_closed) == ([], 1)
+
+
+def test_a_run_with_its_ledger_in_postgres_restarts_and_is_audited(site: Site):
+    for step in range(2):
+        with site.serving():
+            worker = site.worker()
+            work(site, worker)
+            work(site, worker)
+            site.batch(step)
+            site.publish(step + 1)
     assert not (site.run_dir / "state.db").exists()
 
     report = audit(site.run_dir, root_key=site.root.public_hex)
     assert report.findings == []
     assert report.steps_closed == 2
 
-    with closing(open_ledger(site.run_dir, spec)) as ledger:
+    with closing(open_ledger(site.run_dir, load_resolved(site.run_dir))) as ledger:
         assert ledger.head == (report.rows, report.head)
         ledger._store._connection.execute(  # type: ignore[attr-defined]
             "UPDATE ledger SET body = replace(body, 'true', 'false') WHERE run = %s", ("tiny",)

@@ -83,6 +83,8 @@ class Journal:
         except NotNow as error:
             self.put_off(error)
             raise
+        if self._trouble_since is not None:
+            _log.info("%s can be written again", self.ledger.place)
         self._trouble_since = None
         self.state = state
         for recorded in events:
@@ -101,7 +103,7 @@ class Journal:
         now = self.clock()
         if self._trouble_since is None:
             self._trouble_since = now
-            _log.warning("waiting for the disk: %s", error)
+            _log.warning("waiting for %s to be written: %s", error.place, error.thing)
         elif now - self._trouble_since > PATIENCE_S:
             raise UserError(error.thing, place=error.place, remedy=error.remedy) from error
 
