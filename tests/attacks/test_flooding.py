@@ -142,6 +142,16 @@ class TestFlooding:
         assert len(ledger_rows(site)) <= rows + 2
         assert len(held) == 2
 
+    def test_leases_given_back_again_and_again(self, site: Site) -> None:
+        """Each return is a row of the ledger, and each grant of it again: one of both a lease."""
+        _, worker = site.worker()
+        seen = set()
+        for _ in range(8):
+            seen.add(granted(site, worker)[0])
+            worker.release()
+        written = [type(event).__name__ for event in ledger_rows(site)]
+        assert written.count("LeaseReleased") == written.count("LeaseResumed") == len(seen) == 1
+
     def test_submissions_that_wait_for_a_verdict(self, site: Site, post: Post) -> None:
         workers = [site.worker() for _ in range(4)]
         leases = [(key, *granted(site, client)) for key, client in workers[:2]]

@@ -214,7 +214,12 @@ def _still_needed(state: State, record: LeaseRecord) -> bool:
 
 
 def takes_back(state: State, record: LeaseRecord) -> bool:
-    """Whether the groups of an open lease that its holder gives back may be leased to others."""
+    """Whether the groups of an open lease that its holder gives back may be leased to others.
+
+    Once only: each return is a row of the ledger, on disk before it is answered.
+    """
+    if record.resumed:
+        return False
     step = state.steps.get(record.lease.step)
     return step is None or step.given_back + record.lease.groups <= state.policy.groups
 

@@ -102,6 +102,8 @@ class LeaseRecord:
     """Whether nothing spoke for its worker when it was granted (`Standing.newcomer`)."""
     recomputed: bool = False
     """Whether its rollouts were accepted after a prefill, and not on the worker's word."""
+    resumed: bool = False
+    """Whether its holder gave it back, and came again for it."""
     deferred: str | None = None
     """The submission that its holder was told to bring later."""
     deferred_until: float = 0.0
@@ -338,7 +340,7 @@ def _resume(state: State, event: LeaseResumed) -> State:
     record = _record(state, event.lease, "released")
     _require(record.lease.step in state.steps, "a lease of a step that is closed")
     state = _with_leased(state, record, record.lease.groups)
-    return _with_lease(state, replace(record, status="open"))
+    return _with_lease(state, replace(record, status="open", resumed=True))
 
 
 def _defer(state: State, event: SubmissionDeferred) -> State:
