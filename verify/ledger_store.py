@@ -6,11 +6,13 @@ one call brings.
 
 from __future__ import annotations
 
+import fcntl
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
+LOCK_SUFFIX = ".lock"
 _BUSY_TIMEOUT_S = 10.0
 _PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 _PRIMARY = 0xFF
@@ -71,10 +73,15 @@ class LedgerStore(Protocol):
 
 
 class SqliteStore:
-    """A table in a run's state.db, in WAL mode, synced at every commit."""
+    """A table in a run's state.db, in WAL mode, synced at every commit.
+
+    From its first row on a writer holds the lock `state.db.lock` beside it, which the kernel
+    lets go when the writer dies. Readers need no lock.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock: BinaryIO | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(
@@ -92,6 +99,9 @@ class SqliteStore:
 
     def close(self) -> None:
         self._database.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def last(self) -> StoredRow | None:
         try:
@@ -103,12 +113,16 @@ class SqliteStore:
         return row
 
     def append(self, rows: Sequence[StoredRow]) -> None:
+        if not rows:
+            return
+        self._own()
         try:
             self._database.execute("BEGIN IMMEDIATE")
             try:
+                must_follow(self.last(), rows[0])
                 self._database.executemany("INSERT INTO ledger VALUES (?, ?, ?, ?)", rows)
                 self._database.execute("COMMIT")
-            except sqlite3.Error:
+            except (sqlite3.Error, StoreError):
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
                 raise
@@ -122,6 +136,44 @@ class SqliteStore:
             )
         except sqlite3.Error as error:
             raise _store_error(error) from error
+
+    def _own(self) -> None:
+        if self._lock is not None:
+            return
+        try:
+            lock = self._path.with_name(self._path.name + LOCK_SUFFIX).open("ab")
+        except OSError as error:
+            raise _store_error(error) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            raise another_writes() from error
+        self._lock = lock
+
+
+def must_follow(newest: StoredRow | None, row: StoredRow) -> None:
+    """Refuses a row that does not follow the newest: somebody else wrote since it was read.
+
+    Raises:
+        StoreError: it does not.
+    """
+    last = newest[0] if newest else 0
+    if last != row[0] - 1:
+        raise StoreError(
+            f"row {row[0]} cannot follow row {last}: another process wrote",
+            passing=False,
+            remedy="see that no other coordinator of this run is up",
+        )
+
+
+def another_writes() -> StoreError:
+    """A second writer is refused."""
+    return StoreError(
+        "another process writes this run's ledger",
+        passing=False,
+        remedy="end the other coordinator of this run",
+    )
 
 
 def _store_error(error: OSError | sqlite3.Error) -> StoreError:

@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from verify.ledger_store import StoredRow, StoreError
+from verify.ledger_store import StoredRow, StoreError, another_writes, must_follow
 
 _CONNECT_TIMEOUT_S = 10
 # A server that hears nothing of a dead coordinator's machine gives its lock up within a minute.
@@ -86,13 +86,7 @@ class PostgresStore:
             with self._connection.transaction(), self._connection.cursor() as cursor:
                 cursor.execute("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE")
                 newest = cursor.execute(_LAST, (self._run,)).fetchone()
-                if (newest[0] if newest else 0) != rows[0][0] - 1:
-                    raise StoreError(
-                        f"row {rows[0][0]} cannot follow row {newest[0] if newest else 0}: "
-                        "another process wrote",
-                        passing=False,
-                        remedy="see that no other coordinator of this run is up",
-                    )
+                must_follow(newest, rows[0])
                 cursor.executemany(
                     "INSERT INTO ledger (run, seq, kind, body, chain) VALUES (%s, %s, %s, %s, %s)",
                     [(self._run, *row) for row in rows],
@@ -119,11 +113,7 @@ class PostgresStore:
                 (f"runspec ledger {self._run}",),
             ).fetchone()
             if mine is None or not mine[0]:
-                raise StoreError(
-                    "another process writes this run's ledger",
-                    passing=False,
-                    remedy="end the other coordinator of this run",
-                )
+                raise another_writes()
             connection.execute(_CREATE)
         except (psycopg.Error, StoreError) as error:
             connection.close()

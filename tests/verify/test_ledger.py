@@ -68,6 +68,7 @@ def test_the_state_rebuilt_from_the_ledger_is_the_state(ledger: Ledger, tmp_path
 
 def test_a_reopened_ledger_goes_on_where_it_was(ledger: Ledger, tmp_path: Path):
     ledger.append([CoordinatorStarted(1.0)])
+    ledger.close()
 
     with closing(Ledger(tmp_path / "state.db")) as reopened:
         reopened.append([CoordinatorStarted(2.0), CoordinatorStarted(3.0)])

@@ -79,6 +79,32 @@ def test_all_or_nothing_of_one_call_is_kept(opened: Open):
         assert [row[1] for row in store.rows()] == ["A", "D", "E"]
 
 
+def test_a_second_writer_is_refused_until_the_first_is_gone_and_readers_are_not(opened: Open):
+    first = opened()
+    first.append([(1, "A", "{}", "a")])
+    with (
+        pytest.raises(StoreError, match="another process writes this run's ledger") as refused,
+        closing(opened()) as second,  # PostgreSQL's is refused here
+    ):
+        assert second.last() == (1, "A", "{}", "a")
+        second.append([(2, "B", "{}", "b")])
+    assert not refused.value.passing
+    first.append([(2, "C", "{}", "c")])
+    first.close()
+    with closing(opened()) as third:
+        third.append([(3, "D", "{}", "d")])
+        assert [row[1] for row in third.rows()] == ["A", "C", "D"]
+
+
+def test_a_row_that_does_not_follow_the_newest_is_refused(tmp_path: Path):
+    """The store of a process that read before another wrote and went."""
+    stale = SqliteStore(tmp_path / "state.db")
+    with closing(SqliteStore(tmp_path / "state.db")) as other:
+        other.append([(1, "A", "{}", "a")])
+    with closing(stale), pytest.raises(StoreError, match="row 1 cannot follow row 1: another"):
+        stale.append([(1, "B", "{}", "b")])
+
+
 def test_what_json_may_hold_comes_back(opened: Open):
     words = WorkerRegistered(1.5, key("x"), 'a\x00b\u2028"\\ä😀')
     with closing(Ledger(opened())) as ledger:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
+from runspec.common.errors import UserError
 from runspec.common.hashing import digest_bytes
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, tiny_spec, verdict
 from verify.coordinator.events import CoordinatorStarted
 from verify.coordinator.policy import Policy
 from verify.coordinator.state import replay
-from verify.formats.layout import step_folder, submission_files
+from verify.formats.layout import STATE_FILE, step_folder, submission_files
 from verify.formats.lease import open_lease
 from verify.ledger import Ledger
+
+START_S = 120.0
+"""A process may take to start on a busy machine, and to end by itself."""
 
 
 @contextmanager
@@ -95,21 +102,38 @@ def test_a_batch_that_the_ledger_does_not_know_stops_the_run(site: Site, free_po
     path.write_bytes(b"{}")
 
     process = site.process(free_port)
-    _, words = process.communicate(timeout=DEADLINE_S)
+    _, words = process.communicate(timeout=START_S)
 
     assert process.returncode == 4
     assert f"{path}: a batch of step 0, which the ledger has not closed" in words
 
 
 def test_a_taken_port_is_an_error_that_names_it(site: Site):
-    with site.serving():
-        port = int(site.url.rpartition(":")[2])
-
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
         process = site.process(port)
-        _, words = process.communicate(timeout=DEADLINE_S)
+        _, words = process.communicate(timeout=START_S)
 
-        assert process.returncode == 1
-        assert f"127.0.0.1:{port}: the port is taken" in words
+    assert process.returncode == 1
+    assert f"127.0.0.1:{port}: the port is taken" in words
+
+
+def test_a_second_coordinator_of_a_run_is_refused_and_the_first_goes_on(site: Site):
+    with site.serving():
+        key, worker = site.worker()
+        first = site.url
+
+        with pytest.raises(UserError, match="another process writes this run's ledger") as refused:
+            site.serving().__enter__()
+
+        assert refused.value.place == str(site.run_dir / STATE_FILE)
+        assert site.url == first
+        data = worker.lease(DEADLINE_S)
+        assert data is not None
+        lease = open_lease(data, coordinators=worker.roles().coordinator)
+        worker.submit(*submission(data, lease, key))
+    with site.serving():  # its lock went with it
+        site.client(key).heartbeat({})
 
 
 def test_the_state_is_what_the_ledger_says(site: Site):
