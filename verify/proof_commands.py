@@ -16,8 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from runspec.common.errors import UserError
+from runspec.common.files import read_bounded
+from runspec.common.hashing import is_digest
 from runspec.common.process import EXIT_INTERNAL
+from runspec.spec.profile_files import MAX_BYTES as MAX_PROFILE_BYTES
 from verify.activations import bf16_pieces, open_activations
+from verify.calibration.profile import open_profile
 from verify.checks.prefill import judge_proofs, nearest_to_failing
 from verify.formats.verdict import CheckResult
 from verify.thresholds import BFLOAT16, FLOAT32, Limits
@@ -67,8 +71,12 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "--profile",
         default=DEFAULT_PROFILE,
         metavar="P",
-        help=f"limits to judge by: {', '.join(PROFILES)}; %(default)s where none is named, whose "
-        "limits are the strictest that the published figures allow",
+        help=f"limits to judge by: {', '.join(PROFILES)}, or the file of a calibrated profile; "
+        "%(default)s where none is named, whose limits are the strictest that the published "
+        "figures allow",
+    )
+    check.add_argument(
+        "--root-key", metavar="HEX", help="the root's public key, which must have signed the file"
     )
     check.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -99,7 +107,7 @@ def _prove(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    limits = limits_of(options.profile)
+    limits = limits_of(options.profile, root_public_key=options.root_key)
     verdict = check_proofs(options.activations, options.proofs, limits)
     print(_as_json(verdict, options.profile) if options.json else _as_text(verdict))
     sys.stdout.flush()
@@ -109,19 +117,36 @@ def _check(options: argparse.Namespace) -> int:
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"prove": _prove, "check": _check}
 
 
-def limits_of(profile: str) -> Limits:
+def limits_of(profile: str, *, root_public_key: str | None = None) -> Limits:
     """The limits that a profile names.
 
+    Args:
+        profile: one of `PROFILES`, or the file of a calibrated one.
+        root_public_key: who must have signed that file (hex).
+
     Raises:
-        UserError: there is none of the name.
+        UserError: there is no such name or file, or the file is not to be believed.
     """
-    if profile not in PROFILES:
+    if profile in PROFILES:
+        return PROFILES[profile]
+    if not is_digest(root_public_key):
         raise UserError(
-            f"no profile {profile[:80]!r}",
-            place="--profile",
-            remedy=f"name one of {', '.join(PROFILES)}",
+            f"no profile {profile[:80]!r}"
+            if root_public_key is None
+            else "no public key: 64 hexadecimal characters are one",
+            place="--profile" if root_public_key is None else "--root-key",
+            remedy=f"name one of {', '.join(PROFILES)}, or a file of `python -m verify "
+            "calibrate` and, with --root-key, the key that signed it",
         )
-    return PROFILES[profile]
+    try:
+        data = read_bounded(Path(profile), MAX_PROFILE_BYTES)
+        return open_profile(data, root_public_key=root_public_key).as_limits()
+    except (OSError, ValueError) as error:  # ValueError: a bad signature too, or no path
+        raise UserError(
+            f"not to be believed: {getattr(error, 'strerror', None) or error}",
+            place=profile[:200],
+            remedy="name a file of `python -m verify calibrate`, and the key that signed it",
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,19 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from runspec.common.keys import SigningKey
+from tests.verify.calibration.profiles import ROOT, document, made_profile
 from tests.verify.small_model import bf16_bits
 from verify.__main__ import main
 from verify.activations import MAX_HIDDEN, round_to_bf16
+from verify.thresholds import BFLOAT16
 from verify.toploc import build_proofs
 from verify.toploc.field import PRIME
 
@@ -279,3 +283,53 @@ def test_a_fault_of_our_own_is_no_verdict(
 
     monkeypatch.setattr("verify.proof_commands.judge_proofs", broken)
     assert main(["check", activations, str(proofs)]) == 3
+
+
+# --- calibrated profiles ------------------------------------------------------------------------
+
+
+def signed_profile(path: Path, key: SigningKey = ROOT) -> str:
+    """A profile that allows no position to be off."""
+    strict = replace(BFLOAT16, mismatch_share=0.0, miss_share=0.0)
+    profile = made_profile(strict, sampler={"precision": "bfloat16"})
+    path.write_text(document(profile, key))
+    return str(path)
+
+
+def test_a_calibrated_profile_is_judged_by(
+    activations: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given proofs of activations that differ in one exponent, which the published limits allow
+    values = hidden_states()
+    values[0, np.argmax(np.abs(values[0]))] *= 2.5
+    path = tmp_path / "near.txt"
+    path.write_text(lines_of(build_proofs(bf16_bits(values))))
+    assert main(["check", activations, str(path)]) == ACCEPTED
+    # when a stricter profile is named
+    profile = signed_profile(tmp_path / "profile.json")
+    capsys.readouterr()
+    named = ["--profile", profile, "--root-key", ROOT.public_hex]
+    assert main(["check", activations, str(path), *named]) == REJECTED
+    assert "exponent or sign mismatches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "named", "words"),
+    [
+        (ROOT, [], "no profile"),
+        (ROOT, ["--root-key", "ab"], "no public key"),
+        (SigningKey.generate(), ["--root-key", ROOT.public_hex], "may not sign it"),
+    ],
+)
+def test_a_profile_that_is_not_the_roots_is_no_verdict(
+    key: SigningKey,
+    named: list[str],
+    words: str,
+    activations: str,
+    proofs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    profile = signed_profile(tmp_path / "profile.json", key)
+    assert main(["check", activations, str(proofs), "--profile", profile, *named]) == UNREADABLE
+    assert words in capsys.readouterr().err

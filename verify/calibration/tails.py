@@ -2,9 +2,9 @@
 
 A false-rejection rate of 1e-6 cannot be counted in a thousand rollouts: it is extrapolated. Beyond
 the m-th largest of n values, u, the excess is taken to be exponential (geometric, for counts), with
-the largest mean that m such excesses leave possible at 95 %:
+the largest mean that m such excesses leave possible at 95 %, and their share as two sigmas allow:
 
-    P(X > x) <= (m / n) exp(-(x - u) / scale),     so   bound = u + scale ln(m / (n p))
+    P(X > x) <= q exp(-(x - u) / scale),   q = (m + 2 sqrt m) / n,   bound = u + scale ln(q / p)
 
 For a density that is log-concave beyond u (normal, gamma, exponential, binomial, and means of
 many such) the mean excess falls with u, so that this is too large rather than too small. Where the
@@ -74,12 +74,12 @@ def _continuous(ordered: np.ndarray, m: int, probability: float) -> Bound:
     if spread > 1.0 + _SPREAD_SIGMAS / math.sqrt(m):
         return Bound(None, f"a heavier tail than exponential (spread {spread:.2f} of {m})")
     scale = float(excess.sum()) / _gamma_quantile(m, 1.0 - _CONFIDENCE)
-    reach = math.log(m / (len(ordered) * probability))
+    reach = _reach(m, len(ordered), probability)
     return Bound(max(float(ordered[0]), float(ordered[m]) + scale * reach))
 
 
 def _counts(ordered: np.ndarray, m: int, probability: float, unit: float) -> Bound:
-    """P(X >= u + j) <= (m / n) r**j, r the largest that the excesses leave possible."""
+    """P(X >= u + j) <= q r**j, r the largest that the excesses leave possible."""
     start = int(ordered[m - 1])
     excess = ordered[ordered >= start] - start
     m = len(excess)
@@ -88,9 +88,13 @@ def _counts(ordered: np.ndarray, m: int, probability: float, unit: float) -> Bou
     if mean and float(excess.std()) > widest * (1.0 + _SPREAD_SIGMAS / math.sqrt(m)) + 1.0:
         return Bound(None, f"a heavier tail than geometric (spread {excess.std() / widest:.2f})")
     ratio = _geometric_ratio(int(excess.sum()), m)
-    reach = math.log(m / (len(ordered) * probability))
-    steps = math.ceil(reach / -math.log(ratio)) if reach > 0 else 0
+    steps = math.ceil(_reach(m, len(ordered), probability) / -math.log(ratio))
     return Bound(unit * max(int(ordered[0]), start - 1 + steps))
+
+
+def _reach(m: int, n: int, probability: float) -> float:
+    """ln(q / p): over how many times the scale a bound lies beyond u."""
+    return max(0.0, math.log((m + 2.0 * math.sqrt(m)) / (n * probability)))
 
 
 def _gamma_quantile(shape: int, share: float) -> float:

@@ -63,7 +63,9 @@ def find_version(
 
 
 def place(version: Version, cache: Path) -> Path:
-    """Puts a version into a cache, its files checked against the manifest.
+    """Puts a version into a cache: all its files, those that the manifest lists checked.
+
+    It lists none of the tensors' files of a version that was published as a delta alone.
 
     Raises:
         UserError: a file is not what the manifest says.
@@ -78,7 +80,9 @@ def place(version: Version, cache: Path) -> Path:
             raise _damaged(source, error.strerror or str(error)) from error
         if not same:
             raise _damaged(source, "other bytes than were published")
-        _link(source, target / name)
+    for source in version.folder.iterdir():
+        if source.is_file() and source.name != _MANIFEST:
+            _link(source, target / source.name)
     _link(version.manifest, target / _MANIFEST)
     return target
 

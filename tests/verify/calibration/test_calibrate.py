@@ -1,0 +1,179 @@
+"""`python -m verify calibrate` over a run directory: what is measured, derived, signed, refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runspec.common.hashing import digest_file
+from runspec.common.keys import SigningKey
+from tests.harness import ROOT as REPOSITORY
+from tests.verify.calibration.file_engine import FileEngine, save_small_model
+from tests.verify.calibration.honest_run import WORKER, HonestRun
+from tests.verify.small_model import ParityTask, SmallModel, Worker, small_spec
+from verify import plugins
+from verify.__main__ import main
+from verify.calibration.profile import Profile, open_profile
+from verify.calibration.spoilt import int8
+from verify.thresholds import BFLOAT16
+
+MODEL = SmallModel.random(seed=3)
+SUBMISSIONS = 48
+
+
+@pytest.fixture(scope="session")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose workers compute in bfloat16: two versions, 8 rollouts a submission."""
+    spec = small_spec(dtype="bfloat16")
+    run = HonestRun(tmp_path_factory.mktemp("calibrate") / "run", spec)
+    for version in (0, 1):
+        model = MODEL if version == 0 else MODEL.perturbed(0.01, seed=1)
+        save_small_model(model, run.weights(version))
+        run.publish(version)
+        worker = Worker(WORKER, model.in_bfloat16(), spec, ParityTask())
+        for _ in range(SUBMISSIONS // 2):
+            signed, lease = run.lease(version, groups=2)
+            run.take(signed, lease, worker.rollouts(signed, lease))
+    run.close()
+    return run.directory
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    path = tmp_path / "root.key"
+    SigningKey.generate().save(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def file_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        name, dist = "jax", None
+        load = staticmethod(lambda: FileEngine)
+
+    found = {plugins.PREFILL_GROUP: [Point]}
+    monkeypatch.setattr(plugins, "entry_points", lambda group: found[group])
+
+
+def calibrated(run_dir: Path, key: Path, *more: str) -> tuple[int, Path]:
+    out = key.with_name("profile.json")
+    words = ["calibrate", str(run_dir), "--pool", "home", "--key", str(key), "--out", str(out)]
+    return main([*words, *more]), out
+
+
+def opened(path: Path, key: Path) -> Profile:
+    return open_profile(path.read_bytes(), root_public_key=SigningKey.load(key).public_hex)
+
+
+def test_a_pool_is_measured_and_its_profile_signed(
+    run_dir: Path, key: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given what the weights' files are
+    weights = run_dir / "weights" / "v0" / "model.safetensors"
+    before = digest_file(weights)
+    # when the pool is calibrated, and held against perturbed weights
+    code, out = calibrated(run_dir, key, "--perturbed", "--perturbed-submissions", "6", "--json")
+    # then the profile says what of
+    assert code == 0
+    profile = opened(out, key)
+    assert (profile.sampler.precision, profile.validator.precision) == ("bfloat16", "float32")
+    assert profile.measured.submissions == SUBMISSIONS
+    assert profile.measured.rollouts == 8 * SUBMISSIONS
+    assert profile.measured.versions == [0, 1]
+    assert profile.model.hidden_size == 64
+    # and its limits are above all that was measured, tighter than published, looser nowhere
+    limits, number = profile.as_limits(), profile.numbers["logprob_rollout"]
+    assert number.samples == 8 * SUBMISSIONS
+    assert number.quantiles["1"] < limits.logprob_rollout < BFLOAT16.logprob_rollout
+    assert limits.logprob_submission < BFLOAT16.logprob_submission
+    assert limits.gap == BFLOAT16.gap < limits.gap_max < BFLOAT16.gap_max
+    assert limits.mismatch_share < BFLOAT16.mismatch_share
+    assert profile.looser == []
+    # and short chunks have limits of their own
+    assert [row.below for row in limits.short] == [128, 256, 1024]
+    assert limits.for_chunk(300) != limits.for_chunk(2000)
+    # and the right weights pass, where others are told apart that passed the published limits
+    power = {each["weights"]: each for each in json.loads(capsys.readouterr().out)["power"]}
+    assert power["right weights"]["profile"]["rejected_submissions"] == 0
+    off = power["weights off by 1%"]
+    assert off["published"]["rejected_submissions"] == 0
+    assert off["profile"]["rejected_submissions"] == 6
+    far = power["weights off by 4%"]
+    assert (far["published"]["by"]["TOPLOC"], far["profile"]["by"]["TOPLOC"]) == (0, 6)
+    # and the run's own files are as they were
+    assert digest_file(weights) == before
+
+
+def test_a_root_elsewhere_signs_what_was_calibrated(
+    run_dir: Path, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out = calibrated(run_dir, key)
+    assert code == 0
+    root, signed = tmp_path / "other.key", tmp_path / "signed.json"
+    SigningKey.generate().save(root)
+    capsys.readouterr()
+    assert main(["sign-profile", str(out), "--key", str(root), "--out", str(signed)]) == 0
+    assert opened(signed, root) == opened(out, key)
+    assert "logprob_rollout" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--pool", "nobody"], "no pool 'nobody'"),
+        (["--max-submissions", "2"], "16 rollouts; 40 are needed"),
+        (["--rate", "1e-9"], "are needed for a rate of 1e-09"),
+        (["--weights", "/nowhere"], "whose policy version is here"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(
+    run_dir: Path, key: Path, change: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out = calibrated(run_dir, key, *change)
+    assert code == 1
+    assert words in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_weights_that_are_not_those_published_are_refused(
+    run_dir: Path, key: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_dir / "weights" / "v1" / "config.json"
+    text = config.read_text()
+    config.write_text(text + " ")
+    try:
+        code, _ = calibrated(run_dir, key)
+    finally:
+        config.write_text(text)
+    assert code == 1
+    assert "other bytes than were published" in capsys.readouterr().err
+
+
+def test_int8_rounds_matrices_by_row_and_leaves_vectors() -> None:
+    weights = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
+    rounded = int8(weights, np.random.default_rng(0))
+    step = np.abs(weights).max(axis=1, keepdims=True) / 127
+    assert (np.abs(rounded - weights) <= step / 2 + 1e-7).all()
+    assert len(np.unique(np.round(rounded / step))) < 150
+    assert (int8(weights[0], np.random.default_rng(0)) == weights[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ([], 2),
+        (["nowhere", "--pool", "a", "--key", "k", "--out", "o"], 1),
+        (["nowhere", "--pool", "a", "--key", "k", "--out", "o", "--rate", "2"], 2),
+    ],
+)
+def test_exit_codes(arguments: list[str], code: int, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "verify", "calibrate", *arguments]
+    environment = {"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(words, capture_output=True, cwd=tmp_path, env=environment, timeout=60)
+    assert done.returncode == code, done.stderr.decode()
+    assert b"Traceback" not in done.stderr

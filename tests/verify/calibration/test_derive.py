@@ -1,0 +1,116 @@
+"""From measurements to limits: never looser unasked, never below the floor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from runspec.common.errors import UserError
+from tests.verify.calibration.profiles import made_profile
+from verify.calibration.derive import FLOOR, derive
+from verify.calibration.measure import Measurements
+from verify.calibration.profile import looser_than_published
+from verify.thresholds import BFLOAT16, Limits
+
+ROLLOUTS = 400
+
+
+def measured(scale: float = 1.0, **values: np.ndarray) -> Measurements:
+    """Numbers as bfloat16 has them, times a scale; keyword arguments take their place."""
+    rng = np.random.default_rng(0)
+    found = {
+        "logprob_submission": rng.normal(0.006, 0.0003, 60) * scale,
+        "gap_mean": rng.normal(5e-5, 5e-6, 60) * scale,
+        "logprob_rollout": rng.normal(0.006, 0.001, ROLLOUTS) * scale,
+        "gap": rng.exponential(0.002, ROLLOUTS) * scale,
+        "gap_max": rng.exponential(0.002, ROLLOUTS) * scale,
+        "mismatch_share": np.minimum(rng.poisson(2, ROLLOUTS) * scale, 128) / 128,
+        "miss_share 8": np.minimum(rng.poisson(2, ROLLOUTS) * scale, 128) / 128,
+        "miss_share 32": np.minimum(rng.poisson(1, ROLLOUTS) * scale, 128) / 128,
+        "mantissa_mean": rng.normal(2.0, 0.2, ROLLOUTS) * scale,
+        "mantissa_median": rng.poisson(0.3, ROLLOUTS) * scale,
+        **values,
+    }
+    rows = {key: each.tolist() for key, each in found.items()}
+    return Measurements(defaultdict(list, rows), submissions=60, rollouts=ROLLOUTS)
+
+
+def limits_of(
+    found: Measurements, *, rate: float = 1e-6, allow_looser: bool = False
+) -> tuple[Limits, list[str]]:
+    derived = derive(found, BFLOAT16, rate=rate, allow_looser=allow_looser)
+    return derived.limits, derived.looser
+
+
+def test_a_quiet_pool_gets_tighter_limits() -> None:
+    limits, looser = limits_of(measured())
+    assert looser == [] == looser_than_published(limits, BFLOAT16)
+    for name in ("logprob_submission", "logprob_rollout", "gap_mean", "mismatch_share"):
+        assert getattr(limits, name) < getattr(BFLOAT16, name), name
+    # tau is more than a gap: it stays, and no share above it is needed
+    assert (limits.gap, limits.gap_share, limits.gap_max) == (0.1, 0.0, 0.1)
+    assert limits.constant_ratio == BFLOAT16.constant_ratio
+
+
+def test_a_noisy_pool_keeps_the_published_limits_unless_told_otherwise() -> None:
+    noisy = measured(8.0, mantissa_median=np.random.default_rng(6).poisson(0.3, ROLLOUTS))
+    limits, looser = limits_of(noisy)
+    assert looser == [] == looser_than_published(limits, BFLOAT16)
+    assert limits.logprob_rollout == BFLOAT16.logprob_rollout
+    # when looser ones are allowed
+    limits, looser = limits_of(noisy, allow_looser=True)
+    assert "logprob_rollout" in looser
+    assert set(looser_than_published(limits, BFLOAT16)) <= set(looser)
+    assert limits.logprob_rollout > max(noisy.values["logprob_rollout"])
+
+
+def test_outliers_loosen_nothing() -> None:
+    values = np.random.default_rng(4).normal(0.006, 0.001, ROLLOUTS)
+    values[0] = 0.09
+    derived = derive(measured(logprob_rollout=values), BFLOAT16, rate=1e-6, allow_looser=True)
+    assert derived.limits.logprob_rollout == BFLOAT16.logprob_rollout
+    assert "heavier tail" in derived.numbers["logprob_rollout"].note
+
+
+def test_no_limit_undercuts_the_floor() -> None:
+    limits, _ = limits_of(measured(1e-6))
+    assert limits.logprob_rollout == FLOOR.logprob_rollout
+    assert limits.mismatch_share >= FLOOR.mismatch_share
+    assert limits.mantissa_mean == FLOOR.mantissa_mean
+
+
+def test_classes_of_chunks_that_were_not_seen_keep_the_published_limits() -> None:
+    limits, _ = limits_of(measured())
+    assert limits.for_chunk(200).mismatch_share == BFLOAT16.mismatch_share
+    assert limits.for_chunk(200).mantissa_mean == np.inf
+    assert limits.for_chunk(1023).mantissa_mean == BFLOAT16.mantissa_mean
+    assert limits.for_chunk(1024) == limits
+
+
+def test_unseeded_pools_keep_the_limits_of_gaps() -> None:
+    found = measured()
+    for name in ("gap", "gap_max", "gap_mean"):
+        del found.values[name]
+    limits, _ = limits_of(found)
+    assert (limits.gap, limits.gap_share, limits.gap_max) == (0.1, 0.01, 2.0)
+    assert limits.gap_mean == BFLOAT16.gap_mean
+
+
+def test_a_median_beyond_every_radius_of_the_null_test_is_refused() -> None:
+    rng = np.random.default_rng(5)
+    with pytest.raises(UserError, match="no guess can be found out"):
+        limits_of(measured(mantissa_median=rng.poisson(60, ROLLOUTS)), allow_looser=True)
+
+
+def test_too_few_rollouts_for_the_rate_are_refused() -> None:
+    with pytest.raises(UserError, match="400 rollouts; 7484 are needed for a rate of 1e-09"):
+        limits_of(measured(), rate=1e-9)
+
+
+def test_a_profile_cannot_hide_that_it_is_looser() -> None:
+    profile = made_profile(sampler={"precision": "bfloat16"})
+    loose = profile.limits.model_copy(update={"gap_mean": 1.0})
+    hidden = profile.model_copy(update={"limits": loose})
+    assert looser_than_published(hidden.as_limits(), BFLOAT16) == ["gap_mean"]
