@@ -24,7 +24,7 @@ from runspec.local.planning import RunPlan, make_plan
 from runspec.local.run_dir import run_directory
 from runspec.local.text import size
 from runspec.plan.aot import AotReport, compile_step
-from runspec.plan.changes import LIVE, Change, of_class, severest
+from runspec.plan.changes import LIVE, Change, of_class, severest, shown
 from runspec.plan.rolling import renewed
 from runspec.plan.saved import SavedPlan, save_plan
 from runspec.spec.fields import CHANGE_CLASSES
@@ -143,7 +143,7 @@ def _line(change: Change) -> Text:
 
 
 def _values(change: Change) -> str:
-    before, after = json.dumps(change.before), json.dumps(change.after)
+    before, after = shown(change.before), shown(change.after)
     return {"add": after, "remove": before, "change": f"{before} -> {after}"}[change.kind]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from runspec.common.hashing import digest_bytes
 from runspec.spec.fields import CHANGE_CLASSES, ChangeClass
 from runspec.spec.schema import RunSpec
 from runspec.spec.schema_fields import field_at
@@ -24,6 +25,9 @@ _ONLY_RAISED = {
     "groups_per_submission": "leases of more may be out",
 }
 """Why these fields of a class restart are newrun where they are lowered, by key."""
+
+
+_LONGEST_SHOWN = 500
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,17 @@ class Change:
     """Why the class is not the field's own."""
 
     def __str__(self) -> str:
-        before = "unset" if self.kind == "add" else json.dumps(self.before)
-        after = "unset" if self.kind == "remove" else json.dumps(self.after)
+        before = "unset" if self.kind == "add" else shown(self.before)
+        after = "unset" if self.kind == "remove" else shown(self.after)
         reason = f" ({self.reason})" if self.reason else ""
         return f"{self.path}: {before} there, {after} now{reason}"
+
+
+def shown(value: Any) -> str:
+    """A value for people: a text that is a document, such as a profile, by its digest."""
+    if isinstance(value, str) and len(value) > _LONGEST_SHOWN:
+        return f"{len(value)} characters, BLAKE3 {digest_bytes(value.encode())[:16]}"
+    return json.dumps(value)
 
 
 def difference(old: RunSpec | None, new: RunSpec) -> list[Change]:

@@ -116,3 +116,16 @@ def test_of_a_new_run_everything_is_added() -> None:
     assert {change.kind for change in changes} == {"add"}
     assert all(change.before is None for change in changes)
     assert {"name", "optimizer.lr", "samplers.volunteers.dtype"} <= {c.path for c in changes}
+
+
+def test_a_profile_that_is_exchanged_is_a_rolling_change_and_shown_by_its_digest() -> None:
+    # given the same spec with the contents of one profile, and of another
+    def holding(text: str) -> RunSpec:
+        verify = OLD.model_dump(mode="json", by_alias=True)["verify"]
+        profile = {"name": "measured", "file": "p.json", "document": text}
+        return with_values(OLD, verify={**verify, "profiles": [profile]})
+
+    (change,) = difference(holding("a" * 5000), holding("b" * 5000))
+    assert (change.path, change.change_class) == ("verify.profiles.measured.document", "rolling")
+    assert "5000 characters, BLAKE3" in str(change)
+    assert len(str(change)) < 300
