@@ -15,6 +15,7 @@ from verify.checks import (
     DUPLICATE_CHECKS,
     GRADE_CHECKS,
     ROW_CHECKS,
+    Decode,
     Examination,
     Rejected,
     Subject,
@@ -26,11 +27,12 @@ from verify.checks import (
     several_versions,
 )
 from verify.formats.lease import Lease, assignments
-from verify.formats.submission import Rollout
+from verify.formats.submission import Rollout, decode_rollouts
 from verify.formats.verdict import RolloutVerdict
 from verify.limits import max_submission_bytes
 from verify.plugins import Graded, PrefillEngine, TaskSet
 from verify.recompute import PrefillRequest, Recomputed, grade, prefill_request, recompute
+from verify.stages import Stages
 from verify.truncation import Truncation
 
 WEIGHTS_DEADLINE_S = 600.0
@@ -83,6 +85,9 @@ class Examiner:
         engine: recomputes rollouts.
         vocab_size: rows of the model's output head.
         wants_prefill: whether a submission (its digest) is recomputed; see `verify.prefill_share`.
+        decode: reads the Parquet bytes. In this process, unless the bytes are a stranger's: a
+            validator passes its `verify.decoder.Decoder`.
+        stages: is told what is being done, and to which submission.
 
     Raises:
         UserError: a profile of calibrated limits is not to be believed.
@@ -96,9 +101,12 @@ class Examiner:
         engine: PrefillEngine,
         vocab_size: int,
         wants_prefill: Callable[[str], bool],
+        decode: Decode = decode_rollouts,
+        stages: Stages | None = None,
     ) -> None:
         self._spec, self._task_set, self._engine = spec, task_set, engine
         self._vocab_size, self._wants_prefill = vocab_size, wants_prefill
+        self._decode, self._stages = decode, stages or Stages()
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._limits = limits_by_pool(spec)
 
@@ -118,16 +126,21 @@ class Examiner:
                     file.submission, file.lease.step, False, str(rejected), [], []
                 )
         for case in self._after_prefill(cases):
-            verdicts[case.subject.submission] = _verdict(_against_each_other(case))
+            submission = case.subject.submission
+            with self._stages.of("duplicates", submission):
+                verdicts[submission] = _verdict(_against_each_other(case))
         return [verdicts[file.submission] for file in files]
 
     def _before_prefill(self, file: SubmissionFile) -> _Case:
         """The checks that need no model, up to the first that fails."""
-        subject = self._open(file)
-        found = examine(ROW_CHECKS, subject)
+        with self._stages.of("decoding", file.submission):
+            subject = self._open(file)
+        with self._stages.of("rows", file.submission):
+            found = examine(ROW_CHECKS, subject)
         if found.reason:
             return _Case(subject, found, [])
-        grades, faults = grade(subject.rollouts, subject.assignments, self._task_set)
+        with self._stages.of("grading", file.submission):
+            grades, faults = grade(subject.rollouts, subject.assignments, self._task_set)
         subject = replace(subject, grades=grades)
         return _Case(subject, examine(GRADE_CHECKS, subject, found), sorted(faults))
 
@@ -147,6 +160,7 @@ class Examiner:
             lease_digest=file.lease_digest,
             max_rows=lease.groups * spec.algorithm.group_size,
             max_bytes=max_submission_bytes(spec, pool),
+            decode=self._decode,
         )
         return Subject(
             submission=file.submission,
@@ -185,11 +199,13 @@ class Examiner:
                 for row in c.subject.rollouts
                 if row.is_of_its_version
             ]
-            found = iter(self._recompute(prefill, requests))
+            with self._stages.of("prefill", *(c.subject.submission for c in alike)):
+                found = iter(self._recompute(prefill, requests))
             for case in alike:
                 rows = case.subject.rollouts
                 recomputed = [next(found) if row.is_of_its_version else None for row in rows]
-                done.append(_against_prefill(case, recomputed))
+                with self._stages.of("prefill checks", case.subject.submission):
+                    done.append(_against_prefill(case, recomputed))
         return done
 
     def _recompute(self, prefill: _Prefill, requests: list[PrefillRequest]) -> list[Recomputed]:

@@ -30,6 +30,11 @@ _BF16_EXPONENT = np.uint16(0x7F80)
 """All ones in an infinity or a NaN."""
 
 
+class PrefillNotFinite(UserError):
+    """The prefill gave a NaN or an infinity: weights or device are at fault, or tokens of a kind
+    that the model cannot take."""
+
+
 @dataclass(frozen=True)
 class Recomputed:
     """One rollout under the policy version that the lease names."""
@@ -74,8 +79,7 @@ def recompute(
     """Prefills rollouts in portions, so that hidden states never pile up.
 
     Raises:
-        UserError: the prefill gave a NaN or an infinity. The tokens are the model's own by now, so
-            weights or device are at fault, and no worker may be rejected for it.
+        PrefillNotFinite: no worker may be rejected for it.
     """
     results: list[Recomputed] = []
     for portion in _portions(requests):
@@ -110,7 +114,7 @@ def _require_finite(output: PrefillOutput, version: int) -> None:
         }
     for what, good in finite.items():
         if not good.all():
-            raise UserError(
+            raise PrefillNotFinite(
                 f"the validator's own prefill of version {version} gave a {what} that is not "
                 "finite; nothing is judged by it",
                 place="verify.engine",

@@ -1,17 +1,21 @@
 """The validator process: claims submissions, examines them, signs a verdict file on each.
 
-Whatever a worker sent ends as a verdict. What is not the worker's doing (a coordinator or weights
-that cannot be reached, a fault of our own) ends the process, and what it had claimed is offered
-again.
+Whatever a worker sent ends as a verdict: its Parquet is decoded in a process of its own
+(`verify.decoder`), and submissions among which a check breaks are examined one by one, so that the
+others get theirs. The one that it breaks at goes back to the coordinator with what went wrong, for
+another validator to try (`verify.coordinator.claims`). What is not the worker's doing (a
+coordinator or weights that cannot be reached, checks that break at everything) ends the process,
+and what it had claimed is offered again.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,15 +25,18 @@ from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 from runspec.common.hashing import hash_parts
 from runspec.common.keys import SigningKey
-from runspec.common.process import stop_event
+from runspec.common.process import EXIT_INTERNAL, stop_event
 from runspec.common.roles import Roles
 from runspec.common.signed import BadSignature
 from runspec.spec.schema import RunSpec
 from runspec.spec.source_files import compare_data_digests, data_digest
 from verify.calibration.lookup import require_model, require_profiles
+from verify.checks import Decode
 from verify.client import CoordinatorClient, RunFinished, WorkItem
+from verify.decoder import Decoder
 from verify.examiner import WEIGHTS_DEADLINE_S, Examiner, SubmissionFile, Verdict
 from verify.formats.lease import lease_digest, open_lease
+from verify.formats.submission import decode_rollouts
 from verify.formats.verdict import encode_verdicts, sign_verdict
 from verify.plugins import (
     PrefillEngine,
@@ -39,14 +46,20 @@ from verify.plugins import (
     load_task_set,
     require_graders,
 )
+from verify.recompute import PrefillNotFinite
+from verify.stages import Stage, Stages
 
 MAX_CLAIMS = 8
 """Submissions held at once: those of one policy version share a prefill."""
 WAIT_S = 5.0
 """Length of one long-poll, and so the longest that a polite end takes while idle."""
 HEARTBEAT_S = 10.0
+MAX_FAULTS = 3
+"""Submissions in a row at which a check breaks: then it is the validator that is broken."""
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 1024 * 1024
+_MAX_FAULT = 300
+"""Characters of a fault: it may repeat what a stranger sent."""
 
 
 class Coordinator(Protocol):
@@ -60,6 +73,8 @@ class Coordinator(Protocol):
 
     def verdict(self, envelope: bytes, table: bytes) -> None: ...
 
+    def release_claims(self, submissions: Sequence[str], fault: str = "") -> None: ...
+
 
 class Validator:
     """Serves one run until it is finished.
@@ -69,6 +84,7 @@ class Validator:
         key: signs the verdicts; roles.json names its public half.
         coordinator: hands out submissions and takes verdicts.
         engine: recomputes rollouts.
+        decode: reads the Parquet bytes: `verify.decoder.Decoder.decode` where they are strangers'.
         task_set_of: makes the run's task from a weights directory (its tokenizer).
         log: one line a verdict.
     """
@@ -80,16 +96,19 @@ class Validator:
         coordinator: Coordinator,
         engine: PrefillEngine,
         *,
+        decode: Decode = decode_rollouts,
         task_set_of: Callable[[Path], TaskSet],
         log: logging.Logger,
     ) -> None:
         self._spec, self._key, self._log = spec, key, log
-        self._task_set_of = task_set_of
+        self._decode, self._task_set_of = decode, task_set_of
         self._coordinator, self._engine = coordinator, engine
         self._examiner: Examiner | None = None
         self._task_set: TaskSet | None = None
         self._shares: dict[str, float] = {}
         """Of the submissions in hand: how likely each is recomputed."""
+        self._faults_in_a_row = 0
+        self.stages = Stages()
         self.checked = 0
         """Submissions given a verdict."""
         self.busy_s = 0.0
@@ -124,12 +143,54 @@ class Validator:
         begun = time.monotonic()
         self._shares = {item.submission: item.share for item in items}
         files = [self._file(item) for item in items]
-        examiner = self._examiner or self._prepare(files[0])
-        for file, verdict in zip(files, examiner.examine(files), strict=True):
-            self._send(verdict)
-            self._report(file, verdict)
-        self.checked += len(items)
+        examiner = self._examiner or self._prepare(files)
+        log = self._log
+        try:
+            verdicts = examiner.examine(files)
+        except Exception as error:
+            if _is_own_fault(error):
+                self._give_back(files)
+                raise
+            log.exception("a check broke; %d submissions are examined one by one", len(files))
+            self._check_one_by_one(examiner, files)
+        else:
+            for file, verdict in zip(files, verdicts, strict=True):
+                self._answer(file, verdict)
         self.busy_s += time.monotonic() - begun
+
+    def _check_one_by_one(self, examiner: Examiner, files: Sequence[SubmissionFile]) -> None:
+        """One file must not take the others with it; where all break a check, the check is broken.
+
+        Raises:
+            Exception: `MAX_FAULTS` submissions in a row could not be judged, the last for this.
+        """
+        for number, file in enumerate(files):
+            try:
+                (verdict,) = examiner.examine([file])
+            except Exception as error:
+                if _is_own_fault(error):
+                    self._give_back(files[number:])
+                    raise
+                self._log.exception("a check breaks at submission %s alone", file.submission[:12])
+                words = f"{type(error).__name__}: {error}"[:_MAX_FAULT]
+                self._coordinator.release_claims([file.submission], words)
+                self._faults_in_a_row += 1
+                if self._faults_in_a_row >= MAX_FAULTS:
+                    self._give_back(files[number + 1 :])
+                    raise
+            else:
+                self._answer(file, verdict)
+
+    def _answer(self, file: SubmissionFile, verdict: Verdict) -> None:
+        self._send(verdict)
+        self._report(file, verdict)
+        self._faults_in_a_row = 0
+        self.checked += 1
+
+    def _give_back(self, files: Sequence[SubmissionFile]) -> None:
+        """Others may take them, and nothing speaks against them."""
+        with suppress(UserError):  # what ends this process is said already
+            self._coordinator.release_claims([file.submission for file in files])
 
     def _file(self, item: WorkItem) -> SubmissionFile:
         try:
@@ -145,20 +206,27 @@ class Validator:
             item.submission, lease, lease_digest(item.lease), item.envelope, table
         )
 
-    def _prepare(self, file: SubmissionFile) -> Examiner:
+    def _prepare(self, files: Sequence[SubmissionFile]) -> Examiner:
         """Loads the task with the tokenizer of the first version seen: all have the same."""
-        directory = self._engine.ensure_version(
-            file.lease.version, file.lease.manifest_digest, deadline_s=WEIGHTS_DEADLINE_S
-        )
-        require_model(self._spec, model_config(directory))
-        self._task_set = self._task_set_of(directory)
-        self._examiner = Examiner(
-            self._spec,
-            task_set=self._task_set,
-            engine=self._engine,
-            vocab_size=vocab_size(directory),
-            wants_prefill=self._wants_prefill,
-        )
+        try:
+            lease = files[0].lease
+            directory = self._engine.ensure_version(
+                lease.version, lease.manifest_digest, deadline_s=WEIGHTS_DEADLINE_S
+            )
+            require_model(self._spec, model_config(directory))
+            self._task_set = self._task_set_of(directory)
+            self._examiner = Examiner(
+                self._spec,
+                task_set=self._task_set,
+                engine=self._engine,
+                vocab_size=vocab_size(directory),
+                wants_prefill=self._wants_prefill,
+                decode=self._decode,
+                stages=self.stages,
+            )
+        except Exception:
+            self._give_back(files)
+            raise
         return self._examiner
 
     def _wants_prefill(self, submission: str) -> bool:
@@ -188,6 +256,12 @@ class Validator:
         self._log.info("step %d: accepted %s, %d rollouts", verdict.step, what, rollouts)
         if verdict.dropped_groups:
             self._log.warning("the grader failed: groups %s dropped", verdict.dropped_groups)
+
+
+def _is_own_fault(error: Exception) -> bool:
+    """Whether no submission is to blame: weights cannot be had, say. A prefill that is not finite
+    may come of a worker's tokens."""
+    return isinstance(error, UserError) and not isinstance(error, PrefillNotFinite)
 
 
 def is_drawn(key: SigningKey, submission: str, share: float) -> bool:
@@ -259,9 +333,15 @@ def run(
         if theirs := client.site().data:  # with other problems it would reject everybody
             compare_data_digests(data_digest(spec), theirs, whose="the coordinator")
         location = WeightsLocation(run, weights, public_key, directory / "weights")
-        with closing(load_prefill_engine(spec, location)) as engine:
+        with (
+            closing(load_prefill_engine(spec, location)) as engine,
+            closing(Decoder()) as decoder,
+        ):
             validator = Validator(
-                spec, key, client, engine, task_set_of=partial(load_task_set, spec), log=log
+                *(spec, key, client, engine),
+                decode=decoder.decode,
+                task_set_of=partial(load_task_set, spec),
+                log=log,
             )
             log.info("validator %s serves run %s", key.public_hex[:12], run)
             with closing(validator), _heartbeat(client, validator, log):
@@ -272,11 +352,14 @@ def run(
 def _heartbeat(
     client: CoordinatorClient, validator: Validator, log: logging.Logger
 ) -> Iterator[None]:
-    """Tells the coordinator every few seconds that this process lives, long prefills included."""
+    """Tells the coordinator every few seconds that this process lives, long prefills included, and
+    ends it where a check does not."""
     ended = threading.Event()
 
     def beat() -> None:
         while not ended.is_set():
+            if stage := validator.stages.overdue():
+                _end_stalled(client, stage, log)
             try:
                 client.heartbeat({"busy_s": validator.busy_s, "checked": validator.checked})
             except RunFinished:
@@ -291,3 +374,16 @@ def _heartbeat(
         yield
     finally:
         ended.set()
+
+
+def _end_stalled(client: CoordinatorClient, stage: Stage, log: logging.Logger) -> None:
+    """Names what a check hangs at, and ends the process: a thread cannot be ended."""
+    seconds = time.monotonic() - stage.begun
+    log.error(
+        "%s has taken %.0f s at submission %s: this process ends, and is to be started again",
+        *(stage.name, seconds, ", ".join(digest[:12] for digest in stage.submissions)),
+    )
+    with suppress(UserError, RunFinished):
+        client.release_claims(stage.submissions, f"{stage.name} did not end after {seconds:.0f} s")
+    logging.shutdown()
+    os._exit(EXIT_INTERNAL)

@@ -14,11 +14,20 @@ from runspec.common.errors import UserError
 from runspec.common.hashing import digest_bytes
 from runspec.common.roles import Roles
 from tests.verify.bench import MODEL, lease_for, packed
-from tests.verify.small_model import RUN, NumpyEngine, ParityTask, Worker, fixed_key, small_spec
+from tests.verify.small_model import (
+    RUN,
+    VOCAB,
+    NumpyEngine,
+    ParityTask,
+    Worker,
+    fixed_key,
+    small_spec,
+)
 from verify.client import RunFinished, WorkItem
 from verify.formats.submission import Rollout
 from verify.formats.verdict import RolloutVerdict, VerdictEnvelope, decode_verdicts, open_verdict
-from verify.validator import MAX_CLAIMS, Validator, is_drawn, vocab_size
+from verify.recompute import PrefillNotFinite
+from verify.validator import MAX_CLAIMS, MAX_FAULTS, Validator, is_drawn, vocab_size
 
 WORKER, COORDINATOR, VALIDATOR = fixed_key(1), fixed_key(2), fixed_key(3)
 LOG = logging.getLogger("validator")
@@ -33,6 +42,8 @@ class QueueCoordinator:
     tables: dict[str, bytes] = field(default_factory=dict)
     verdicts: list[tuple[bytes, bytes]] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
+    released: list[tuple[str, str]] = field(default_factory=list)
+    """Submission and fault."""
 
     def offer(self, envelope: bytes, table: bytes, lease: bytes) -> str:
         digest = digest_bytes(table)
@@ -57,6 +68,9 @@ class QueueCoordinator:
 
     def verdict(self, envelope: bytes, table: bytes) -> None:
         self.verdicts.append((envelope, table))
+
+    def release_claims(self, submissions: Sequence[str], fault: str = "") -> None:
+        self.released += [(submission, fault) for submission in submissions]
 
     def opened(self) -> list[tuple[VerdictEnvelope, list[RolloutVerdict]]]:
         """The verdicts as the learner reads them: signatures, digests, rows."""
@@ -160,6 +174,71 @@ def test_a_lease_of_another_coordinator_ends_the_process(
     with pytest.raises(UserError, match="with a bad lease"):
         serve(coordinator, engine)
     assert coordinator.verdicts == []
+
+
+class Breaking(NumpyEngine):
+    """An engine that a rollout of these first output tokens breaks."""
+
+    poison: set[int] = set()
+    error: Exception = ValueError("cannot reshape")
+
+    def prefill(self, version, inputs, **options):
+        if self.poison & {int(each.output_tokens[0]) for each in inputs}:
+            raise self.error
+        return super().prefill(version, inputs, **options)
+
+
+@pytest.mark.parametrize("error", [ValueError("cannot do"), PrefillNotFinite("a NaN, cannot do")])
+def test_a_file_at_which_a_check_breaks_takes_no_other_with_it(
+    coordinator: QueueCoordinator,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    # given three submissions, the second of which breaks what computes
+    engine = Breaking({0: MODEL}, tmp_path)
+    samples = [sample(index) for index in range(3)]
+    digests = [coordinator.offer(*files) for _, *files in samples]
+    firsts = [{int(row.output_tokens[0]) for row in rows} for rows, *_ in samples]
+    engine.poison, engine.error = firsts[1] - firsts[0] - firsts[2], error
+    assert engine.poison
+
+    serve(coordinator, engine)
+
+    # then the others are judged, and it is given back with what went wrong
+    assert [signed.submission for signed, _ in coordinator.opened()] == [digests[0], digests[2]]
+    ((released, fault),) = coordinator.released
+    assert (
+        released == digests[1] and fault.startswith(type(error).__name__) and "cannot do" in fault
+    )
+    assert "3 submissions are examined one by one" in caplog.text
+
+
+def test_a_validator_whose_checks_break_at_everything_ends(
+    coordinator: QueueCoordinator, tmp_path: Path
+) -> None:
+    engine = Breaking({0: MODEL}, tmp_path)
+    engine.poison = set(range(VOCAB))
+    digests = [coordinator.offer(*sample(index)[1:]) for index in range(5)]
+    with pytest.raises(ValueError, match="cannot reshape"):
+        serve(coordinator, engine)
+    assert coordinator.verdicts == []
+    faults = [bool(fault) for _, fault in coordinator.released]
+    assert ([submission for submission, _ in coordinator.released], faults) == (
+        digests,
+        [True] * MAX_FAULTS + [False] * 2,
+    )
+
+
+def test_what_a_validator_cannot_judge_for_its_own_fault_is_given_back_without_a_word(
+    coordinator: QueueCoordinator, tmp_path: Path
+) -> None:
+    engine = Breaking({0: MODEL}, tmp_path)
+    engine.poison, engine.error = set(range(VOCAB)), UserError("no weights", place="relay")
+    digest = coordinator.offer(*sample(index=0)[1:])
+    with pytest.raises(UserError, match="no weights"):
+        serve(coordinator, engine)
+    assert coordinator.released == [(digest, "")]
 
 
 def test_a_stopped_validator_claims_nothing(

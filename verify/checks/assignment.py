@@ -75,7 +75,8 @@ def _faults(row: Rollout, times: int, subject: Subject, tasks: list[_Assigned]) 
     yield from _differing(
         [("problem_id", row.problem_id, task.problem_id), ("target", row.target, task.target)]
     )
-    if row.prompt_tokens.tolist() != task.prompt:
+    same_length = len(row.prompt_tokens) == len(task.prompt)  # no list of what nobody asked for
+    if not same_length or row.prompt_tokens.tolist() != task.prompt:
         yield "the prompt is not the assigned problem's"
 
 

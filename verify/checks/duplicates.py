@@ -7,8 +7,9 @@ I = 48, n = 32,768 and M = 2,000,000 that is below 1e-10. Text that the policy w
 restated problem, a short answer) carries little information, and is no run.
 
 Of each rollout a few runs are kept, the same in a copy as in its original: they start where the
-hash of 8 tokens is among the lowest, and end with the multiple of 8 tokens at which they carry I
-nats. An edit changes the runs that it lies in, no others. The whole output is one more.
+hash of 8 tokens is among the lowest (once, where the same 8 come again), and end with the multiple
+of 8 tokens at which they carry I nats. An edit changes the runs that it lies in, no others. The
+whole output is one more.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ def fingerprints(tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
     ends = np.searchsorted(information, information[starts] + RUN_NATS)
     lengths = -(-(ends - starts) // _ANCHOR) * _ANCHOR
     starts, lengths = (x[starts + lengths <= len(tokens)] for x in (starts, lengths))
-    order = np.argsort(_anchors(tokens)[starts], kind="stable")
-    for start, length in zip(starts[order], lengths[order], strict=True):
-        if len(found) == MAX_FINGERPRINTS:
-            break
+    # The first of each kind: other 8 tokens make another run, so that 16 of them are enough. Of one
+    # token that is repeated without end there would be thousands of runs to hash, all the same.
+    _, first = np.unique(_anchors(tokens)[starts], return_index=True)
+    chosen = first[: MAX_FINGERPRINTS - 1]
+    for start, length in zip(starts[chosen], lengths[chosen], strict=True):
         found[_hash(tokens[start : start + length])] = None
     return list(found)
 

@@ -111,6 +111,7 @@ def _proof_faults(row: Rollout) -> Iterator[str]:
     chunks = -(-len(row.output_tokens) // CHUNK_ROWS)
     if len(row.proofs) != chunks:
         yield f"{len(row.proofs)} proofs for {chunks} chunks"
+        return
     for number, proof in enumerate(row.proofs):
         try:
             parse_proof(proof)

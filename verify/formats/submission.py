@@ -5,51 +5,25 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
-import pyarrow as pa
 
 from runspec.common.hashing import digest_bytes, is_digest
 from runspec.common.keys import SigningKey
 from runspec.common.signed import BadSignature, open_document, sign_document
+from verify.formats.submission_columns import NEWER_COLUMNS, SCHEMA
 from verify.formats.tables import decode_table, encode_table
+
+__all__ = [
+    "SCHEMA",
+    "Rollout",
+    "SubmissionEnvelope",
+    "decode_rollouts",
+    "encode_rollouts",
+    "open_submission",
+    "sign_submission",
+]
 
 KIND = "submission"
 MAX_ENVELOPE_BYTES = 8 * 1024
-
-
-def _required(name: str, kind: pa.DataType) -> pa.Field:
-    return pa.field(name, kind, nullable=False)
-
-
-def _list_of(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(pa.field("element", kind, nullable=False))
-
-
-SCHEMA = pa.schema(
-    [
-        _required("run", pa.string()),
-        _required("step", pa.int32()),
-        _required("worker", pa.string()),
-        _required("lease", pa.string()),
-        _required("problem_id", pa.string()),
-        _required("group", pa.int32()),
-        _required("sample", pa.int32()),
-        _required("version", pa.int32()),
-        _required("prompt_tokens", _list_of(pa.int32())),
-        _required("output_tokens", _list_of(pa.int32())),
-        _required("logprobs", _list_of(pa.float32())),
-        _required("finish_reason", pa.string()),
-        _required("temperature", pa.float32()),
-        _required("top_p", pa.float32()),
-        _required("top_k", pa.int32()),
-        pa.field("target", pa.int32()),
-        _required("task_reward", pa.float32()),
-        _required("length_penalty", pa.float32()),
-        _required("proofs", _list_of(pa.binary())),
-        pa.field("versions", _list_of(pa.int32())),
-    ]
-)
-_NEWER_COLUMNS = ("versions",)
-"""A run that goes on after an upgrade reads what was handed in before it."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +91,13 @@ def encode_rollouts(rollouts: list[Rollout]) -> bytes:
 
 
 def decode_rollouts(data: bytes, *, max_rows: int, max_bytes: int) -> list[Rollout]:
-    """Reads a submission's Parquet bytes.
+    """Reads a submission's Parquet bytes, in this process: for whoever trusts the bytes not to end
+    it. A validator asks `verify.decoder` instead, and the learner reads what a validator judged.
 
     Raises:
         MalformedTable: not a table of this format within the limits.
     """
-    table = decode_table(data, SCHEMA, max_rows=max_rows, max_bytes=max_bytes, newer=_NEWER_COLUMNS)
+    table = decode_table(data, SCHEMA, max_rows=max_rows, max_bytes=max_bytes, newer=NEWER_COLUMNS)
     rows = []
     for row in table.to_pylist():
         for name, dtype in (

@@ -65,7 +65,7 @@ def decode_table(
         if declared > max_bytes:
             raise MalformedTable(f"{declared} bytes decoded, more than the {max_bytes} allowed")
         batches, size = [], 0
-        for batch in file.iter_batches(batch_size=64):
+        for batch in file.iter_batches(batch_size=64, use_threads=False):
             size += batch.nbytes
             if size > max_bytes:
                 raise MalformedTable(f"decodes to more than the {max_bytes} bytes allowed")
