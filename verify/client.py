@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,17 +193,29 @@ class CoordinatorClient:
             raise
         self._forget(self._leases, lease)
 
-    def release(self) -> int:
+    def hold(self, lease: str) -> None:
+        """This process answers a lease that one before it was granted: it does not come again.
+
+        Args:
+            lease: its digest.
+        """
+        with self._held:
+            self._leases.add(lease)
+
+    def release(self, *, but: Collection[str] = ()) -> int:
         """Gives back the open leases that this process holds and will not answer.
 
         Others may be leased their groups at once. The caller gains nothing: until a lease expires
         it counts as one of the few that the caller may hold, and then as withheld.
 
+        Args:
+            but: digests of those that will be answered all the same.
+
         Returns:
             How many they are.
         """
         with self._held:
-            leases = sorted(self._leases)
+            leases = sorted(self._leases - set(but))
         if leases:
             self._post("/v1/release", {"leases": leases})
         for lease in leases:

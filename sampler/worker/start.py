@@ -16,9 +16,11 @@ from runspec.spec.schema import RunSpec, SamplerPool
 from runspec.spec.source_files import compare_data_digests
 from sampler.engine.engine import Engine
 from sampler.worker.meter import Meter
+from sampler.worker.outbox import Outbox
 from sampler.worker.versions import Versions
 from sampler.worker.worker import Worker
 from verify.client import CoordinatorClient, RunFinished
+from verify.limits import max_submission_bytes
 from verify.plugins import load_task_set, require_graders
 
 HEARTBEAT_S = 10.0
@@ -102,6 +104,13 @@ def work(
             spec=spec,
             pool=pool,
             meter=meter,
+            outbox=Outbox(
+                options.dir / "outbox" / key.public_hex[:16],
+                run=options.run,
+                worker=key.public_hex,
+                max_bytes=max_submission_bytes(spec, pool),
+                log=log,
+            ),
             log=log,
         )
         member.load(version, path)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from runspec.common.errors import UserError
@@ -25,11 +26,12 @@ from sampler.engine.requests import GenerationAborted, NoVersion, Sampled
 from sampler.worker.asker import Asker
 from sampler.worker.held import Dealt, Ended, Failed, Granted, Happening, HeldLease, NoLease
 from sampler.worker.meter import Meter
+from sampler.worker.outbox import Made, Outbox
 from sampler.worker.rollouts import PlannedRollout, claim_rewards, make_rollouts, plan_rollouts
 from sampler.worker.schedule import Ask, Load, Situation, Submit, Wait, next_action
 from sampler.worker.submitter import Submitter
 from sampler.worker.versions import Versions
-from verify.client import CoordinatorClient, RunFinished
+from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
 from verify.plugins import TaskSet
@@ -57,6 +59,7 @@ class Worker:
         tasks: problems, prompts and grading.
         spec, pool: what to sample, and how.
         meter: told of the work; the heartbeats read it.
+        outbox: keeps what is made and not handed in when the worker ends.
         log: told of each lease.
     """
 
@@ -71,11 +74,12 @@ class Worker:
         spec: RunSpec,
         pool: SamplerPool,
         meter: Meter,
+        outbox: Outbox,
         log: logging.Logger,
     ) -> None:
         self._client, self._key, self._versions = client, key, versions
         self._engine, self._tasks, self._spec, self._pool = engine, tasks, spec, pool
-        self._meter, self._log = meter, log
+        self._meter, self._outbox, self._log = meter, outbox, log
         self._happenings: queue.SimpleQueue[Happening] = queue.SimpleQueue()
         self._held: dict[str, HeldLease] = {}
         self._asking = self._leaving = False
@@ -91,9 +95,13 @@ class Worker:
                 engine died twice under one lease.
         """
         try:
+            self._send_kept()
             while not stop.is_set():
                 self._act()
             self._leave()
+        except UserError:  # what is made is not lost with whatever is wrong
+            self._outbox.keep()
+            raise
         except RunFinished:
             # What is sampled already still goes out, unless the coordinator refuses it.
             if not self._submitter.drain(LAST_SUBMISSIONS_S):
@@ -125,6 +133,13 @@ class Worker:
     def finish(self, rollouts: list[Rollout]) -> list[Rollout]:
         """The last look at a submission before it is signed: an honest worker changes nothing."""
         return rollouts
+
+    def _send_kept(self) -> None:
+        """Hands in what a process before this one had made, beside the first leases."""
+        for lease, made in self._outbox.load().items():
+            self._log.info("a submission of lease %s was kept, sending it", lease[:16])
+            self._client.hold(lease)
+            self._submitter.add(lease, partial(self._hand_in, lease, made))
 
     def _act(self) -> None:
         """Takes note of all that has happened, then does one thing, or waits for the next."""
@@ -244,7 +259,8 @@ class Worker:
             self._submit_requests(held)
 
     def _leave(self) -> None:
-        """Hands in what is done within the grace, and gives the other leases back."""
+        """Hands in what is done within the grace, keeps what is made and not taken in until then,
+        and gives the other leases back."""
         self._leaving, ends = True, time.monotonic() + FINISH_S
         try:
             while self._under_way() and (left := ends - time.monotonic()) > 0:
@@ -255,7 +271,10 @@ class Worker:
             self._log.warning("while stopping: %s", error)
         with suppress(EngineDied):
             self._engine.abort()
-        releasing = threading.Thread(target=self._release, name="release", daemon=True)
+        kept = self._outbox.keep()
+        releasing = threading.Thread(
+            target=self._release, args=(kept,), name="release", daemon=True
+        )
         releasing.start()
         releasing.join(RELEASE_S)
 
@@ -263,13 +282,16 @@ class Worker:
         """Whether something may yet come of it: also a lease that is just being granted."""
         return self._asking or any(held.stage != "waiting" for held in self._held.values())
 
-    def _release(self) -> None:
+    def _release(self, kept: Sequence[str]) -> None:
         try:
-            count = self._client.release()
+            count = self._client.release(but=kept)
         except (UserError, RunFinished) as error:
             self._log.warning("the leases were not given back, they will expire: %s", error)
         else:
-            self._log.info("stopped; %d leases were given back", count)
+            self._log.info(
+                "stopped; %d leases were given back, %d submissions are kept for the next start",
+                *(count, len(kept)),
+            )
 
     def _submit(
         self, lease: Lease, digest: str, plan: Sequence[PlannedRollout], sampled: list[Sampled]
@@ -288,7 +310,17 @@ class Worker:
         envelope = sign_submission(
             table, run=lease.run, step=lease.step, index=lease.index, lease=digest, key=self._key
         )
-        self._client.submit(envelope, table)
+        made = Made(envelope, table)
+        self._outbox.put(digest, made)
+        self._hand_in(digest, made)
+
+    def _hand_in(self, lease: str, made: Made) -> None:
+        try:
+            self._client.submit(made.envelope, made.table)
+        except (SubmissionRefused, RunFinished):
+            self._outbox.settle(lease)
+            raise
+        self._outbox.settle(lease)
 
 
 def _died(held: HeldLease) -> bool:

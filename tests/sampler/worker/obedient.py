@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ from sampler.engine.requests import (
     SampleRequest,
 )
 from sampler.worker.meter import Meter
+from sampler.worker.outbox import Outbox
 from sampler.worker.worker import Worker
+from tests.verify.coordinator.deployment import RUN
 from verify.client import CoordinatorClient
 from verify.plugins import Graded, GradeItem, Problem
 from verify.toploc.selection import select, split
@@ -141,8 +144,19 @@ class Shelf:
         """Keeps everything."""
 
 
+def outbox_in(folder: Path, key: SigningKey) -> Outbox:
+    """What a worker of the tiny run leaves there."""
+    return Outbox(
+        folder / "outbox" / key.public_hex[:16],
+        run=RUN,
+        worker=key.public_hex,
+        max_bytes=1 << 20,
+        log=logging.getLogger("worker"),
+    )
+
+
 def main(url: str, run: str, root: str, key_file: str, pool_name: str) -> None:
-    """Works until it is killed."""
+    """Works until it is killed, or told to end."""
     key = SigningKey.load(Path(key_file))
     client = CoordinatorClient(url, key, run=run, root_public_key=root)
     client.register(pool_name, {})
@@ -156,11 +170,14 @@ def main(url: str, run: str, root: str, key_file: str, pool_name: str) -> None:
         spec=spec,
         pool=next(pool for pool in spec.samplers if pool.name == pool_name),
         meter=Meter(),
+        outbox=outbox_in(Path(key_file).parent / "worker", key),
         log=logging.getLogger("worker"),
     )
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     worker.load(0, Path("v0"))
     print("working", flush=True)
-    worker.run(threading.Event())
+    worker.run(stop)
 
 
 if __name__ == "__main__":

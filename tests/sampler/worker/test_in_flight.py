@@ -18,7 +18,7 @@ from sampler.engine.engine import Engine
 from sampler.worker.meter import Meter
 from sampler.worker.worker import Worker
 from tests.sampler.engine.models import perturbed_version, save_version
-from tests.sampler.worker.obedient import Counting
+from tests.sampler.worker.obedient import Counting, outbox_in
 from tests.sampler.worker.test_loop import Works, site_of, spec_with
 from tests.waiting import eventually
 from verify.coordinator.events import LeaseGranted, SubmissionReceived
@@ -60,8 +60,7 @@ def trusted_spec() -> RunSpec:
 def at_work(works: Works, versions: Published, engine: Engine) -> Iterator[None]:
     """A worker in a thread, which has begun with version 0; it leaves at the end, without fault."""
     key, stop, failures = SigningKey.generate(), threading.Event(), list[BaseException]()
-    client = works.site.client(key)
-    client.register("near", {})
+    client = works.joined(key)
     worker = Worker(
         client=client,
         key=key,
@@ -71,6 +70,7 @@ def at_work(works: Works, versions: Published, engine: Engine) -> Iterator[None]
         spec=works.spec,
         pool=works.spec.samplers[0],
         meter=Meter(),
+        outbox=outbox_in(works.site.run_dir.parent / "worker", key),
         log=logging.getLogger("test-worker"),
     )
     worker.load(0, versions.get(0, None))

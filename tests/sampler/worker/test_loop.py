@@ -16,12 +16,13 @@ import pytest
 
 from runspec.common.errors import UserError
 from runspec.common.hashing import digest_bytes
+from runspec.common.invite import make_invite
 from runspec.common.keys import SigningKey
 from runspec.spec.schema import RunSpec
 from sampler.engine.engine import EngineDied
 from sampler.worker.meter import Meter
 from sampler.worker.worker import Worker
-from tests.sampler.worker.obedient import LENGTH, Counting, ObedientEngine, Shelf
+from tests.sampler.worker.obedient import LENGTH, Counting, ObedientEngine, Shelf, outbox_in
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.waiting import eventually
 from verify.client import CoordinatorClient
@@ -59,6 +60,7 @@ class Member:
             spec=spec,
             pool=pool,
             meter=self.meter,
+            outbox=outbox_in(site.run_dir.parent / "worker", key),
             log=LOG,
         )
         self._thread = threading.Thread(target=self._run)
@@ -97,11 +99,18 @@ class Works:
 
     def member(self, key: SigningKey | None = None, *, deadline_s: float = DEADLINE_S) -> Member:
         key = key or SigningKey.generate()
-        client = self.site.client(key, deadline_s=deadline_s)
-        client.register("near", {})
-        member = Member(self.site, self.spec, key, client)
+        member = Member(self.site, self.spec, key, self.joined(key, deadline_s=deadline_s))
         self.members.append(member)
         return member
+
+    def joined(self, key: SigningKey, *, deadline_s: float = DEADLINE_S) -> CoordinatorClient:
+        """A registered key's client; it was invited, for the pool may be a trusted one."""
+        client = self.site.client(key, deadline_s=deadline_s)
+        invite = make_invite(
+            self.spec.name, pool="near", uses=1, valid_s=60.0, coordinator=self.site.coordinator
+        )
+        client.register("near", {}, invite=invite)
+        return client
 
     def submissions(self) -> list[Path]:
         return sorted(self.site.run_dir.glob("rollouts/step_*/*.parquet"))
