@@ -1,8 +1,8 @@
 """Runs benchmarks by name: `python -m benchmarks [NAME ...]`. Each prints JSON.
 
 Without a name all run that take minutes on a laptop; a GPU's, the peers', the compilations for
-large slices, the export, which takes 24 GB of disk, and the forged proofs, which take half an hour,
-run when they are named.
+large slices, the export, which takes 24 GB of disk, and the forged proofs and the attacks, which
+take half an hour each, run when they are named.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 NAMES = sorted(p.stem for p in Path(__file__).parent.glob("[a-z]*.py") if p.stem != "runs")
 NAMED_ONLY = (
+    "attack_detection",
     "bridge_export",
     "estimate_accuracy",
     "gpu_attention",

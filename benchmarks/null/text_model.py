@@ -6,12 +6,13 @@ far from random. Final hidden states come in float32 or bfloat16 arithmetic, rou
 
 from __future__ import annotations
 
+import itertools
 import json
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,42 @@ def held_out(text: np.ndarray, count: int) -> np.ndarray:
 
 def train(size: Size, text: np.ndarray, seed: int = 0) -> tuple[Any, Any, float]:
     """Parameters, those of 0.9 of the updates (an older checkpoint), and the last loss, nats."""
-    config = size.config
-    optimizer = Optimizer(lr=size.lr, betas=(0.9, 0.98), clip_norm=1.0, warmup_updates=10)
     part = text[: int(_TRAINING_SHARE * len(text))]
-    rng = np.random.default_rng(seed)
+    params = init_params(size.config, jax.random.key(seed))
+    older, last = params, jnp.nan
+    steps = updates(size, params, part, np.random.default_rng(seed))
+    for n, (newer, value) in enumerate(itertools.islice(steps, size.updates)):
+        if n == int(0.9 * size.updates):
+            older = params
+        params, last = newer, value
+    return params, older, float(last)
+
+
+def updates(
+    size: Size, params: Any, text: np.ndarray, rng: np.random.Generator, lr: float | None = None
+) -> Iterator[tuple[Any, jax.Array]]:
+    """AdamW on windows of the text, without end: parameters after each update, the loss before it.
+
+    Args:
+        size: of the model.
+        params: to start from; Adam's moments start from zero.
+        text: u8, all of it is trained on.
+        rng: draws the windows.
+        lr: learning rate; None for the size's own.
+    """
+    update = _update(size.config, size.lr if lr is None else lr)
+    moments = Moments(*(jax.tree.map(jnp.zeros_like, params) for _ in range(2)))
+    for n in itertools.count():
+        starts = rng.integers(0, len(text) - SEQUENCE, size.sequences)
+        tokens = np.stack([text[s : s + SEQUENCE] for s in starts]).astype(np.int32)
+        params, moments, value = update(params, moments, jnp.int32(n), jnp.asarray(tokens))
+        yield params, value
+
+
+@cache
+def _update(config: ModelConfig, lr: float) -> Callable[..., tuple]:
+    """Parameters, moments, updates so far, i32 [B, 256] -> parameters, moments, loss; compiled."""
+    optimizer = Optimizer(lr=lr, betas=(0.9, 0.98), clip_norm=1.0, warmup_updates=10)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         hidden = _forward(params, config, tokens, jnp.float32)
@@ -95,23 +128,13 @@ def train(size: Size, text: np.ndarray, seed: int = 0) -> tuple[Any, Any, float]
         logprobs = token_logprobs(hidden, head_weight(params), targets, temperature=1.0)[0]
         return -jnp.sum(logprobs) / jnp.sum(targets >= 0)
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @partial(jax.jit, donate_argnums=1)
     def update(params: Any, moments: Moments, n: jax.Array, tokens: jax.Array) -> tuple:
         value, grads = jax.value_and_grad(loss)(params, tokens)
         norm, made = global_norm(grads), jnp.array(True)
         return *adamw(optimizer, params, moments, grads, updates=n, norm=norm, made=made), value
 
-    params = init_params(config, jax.random.key(seed))
-    older = params
-    moments = Moments(*(jax.tree.map(jnp.zeros_like, params) for _ in range(2)))
-    value = jnp.nan
-    for n in range(size.updates):
-        if n == int(0.9 * size.updates):
-            older = jax.tree.map(jnp.copy, params)
-        starts = rng.integers(0, len(part) - SEQUENCE, size.sequences)
-        tokens = np.stack([part[s : s + SEQUENCE] for s in starts]).astype(np.int32)
-        params, moments, value = update(params, moments, jnp.int32(n), jnp.asarray(tokens))
-    return params, older, float(value)
+    return update
 
 
 def hidden_states(
@@ -131,17 +154,24 @@ def hidden_states(
     return np.concatenate(found)
 
 
-def transformers_states(params: Any, size: Size, tokens: np.ndarray, dtype: str) -> np.ndarray:
-    """u16 [n, 224, D] as `transformers` computes them in torch, four sequences at a time."""
+def transformers_model(params: Any, size: Size, dtype: str) -> Any:
+    """The model as `transformers` has it in torch."""
     import torch
-    from transformers import AutoModel
+    from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         save_weights(params, size.config, directory)
         config = hf_config(size.config, dtype="float32", eos_token_id=0, pad_token_id=0)
         (directory / "config.json").write_text(json.dumps(config))
-        model = AutoModel.from_pretrained(directory, dtype=getattr(torch, dtype))
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+
+
+def transformers_states(params: Any, size: Size, tokens: np.ndarray, dtype: str) -> np.ndarray:
+    """u16 [n, 224, D] as `transformers` computes them in torch, four sequences at a time."""
+    import torch
+
+    model = transformers_model(params, size, dtype).model
     found = []
     with torch.no_grad():
         for start in range(0, len(tokens), 4):
@@ -159,14 +189,15 @@ def with_outliers(params: Any, channels: int, factor: float) -> Any:
 
 
 def rounded_weights(params: Any, kind: str) -> Any:
-    """Every matrix rounded to `fp8` (e4m3) or `int8`, with a scale for each output column."""
+    """Every matrix rounded to `fp8` (e4m3), `int8` or `int4`, with a scale an output column."""
 
     def rounded(leaf: jax.Array) -> jax.Array:
         if leaf.ndim < 2 or min(leaf.shape) < 2:
             return leaf
         peak = jnp.max(jnp.abs(leaf), axis=-2, keepdims=True) + 1e-12
-        if kind == "int8":
-            return jnp.round(leaf / peak * 127) * peak / 127
+        if kind in ("int8", "int4"):
+            most = 127 if kind == "int8" else 7
+            return jnp.round(leaf / peak * most) * peak / most
         return (leaf / peak * 448).astype(jnp.float8_e4m3fn).astype(leaf.dtype) * peak / 448
 
     return jax.tree.map(rounded, params)

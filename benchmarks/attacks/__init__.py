@@ -1,0 +1,1 @@
+"""Attacks that change what is sampled, against trained models and the real examiner."""

@@ -1,0 +1,115 @@
+"""Detection of submissions of any size, from what the checks say of single rollouts.
+
+A submission is rejected when a row of it is, or when one of two means over its tokens exceeds its
+limit. So rows are judged once, by the checks themselves, and submissions are drawn from them. That
+this comes to what the examiner decides is compared on whole submissions (`decided`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import beta
+
+from verify.checks import Subject
+from verify.checks.prefill import ProofCheck, RolloutLogprobCheck, SeededSamplingCheck
+from verify.checks.values import TerminationCheck
+from verify.thresholds import Limits
+
+ROW_CHECKS = (TerminationCheck(), RolloutLogprobCheck(), SeededSamplingCheck(), ProofCheck())
+SUBMISSION_CHECKS = ("logprobs_submission", "seeded_sampling_submission")
+CHECKS = (*(check.name for check in ROW_CHECKS), *SUBMISSION_CHECKS)
+CONFIDENCE = 0.95
+_AT_ONCE = 500
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the checks need of each rollout of a class."""
+
+    tokens: np.ndarray
+    """i64 [M]."""
+    distance: np.ndarray
+    """f64 [M]: sum of |claimed - recomputed| log-prob, nats."""
+    gaps: np.ndarray
+    """f64 [M]: sum of gaps, nats."""
+    gap_max: np.ndarray
+    """f64 [M]."""
+    above: np.ndarray
+    """i64 [M]: tokens with a gap above tau."""
+    failed: np.ndarray
+    """bool [M, 4]: by each of `ROW_CHECKS`."""
+
+    def only(self, kept: np.ndarray) -> Rows:
+        """Those where bool [M] is true."""
+        return Rows(*(array[kept] for array in vars(self).values()))
+
+
+def rows_of(subject: Subject) -> Rows:
+    """Of a submission that holds all rollouts of a class."""
+    pairs = subject.prefilled
+    failed = [[not result.passed for result in check.run(subject)] for check in ROW_CHECKS]
+    gaps = [np.asarray(found.seeded_gap, np.float64) for _, found in pairs]
+    return Rows(
+        tokens=np.array([len(row.output_tokens) for row, _ in pairs]),
+        distance=np.array(
+            [np.abs(row.logprobs.astype(np.float64) - f.logprobs).sum() for row, f in pairs]
+        ),
+        gaps=np.array([each.sum() for each in gaps]),
+        gap_max=np.array([each.max() for each in gaps]),
+        above=np.array([(each > subject.limits.gap).sum() for each in gaps]),
+        failed=np.array(failed).T,
+    )
+
+
+def decided(rows: Rows, chosen: np.ndarray, limits: Limits) -> np.ndarray:
+    """bool [S, 6]: which of `CHECKS` reject the submissions that i64 [S, R] rows make."""
+    tokens = rows.tokens[chosen].sum(1)
+    distance = rows.distance[chosen].sum(1) / tokens
+    gap = rows.gaps[chosen].sum(1) / tokens
+    by_rows = rows.failed[chosen].any(1)
+    means = [
+        ~(distance <= limits.logprob_submission),
+        ~(gap <= limits.gap_mean + limits.gap / tokens),
+    ]
+    return np.concatenate([by_rows, np.stack(means, 1)], 1)
+
+
+def detection(
+    rows: Rows, limits: Limits, sizes: Sequence[int], trials: int
+) -> list[dict[str, object]]:
+    """Rejected submissions by their rollouts: `trials` of each size, drawn with replacement."""
+    rng, table = np.random.default_rng(0), []
+    for size in sizes:
+        rejected, tokens = np.zeros(len(CHECKS) + 1, np.int64), 0
+        for start in range(0, trials, _AT_ONCE):
+            count = min(_AT_ONCE, trials - start)
+            chosen = rng.integers(0, len(rows.tokens), (count, size))
+            found = decided(rows, chosen, limits)
+            rejected[:-1] += found.sum(0)
+            rejected[-1] += found.any(1).sum()
+            tokens += int(rows.tokens[chosen].sum())
+        table.append(
+            {
+                "rollouts": size,
+                "tokens": round(tokens / trials),
+                "detected": rejected[-1] / trials,
+                "at_least": round(interval(int(rejected[-1]), trials)[0], 5),
+                "by": {
+                    name: round(count / trials, 4)
+                    for name, count in zip(CHECKS, rejected[:-1].tolist(), strict=True)
+                    if count
+                },
+            }
+        )
+    return table
+
+
+def interval(hits: int, trials: int) -> tuple[float, float]:
+    """Clopper and Pearson's two-sided interval of a rate, at 95 %."""
+    tail = (1 - CONFIDENCE) / 2
+    low = beta.ppf(tail, hits, trials - hits + 1) if hits else 0.0
+    high = beta.ppf(1 - tail, hits + 1, trials - hits) if hits < trials else 1.0
+    return float(low), float(high)
