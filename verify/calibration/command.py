@@ -171,7 +171,8 @@ def _profile_text(profile: Profile) -> str:
         f"measured: run {seen.run}, versions {', '.join(map(str, seen.versions[:12]))}; "
         f"{seen.submissions} submissions, {seen.rollouts} rollouts, {seen.tokens} tokens, "
         f"{seen.chunks} chunks",
-        f"rate of false rejections: at most {profile.rate:g} a rollout, by {profile.formula}",
+        f"rate of false rejections: {profile.rate:g} a rollout by {profile.formula}, of all "
+        "numbers whose limit is not below their bound",
         "",
         f"{'number':24} {'samples':>8} {'median':>10} {'largest':>10} {'bound':>10} "
         f"{'published':>10} {'limit':>10}",

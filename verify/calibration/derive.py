@@ -4,6 +4,7 @@ The rate is of rollouts that are rejected by any number, so each of J numbers ge
 
     limit = min(published, max(bound, floor))
 
+Where the published limit is the lower, the rate is not kept, unless looser limits are allowed.
 The floor is what no measurement may undercut: float32's limits of TOPLOC (ties between the 128th
 and the 129th magnitude alone cost up to 4 positions), 1e-4 nats of log-prob and 1e-6 of mean gap,
 some hundred times what float32 rounds. tau (`gap`) is never lowered: it is also how far logits may

@@ -129,7 +129,8 @@ class Profile(_Part):
     issued: float
     expires: float
     rate: Annotated[float, Field(gt=0.0, lt=1.0)]
-    """Of honest rollouts, at most this share is to be rejected by all the numbers together."""
+    """Of honest rollouts, at most this share is to be rejected by all the numbers together whose
+    limit is not below their bound."""
     sampler: SamplerSide
     validator: ValidatorSide
     model: ModelSide

@@ -1,0 +1,71 @@
+"""Whatever is in a profile of calibrated limits: `BadSignature`, or limits that a check can use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runspec.common.canonical import canonical_json
+from runspec.common.signed import BadSignature, sign_document
+from tests.fuzz.bounds import bounded, costly
+from tests.fuzz.json_values import changed, damaged, values
+from tests.verify.calibration.profiles import ROOT, made_profile
+from verify.calibration.profile import (
+    KIND,
+    Profile,
+    looser_than_published,
+    open_profile,
+    sign_profile,
+)
+from verify.thresholds import BFLOAT16, ChunkLimits, limits_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+SHORT = (ChunkLimits(128, 0.2, 0.1, math.inf, 4.0), ChunkLimits(256, 0.1, 0.1, 9.0, 4.0))
+PROFILE = made_profile(replace(BFLOAT16, short=SHORT), sampler={"precision": "bfloat16"})
+PAYLOAD = PROFILE.model_dump(mode="json")
+SIGNED = [sign_profile(PROFILE, ROOT)]
+MEMORY = 4 << 20
+
+anything = values(["bfloat16", "exponential-tail/1", "../x", 2**53 + 1, 1e-300, -0.0, 10**400])
+
+
+def opened(data: bytes) -> Profile | None:
+    with bounded(MEMORY):
+        try:
+            return open_profile(data, root_public_key=ROOT.public_hex)
+        except BadSignature as error:
+            assert len(str(error)) < 10_000
+            return None
+
+
+def check_limits(profile: Profile) -> None:
+    limits = profile.as_limits()
+    for elements in (1, 127, 128, 255, 256, 10**6):
+        here = limits.for_chunk(elements)
+        assert 0.0 <= here.mismatch_share <= 1.0 and 0.0 <= here.miss_share <= 1.0
+        assert here.mantissa_mean >= 0.0 and 0.0 <= here.mantissa_median < math.inf
+    published = limits_for(profile.sampler.precision, profile.validator.precision)
+    assert set(looser_than_published(limits, published)) <= set(profile.looser)
+
+
+@costly
+@given(data=st.data())
+def test_signed_payloads(data: st.DataObject) -> None:
+    made = data.draw(changed([PAYLOAD], anything))
+    profile = opened(sign_document(KIND, made, ROOT))
+    if profile is None:
+        assert canonical_json(made) != canonical_json(PAYLOAD)
+    else:
+        check_limits(profile)
+
+
+@costly
+@given(case=damaged(SIGNED))
+def test_damaged_bytes(case: tuple[bytes, bytes]) -> None:
+    profile = opened(case[0])
+    assert profile is None or profile == PROFILE
