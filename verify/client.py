@@ -40,13 +40,11 @@ from verify.formats.site import Site, SiteFile, open_site
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
 from verify.limits import largest_submission_bytes
+from verify.patience import BACKLOG_S, COORDINATOR_S
 
 __all__ = ["CoordinatorClient", "RunFinished", "SubmissionRefused", "WorkItem"]
 
 ROLES_REFRESH_S = 300.0
-PATIENCE_S = 24 * 3600.0
-"""How long a submission is brought again as the coordinator says (429: too much waits for a
-verdict). The lease lasts as long; its end, which comes before, is another answer."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class CoordinatorClient:
         *,
         run: str,
         root_public_key: str,
-        deadline_s: float = 300.0,
+        deadline_s: float = COORDINATOR_S,
     ) -> None:
         self._key, self._run, self._root_public_key = key, run, root_public_key
         self._http = CoordinatorHttp(url, key, run=run, deadline_s=deadline_s)
@@ -186,7 +184,7 @@ class CoordinatorClient:
         lease = open_submission(envelope).lease
         try:
             self._http.call(
-                *("POST", "/v1/submissions"), body=table, envelope=envelope, patience_s=PATIENCE_S
+                *("POST", "/v1/submissions"), body=table, envelope=envelope, patience_s=BACKLOG_S
             )
         except SubmissionRefused:
             self._forget(self._leases, lease)

@@ -87,14 +87,14 @@ class CoordinatorHttp:
         deadline = began + self._deadline_s + wait_s
         pause, waiting = _FIRST_PAUSE_S, False
         while True:
-            told_s = 0.0
+            told_s, answered = 0.0, None
             try:
                 # An attempt that begins late still has the time that an answer needs.
                 ends = time.monotonic() + min(_TIMEOUT_S, self._deadline_s) + wait_s
                 answer = self._try(
                     method, path, body, envelope, wait_s, max_bytes, max(deadline, ends)
                 )
-                told_s = _retry_after(answer)
+                told_s, answered = _retry_after(answer), answer.status_code
                 if not answer.is_server_error and not told_s:
                     break
                 trouble = f"answers {answer.status_code}: {_words(answer)}"
@@ -107,7 +107,7 @@ class CoordinatorHttp:
                 raise UserError(
                     f"{trouble} (tried {method} {path} for {self._deadline_s:.0f} s)",
                     place=f"coordinator {self.url}",
-                    remedy="check that the coordinator runs and that its address is right",
+                    remedy=_remedy(answered),
                 )
             if not waiting:
                 _log.warning("waiting for the coordinator %s: %s", self.url, trouble)
@@ -212,6 +212,19 @@ def _retry_after(answer: httpx.Response) -> float:
     text = answer.headers.get("Retry-After", "")
     told = float(text) if text.isascii() and text.isdigit() and len(text) < 10 else _LONGEST_PAUSE_S
     return min(max(told, _FIRST_PAUSE_S), _LONGEST_RETRY_S)
+
+
+def _remedy(answered: int | None) -> str:
+    """What a person can do of a coordinator that was waited for in vain.
+
+    Args:
+        answered: the status of its last answer; None where there was none.
+    """
+    if answered is None:
+        return "check that the coordinator runs and that its address is right"
+    if answered == httpx.codes.TOO_MANY_REQUESTS:
+        return "it has too much to do: try again later, or ask whoever runs it"
+    return "it is there: its log says what it waits for (a full disk, its database)"
 
 
 def _words(answer: httpx.Response) -> str:

@@ -265,10 +265,13 @@ def _require_modules() -> None:
 @contextmanager
 def _client(link: JoinLink, key: SigningKey) -> Iterator[CoordinatorClient]:
     from verify.client import CoordinatorClient
+    from verify.patience import PERSON_S
 
     assert link.run is not None
     assert link.root is not None
-    client = CoordinatorClient(link.coordinator, key, run=link.run, root_public_key=link.root)
+    client = CoordinatorClient(
+        link.coordinator, key, run=link.run, root_public_key=link.root, deadline_s=PERSON_S
+    )
     try:
         yield client
     finally:

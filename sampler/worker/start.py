@@ -26,8 +26,6 @@ from verify.plugins import load_task_set, require_graders
 HEARTBEAT_S = 10.0
 """The coordinator takes a worker for dead when three are missing."""
 _LOOK_S = 0.5
-COORDINATOR_PATIENCE_S = 900.0
-"""How long a worker waits for a coordinator that is away."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,6 @@ def work(
         key,
         run=options.run,
         root_public_key=options.public_key,
-        deadline_s=COORDINATOR_PATIENCE_S,
     )
     spec = client.spec()
     pool = find_pool(spec, options.pool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import inspect
 import logging
 import threading
 import time
@@ -13,6 +14,8 @@ import pytest
 
 from runspec.common.errors import UserError
 from runspec.common.keys import SigningKey
+from verify import patience
+from verify.client import CoordinatorClient
 from verify.coordinator_http import CoordinatorHttp, RunFinished, SubmissionRefused
 from verify.request_auth import ENVELOPE
 
@@ -34,6 +37,8 @@ def server(
                 self.send_header("Retry-After", body.decode())
             self.end_headers()
             self.wfile.write(body)
+
+        do_POST = do_GET
 
         def log_message(self, format: str, *arguments: object) -> None:
             """Nothing."""
@@ -128,3 +133,39 @@ def test_a_coordinator_that_has_too_much_to_do_beyond_the_deadline_is_named() ->
         pytest.raises(UserError, match=r"answers 429: 30 \(tried GET /v1/roles for 5 s\)"),
     ):
         client.call("GET", "/v1/roles")
+
+
+def test_who_waits_outlasts_what_it_waits_for() -> None:
+    """The coordinator ends before those who wait for it do, and its supervisor has time."""
+    assert patience.STORAGE_S + patience.RESTART_S <= patience.COORDINATOR_S
+    assert patience.COORDINATOR_S < patience.BACKLOG_S
+    client = inspect.signature(CoordinatorClient).parameters["deadline_s"]
+    assert client.default == patience.COORDINATOR_S
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "remedy"),
+    [
+        (503, b'{"error": "the coordinator waits for its disk or its database"}', "its log says"),
+        (507, b'{"error": "cannot store the file: No space left on device"}', "its log says"),
+        (429, b"30", "too much to do"),
+    ],
+)
+def test_whoever_waited_in_vain_is_told_for_what(status: int, body: bytes, remedy: str) -> None:
+    with (
+        server(*[(status, body)] * 40, deadline_s=0.2) as (client, _),
+        pytest.raises(UserError, match=f"answers {status}: .*tried POST /v1/leases for 0 s") as out,
+    ):
+        client.call("POST", "/v1/leases")
+    assert remedy in (out.value.remedy or "")
+    assert (out.value.place or "").startswith("coordinator http://127.0.0.1:")
+
+
+def test_a_coordinator_that_is_not_there_is_named() -> None:
+    client = CoordinatorHttp(
+        "http://127.0.0.1:9", SigningKey.generate(), run="demo", deadline_s=0.1
+    )
+    with closing(client), pytest.raises(UserError, match="cannot be reached") as out:
+        client.call("GET", "/v1/roles")
+    assert out.value.place == "coordinator http://127.0.0.1:9"
+    assert out.value.remedy == "check that the coordinator runs and that its address is right"

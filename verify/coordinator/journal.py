@@ -25,11 +25,10 @@ from verify.coordinator.state import State, apply
 from verify.formats import batch as batch_format
 from verify.formats.layout import STATE_FILE, SubmissionFiles, step_folder, submission_files
 from verify.ledger import Ledger, NotNow
+from verify.patience import STORAGE_S
 
 _log = logging.getLogger(__name__)
 _SHORTEST_WAIT_S = 0.001
-PATIENCE_S = 600.0
-"""How long a full disk, or a lock on the database, is waited for."""
 
 
 class Finished(Exception):
@@ -72,7 +71,7 @@ class Journal:
 
         Raises:
             NotNow: it cannot be written just now; nothing has changed.
-            UserError: nothing can be written, or not for longer than `PATIENCE_S`.
+            UserError: nothing can be written, or not for longer than `STORAGE_S`.
         """
         state, events = apply(self.state, event), [event]
         for follows in consequences(state, event):
@@ -98,13 +97,13 @@ class Journal:
         """Something could not be written, and is to be tried again.
 
         Raises:
-            UserError: that has gone on for longer than `PATIENCE_S`.
+            UserError: that has gone on for longer than `STORAGE_S`.
         """
         now = self.clock()
         if self._trouble_since is None:
             self._trouble_since = now
             _log.warning("waiting for %s to be written: %s", error.place, error.thing)
-        elif now - self._trouble_since > PATIENCE_S:
+        elif now - self._trouble_since > STORAGE_S:
             raise UserError(error.thing, place=error.place, remedy=error.remedy) from error
 
     async def change(self, deadline: float | None, *, due: float | None = None) -> bool:

@@ -293,7 +293,8 @@ class Api:
         except Finished:
             return _error(410, "the run is finished")
         except NotNow:
-            return _error(503, "nothing can be written just now; ask again")
+            words = "the coordinator waits for its disk or its database; ask again"
+            return _error(503, words)
         except (UserError, IllegalTransition) as error:
             if not self.failure.done():
                 self.failure.set_exception(error)

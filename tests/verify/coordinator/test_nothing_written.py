@@ -26,10 +26,11 @@ from verify.coordinator import closing as closing_module
 from verify.coordinator.activity import Activity
 from verify.coordinator.closing import Closing
 from verify.coordinator.events import CoordinatorStarted, StepClosed
-from verify.coordinator.journal import PATIENCE_S, Journal
+from verify.coordinator.journal import Journal
 from verify.coordinator.policy import Policy
 from verify.formats.lease import open_lease
 from verify.ledger import NotNow
+from verify.patience import STORAGE_S
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def test_an_event_that_cannot_be_written_did_not_happen(tmp_path: Path):
             assert (journal.state, journal.ledger.head) == (state, head)
 
             # and for ever is too long
-            now[0] += PATIENCE_S + 1.0
+            now[0] += STORAGE_S + 1.0
             with pytest.raises(UserError) as raised:
                 journal.record(CoordinatorStarted(1001.0))
             assert not isinstance(raised.value, NotNow)
