@@ -1,10 +1,9 @@
 """The torch prefill engine: what a published policy version says of given output tokens.
 
 A validator loads it by name (`verify.plugins.PrefillEngine`, entry point `torch`). It says what the
-JAX engine says, up to rounding. The body is transformers' own model, in `learner.compute_dtype`;
-rollouts of about one length share a batch, padded behind, so that causal attention needs no mask.
-The head sees only the positions that predict an output token, a chunk at a time, and multiplies in
-float32 what the body rounded: [B, T, V] never exists.
+JAX engine says, up to rounding. The body is transformers' own model, in `learner.compute_dtype`
+(`states`). The head sees only the positions that predict an output token, a chunk at a time, and
+multiplies in float32 what the body rounded: [B, T, V] never exists.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from broadcast.client import WeightsClient
 from broadcast.loaded import LoadedVersions
 from runspec.common.errors import UserError
 from runspec.spec.schema import Learner, RunSpec
-from sampler.prefill.batches import batches_by_length
+from sampler.prefill.states import hidden_states
 from verify.choices import Choices
 from verify.noise import gumbel
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
 from verify.token_facts import TokenFacts, Wanted, outputs_of, token_facts
 from verify.truncation import Truncation
 
-BATCH_TOKENS = {"cpu": 1 << 11, "cuda": 1 << 15}
-"""Positions of a batch, padding included; a longer rollout is a batch of its own."""
+BATCH_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 15}
+"""Positions of a batch, padding included."""
 CHUNK_LOGITS = {"cpu": 1 << 17, "cuda": 1 << 26}
 """Logits that exist at once: on a CPU what is between them stays in the caches."""
 ROOM = 1.5
@@ -86,6 +85,8 @@ class Policy:
     """transformers' model without its head, in the compute type."""
     head: torch.Tensor
     """f32 [V, D], rounded to the compute type before."""
+    longest: int
+    """Tokens of a rollout for which the model was found exact."""
 
 
 def load_policy(weights_dir: Path, learner: Learner, device: torch.device) -> Policy:
@@ -114,7 +115,8 @@ def load_policy(weights_dir: Path, learner: Learner, device: torch.device) -> Po
     if amiss:
         raise UserError(f"the weights are not this model's: {amiss}", place=str(weights_dir))
     model.requires_grad_(False).eval().to(device)
-    return Policy(model.base_model, model.get_output_embeddings().weight.float())
+    head = model.get_output_embeddings().weight.float()
+    return Policy(model.base_model, head, learner.packing.tokens)
 
 
 def prefill(
@@ -131,54 +133,61 @@ def prefill(
         inputs: the rollouts; those of a call are all of one end token.
         temperature: T.
         truncation: top-k and top-p of the pool; None where nothing is cut.
+
+    Raises:
+        UserError: a rollout is longer than `learner.packing.tokens`.
     """
-    wanted = Wanted.of(inputs, truncation)
-    lengths = [len(each.prompt_tokens) + len(each.output_tokens) for each in inputs]
-    most = BATCH_TOKENS[policy.head.device.type]
+    if not inputs:
+        return []
+    wanted, device = Wanted.of(inputs, truncation), policy.head.device
+    longest = max(len(each.prompt_tokens) + len(each.output_tokens) for each in inputs)
+    if longest > policy.longest:
+        raise UserError(
+            f"a rollout has {longest} tokens, the learner's rows {policy.longest}",
+            place="learner.packing.tokens",
+            remedy=f"raise it to at least {longest}",
+        )
     outputs: dict[int, PrefillOutput] = {}
     with torch.inference_mode():
-        for members in batches_by_length(lengths, positions=most):
+        most = BATCH_TOKENS[device.type]
+        for members, hidden in hidden_states(policy.body, inputs, positions=most, device=device):
             batch = [inputs[member] for member in members]
-            facts = _facts(policy, batch, temperature, wanted)
+            facts = _facts(policy.head, hidden, batch, temperature, wanted)
             outputs |= zip(members, outputs_of(facts, batch), strict=True)
     return [outputs[number] for number in range(len(inputs))]
 
 
 def _facts(
-    policy: Policy, batch: Sequence[PrefillInput], temperature: float, wanted: Wanted
+    head: torch.Tensor,
+    hidden: torch.Tensor,
+    batch: Sequence[PrefillInput],
+    temperature: float,
+    wanted: Wanted,
 ) -> TokenFacts:
-    """What there is to say of the output tokens of a batch, one rollout after the other; numpy."""
-    device = policy.head.device
-    tokens, producing = _padded(batch)
-    states = policy.body(input_ids=torch.from_numpy(tokens).to(device), use_cache=False)
-    hidden = states.last_hidden_state.flatten(0, 1)[torch.from_numpy(producing).to(device)]  # [N,D]
+    """What there is to say of the output tokens of a batch, one rollout after the other; numpy.
+
+    Args:
+        head: f32 [V, D].
+        hidden: [N, D], the states that produced them.
+        batch: the rollouts.
+        temperature: T.
+        wanted: what is asked for.
+    """
+    device = head.device
     columns = torch.from_numpy(_columns(batch)).to(device)
     ends = {each.end_token for each in batch if each.end_token is not None}
-    vocabulary = torch.arange(len(policy.head), dtype=torch.int32, device=device)[None, :]
-    step = max(1, CHUNK_LOGITS[device.type] // len(policy.head))
+    vocabulary = torch.arange(len(head), dtype=torch.int32, device=device)[None, :]
+    step = max(1, CHUNK_LOGITS[device.type] // len(head))
     found = []
     for begin in range(0, len(hidden), step):
         part = slice(begin, begin + step)
         token, position, key_0, key_1 = columns[:, part, None]
-        scaled = (hidden[part].float() @ policy.head.T) / temperature  # [n, V]
+        scaled = (hidden[part].float() @ head.T) / temperature  # [n, V]
         noise = gumbel(torch, key_0, key_1, position, vocabulary) if wanted.gaps else None
         end = vocabulary == max(ends, default=0)
         found.append(token_facts(torch, scaled, noise, vocabulary == token, end, wanted))
     bits = hidden.to(torch.bfloat16).view(torch.int16).cpu().numpy().view(np.uint16)
     return _joined(found)._replace(hidden=bits)
-
-
-def _padded(batch: Sequence[PrefillInput]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens i64 [B, T], zeros behind; i64 [N], where in them, flattened, the states lie that
-    produce the output tokens."""
-    texts = [np.concatenate([each.prompt_tokens, each.output_tokens]) for each in batch]
-    width = max(len(text) for text in texts)
-    tokens, producing = np.zeros((len(batch), width), np.int64), []
-    for number, (text, each) in enumerate(zip(texts, batch, strict=True)):
-        tokens[number, : len(text)] = text
-        first = number * width + len(each.prompt_tokens) - 1
-        producing.append(np.arange(first, first + len(each.output_tokens)))
-    return tokens, np.concatenate(producing)
 
 
 def _columns(batch: Sequence[PrefillInput]) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 from runspec.common.hashing import digest_bytes, hash_parts, is_digest
 from runspec.common.keys import SigningKey
@@ -32,7 +33,7 @@ class Lease:
     issued: float
     expires: float
 
-    @property
+    @cached_property
     def seed(self) -> bytes:
         """Seeds problems, target lengths and token noise: 32 bytes no worker can influence."""
         return hash_parts(

@@ -16,6 +16,7 @@ from learner_jax.sharding import make_mesh
 from runspec.common.errors import UserError
 from runspec.spec import schema
 from sampler.prefill import engine as torch_engine
+from sampler.prefill import states
 from tests.learner_jax.families import FAMILIES, VOCABULARY, saved
 from tests.verify.small_model import small_spec
 from verify.checks.prefill import judge_proofs
@@ -170,10 +171,40 @@ def test_in_bfloat16_each_engine_passes_the_others_proofs() -> None:
 
 def test_a_long_rollout_is_a_batch_of_its_own_and_none_is_no_work() -> None:
     policy = torch_engine.load_policy(saved("llama 3"), learner(), CPU)
-    long = PrefillInput(np.arange(30, dtype=np.int32), np.arange(30, dtype=np.int32), (1, 2))
-    (output,) = torch_engine.prefill(policy, [long], temperature=1.0)
-    assert output.logprobs.shape == (30,)
+    longest = PrefillInput(np.arange(12, dtype=np.int32), np.arange(20, dtype=np.int32), (1, 2))
+    (output,) = torch_engine.prefill(policy, [longest], temperature=1.0)
+    assert output.logprobs.shape == (20,)
     assert torch_engine.prefill(policy, [], temperature=1.0) == []
+    # and one that the learner could not train is an error, as it is of the JAX engine
+    longer = replace(longest, prompt_tokens=np.arange(13, dtype=np.int32))
+    with pytest.raises(UserError, match="a rollout has 33 tokens"):
+        torch_engine.prefill(policy, [longer], temperature=1.0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_that_are_computed_once_give_what_whole_rollouts_give(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given groups of samples, outputs of one token among them
+    prompts = [each.prompt_tokens for each in rollouts()[:5]]
+    outputs = [each.output_tokens for each in rollouts()[5:10]] + [np.array([4], np.int32)]
+    groups = [
+        PrefillInput(prompt, output, (number, 1))
+        for prompt in prompts
+        for number, output in enumerate(outputs)
+    ]
+    policy = torch_engine.load_policy(saved(name), learner(), CPU)
+    found = {}
+    for share in (0.0, 2.0):  # of repeated prompts: any is enough, none is
+        monkeypatch.setattr(states, "WORTH_SHARING", share)
+        found[share] = torch_engine.prefill(policy, groups, temperature=TEMPERATURE)
+    # then sharing changes nothing but rounding
+    for ours, whole, given in zip(found[0.0], found[2.0], groups, strict=True):
+        assert len(ours.logprobs) == len(given.output_tokens)
+        np.testing.assert_allclose(ours.logprobs, whole.logprobs, atol=2e-5)
+        np.testing.assert_allclose(
+            as_float(ours.hidden), as_float(whole.hidden), rtol=2**-7, atol=1e-5
+        )
 
 
 def copy_of(name: str, folder: Path) -> Path:

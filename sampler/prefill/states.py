@@ -1,0 +1,159 @@
+"""Final hidden states of rollouts, by transformers' model: whole, or continued from shared prompts.
+
+The samples of a group have one prompt. Where that is much of what there is to compute, each prompt
+is computed once: its keys and values go before those of every output that continues it, under a
+mask that hides their padding, as a sampler's prefix cache does. Else rollouts of about one length
+share a batch, padded behind, so that causal attention needs no mask and no cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from sampler.prefill.batches import batches_by_length
+from verify.plugins import PrefillInput
+
+WORTH_SHARING = 0.25
+"""Share of all positions that must be repeated prompts; less pays for no mask."""
+
+
+class Batch(NamedTuple):
+    """Rollouts that were computed together."""
+
+    members: list[int]
+    """Their numbers."""
+    hidden: torch.Tensor
+    """[N, D], in the compute type: what produced the N output tokens, one rollout after the
+    other."""
+
+
+def hidden_states(
+    body: Any, inputs: Sequence[PrefillInput], *, positions: int, device: torch.device
+) -> Iterator[Batch]:
+    """Every rollout in one batch.
+
+    Args:
+        body: transformers' model without its head.
+        inputs: the rollouts.
+        positions: of a batch at most, padding included; a longer rollout is a batch of its own.
+        device: where the model is.
+    """
+    lengths = [len(each.prompt_tokens) + len(each.output_tokens) for each in inputs]
+    by_prompt = _by_prompt(inputs)
+    repeated = sum(len(prompt) * (len(same) - 1) for prompt, same in by_prompt)
+    if repeated >= WORTH_SHARING * sum(lengths):
+        yield from _continued(body, inputs, by_prompt, positions, device)
+        return
+    for members in batches_by_length(lengths, positions=positions):
+        yield Batch(members, _whole(body, [inputs[member] for member in members], device))
+
+
+def _whole(body: Any, batch: Sequence[PrefillInput], device: torch.device) -> torch.Tensor:
+    """[N, D], each rollout computed from its first token."""
+    texts = [np.concatenate([each.prompt_tokens, each.output_tokens]) for each in batch]
+    states = body(input_ids=_padded(texts, device), use_cache=False).last_hidden_state
+    starts = [len(each.prompt_tokens) - 1 for each in batch]
+    return _rows(states, starts, [len(each.output_tokens) for each in batch])
+
+
+Prompt = tuple[np.ndarray, list[int]]
+"""A prompt, and the numbers of the rollouts that begin with it."""
+
+
+def _continued(
+    body: Any,
+    inputs: Sequence[PrefillInput],
+    by_prompt: Sequence[Prompt],
+    positions: int,
+    device: torch.device,
+) -> Iterator[Batch]:
+    lengths = [len(prompt) for prompt, _ in by_prompt]
+    for portion in batches_by_length(lengths, positions=positions):
+        prompts = [by_prompt[number][0] for number in portion]
+        same = [by_prompt[number][1] for number in portion]
+        cache = DynamicCache()
+        states = body(
+            input_ids=_padded(prompts, device), past_key_values=cache, use_cache=True
+        ).last_hidden_state
+        firsts = _rows(states, [len(prompt) - 1 for prompt in prompts], [1] * len(prompts))  # [U,D]
+        members = [member for numbers in same for member in numbers]
+        prompt_of = [row for row, numbers in enumerate(same) for _ in numbers]
+        sizes = [
+            len(prompts[row]) + len(inputs[member].output_tokens)
+            for member, row in zip(members, prompt_of, strict=True)
+        ]
+        for chosen in batches_by_length(sizes, positions=positions):
+            rows = torch.tensor([prompt_of[number] for number in chosen], device=device)
+            batch = [inputs[members[number]] for number in chosen]
+            hidden = _outputs(body, cache, rows, firsts[rows], batch, device)
+            yield Batch([members[number] for number in chosen], hidden)
+
+
+def _outputs(
+    body: Any,
+    prompts: DynamicCache,
+    rows: torch.Tensor,
+    firsts: torch.Tensor,
+    batch: Sequence[PrefillInput],
+    device: torch.device,
+) -> torch.Tensor:
+    """[N, D] of outputs that continue prompts.
+
+    Args:
+        body: the model.
+        prompts: keys and values of U prompts, each [U, K, P, h], padded behind.
+        rows: i64 [B], the prompt of each rollout.
+        firsts: [B, D], the states of the prompts' last tokens.
+        batch: the B rollouts.
+        device: where the model is.
+    """
+    counts = [len(each.output_tokens) for each in batch]
+    if max(counts) == 1:
+        return firsts
+    # The last token of an output produces none.
+    tokens = _padded([each.output_tokens[:-1] for each in batch], device)  # [B, n]
+    lengths = torch.tensor([len(each.prompt_tokens) for each in batch], device=device)[:, None]
+    width, n = prompts.get_seq_length(), tokens.shape[1]
+    steps = torch.arange(n, device=device)
+    seen = (torch.arange(width, device=device) < lengths)[:, None, :].expand(-1, n, -1)
+    causal = (steps <= steps[:, None]).expand(len(batch), -1, -1)
+    copied = [(layer.keys[rows], layer.values[rows]) for layer in prompts.layers]
+    states = body(
+        input_ids=tokens,
+        attention_mask=torch.cat([seen, causal], -1)[:, None],  # bool [B, 1, n, P + n]
+        position_ids=lengths + steps,
+        past_key_values=DynamicCache(copied),
+        use_cache=True,
+    ).last_hidden_state
+    return _rows(torch.cat([firsts[:, None], states], 1), [0] * len(batch), counts)
+
+
+def _by_prompt(inputs: Sequence[PrefillInput]) -> list[Prompt]:
+    found: dict[bytes, Prompt] = {}
+    for number, each in enumerate(inputs):
+        prompt = each.prompt_tokens.astype(np.int32)
+        found.setdefault(prompt.tobytes(), (prompt, []))[1].append(number)
+    return list(found.values())
+
+
+def _padded(texts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
+    """i64 [B, T], zeros behind."""
+    tokens = np.zeros((len(texts), max(len(text) for text in texts)), np.int64)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    return torch.from_numpy(tokens).to(device)
+
+
+def _rows(states: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
+    """[N, D] of states [B, T, D]: of each row so many from its start."""
+    width = states.shape[1]
+    places = [
+        np.arange(row * width + start, row * width + start + count)
+        for row, (start, count) in enumerate(zip(starts, counts, strict=True))
+    ]
+    return states.flatten(0, 1)[torch.from_numpy(np.concatenate(places)).to(states.device)]
