@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from verify.calibration.profile import Profile
     from verify.calibration.run import Outcome
 
-_NOISES = (0.01, 0.02, 0.04)
+_NOISES = (0.005, 0.01, 0.02, 0.04)
 _DAY_S = 86400.0
 
 
@@ -63,7 +63,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     one.add_argument(
         "--perturbed",
         action="store_true",
-        help="hold the limits against weights with noise of 1, 2 and 4 %%, and rounded to int8",
+        help="hold the limits against weights with noise of 0.5 to 4 %%, and rounded to int8",
     )
     one.add_argument(
         "--perturbed-submissions",
@@ -95,7 +95,7 @@ def _calibrate(options: argparse.Namespace, log: logging.Logger) -> None:
     from verify.calibration.spoilt import int8, noise
 
     key = SigningKey.load(options.key)
-    spoilt = [(f"weights off by {share:.0%}", noise(share)) for share in _NOISES]
+    spoilt = [(f"weights off by {100 * share:g}%", noise(share)) for share in _NOISES]
     outcome = calibrate(
         Order(
             run_dir=options.run_dir,

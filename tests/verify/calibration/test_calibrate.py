@@ -12,6 +12,7 @@ import pytest
 
 from runspec.common.hashing import digest_file
 from runspec.common.keys import SigningKey
+from runspec.spec.schema import RunSpec
 from tests.harness import ROOT as REPOSITORY
 from tests.verify.calibration.file_engine import FileEngine, save_small_model
 from tests.verify.calibration.honest_run import WORKER, HonestRun
@@ -26,21 +27,25 @@ MODEL = SmallModel.random(seed=3)
 SUBMISSIONS = 48
 
 
-@pytest.fixture(scope="session")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose workers compute in bfloat16: two versions, 8 rollouts a submission."""
-    spec = small_spec(dtype="bfloat16")
-    run = HonestRun(tmp_path_factory.mktemp("calibrate") / "run", spec)
-    for version in (0, 1):
-        model = MODEL if version == 0 else MODEL.perturbed(0.01, seed=1)
+def honest_run(directory: Path, spec: RunSpec, versions: int, submissions: int) -> Path:
+    """A run whose workers compute in bfloat16, 8 rollouts a submission."""
+    run = HonestRun(directory, spec)
+    for version in range(versions):
+        model = MODEL if version == 0 else MODEL.perturbed(0.01, seed=version)
         save_small_model(model, run.weights(version))
         run.publish(version)
         worker = Worker(WORKER, model.in_bfloat16(), spec, ParityTask())
-        for _ in range(SUBMISSIONS // 2):
+        for _ in range(submissions // versions):
             signed, lease = run.lease(version, groups=2)
             run.take(signed, lease, worker.rollouts(signed, lease))
     run.close()
-    return run.directory
+    return directory
+
+
+@pytest.fixture(scope="session")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calibrate")
+    return honest_run(folder / "run", small_spec(dtype="bfloat16"), 2, SUBMISSIONS)
 
 
 @pytest.fixture
@@ -107,6 +112,19 @@ def test_a_pool_is_measured_and_its_profile_signed(
     assert (far["published"]["by"]["TOPLOC"], far["profile"]["by"]["TOPLOC"]) == (0, 6)
     # and the run's own files are as they were
     assert digest_file(weights) == before
+
+
+def test_an_unseeded_pool_has_no_gaps_to_measure(tmp_path: Path, key: Path) -> None:
+    # given a trusted pool that cuts its distribution, and draws from it without a lease's noise
+    sampling = {"temperature": 0.8, "seeded": False, "top_p": 0.9}
+    spec = small_spec(dtype="bfloat16", trust="trusted", sampling=sampling)
+    code, out = calibrated(honest_run(tmp_path / "run", spec, 1, 6), key)
+    assert code == 0
+    profile = opened(out, key)
+    assert not profile.measured.seeded
+    assert not [name for name in profile.numbers if name.startswith("gap")]
+    assert profile.as_limits().gap_mean == BFLOAT16.gap_mean
+    assert profile.as_limits().logprob_rollout < BFLOAT16.logprob_rollout
 
 
 def test_a_root_elsewhere_signs_what_was_calibrated(
