@@ -191,6 +191,30 @@ class TestFlooding:
         assert stored(site) == []
         client.submit(envelope, table)  # the lease is still good
 
+    def test_downloads_that_are_not_taken(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They are being answered, and so make no room: there are few of them."""
+        monkeypatch.setattr(rates, "MAX_DOWNLOADS_PER_PLACE", 2)
+        file = tmp_path / "rows.parquet"
+        file.write_bytes(bytes(32 << 20))
+        spec = tiny_spec()
+        source = spec.data.sources[0].model_copy(update={"uri": str(file)})
+        data = spec.data.model_copy(update={"sources": [source]})
+        site = Site(tmp_path, spec.model_copy(update={"data": data}))
+        with site.origin(), site.serving(), httpx.Client(base_url=site.url, verify=False) as http:
+            digest = site.worker()[1].site().files[0].digest
+            asked = f"GET /v1/data/{digest} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+            with ExitStack() as held:
+                for _ in range(2):
+                    stream = held.enter_context(connected(site))
+                    stream.sendall(asked)
+                    assert received(stream)
+                refused = http.get(f"/v1/data/{digest}")
+                assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
+                assert http.get("/healthz").status_code == 200
+            eventually(lambda: http.get(f"/v1/data/{digest}").status_code == 200, "they have gone")
+
     def test_connections(self, site: Site, post: Post) -> None:
         """Three times as many as there may be: the idle make room for those who work."""
         key, worker = site.worker()

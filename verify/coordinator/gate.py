@@ -76,6 +76,18 @@ class Gate:
         return caller
 
     @contextmanager
+    def download(self, request: web.Request) -> Iterator[None]:
+        """Counts a file that is being sent.
+
+        Raises:
+            Refusal: 503, as many are being sent there, or in all, as may.
+        """
+        with self._rates.download(self._place(request)) as allowed:
+            if not allowed:
+                raise Refusal(503, "too many downloads at once: come again", retry_after_s=5.0)
+            yield
+
+    @contextmanager
     def poll(self, key: str) -> Iterator[None]:
         """Counts a request that is kept waiting.
 

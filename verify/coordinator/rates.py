@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 MAX_BUCKETS = 100_000
+MAX_DOWNLOADS, MAX_DOWNLOADS_PER_PLACE = 256, 32
+"""Files of the data that are being sent: to whoever takes them slowly, for long."""
 MAX_POLLS = 4
 """Requests for a lease that one key may keep waiting: a worker has one, and another where a lost
 connection has not been noticed."""
@@ -106,6 +108,7 @@ class RateLimits:
     def __init__(self) -> None:
         self._keys, self._places = Buckets(), Buckets()
         self._polls: Counter[str] = Counter()
+        self._downloads: Counter[str] = Counter()
 
     def of_worker(self, key: str, kind: str, now: float) -> float:
         """A request of a registered key.
@@ -133,6 +136,18 @@ class RateLimits:
     def of_unbelieved(self, place: str, now: float) -> float:
         """0.0 while another signature from there may be checked; else seconds until one may."""
         return self._places.wait_s(f"unbelieved {place}", PER_PLACE["unbelieved"], now)
+
+    @contextmanager
+    def download(self, place: str) -> Iterator[bool]:
+        """Counts a file that is being sent; yields whether it may be."""
+        self._downloads[place] += 1
+        try:
+            here, all_ = self._downloads[place], self._downloads.total()
+            yield here <= MAX_DOWNLOADS_PER_PLACE and all_ <= MAX_DOWNLOADS
+        finally:
+            self._downloads[place] -= 1
+            if not self._downloads[place]:
+                del self._downloads[place]
 
     @contextmanager
     def poll(self, key: str) -> Iterator[bool]:

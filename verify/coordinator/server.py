@@ -138,7 +138,8 @@ class Api:
         path = await self._site.path(request.match_info["digest"])
         if path is None:
             raise Refusal(404, "no file of the data has this digest")
-        return await send_file(request, path)
+        with self._gate.download(request):
+            return await send_file(request, path)
 
     async def _get_status(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(self._status.report())
