@@ -17,6 +17,7 @@ import pytest
 
 from runspec.common.canonical import canonical_json
 from runspec.common.errors import UserError
+from runspec.common.hashing import digest_bytes
 from runspec.common.keys import SigningKey
 from tests.attacks.setting import rejection
 from tests.verify.bench import Bench
@@ -29,7 +30,9 @@ from verify.coordinator.filling import MAX_OPEN_LEASES
 from verify.coordinator.reputation import reputation
 from verify.coordinator.state import LeaseRecord
 from verify.formats.lease import Lease, assignments, open_lease
+from verify.formats.submission import encode_rollouts
 from verify.request_auth import RequestChecker, Unauthorised, sign_request
+from verify.validator import is_drawn
 
 PROBLEMS = 1_000_000
 
@@ -237,6 +240,27 @@ class TestWithholding:
     def test_part_of_a_lease(self, bench: Bench) -> None:
         found = rejection(bench, bench.honest()[:4])
         assert found.check == "assignment" and "4 rows, the lease asks for 8" in found.words
+
+
+class TestDrawGrinding:
+    """Writes its file until it is one that is not prefilled, where only a share is. Trying tells
+    nothing: the verdict shows it, and then the lease takes no other file (`test_replays.py`)."""
+
+    share = 0.3
+
+    def drawn(self, validator: SigningKey, files: list[str]) -> list[bool]:
+        return [is_drawn(validator, file, self.share) for file in files]
+
+    def test_a_file_says_nothing_of_whether_it_is_drawn(self, bench: Bench) -> None:
+        # given the same rows as many files, and a worker that knows how the draw is made
+        rows = encode_rollouts(bench.honest())
+        files = [digest_bytes(rows + bytes([n % 256, n // 256])) for n in range(600)]
+        validator, guess = SigningKey.generate(), SigningKey.generate()
+        truly, foreseen = self.drawn(validator, files), self.drawn(guess, files)
+        # then those that it takes for safe are drawn as often as any (6 standard deviations)
+        safe = [true for true, drawn in zip(truly, foreseen, strict=True) if not drawn]
+        assert abs(sum(truly) / len(truly) - self.share) < 0.12
+        assert abs(sum(safe) / len(safe) - self.share) < 0.14
 
 
 NOW = 1_700_000_000.0
