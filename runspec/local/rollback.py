@@ -41,7 +41,7 @@ from runspec.spec.run_files import (
 from runspec.spec.schema import RunSpec
 from verify.coordinator.events import RolledBack
 from verify.coordinator.policy import Policy
-from verify.coordinator.state import replay
+from verify.coordinator.transitions import replay
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.layout import STATE_FILE, step_folder
 from verify.ledger import open_ledger

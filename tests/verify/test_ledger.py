@@ -17,7 +17,7 @@ from verify.coordinator.events import (
     QuarantineEnded,
     WorkerQuarantined,
 )
-from verify.coordinator.state import replay
+from verify.coordinator.transitions import replay
 from verify.ledger import Ledger
 
 

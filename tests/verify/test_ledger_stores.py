@@ -23,7 +23,7 @@ from tests.verify.test_ledger import eventful
 from tests.waiting import eventually
 from verify.audit.replay import audit
 from verify.coordinator.events import CoordinatorStarted, WorkerRegistered
-from verify.coordinator.state import replay
+from verify.coordinator.transitions import replay
 from verify.formats.lease import open_lease
 from verify.ledger import Ledger, NotNow, decode_event, open_ledger
 from verify.ledger_store import LedgerStore, SqliteStore, StoreError

@@ -28,7 +28,8 @@ from verify.coordinator.events import (
 )
 from verify.coordinator.history import History
 from verify.coordinator.policy import Policy
-from verify.coordinator.state import IllegalTransition, State, apply
+from verify.coordinator.state import State
+from verify.coordinator.transitions import IllegalTransition, apply
 from verify.formats.batch import BatchGroup
 from verify.formats.lease import Lease
 from verify.ledger import BadRow, decode_event

@@ -21,7 +21,8 @@ from verify.coordinator.consequences import consequences
 from verify.coordinator.events import CoordinatorStarted, Event, RolledBack, StepClosed
 from verify.coordinator.history import History
 from verify.coordinator.policy import Policy
-from verify.coordinator.state import State, apply
+from verify.coordinator.state import State
+from verify.coordinator.transitions import apply
 from verify.formats import batch as batch_format
 from verify.formats.layout import STATE_FILE, SubmissionFiles, step_folder, submission_files
 from verify.ledger import Ledger, NotNow

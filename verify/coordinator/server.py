@@ -29,8 +29,8 @@ from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.leasing import Leasing
 from verify.coordinator.operator import OperatorDesk
-from verify.coordinator.state import IllegalTransition
 from verify.coordinator.status import Status
+from verify.coordinator.transitions import IllegalTransition
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
 from verify.ledger import NotNow

@@ -6,6 +6,7 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +249,7 @@ def test_leases_that_share_a_seed_skip_an_index_or_are_unsigned_are_found(run: C
         lease = open_lease(
             fields["document"].encode(), coordinators=frozenset({run.site.coordinator.public_hex})
         )
-        again = Lease(**{**lease.__dict__, "index": 0 if row == granted[1] else lease.index})
+        again = replace(lease, index=0 if row == granted[1] else lease.index)
         fields["lease"]["index"] = again.index
         fields["document"] = sign_lease(again, key).decode()
 

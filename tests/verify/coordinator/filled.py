@@ -25,7 +25,8 @@ from verify.coordinator.events import (
 )
 from verify.coordinator.filling import Close, Grant, Held, NonceNeeded, Resume, Stalled
 from verify.coordinator.policy import Policy
-from verify.coordinator.state import LeaseRecord, State, apply
+from verify.coordinator.state import LeaseRecord, State
+from verify.coordinator.transitions import apply
 from verify.formats.lease import Lease
 
 POLICY = Policy(

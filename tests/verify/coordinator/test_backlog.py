@@ -33,7 +33,8 @@ from verify.coordinator.backlog import Backlog
 from verify.coordinator.events import SubmissionDeferred, SubmissionReceived
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
-from verify.coordinator.state import IllegalTransition, LeaseRecord, apply
+from verify.coordinator.state import LeaseRecord
+from verify.coordinator.transitions import IllegalTransition, apply
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import SubmissionEnvelope
 from verify.ledger import Ledger

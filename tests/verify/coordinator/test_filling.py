@@ -1,5 +1,7 @@
 """Filling a step, case by case."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.verify.coordinator.filled import Filled, key, policy
@@ -16,7 +18,7 @@ from verify.coordinator.events import (
     WorkerRegistered,
 )
 from verify.coordinator.filling import MAX_OPEN_LEASES
-from verify.coordinator.state import IllegalTransition, apply
+from verify.coordinator.transitions import IllegalTransition, apply
 
 
 def started(**changes: object) -> Filled:
@@ -482,7 +484,7 @@ class TestIllegalTransitions:
         granted = next(e for e in run.events if isinstance(e, LeaseGranted))
         self.refuses(run, granted)
         for change in ({"index": 2}, {"nonce": key("other")}, {"step": 1}, {"worker": key("z")}):
-            lease = type(granted.lease)(**{**granted.lease.__dict__, **change})
+            lease = replace(granted.lease, **change)
             self.refuses(run, LeaseGranted(run.now, lease, key("other"), ""))
 
     def test_submissions_expiries_and_closings(self):

@@ -16,7 +16,7 @@ from verify.coordinator.events import (
     WorkerRegistered,
 )
 from verify.coordinator.filling import Close
-from verify.coordinator.state import replay
+from verify.coordinator.transitions import replay
 
 WORKERS = ["a", "b", "c", "d"]
 OUTCOMES = ["usable", "usable", "usable", "filtered", "dropped"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tests.verify.coordinator.filled import POLICY, Filled, policy
 from verify.coordinator.events import StepClosed
 from verify.coordinator.history import History
-from verify.coordinator.state import State, apply
+from verify.coordinator.state import State
+from verify.coordinator.transitions import apply
 
 TOKENS = 10
 """Of each group that `filled` grades."""

@@ -27,7 +27,7 @@ from verify.coordinator.reputation import (
     prefill_share,
     reputation,
 )
-from verify.coordinator.state import IllegalTransition
+from verify.coordinator.transitions import IllegalTransition
 
 NOISY, EXACT = "logprobs: row 0: 0.2 > 0.1", "assignment: row 0: 1 > 0"
 

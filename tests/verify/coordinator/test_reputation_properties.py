@@ -16,7 +16,7 @@ from verify.coordinator.events import (
     WorkerQuarantined,
 )
 from verify.coordinator.reputation import BAN_AFTER, CLEAR_AFTER, reputation
-from verify.coordinator.state import replay
+from verify.coordinator.transitions import replay
 
 WORKERS = ["a", "b", "c"]
 REASONS = ["logprobs: row 0: 0.2 > 0.1", "toploc: row 1: 40 > 38", "format: no rows"]

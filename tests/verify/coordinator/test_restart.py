@@ -16,7 +16,7 @@ from runspec.common.hashing import digest_bytes
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, tiny_spec, verdict
 from verify.coordinator.events import CoordinatorStarted
 from verify.coordinator.policy import Policy
-from verify.coordinator.state import replay
+from verify.coordinator.transitions import replay
 from verify.formats.layout import STATE_FILE, step_folder, submission_files
 from verify.formats.lease import open_lease
 from verify.ledger import Ledger

@@ -13,7 +13,7 @@ from verify.coordinator.events import (
     VersionPublished,
     WorkerRegistered,
 )
-from verify.coordinator.state import IllegalTransition, apply, replay
+from verify.coordinator.transitions import IllegalTransition, apply, replay
 
 
 def steps(first: int, last: int, nonce: str) -> list[Event]:

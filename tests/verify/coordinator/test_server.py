@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -627,8 +628,8 @@ def test_verdicts_that_do_not_fit_are_refused(site: Site):
         digest, lease = sample(site, key, worker)
         validator = site.client(site.validator)
         envelope, table = verdict(digest, lease, site.validator)
-        _, half = verdict(digest, Lease(**{**lease.__dict__, "groups": 1}), site.validator)
-        other_step = Lease(**{**lease.__dict__, "step": 1})
+        _, half = verdict(digest, replace(lease, groups=1), site.validator)
+        other_step = replace(lease, step=1)
         nan = verdict(digest, lease, site.validator, task_rewards=(float("nan"), 1.0))
 
         for signed, body, words in (

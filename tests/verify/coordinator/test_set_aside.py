@@ -15,7 +15,8 @@ from verify.client import CoordinatorClient, WorkItem
 from verify.coordinator.claims import ATTEMPTS
 from verify.coordinator.events import FailedAttempt, KeyBanned, SubmissionSetAside
 from verify.coordinator.reputation import BAN_AFTER
-from verify.coordinator.state import IllegalTransition, LeaseRecord
+from verify.coordinator.state import LeaseRecord
+from verify.coordinator.transitions import IllegalTransition
 from verify.formats.layout import STATE_FILE
 from verify.formats.lease import open_lease
 from verify.formats.submission import open_submission

@@ -1,0 +1,370 @@
+"""What follows from an event: `apply`, a pure function of the state before it.
+
+Invariants, which `apply` refuses to break and the property tests look for:
+- A group is trained at most once, and at a step that is at most `async_level` after its version.
+- Steps open in order and close in order, each once; a rollback takes both counts back.
+- The leases of one worker and one step are numbered 0, 1, 2, ... under one nonce, which was drawn
+  after the worker's key was registered; so no two leases share a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from verify.coordinator.events import (
+    BanLifted,
+    CoordinatorStarted,
+    Event,
+    KeyBanned,
+    LeaseExpired,
+    LeaseGranted,
+    LeaseReleased,
+    LeaseResumed,
+    NonceDrawn,
+    QuarantineEnded,
+    RolledBack,
+    StepClosed,
+    SubmissionDeferred,
+    SubmissionJudged,
+    SubmissionReceived,
+    SubmissionSetAside,
+    VersionPublished,
+    WorkerQuarantined,
+    WorkerRegistered,
+)
+from verify.coordinator.policy import Policy
+from verify.coordinator.reputation import Standing
+from verify.coordinator.state import Draw, LeaseRecord, OpenStep, State, Tally, Worker
+
+LONGEST_DEFERRAL_S = 600.0
+"""A lease is extended by no more at once, beyond the time of the event."""
+
+
+class IllegalTransition(Exception):
+    """An event that cannot follow: a fault of the coordinator, or a ledger tampered with."""
+
+
+def replay(policy: Policy, events: Iterable[Event]) -> State:
+    state = State(policy)
+    for event in events:
+        state = apply(state, event)
+    return state
+
+
+def apply(state: State, event: Event) -> State:
+    """The state after an event.
+
+    Raises:
+        IllegalTransition: the event cannot follow.
+    """
+    match event:
+        case CoordinatorStarted():
+            steps = {n: replace(s, since=event.at) for n, s in state.steps.items()}
+            return replace(state, steps=steps, progress=event.at)
+        case WorkerRegistered():
+            _require(event.worker not in state.workers, "a key is registered twice")
+            worker = Worker(len(state.workers), event.pool)
+            if event.invite is not None:
+                uses = state.invited.get(event.invite, 0) + 1
+                state = replace(state, invited={**state.invited, event.invite: uses})
+            return replace(state, workers={**state.workers, event.worker: worker})
+        case WorkerQuarantined():
+            worker = _known(state, event.worker)
+            state = _strike_unproven(state, event.worker)
+            return _with_standing(state, event.worker, worker.standing.quarantined(event.reason))
+        case QuarantineEnded():
+            worker = _known(state, event.worker)
+            _require(worker.standing.quarantine is not None, "no quarantine to end")
+            free = replace(worker.standing, quarantine=None)
+            return _with_standing(state, event.worker, free)
+        case KeyBanned():
+            return _ban(state, event)
+        case BanLifted():
+            return _lift_ban(state, event)
+        case VersionPublished():
+            newer = state.newest is None or event.version > state.newest.version
+            _require(newer, f"version {event.version} is not newer")
+            return replace(state, newest=event, progress=event.at)
+        case NonceDrawn():
+            return _draw(state, event)
+        case LeaseGranted():
+            return _grant(state, event)
+        case LeaseExpired():
+            return _expire(state, event)
+        case LeaseReleased():
+            return _release(state, event)
+        case LeaseResumed():
+            return _resume(state, event)
+        case SubmissionDeferred():
+            return _defer(state, event)
+        case SubmissionReceived():
+            record = _record(state, event.lease, "open")
+            return _with_lease(
+                state, replace(record, status="submitted", submission=event.submission)
+            )
+        case SubmissionJudged():
+            return _judge(state, event)
+        case SubmissionSetAside():
+            return _set_aside(state, event)
+        case StepClosed():
+            return _close(state, event)
+        case RolledBack():
+            _require(0 <= event.version <= state.next_close, "a rollback to what was not trained")
+            back = State(state.policy, next_step=event.version, next_close=event.version)
+            return replace(back, progress=event.at, bans=state.bans, invited=state.invited)
+
+
+def _ban(state: State, event: KeyBanned) -> State:
+    """Its open leases end at once, for it can answer them no more."""
+    _require(event.key not in state.bans, "a key is banned twice")
+    state = replace(state, bans={**state.bans, event.key: event.reason})
+    for record in list(state.leases.values()):
+        if record.lease.worker == event.key and record.status in ("open", "released"):
+            state = _end_lease(state, record)
+    return _strike_unproven(state, event.key)
+
+
+def _strike_unproven(state: State, worker: str) -> State:
+    """What was taken on the word of a worker that is now doubted trains no more."""
+    for record in list(state.leases.values()):
+        if record.lease.worker == worker and not record.recomputed:
+            state = _without_usable(state, record)
+    return state
+
+
+def _lift_ban(state: State, event: BanLifted) -> State:
+    _require(event.key in state.bans, "a key that is not banned")
+    state = replace(state, bans={k: r for k, r in state.bans.items() if k != event.key})
+    worker = state.workers.get(event.key)
+    if worker is None:
+        return state
+    pardoned = worker.standing.pardoned(f"its ban was lifted: {event.reason}")
+    return _with_standing(state, event.key, pardoned)
+
+
+def _draw(state: State, event: NonceDrawn) -> State:
+    draw = Draw(event.nonce, event.workers)
+    _require(event.workers == len(state.workers) > 0, "a draw covers the keys registered so far")
+    if event.step in state.steps:
+        step = state.steps[event.step]
+        _require(draw.workers > step.draws[-1].workers, "a draw that admits nobody")
+        step = replace(step, draws=(*step.draws, draw))
+    else:
+        _require(event.step == state.next_step < state.policy.steps, "steps open in order")
+        step = OpenStep(opened=event.at, since=event.at, draws=(draw,))
+        state = replace(state, next_step=event.step + 1)
+    return replace(state, steps={**state.steps, event.step: step})
+
+
+def _grant(state: State, event: LeaseGranted) -> State:
+    lease = event.lease
+    step, worker = state.steps.get(lease.step), state.workers.get(lease.worker)
+    if step is None or worker is None or event.digest in state.leases:
+        raise IllegalTransition(f"lease {event.digest[:16]} of no open step or no known worker")
+    _require(step.nonce_for(worker) == lease.nonce, "a lease under a nonce that is not its own")
+    _require(step.next_index.get(lease.worker, 0) == lease.index, "lease indices have no holes")
+    _require(lease.step - lease.version <= state.policy.async_level, "a lease beyond the lag")
+    step = replace(
+        step,
+        leased=step.leased + lease.groups,
+        next_index={**step.next_index, lease.worker: lease.index + 1},
+    )
+    record = LeaseRecord(lease, event.digest, event.document, newcomer=worker.standing.newcomer)
+    state = _with_lease(replace(state, steps={**state.steps, lease.step: step}), record)
+    tally = state.tallies.get(lease.step, Tally())
+    tally = replace(tally, leased_groups=tally.leased_groups + lease.groups)
+    return replace(state, tallies={**state.tallies, lease.step: tally})
+
+
+def _expire(state: State, event: LeaseExpired) -> State:
+    return _end_lease(state, _record(state, event.lease, "open", "released"))
+
+
+def _end_lease(state: State, record: LeaseRecord) -> State:
+    """No submission will come: withheld."""
+    state = _with_lease(state, replace(record, status="expired"))
+    key = record.lease.worker
+    state = _with_standing(state, key, state.workers[key].standing.after_withholding())
+    tally = _tally(state, record)
+    return _with_tally(
+        state, record, replace(tally, expired_groups=tally.expired_groups + record.lease.groups)
+    )
+
+
+def _release(state: State, event: LeaseReleased) -> State:
+    """Others may be leased the groups, as if nobody had been: volunteers who come and go must not
+    use up what a step may lease. The lease itself still counts as withheld at its end."""
+    record = _record(state, event.lease, "open")
+    state = _with_leased(state, record, -record.lease.groups)
+    return _with_lease(state, replace(record, status="released"))
+
+
+def _resume(state: State, event: LeaseResumed) -> State:
+    record = _record(state, event.lease, "released")
+    _require(record.lease.step in state.steps, "a lease of a step that is closed")
+    state = _with_leased(state, record, record.lease.groups)
+    return _with_lease(state, replace(record, status="open", resumed=True))
+
+
+def _defer(state: State, event: SubmissionDeferred) -> State:
+    record = _record(state, event.lease, "open")
+    own_time = event.at < record.lease.expires
+    _require(own_time or event.submission == record.deferred, "another submission is deferred")
+    _require(event.at < record.expires < event.until, "a deferral that extends no lease")
+    _require(event.until - event.at <= LONGEST_DEFERRAL_S, "a deferral without end")
+    _require(state.lag(record) <= state.policy.async_level, "a deferral beyond the lag")
+    return _with_lease(
+        state, replace(record, deferred=event.submission, deferred_until=event.until)
+    )
+
+
+def _with_leased(state: State, record: LeaseRecord, change: int) -> State:
+    """Leases groups again that were given back, or the other way round."""
+    step = state.steps.get(record.lease.step)
+    if step is None:
+        return state
+    step = replace(step, leased=step.leased + change, given_back=step.given_back - change)
+    return replace(state, steps={**state.steps, record.lease.step: step})
+
+
+def _judge(state: State, event: SubmissionJudged) -> State:
+    record = _record(state, event.lease, "submitted")
+    _require(record.submission == event.submission, "a verdict on another submission")
+    worker, tally, lease = state.workers[record.lease.worker], _tally(state, record), record.lease
+    recomputed = any(group.logprob_diff is not None for group in event.groups)
+    standing = worker.standing.after_verdict(accepted=event.accepted, recomputed=recomputed)
+    worker = replace(worker, standing=standing)
+    if not event.accepted:
+        tally = replace(
+            tally,
+            rejected_submissions=tally.rejected_submissions + 1,
+            rejected_rollouts=tally.rejected_rollouts + lease.groups * state.policy.group_size,
+            last_rejection=event.reason[:300],
+        )
+        record = replace(record, status="rejected", verdict=event.verdict)
+        state = _with_rejected_groups(state, record)
+    else:
+        earned = [g for g in event.groups if g.outcome != "dropped"]
+        worker = replace(
+            worker,
+            accepted_rollouts=worker.accepted_rollouts + sum(g.rollouts for g in earned),
+            accepted_tokens=worker.accepted_tokens + sum(g.tokens for g in earned),
+        )
+        tally = replace(tally, grades=tally.grades + event.groups)
+        usable = tuple(g.group for g in event.groups if g.outcome == "usable")
+        record = replace(
+            record,
+            status="accepted",
+            verdict=event.verdict,
+            usable=usable,
+            recomputed=recomputed,
+        )
+    state = _with_worker(_with_lease(state, record), lease.worker, worker)
+    state = _with_tally(state, record, tally)
+    if standing.quarantine is not None or lease.worker in state.bans:
+        state = _strike_unproven(state, lease.worker)  # it was claimed before the worker was caught
+    return _lapse(state)
+
+
+def _set_aside(state: State, event: SubmissionSetAside) -> State:
+    """As after a fault of the grader its groups are dropped, and others are leased."""
+    record = _record(state, event.lease, "submitted")
+    _require(record.submission == event.submission, "another submission is set aside")
+    _require(len(event.attempts) > 0, "a submission is set aside that nobody failed at")
+    state = _with_lease(state, replace(record, status="set_aside", attempts=event.attempts))
+    key = record.lease.worker
+    state = _with_standing(state, key, state.workers[key].standing.after_set_aside())
+    tally = _tally(state, record)
+    groups = tally.set_aside_groups + record.lease.groups
+    return _with_tally(state, record, replace(tally, set_aside_groups=groups))
+
+
+def _close(state: State, event: StepClosed) -> State:
+    _require(event.step == state.next_close and event.step in state.steps, "steps close in order")
+    leases = dict(state.leases)
+    for group in event.trained:
+        record = leases.get(group.lease)
+        if record is None or group.group not in record.usable:
+            raise IllegalTransition(f"group {group.group} of {group.lease[:16]} cannot be trained")
+        _require(state.lag(record) <= state.policy.async_level, "a group beyond the lag")
+        usable = tuple(g for g in record.usable if g != group.group)
+        leases[group.lease] = replace(record, usable=usable)
+    state = replace(
+        state,
+        steps={n: s for n, s in state.steps.items() if n != event.step},
+        tallies={n: t for n, t in state.tallies.items() if n != event.step},
+        next_close=event.step + 1,
+        progress=event.at,
+    )
+    oldest = state.oldest_remembered
+    kept = {d: r for d, r in leases.items() if r.lease.step >= oldest or r.status == "submitted"}
+    return _lapse(replace(state, leases=kept))
+
+
+def _lapse(state: State) -> State:
+    """Gives up the groups that no step still to close may train."""
+    lapsed = [
+        r for r in state.leases.values() if r.usable and state.lag(r) > state.policy.async_level
+    ]
+    for record in lapsed:
+        state = _without_usable(state, record)
+    return state
+
+
+def _without_usable(state: State, record: LeaseRecord) -> State:
+    """No step trains what is left of a lease's groups."""
+    if not record.usable:
+        return state
+    tally = _tally(state, record)
+    expired = tally.expired_groups + len(record.usable)
+    state = _with_tally(state, record, replace(tally, expired_groups=expired))
+    return _with_lease(state, replace(record, usable=()))
+
+
+def _with_rejected_groups(state: State, record: LeaseRecord) -> State:
+    step = state.steps.get(record.lease.step)
+    if step is None:
+        return state
+    worker = record.lease.worker
+    rejected = {**step.rejected, worker: step.rejected.get(worker, 0) + record.lease.groups}
+    step = replace(step, rejected=rejected)
+    return replace(state, steps={**state.steps, record.lease.step: step})
+
+
+def _record(state: State, lease: str, *statuses: str) -> LeaseRecord:
+    record = state.leases.get(lease)
+    if record is None or record.status not in statuses:
+        raise IllegalTransition(f"lease {lease[:16]} is not {' or '.join(statuses)}")
+    return record
+
+
+def _tally(state: State, record: LeaseRecord) -> Tally:
+    return state.tallies.get(max(record.lease.step, state.next_close), Tally())
+
+
+def _with_tally(state: State, record: LeaseRecord, tally: Tally) -> State:
+    step = max(record.lease.step, state.next_close)
+    return replace(state, tallies={**state.tallies, step: tally})
+
+
+def _with_lease(state: State, record: LeaseRecord) -> State:
+    return replace(state, leases={**state.leases, record.digest: record})
+
+
+def _with_worker(state: State, key: str, worker: Worker) -> State:
+    return replace(state, workers={**state.workers, key: worker})
+
+
+def _with_standing(state: State, key: str, standing: Standing) -> State:
+    return _with_worker(state, key, replace(_known(state, key), standing=standing))
+
+
+def _known(state: State, key: str) -> Worker:
+    _require(key in state.workers, "an event of a key that is no worker's")
+    return state.workers[key]
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise IllegalTransition(otherwise)
