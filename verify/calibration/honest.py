@@ -84,12 +84,18 @@ def rollouts_of(taken: Taken, spec: RunSpec) -> Iterator[Rollout]:
             max_bytes=max_submission_bytes(spec, pool),
         )
     except (OSError, Rejected) as error:
-        raise UserError(
-            f"not an honest submission: {error}",
-            place=str(taken.files.submission),
-            remedy="name the directory of a run whose workers were all your own",
-        ) from error
-    for row in rows:
-        sized = len(row.output_tokens) and len(row.logprobs) == len(row.output_tokens)
-        if row.is_of_its_version and sized:
+        raise dishonest(taken, error) from error
+    for number, row in enumerate(rows):
+        if not 0 < len(row.output_tokens) == len(row.logprobs):
+            raise dishonest(taken, f"row {number} has no log-prob for each token")
+        if row.is_of_its_version:
             yield row
+
+
+def dishonest(taken: Taken, reason: object) -> UserError:
+    """What no honest worker sends."""
+    return UserError(
+        f"not an honest submission: {reason}",
+        place=str(taken.files.submission),
+        remedy="name the directory of a run whose workers were all your own",
+    )

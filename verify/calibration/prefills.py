@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from runspec.common.errors import UserError
 from runspec.spec.schema import RunSpec, SamplerPool
-from verify.calibration.honest import Taken, rollouts_of
+from verify.calibration.honest import Taken, dishonest, rollouts_of
 from verify.calibration.measure import PAIR
 from verify.calibration.spoilt import Change, spoil
 from verify.calibration.weights import Version, engine_over, place
@@ -109,10 +108,6 @@ class Prefills:
             pairs = [(row, next(found)) for row in its]
             for _, recomputed in pairs:
                 if isinstance(recomputed.proof, MalformedProof):
-                    raise UserError(
-                        f"not an honest submission: {recomputed.proof}",
-                        place=str(each.files.submission),
-                        remedy="name the directory of a run whose workers were all your own",
-                    )
+                    raise dishonest(each, recomputed.proof)
             if pairs:
                 yield each, pairs

@@ -1,13 +1,11 @@
 """Policy versions for a prefill engine without a network: from a run directory, checked, or spoilt.
 
 An engine is given a cache of its own that holds every version already, so that it asks nobody. What
-lies in it are links to the run's files (copies, where links cannot be made).
+lies in it are links to the run's files.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +80,8 @@ def place(version: Version, cache: Path) -> Path:
             raise _damaged(source, "other bytes than were published")
     for source in version.folder.iterdir():
         if source.is_file() and source.name != _MANIFEST:
-            _link(source, target / source.name)
-    _link(version.manifest, target / _MANIFEST)
+            (target / source.name).symlink_to(source.resolve())
+    (target / _MANIFEST).symlink_to(version.manifest.resolve())
     return target
 
 
@@ -105,13 +103,6 @@ def _objects(manifest: Path) -> Mapping[str, str]:
         if Path(name).name != name:
             raise UserError(f"names a file {name[:80]!r}", place=str(manifest))
     return found
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system
-        shutil.copyfile(source, target)
 
 
 def _damaged(path: Path, reason: str) -> UserError:
