@@ -63,10 +63,14 @@ class Side:
         self.cpu.append(tokens / (self._cpu_s() - cpu))
 
     def _cpu_s(self) -> float:
-        """Of all threads of front and core, to the nanosecond; an idle core of the other side's
-        adds nothing."""
-        tasks = (task for pid in self._pids for task in Path(f"/proc/{pid}/task").iterdir())
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+        """Of all threads of front and core; an idle core of the other side's adds nothing."""
+        return cpu_s(self._pids)
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """CPU seconds of all threads of some processes so far, to the nanosecond."""
+    tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def share(ours: Sequence[float], others: Sequence[float]) -> float:

@@ -11,13 +11,13 @@ Two sides in turn, round by round, each with one thread for its arithmetic:
   engine in turn judges what the sampler made in that round.
 Ratios are of output tokens a second, medians over the rounds, with the least and the largest; by
 wall time and by CPU time of all processes of a side. `stages` says where the validator's CPU time
-went, without the graders', in microseconds an output token. Without a size the model is the laptop
+went, in microseconds an output token. Without a size the model is the laptop
 profile's after its warm start (kept in --cache); with one a random Qwen2, which writes to the last
 token. Load beside it slows both sides: trust the CPU ratio on a machine that is shared.
 
 `limit` is what FLOPs allow: the peak of a core, as a matrix product of 1024 measures it here, over
-the FLOPs that the validator needs for an output token (body over prompt and output, head over the
-output), against what the sampler reached.
+the FLOPs that a validator needs for an output token (body over prompt and output, no prompt shared,
+head over the output), against what the sampler reached in CPU time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ import torch
 import verify.examiner
 import verify.recompute
 import verify.validator
-from benchmarks.sampler_engine import WAIT_S, Side
+from benchmarks.sampler_engine import WAIT_S, Side, cpu_s
 from benchmarks.sampler_proofs import save_model
 from bridge.config import load_config
 from learner_jax.prefill import load_policy as load_jax
@@ -70,6 +70,7 @@ from sampler.prefill.engine import load_policy as load_torch
 from sampler.prefill.engine import prefill as prefill_torch
 from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
 from verify.client import RunFinished, WorkItem
+from verify.decoder import Decoder
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import encode_rollouts, sign_submission
 from verify.formats.verdict import open_verdict
@@ -275,8 +276,10 @@ class OneVersion:
 class Judge:
     """A validator with one engine, and the queue that it serves."""
 
-    def __init__(self, spec: schema.RunSpec, engine: OneVersion, tasks: TaskSet) -> None:
-        self._spec, self._engine, self._tasks = spec, engine, tasks
+    def __init__(
+        self, spec: schema.RunSpec, engine: OneVersion, tasks: TaskSet, decoder: Decoder
+    ) -> None:
+        self._spec, self._engine, self._tasks, self._decoder = spec, engine, tasks, decoder
         self._queue = Queue()
         self._handed: list[Handed] = []
         self._validator = self._make()
@@ -292,9 +295,14 @@ class Judge:
             raise RuntimeError("not every submission has a verdict")
         return sum(each.tokens for each in self._handed)
 
-    def stages(self) -> dict[str, float]:
-        """Microseconds an output token of one more pass, by stage."""
+    def stages(self, others: Sequence[int]) -> dict[str, float]:
+        """CPU microseconds an output token of one more pass, by stage.
+
+        Args:
+            others: the processes that grade and parse.
+        """
         spent: dict[str, float] = defaultdict(float)
+        before = cpu_s(others)
         with ExitStack() as stack:
             for name, where, what in (
                 ("parse", verify.examiner, "open_rows"),
@@ -308,7 +316,8 @@ class Judge:
             ):
                 stack.enter_context(_timed(where, what, spent, name))
             tokens = self.judge()
-        spent["other"] = 2 * spent["all"] - sum(spent.values())
+        spent["rest"] = 2 * spent["all"] - sum(spent.values())
+        spent["graders and decoder"] = cpu_s(others) - before
         return {name: round(1e6 * seconds / tokens, 2) for name, seconds in spent.items()}
 
     def _make(self) -> verify.validator.Validator:
@@ -317,6 +326,7 @@ class Judge:
             VALIDATOR,
             self._queue,
             self._engine,
+            decode=self._decoder.decode,
             task_set_of=lambda directory: self._tasks,
             log=logging.getLogger("validator"),
         )
@@ -350,7 +360,7 @@ def peak_flops(dtype: torch.dtype) -> float:
 
 
 def children(without: Sequence[int]) -> list[int]:
-    """Processes below this one, but for some: the graders."""
+    """Processes below this one, but for some: the graders and the decoder."""
     tasks = Path("/proc/self/task").iterdir()
     found = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
     return sorted(found - set(without))
@@ -364,13 +374,16 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "jax": (prefill_jax, load_jax(version, spec.learner, make_mesh(schema.Mesh()))),
         "torch": (prefill_torch, load_torch(version, spec.learner, torch.device("cpu"))),
     }
-    judges = {
-        name: Judge(spec, OneVersion(prefill, policy, version), tasks)
-        for name, (prefill, policy) in policies.items()
-        if name in options.engines
-    }
-    # Room for all leases in flight, whatever a worker would ask for.
-    with closing(tasks), closing(Engine(spec.samplers[0], probe=False)) as engine:
+    with (
+        closing(tasks),
+        closing(Decoder()) as decoder,
+        closing(Engine(spec.samplers[0], probe=False)) as engine,
+    ):
+        judges = {
+            name: Judge(spec, OneVersion(prefill, policy, version), tasks, decoder)
+            for name, (prefill, policy) in policies.items()
+            if name in options.engines
+        }
         engine.load(version, 0)
         sampler = Sampler(engine, tasks, spec, options)
         sampler.sample()
@@ -378,9 +391,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for judge in judges.values():
             judge.give(warm)
             judge.judge()
-        graders = children(engine.pids)
+        others = children(engine.pids)
         sampling = Side(sampler.sample, engine.pids)
-        judging = {name: Side(judge.judge, graders) for name, judge in judges.items()}
+        judging = {name: Side(judge.judge, others) for name, judge in judges.items()}
         stages: dict[str, list[dict[str, float]]] = defaultdict(list)
         peaks = []
         for _ in range(options.rounds):
@@ -390,7 +403,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for name, judge in judges.items():
                 judge.give(handed)
                 judging[name].round()
-                stages[name].append(judge.stages())
+                stages[name].append(judge.stages(others))
     tokens, prompts = sum(h.tokens for h in handed), sum(h.prompts for h in handed)
     row: dict[str, Any] = {
         "sequences_in_flight": LEASES_IN_FLIGHT * options.groups * options.group_size,
@@ -400,7 +413,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "sampler_tokens_per_s": spread(sampling.wall),
         "sampler_tokens_per_cpu_s": spread(sampling.cpu),
     }
-    row |= limit(version, tokens, prompts, median(peaks), median(sampling.wall))
+    row |= limit(version, tokens, prompts, median(peaks), median(sampling.cpu))
     for name, side in judging.items():
         row[name] = {
             "tokens_per_s": spread(side.wall),

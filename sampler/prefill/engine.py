@@ -8,7 +8,7 @@ multiplies in float32 what the body rounded: [B, T, V] never exists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,10 @@ from verify.truncation import Truncation
 
 BATCH_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 15}
 """Positions of a batch, padding included."""
-CHUNK_LOGITS = {"cpu": 1 << 17, "cuda": 1 << 26}
-"""Logits that exist at once: on a CPU what is between them stays in the caches."""
+CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
+"""Logits that exist at once: a product of few rows reads the head for little."""
+JUDGED_LOGITS = {"cpu": 1 << 17, "cuda": 1 << 26}
+"""Logits that are judged at once: on a CPU what is computed of them stays in the caches."""
 ROOM = 1.5
 """Memory that a version takes while it is run, of its size."""
 
@@ -177,17 +179,23 @@ def _facts(
     columns = torch.from_numpy(_columns(batch)).to(device)
     ends = {each.end_token for each in batch if each.end_token is not None}
     vocabulary = torch.arange(len(head), dtype=torch.int32, device=device)[None, :]
-    step = max(1, CHUNK_LOGITS[device.type] // len(head))
+    end = vocabulary == max(ends, default=0)
     found = []
-    for begin in range(0, len(hidden), step):
-        part = slice(begin, begin + step)
-        token, position, key_0, key_1 = columns[:, part, None]
-        scaled = (hidden[part].float() @ head.T) / temperature  # [n, V]
-        noise = gumbel(torch, key_0, key_1, position, vocabulary) if wanted.gaps else None
-        end = vocabulary == max(ends, default=0)
-        found.append(token_facts(torch, scaled, noise, vocabulary == token, end, wanted))
+    for rows in _portions(len(hidden), CHUNK_LOGITS[device.type] // len(head)):
+        logits = hidden[rows].float() @ head.T
+        for part in _portions(len(logits), JUDGED_LOGITS[device.type] // len(head)):
+            token, position, key_0, key_1 = columns[:, rows][:, part, None]
+            scaled = logits[part] / temperature  # [n, V]
+            noise = gumbel(torch, key_0, key_1, position, vocabulary) if wanted.gaps else None
+            found.append(token_facts(torch, scaled, noise, vocabulary == token, end, wanted))
     bits = hidden.to(torch.bfloat16).view(torch.int16).cpu().numpy().view(np.uint16)
     return _joined(found)._replace(hidden=bits)
+
+
+def _portions(count: int, size: int) -> Iterator[slice]:
+    """0 .. count in portions of a size, of at least 1."""
+    step = max(1, size)
+    return (slice(begin, begin + step) for begin in range(0, count, step))
 
 
 def _columns(batch: Sequence[PrefillInput]) -> np.ndarray:

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from sampler.prefill.batches import batches_by_length
 from verify.plugins import PrefillInput
 
-WORTH_SHARING = 0.25
+WORTH_SHARING = 0.15
 """Share of all positions that must be repeated prompts; less pays for no mask."""
 
 

@@ -85,6 +85,7 @@ def as_float(bits: np.ndarray) -> np.ndarray:
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch_engine.BATCH_TOKENS, "cpu", 100)
     monkeypatch.setitem(torch_engine.CHUNK_LOGITS, "cpu", 7 * VOCABULARY)
+    monkeypatch.setitem(torch_engine.JUDGED_LOGITS, "cpu", 3 * VOCABULARY)
 
 
 @pytest.mark.parametrize("name", ["qwen2, tied", "qwen3, head_dim is not D / H", "llama 3"])
