@@ -6,6 +6,8 @@ Files that crash or stall what reads them are in `tests/fuzz` too, a million of 
 from __future__ import annotations
 
 import base64
+import gzip
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -124,6 +126,22 @@ class TestDecompressionBomb:
         with pytest.raises(MalformedTable):
             decode_rollouts(table, max_rows=8, max_bytes=MAX_BYTES)
         assert refused(bench, *signed_over(bench, table)).startswith("format: ")
+
+    @pytest.mark.parametrize("packed", [gzip.compress, zlib.compress], ids=["gzip", "deflate"])
+    def test_of_a_request(self, site: Site, packed: Callable[[bytes], bytes]) -> None:
+        """HTTP may say that a body is packed: nobody unpacks it, and its bytes are what counts."""
+        key, _ = site.worker()
+        plain = canonical_json({"wait": 0, "holding": []})
+        for told, sent in ((plain, packed(plain)), (packed(plain), packed(plain))):
+            headers = sign_request(key, run=RUN, method="POST", path="/v1/leases", body=told)
+            name = "gzip" if packed is gzip.compress else "deflate"
+            answer = httpx.post(
+                f"{site.url}/v1/leases",
+                content=sent,
+                headers=headers | {"Content-Encoding": name},
+                verify=False,
+            )
+            assert answer.status_code == (401 if told is plain else 400)
 
 
 class TestPathInAFileName:

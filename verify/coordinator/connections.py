@@ -47,6 +47,7 @@ class Connection(web.RequestHandler):
             max_headers=MAX_HEADERS,
             max_field_size=MAX_HEADER_BYTES,
             lingering_time=LINGER_S,
+            auto_decompress=False,  # a body is the bytes that were signed, never larger ones
         )
         self._all = all_
         self._timer: asyncio.TimerHandle | None = None
