@@ -74,3 +74,13 @@ def test_a_rate_of_100_per_cent_says_why() -> None:
     for row in ROWS:
         detection = row[3]
         assert not re.fullmatch(r"100 %\.?", detection), row[0]
+
+
+def test_links_lead_to_sections_that_are_there() -> None:
+    links = re.findall(r"\]\(([\w./]*)#([\w-]+)\)", PAGE.read_text(encoding="utf-8"))
+    assert links
+    for page, anchor in links:
+        text = (PAGE.parent / page if page else PAGE).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        found = {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings}
+        assert anchor in found, f"{page}#{anchor}"
