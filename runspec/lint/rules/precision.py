@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from runspec.common.errors import UserError
-from runspec.common.signed import BadSignature
 from runspec.lint.registry import Context, Violation, rule
 from runspec.spec.profile_files import profile_text
 from verify.thresholds import CALIBRATED, precision_of
@@ -121,7 +120,9 @@ def _profiles(context: Context) -> dict[str, Profile | str]:
     """Each profile by its name, or what is wrong with it."""
     if not context.spec.verify.profiles:
         return {}
-    from verify.calibration.profile import open_profile  # its classes take time to build
+    # Imported where there is a profile: keys and classes take time.
+    from runspec.common.signed import BadSignature
+    from verify.calibration.profile import open_profile
 
     root = context.spec.identity.root_public_key
     found: dict[str, Profile | str] = {}
