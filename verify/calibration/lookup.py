@@ -29,7 +29,8 @@ def profiles_of(spec: RunSpec) -> dict[str, Profile]:
                 remedy="pin the root key that signed it, and apply the spec again",
             )
         try:
-            found[item.name] = open_profile(item.document.encode(), root_public_key=root)
+            document = item.document.encode("utf-8", "replace")
+            found[item.name] = open_profile(document, root_public_key=root)
         except BadSignature as error:
             raise UserError(
                 f"not to be believed: {error}",

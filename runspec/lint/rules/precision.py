@@ -132,7 +132,7 @@ def _profiles(context: Context) -> dict[str, Profile | str]:
             continue
         try:
             text = profile_text(item, context.folder)
-            found[item.name] = open_profile(text.encode(), root_public_key=root)
+            found[item.name] = open_profile(text.encode("utf-8", "replace"), root_public_key=root)
         except UserError as error:
             found[item.name] = error.thing
         except BadSignature as error:
