@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 10.0
 _MAX_STATUS_BYTES = 64 * 1024 * 1024
-_LEAST_PREFIX = 8
+LEAST_PREFIX = 8
 """Characters of a key that are enough to name it."""
 
 
@@ -59,11 +59,11 @@ class Desk:
         status = self.status()
         known = {worker["key"] for worker in status["workers"]} | set(status["banned"])
         found = sorted(key for key in known if key.startswith(named))
-        if len(named) < _LEAST_PREFIX or len(found) != 1:
+        if len(named) < LEAST_PREFIX or len(found) != 1:
             raise UserError(
                 f"{len(found)} known keys begin with it",
                 place=f"KEY {named[:80]!r}",
-                remedy=f"give {_LEAST_PREFIX} characters or more of one that `runspec workers` "
+                remedy=f"give {LEAST_PREFIX} characters or more of one that `runspec workers` "
                 "lists, or all 64",
             )
         return found[0]

@@ -1,17 +1,43 @@
-"""`runspec invite`: a join link that admits so many keys, signed with the coordinator's key."""
+"""`runspec invite`: a join link that admits so many keys; what links there are; and their end."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
+from runspec.cli.desk import LEAST_PREFIX, desk
+from runspec.common.canonical import MalformedJson, canonical_json, parse_object
 from runspec.common.errors import UserError
-from runspec.common.invite import make_invite
+from runspec.common.hashing import is_digest
+from runspec.common.invite import invite_key, make_invite
+from runspec.common.join_link import parse_join_link
 from runspec.common.keys import SigningKey
+from runspec.common.signed import BadSignature
 from runspec.local.link import run_link
 from runspec.local.run_dir import find_run
 from runspec.spec.resolved import load_resolved
 from runspec.spec.values import parse_duration
+
+MADE_FILE = "invites.jsonl"
+"""In the run directory: what was made, a line each, without the secrets."""
+_MAX_LINE_BYTES = 2048
+
+
+@dataclass(frozen=True)
+class Made:
+    """An invite as it was made; times are seconds since the epoch."""
+
+    key: str
+    """Its public key."""
+    pool: str | None
+    uses: int
+    expires: float
 
 
 def invite_command(run: str, pool: str | None, uses: int, expires: str, runs_dir: Path) -> int:
@@ -36,15 +62,134 @@ def invite_command(run: str, pool: str | None, uses: int, expires: str, runs_dir
             place=str(run_dir),
             remedy="start it with `runspec apply`",
         )
+    valid_s = _seconds(expires)
     text = make_invite(
         spec.name,
         pool=pool,
         uses=uses,
-        valid_s=_seconds(expires),
+        valid_s=valid_s,
         coordinator=SigningKey.load(run_dir / "keys" / "coordinator.key"),
     )
+    _note(run_dir, Made(invite_key(text), pool, uses, time.time() + valid_s))
     print(replace(link, invite=text))
     return 0
+
+
+def list_invites(run: str, as_json: bool, runs_dir: Path) -> int:
+    """Lists the invites of a run that is up, with their uses; returns the exit code."""
+    with desk(run, runs_dir) as coordinator:
+        rows = invite_rows(read_made(find_run(run, runs_dir)), coordinator.status()["invites"])
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    elif rows:
+        Console(markup=False, highlight=False, soft_wrap=True).print(invite_table(rows))
+    else:
+        print("nobody was invited")
+    return 0
+
+
+def revoke_invite(run: str, named: str, reason: str, runs_dir: Path) -> int:
+    """Revokes an invite; returns the exit code.
+
+    Args:
+        named: its link, its public key, or how that begins.
+    """
+    with desk(run, runs_dir) as coordinator:
+        made = [each.key for each in read_made(find_run(run, runs_dir))]
+        seen = [each["key"] for each in coordinator.status()["invites"]]
+        key = _key_of(named, {*made, *seen})
+        coordinator.post("/v1/operator/revoke", {"key": key, "reason": reason})
+    print(f"the invite {key} is revoked: no more keys come with it; those that did stay")
+    return 0
+
+
+def invite_rows(made: list[Made], seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is told of each invite: those that were made here, then what else the ledger knows.
+
+    Args:
+        made: on this machine.
+        seen: `invites` of `GET /v1/status`.
+
+    Returns:
+        key, pool (null: any untrusted), uses (null where it was made elsewhere), used, expires
+        (seconds since the epoch, or null), revoked (why, or null).
+    """
+    known = {each["key"]: each for each in seen}
+    rows = [
+        {**asdict(each), "used": 0, "revoked": None, **known.pop(each.key, {})} for each in made
+    ]
+    return rows + [{"pool": None, "uses": None, "expires": None, **each} for each in known.values()]
+
+
+def invite_table(rows: list[dict[str, Any]]) -> Table:
+    """What `invite_rows` found, for people."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("invite", "pool", "used", "expires", "state"):
+        table.add_column(column)
+    for row in rows:
+        at = row["expires"]
+        expires = "" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+        most = "?" if row["uses"] is None else row["uses"]
+        table.add_row(
+            row["key"][:16], row["pool"] or "any", f"{row['used']} of {most}", expires, _state(row)
+        )
+    return table
+
+
+def read_made(run_dir: Path) -> list[Made]:
+    """What `invite_command` noted down; lines that are damaged are left out."""
+    try:
+        lines = (run_dir / MADE_FILE).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(Made(**parse_object(line, max_bytes=_MAX_LINE_BYTES)))
+        except (MalformedJson, TypeError):
+            continue
+    return found
+
+
+def _note(run_dir: Path, made: Made) -> None:
+    try:
+        with (run_dir / MADE_FILE).open("ab") as file:
+            file.write(canonical_json(asdict(made)) + b"\n")
+    except OSError as error:
+        raise UserError(
+            f"the invite cannot be noted down: {error.strerror or error}",
+            place=str(run_dir / MADE_FILE),
+            remedy="free disk space or mend the permissions, then invite again",
+        ) from error
+
+
+def _state(row: dict[str, Any]) -> str:
+    if row["revoked"] is not None:
+        return f"revoked: {row['revoked']}"
+    if row["expires"] is not None and time.time() > row["expires"]:
+        return "expired"
+    return "used up" if row["uses"] is not None and row["used"] >= row["uses"] else "open"
+
+
+def _key_of(named: str, known: set[str]) -> str:
+    if is_digest(named):
+        return named
+    if "#" in named:
+        text = parse_join_link(named).invite
+        try:
+            return invite_key(text or "")
+        except BadSignature as error:
+            raise UserError(
+                str(error), place="--revoke", remedy="copy the whole link of the invite"
+            ) from error
+    found = sorted(key for key in known if key.startswith(named))
+    if len(named) < LEAST_PREFIX or len(found) != 1:
+        raise UserError(
+            f"{len(found)} known invites begin with it",
+            place=f"--revoke {named[:80]!r}",
+            remedy=f"give {LEAST_PREFIX} characters or more of one that --list shows, or its link",
+        )
+    return found[0]
 
 
 def _seconds(expires: str) -> float:

@@ -20,6 +20,8 @@ def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:
         print(json.dumps(rows, indent=2))
     elif rows:
         Console(markup=False, highlight=False, soft_wrap=True).print(worker_table(rows))
+        if any(row["standing"] == "banned" for row in rows):
+            print(f"an appeal is granted with: runspec unban {run} KEY --reason WHY")
     else:
         print("no worker has registered")
     return 0

@@ -27,11 +27,31 @@ def invite(
         int, typer.Option("--uses", min=1, max=1_000_000, help="Keys that may come with it.")
     ] = 1,
     expires: Annotated[str, typer.Option("--expires", help="For how long, like 12h or 7d.")] = "7d",
+    listed: Annotated[
+        bool, typer.Option("--list", help="Lists the invites instead; the run must be up.")
+    ] = False,
+    revoke: Annotated[
+        str | None,
+        typer.Option(
+            "--revoke",
+            metavar="INVITE",
+            help="Revokes one instead: its link, its key, or how that begins.",
+            show_default=False,
+        ),
+    ] = None,
+    reason: Annotated[
+        str, typer.Option("--reason", help="Why it is revoked; who comes with it is told.")
+    ] = "the link is no longer valid",
+    as_json: Annotated[bool, typer.Option("--json", help="With --list, for programs.")] = False,
     runs_dir: _RunsDir = _RUNS,
 ) -> None:
-    """Prints a join link by which so many keys may register."""
-    from runspec.cli.invite import invite_command
+    """Prints a join link by which so many keys may register, lists such links, or revokes one."""
+    from runspec.cli.invite import invite_command, list_invites, revoke_invite
 
+    if revoke is not None:
+        raise typer.Exit(revoke_invite(run, revoke, reason, runs_dir))
+    if listed:
+        raise typer.Exit(list_invites(run, as_json, runs_dir))
     raise typer.Exit(invite_command(run, pool, uses, expires, runs_dir))
 
 

@@ -59,6 +59,22 @@ def make_invite(
     return f"{base64.urlsafe_b64encode(document).decode()}.{secret.secret_hex}"
 
 
+def invite_key(text: str) -> str:
+    """The public key of an invite in a link, by which it is revoked; whoever signed it.
+
+    Raises:
+        BadSignature: the text is no invite.
+    """
+    try:
+        document = base64.b64decode(text.partition(".")[0], altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadSignature(f"invite: not base64: {error}") from error
+    key = open_document(document, kind=KIND, keys=None, max_bytes=MAX_BYTES).payload.get("key")
+    if not is_digest(key):
+        raise BadSignature("invite: its key is malformed")
+    return str(key)
+
+
 def use_invite(text: str, worker: str) -> dict[str, str]:
     """What a worker sends along with its registration: the document, and a proof for its key.
 

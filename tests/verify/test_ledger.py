@@ -13,6 +13,7 @@ from verify.coordinator.events import (
     BY_OPERATOR,
     BanLifted,
     CoordinatorStarted,
+    InviteRevoked,
     KeyBanned,
     QuarantineEnded,
     WorkerQuarantined,
@@ -45,6 +46,7 @@ def eventful() -> Filled:
     run.record(BanLifted(run.now, key("y"), "an appeal", BY_OPERATOR))
     run.record(QuarantineEnded(run.now, key("y")))
     run.record(WorkerQuarantined(run.now, key("x"), "format: no rows"))
+    run.record(InviteRevoked(run.now, key("invite"), "published", BY_OPERATOR))
     return run
 
 
@@ -62,7 +64,7 @@ def test_the_state_rebuilt_from_the_ledger_is_the_state(ledger: Ledger, tmp_path
         events = list(reopened.events())
 
     assert events == run.events
-    assert len({type(event) for event in events}) == 13
+    assert len({type(event) for event in events}) == 14
     assert replay(POLICY, events) == run.state
 
 

@@ -68,6 +68,8 @@ class Admission:
             )
         except BadSignature as error:
             raise Refusal(403, str(error)) from error
+        if invite.key in state.revoked:
+            raise Refusal(403, f"the invite was revoked: {state.revoked[invite.key]}")
         _must_fit(invite, pool, state.invited.get(invite.key, 0))
         if pool in self._trusted and invite.pool is None:
             raise Refusal(403, f"pool {pool!r} is trusted, and the invite does not name it")

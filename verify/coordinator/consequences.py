@@ -30,7 +30,8 @@ def consequences(state: State, event: Event) -> list[Event]:
     """
     if not isinstance(event, SubmissionJudged | SubmissionSetAside):
         return []
-    key = state.leases[event.lease].lease.worker
+    lease = state.leases[event.lease].lease
+    key = lease.worker
     standing = state.workers[key].standing
     if key in state.bans:
         return []
@@ -40,9 +41,10 @@ def consequences(state: State, event: Event) -> list[Event]:
         return [QuarantineEnded(event.at, key)] if should_free(standing) else []
     else:
         why, what = event.reason, "rejected"
+    which = f"{why[:400]} (submission {event.submission[:16]} of step {lease.step})"
     if should_ban(standing):
-        reason = f"{standing.strikes} submissions {what}, the last one for {why}"
-        return [KeyBanned(event.at, key, reason[:500], BY_COORDINATOR)]
+        reason = f"{standing.strikes} submissions {what}, the last one for {which}"
+        return [KeyBanned(event.at, key, reason, BY_COORDINATOR)]
     if should_quarantine(standing, why):
-        return [WorkerQuarantined(event.at, key, why[:500])]
+        return [WorkerQuarantined(event.at, key, which)]
     return []

@@ -71,6 +71,17 @@ class BanLifted:
 
 
 @dataclass(frozen=True)
+class InviteRevoked:
+    """No more keys may come with an invite; those that came stay."""
+
+    at: float
+    invite: str
+    """Its public key."""
+    reason: str
+    by: Literal["operator"]
+
+
+@dataclass(frozen=True)
 class VersionPublished:
     """The publisher's latest.json named a new version."""
 
@@ -234,6 +245,7 @@ Event = (
     | QuarantineEnded
     | KeyBanned
     | BanLifted
+    | InviteRevoked
     | VersionPublished
     | NonceDrawn
     | LeaseGranted

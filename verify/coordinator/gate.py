@@ -72,7 +72,11 @@ class Gate:
             raise Refusal(429, str(error), retry_after_s=error.retry_after_s) from error
         reason = self._journal.state.bans.get(caller.key)
         if reason is not None:
-            raise Refusal(403, f"this key is banned: {reason}")
+            raise Refusal(
+                403,
+                f"this key is banned: {reason}. To appeal, send this message and the key "
+                f"{caller.key} to whoever invited you: a person can lift a ban",
+            )
         return caller
 
     @contextmanager

@@ -1,7 +1,7 @@
-"""The operator's desk: bans and granted appeals, by whoever holds the coordinator's own key.
+"""The operator's desk: bans, granted appeals and revoked invites, by the coordinator's own key.
 
-`runspec ban` and `runspec unban` sign with `keys/coordinator.key` of the run directory. Who can
-read that file can sign leases and batches too, so it needs no further right.
+`runspec ban`, `runspec unban` and `runspec invite --revoke` sign with `keys/coordinator.key` of the
+run directory. Who can read that file can sign leases and batches too, so it needs no further right.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from runspec.common.hashing import is_digest
 from runspec.common.roles import Roles
-from verify.coordinator.events import BY_OPERATOR, BanLifted, KeyBanned
+from verify.coordinator.events import BY_OPERATOR, BanLifted, InviteRevoked, KeyBanned
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
 
@@ -19,7 +19,7 @@ MAX_REASON = 500
 
 
 class OperatorDesk:
-    """Bans keys and lifts bans; the ledger keeps both.
+    """Bans keys, lifts bans and revokes invites; the ledger keeps all of it.
 
     Args:
         journal: where events go.
@@ -51,6 +51,13 @@ class OperatorDesk:
         if key not in self._journal.state.bans:
             raise Refusal(409, "this key is not banned")
         self._journal.record(BanLifted(self._journal.clock(), key, reason, BY_OPERATOR))
+
+    def revoke(self, body: dict[str, Any]) -> None:
+        """From now on no key comes with the invite."""
+        invite, reason = _key_and_reason(body)
+        if invite in self._journal.state.revoked:
+            raise Refusal(409, f"revoked already: {self._journal.state.revoked[invite]}")
+        self._journal.record(InviteRevoked(self._journal.clock(), invite, reason, BY_OPERATOR))
 
 
 def _key_and_reason(body: dict[str, Any]) -> tuple[str, str]:

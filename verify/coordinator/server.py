@@ -110,6 +110,7 @@ class Api:
                 web.post("/v1/verdicts", self._verdict),
                 web.post("/v1/operator/ban", self._ban),
                 web.post("/v1/operator/unban", self._unban),
+                web.post("/v1/operator/revoke", self._revoke),
             ]
         )
         return application
@@ -262,16 +263,22 @@ class Api:
     # -- The operator ----------------------------------------------------------------------------
 
     async def _ban(self, request: web.Request) -> web.StreamResponse:
-        caller = self._gate.caller(request)
-        self._operator.must_be_operator(caller.key)
-        self._operator.ban(await _json(request, caller, {"key", "reason"}))
+        self._operator.ban(await self._order(request))
         return web.json_response({})
 
     async def _unban(self, request: web.Request) -> web.StreamResponse:
+        self._operator.unban(await self._order(request))
+        return web.json_response({})
+
+    async def _revoke(self, request: web.Request) -> web.StreamResponse:
+        self._operator.revoke(await self._order(request))
+        return web.json_response({})
+
+    async def _order(self, request: web.Request) -> dict[str, Any]:
+        """What the operator wants of which key, and why."""
         caller = self._gate.caller(request)
         self._operator.must_be_operator(caller.key)
-        self._operator.unban(await _json(request, caller, {"key", "reason"}))
-        return web.json_response({})
+        return await _json(request, caller, {"key", "reason"})
 
     # -- Validators' keys, and what goes wrong ---------------------------------------------------
 

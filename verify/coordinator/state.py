@@ -19,6 +19,8 @@ class Worker:
     number: int
     """0, 1, 2, ... in the order of registration."""
     pool: str
+    invite: str | None = None
+    """Public key of the invite by which it came."""
     accepted_rollouts: int = 0
     accepted_tokens: int = 0
     """Its credits: output tokens of accepted groups, filtered ones included."""
@@ -109,6 +111,8 @@ class State:
     """Why a key is banned, whether it is a worker's yet or not."""
     invited: Mapping[str, int] = field(default_factory=dict)
     """How many keys were registered with an invite, by its public key."""
+    revoked: Mapping[str, str] = field(default_factory=dict)
+    """Why an invite was revoked, by its public key, whether anybody came with it or not."""
     steps: Mapping[int, OpenStep] = field(default_factory=dict)
     """The open ones, in order."""
     leases: Mapping[str, LeaseRecord] = field(default_factory=dict)

@@ -74,6 +74,7 @@ class Status:
                 for key in state.workers
             ],
             "banned": dict(state.bans),
+            "invites": [_invite(state, key) for key in {**state.invited, **state.revoked}],
             "leases_of_dead_workers": self._leases_of_the_dead(state, now),
             "validators": [
                 {"key": key, **_peer(peer, now)} for key, peer in self._validators.peers.items()
@@ -159,12 +160,17 @@ def _held_back(state: State, number: int, now: float) -> str:
     )
 
 
+def _invite(state: State, key: str) -> dict[str, Any]:
+    return {"key": key, "used": state.invited.get(key, 0), "revoked": state.revoked.get(key)}
+
+
 def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
     worker, ban = state.workers[key], state.bans.get(key)
     standing = worker.standing
     return {
         "key": key,
         "pool": worker.pool,
+        "invite": worker.invite,
         "accepted_rollouts": worker.accepted_rollouts,
         "accepted_tokens": worker.accepted_tokens,
         "accepted_submissions": standing.accepted,

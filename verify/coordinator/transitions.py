@@ -16,6 +16,7 @@ from verify.coordinator.events import (
     BanLifted,
     CoordinatorStarted,
     Event,
+    InviteRevoked,
     KeyBanned,
     LeaseExpired,
     LeaseGranted,
@@ -64,7 +65,8 @@ def apply(state: State, event: Event) -> State:
             return replace(state, steps=steps, progress=event.at)
         case WorkerRegistered():
             _require(event.worker not in state.workers, "a key is registered twice")
-            worker = Worker(len(state.workers), event.pool)
+            _require(event.invite not in state.revoked, "a key that came with a revoked invite")
+            worker = Worker(len(state.workers), event.pool, event.invite)
             if event.invite is not None:
                 uses = state.invited.get(event.invite, 0) + 1
                 state = replace(state, invited={**state.invited, event.invite: uses})
@@ -82,6 +84,9 @@ def apply(state: State, event: Event) -> State:
             return _ban(state, event)
         case BanLifted():
             return _lift_ban(state, event)
+        case InviteRevoked():
+            _require(event.invite not in state.revoked, "an invite is revoked twice")
+            return replace(state, revoked={**state.revoked, event.invite: event.reason})
         case VersionPublished():
             newer = state.newest is None or event.version > state.newest.version
             _require(newer, f"version {event.version} is not newer")
@@ -112,7 +117,8 @@ def apply(state: State, event: Event) -> State:
         case RolledBack():
             _require(0 <= event.version <= state.next_close, "a rollback to what was not trained")
             back = State(state.policy, next_step=event.version, next_close=event.version)
-            return replace(back, progress=event.at, bans=state.bans, invited=state.invited)
+            back = replace(back, bans=state.bans, invited=state.invited, revoked=state.revoked)
+            return replace(back, progress=event.at)
 
 
 def _ban(state: State, event: KeyBanned) -> State:

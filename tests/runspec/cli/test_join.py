@@ -163,6 +163,10 @@ def test_a_volunteer_reads_version_speed_and_credit():
         "1 submissions rejected, credit 56,789 tokens"
     )
     assert progress_line(status, "somebody else") == ""
+    doubted = {**worker, "standing": "quarantined", "reason": "format: no rows\x1b"}
+    assert progress_line({**status, "workers": [doubted]}, "me").endswith(
+        "credit 56,789 tokens, quarantined: format: no rows?"
+    )
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from runspec.cli import app
+from runspec.common.canonical import canonical_json
 from runspec.common.errors import UserError
-from runspec.common.invite import make_invite, open_invite, use_invite
+from runspec.common.invite import invite_key, make_invite, open_invite, use_invite
 from runspec.common.join_link import parse_join_link
 from runspec.common.keys import SigningKey
 from runspec.common.signed import BadSignature
 from runspec.local.endpoints import Endpoints, save_endpoints
 from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
+from tests.verify.coordinator.filled import Filled, key
+from verify.audit.replay import audit
+from verify.coordinator.events import BY_OPERATOR, InviteRevoked, RolledBack, WorkerRegistered
+from verify.coordinator.transitions import IllegalTransition
+from verify.request_auth import sign_request
 
 DAY_S = 86400.0
 
@@ -143,6 +151,93 @@ def test_the_command_prints_a_link_that_a_join_takes(site: Site):
             site.client(SigningKey.generate()).register("near", {}, invite=link.invite)
         with pytest.raises(UserError, match="used 3 times"):
             site.client(SigningKey.generate()).register("near", {}, invite=link.invite)
+
+
+def told(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
+
+
+def test_a_revoked_invite_admits_nobody_and_who_came_with_it_stays(site: Site):
+    # given three invites, of which one was used and one was made elsewhere
+    SigningKey.generate().save(site.run_dir / "keys" / "root.key")
+    first, late = SigningKey.generate(), SigningKey.generate()
+    with site.serving():
+        save_endpoints(site.run_dir, Endpoints(site.url, site.weights, {}))
+        links = [told("invite", site.run_dir, "--uses", "3").output.strip() for _ in range(2)]
+        invites = [parse_join_link(link).invite for link in links]
+        elsewhere = invite(site, uses=2)
+        site.client(first).register("near", {}, invite=invites[0])
+
+        # when they are revoked: by link, by the beginning of its key, and by its whole key
+        by_link = told("invite", site.run_dir, "--revoke", links[0], "--reason", "it was published")
+        by_start = told("invite", site.run_dir, "--revoke", invite_key(invites[1] or "")[:12])
+        by_key = told("invite", site.run_dir, "--revoke", invite_key(elsewhere))
+
+        # then nobody comes with them, and who came before works on
+        assert [each.exit_code for each in (by_link, by_start, by_key)] == [0, 0, 0], by_link.output
+        assert "no more keys come with it" in by_link.output
+        with pytest.raises(UserError, match="403, the invite was revoked: it was published"):
+            site.client(late).register("near", {}, invite=invites[0])
+        for text in (invites[1], elsewhere):
+            with pytest.raises(UserError, match="403, the invite was revoked: the link is no long"):
+                site.client(late).register("near", {}, invite=text)
+        assert site.client(first).lease(5.0) is not None
+        again = told("invite", site.run_dir, "--revoke", links[0])
+        assert "409, revoked already: it was published" in str(again.exception)
+
+    # and so it is after a restart, and in the list
+    with site.serving():
+        save_endpoints(site.run_dir, Endpoints(site.url, site.weights, {}))
+        with pytest.raises(UserError, match="403, the invite was revoked: it was published"):
+            site.client(late).register("near", {}, invite=invites[0])
+        site.client(first).register("near", {})
+        rows = json.loads(told("invite", site.run_dir, "--list", "--json").output)
+        assert [(row["uses"], row["used"], row["revoked"]) for row in rows] == [
+            (3, 1, "it was published"),
+            (3, 0, "the link is no longer valid"),
+            (None, 0, "the link is no longer valid"),
+        ]
+        table = told("invite", site.run_dir, "--list").output
+        assert "1 of 3" in table and "revoked: it was published" in table
+    report = audit(site.run_dir, root_key=site.root.public_hex)
+    assert report.findings == []
+
+
+def test_an_audit_finds_a_key_that_came_with_a_revoked_invite():
+    run = Filled()
+    run.record(WorkerRegistered(run.now, key("x"), "a", key("invite")))
+    run.record(InviteRevoked(run.now, key("invite"), "published", BY_OPERATOR))
+    with pytest.raises(IllegalTransition, match="a key that came with a revoked invite"):
+        run.record(WorkerRegistered(run.now, key("y"), "a", key("invite")))
+    with pytest.raises(IllegalTransition, match="revoked twice"):
+        run.record(InviteRevoked(run.now, key("invite"), "again", BY_OPERATOR))
+    run.record(RolledBack(run.now, 0))
+    assert run.state.revoked == {key("invite"): "published"}
+
+
+def test_only_the_coordinators_own_key_revokes(site: Site):
+    with site.serving():
+        own = SigningKey.generate()
+        body = canonical_json({"key": own.public_hex, "reason": "x"})
+        headers = sign_request(own, run=RUN, method="POST", path="/v1/operator/revoke", body=body)
+        answer = httpx.post(
+            f"{site.url}/v1/operator/revoke", content=body, headers=headers, trust_env=False
+        )
+        assert answer.status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("abc", "0 known invites begin with it"),
+        ("http://here:1/#run=x&root=" + "ab" * 32, "invite: "),
+    ],
+)
+def test_what_is_no_invite_is_not_revoked(site: Site, named: str, said: str):
+    with site.serving():
+        save_endpoints(site.run_dir, Endpoints(site.url, site.weights, {}))
+        result = told("invite", site.run_dir, "--revoke", named)
+        assert isinstance(result.exception, UserError) and said in str(result.exception)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from verify.coordinator.events import (
     KeyBanned,
     QuarantineEnded,
     RolledBack,
+    SubmissionJudged,
     WorkerQuarantined,
     WorkerRegistered,
 )
@@ -49,6 +50,13 @@ def reject(run: Filled, reason: str = NOISY, name: str = "x") -> None:
     assert record is not None
     run.submit(record)
     run.judge(record, None, reason=reason)
+
+
+def named(run: Filled, reason: str) -> str:
+    """A reason with the last submission that was rejected, by which its worker can ask about it."""
+    judged = [e for e in run.events if isinstance(e, SubmissionJudged) and not e.accepted][-1]
+    step = run.state.leases[judged.lease].lease.step
+    return f"{reason} (submission {judged.submission[:16]} of step {step})"
 
 
 histories = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60)
@@ -101,7 +109,7 @@ def test_a_thousand_good_submissions_bring_the_share_near_the_floor():
 def test_what_cannot_be_an_accident_is_quarantine_at_once(check: str):
     run = started()
     reject(run, f"{check}: row 0: 1 > 0")
-    assert standing(run).quarantine == f"{check}: row 0: 1 > 0"
+    assert standing(run).quarantine == named(run, f"{check}: row 0: 1 > 0")
     assert run.state.share_of(key("x")) == 1.0
 
 
@@ -115,7 +123,7 @@ def test_rejections_by_measured_limits_are_quarantine_when_they_come_together():
     reject(run)
     assert standing(run).quarantine is None  # the strike before it is forgotten
     reject(run)
-    assert standing(run).quarantine == NOISY
+    assert standing(run).quarantine == named(run, NOISY)
 
 
 def test_a_worker_in_quarantine_holds_one_lease_until_its_verdict():
@@ -156,7 +164,8 @@ def test_too_many_strikes_are_a_ban_that_names_them():
 
     banned = run.events[-1]
     assert isinstance(banned, KeyBanned) and banned.by == BY_COORDINATOR
-    assert run.state.bans == {key("x"): f"6 submissions rejected, the last one for {NOISY}"}
+    reason = f"6 submissions rejected, the last one for {named(run, NOISY)}"
+    assert run.state.bans == {key("x"): reason}
     assert run.lease("x") is None
     assert run.lease("y") is not None
 

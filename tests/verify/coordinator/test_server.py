@@ -32,7 +32,7 @@ from tests.verify.coordinator.deployment import (
 )
 from tests.waiting import eventually
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
-from verify.coordinator import rates
+from verify.coordinator import rates, reputation
 from verify.coordinator.events import BanLifted, KeyBanned
 from verify.coordinator.filling import MAX_OPEN_LEASES
 from verify.coordinator.rates import MAX_POLLS
@@ -332,8 +332,9 @@ def test_a_banned_key_is_refused_until_its_ban_is_lifted(site: Site):
         banned = operate(site, "ban", key.public_hex, "edited tokens", by=site.coordinator)
 
         assert banned.status_code == 200
-        with pytest.raises(UserError, match="403, this key is banned: edited tokens"):
+        with pytest.raises(UserError, match="403, this key is banned: edited tokens") as refused:
             worker.lease(0.0)
+        assert f"To appeal, send this message and the key {key.public_hex}" in str(refused.value)
         status = httpx.get(f"{site.url}/v1/status", trust_env=False).json()
         assert status["banned"] == {key.public_hex: "edited tokens"}
         assert [w["standing"] for w in status["workers"]] == ["banned"]
@@ -350,6 +351,34 @@ def test_a_banned_key_is_refused_until_its_ban_is_lifted(site: Site):
     with closing(Ledger(site.run_dir / "state.db")) as ledger:
         kinds = [type(e) for e in ledger.events()]
     assert kinds.count(KeyBanned) == kinds.count(BanLifted) == 1
+
+
+def test_a_worker_learns_why_it_was_banned_by_which_submission_and_how_to_appeal(
+    site: Site, monkeypatch
+):
+    monkeypatch.setattr(reputation, "BAN_AFTER", 2)
+    with site.serving():
+        key, worker = site.worker()
+        validator = site.client(site.validator)
+        # given a worker whose work is rejected again and again
+        for _ in range(2):
+            last, lease = sample(site, key, worker)
+            check(site, validator, accepted=False)
+
+        # when it asks for more, then it is told check, number, limit, submission, and whom to ask
+        with pytest.raises(UserError, match="403, this key is banned") as refused:
+            worker.lease(0.0)
+        for words in (
+            "2 submissions rejected, the last one for logprobs: row 0: 0.25 > 0.1",
+            f"(submission {last[:16]} of step {lease.step})",
+            f"To appeal, send this message and the key {key.public_hex} to whoever invited you",
+        ):
+            assert words in str(refused.value)
+        # and whoever is asked sees the same, grants it, and the worker goes on
+        (mine,) = httpx.get(f"{site.url}/v1/status", trust_env=False).json()["workers"]
+        assert mine["standing"] == "banned" and mine["reason"] in str(refused.value)
+        assert operate(site, "unban", key.public_hex, "ok", by=site.coordinator).status_code == 200
+        granted(site, worker)
 
 
 def test_a_ban_holds_over_a_restart(site: Site):
