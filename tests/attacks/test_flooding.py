@@ -20,14 +20,14 @@ from runspec.spec.schema import Backlog
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
 from tests.waiting import eventually
 from verify.client import CoordinatorClient
-from verify.coordinator import connections, intake, rates, server
+from verify.coordinator import connections, intake, log_limits, rates, server
 from verify.formats.lease import Lease, open_lease
 from verify.ledger import Ledger
 from verify.request_auth import ENVELOPE, sign_request
 
 ASK = canonical_json({"wait": 0, "holding": []})
-WAITING = 2
-"""Submissions that may wait for a verdict."""
+WAITING, LINES = 2, 20
+"""Submissions that may wait for a verdict; lines of refusals that the log takes at once."""
 
 
 @pytest.fixture
@@ -36,6 +36,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(connections, "IDLE_S", 0.5)
     monkeypatch.setattr(connections, "LINGER_S", 0.2)
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 24)
+    monkeypatch.setattr(log_limits, "LINES", rates.Rate(0.1, LINES))
     monkeypatch.setattr(server, "BODY_S", 0.3)
     monkeypatch.setattr(intake, "UPLOAD_TIMEOUT_S", 0.3)
     spec = tiny_spec()
@@ -214,6 +215,26 @@ class TestFlooding:
                 assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
                 assert http.get("/healthz").status_code == 200
             eventually(lambda: http.get(f"/v1/data/{digest}").status_code == 200, "they have gone")
+
+    def test_lines_in_the_log(
+        self, site: Site, post: Post, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Each refusal would be a line, each malformed request a traceback: some are."""
+        caplog.set_level("INFO")
+        key, _ = site.worker()
+        answers = {post(SigningKey.generate(), "/v1/leases", ASK).status_code for _ in range(60)}
+        assert answers <= {403, 429}
+        refusals = [r for r in caplog.records if r.name == "verify.coordinator.server"]
+        assert LINES <= len(refusals) <= LINES + 5
+        # and requests that are none are answered, and say nothing
+        chunks = head(site, key, "/v1/leases", ASK).replace(
+            f"Content-Length: {len(ASK)}".encode(), b"Transfer-Encoding: chunked"
+        )
+        for broken in (b"GARBAGE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", chunks + b"no length\r\n"):
+            with connected(site) as stream:
+                stream.sendall(broken)
+                assert b" 400 " in stream.recv(4096)
+        assert [r.getMessage() for r in caplog.records if r.name == "aiohttp.server"] == []
 
     def test_connections(self, site: Site, post: Post) -> None:
         """Three times as many as there may be: the idle make room for those who work."""

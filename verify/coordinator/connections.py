@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.web_request import BaseRequest
 
 from verify.coordinator.server import MAX_HEADER_BYTES
 
@@ -71,6 +72,20 @@ class Connection(web.RequestHandler):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def handle_error(
+        self,
+        request: BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """As aiohttp's, but a malformed request, body included, is no fault of ours."""
+        if status >= 500 and not isinstance(exc, web.RequestPayloadError):
+            return super().handle_error(request, status, exc, message)
+        response = web.Response(status=400, text="malformed request\n")
+        response.force_close()
+        return response
 
     def end(self) -> None:
         """Disconnects at once, unsent bytes or not."""

@@ -7,7 +7,7 @@ import errno
 import logging
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from aiohttp import web
@@ -32,6 +32,7 @@ from verify.coordinator.gate import Gate
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.leasing import Leasing
+from verify.coordinator.log_limits import spared
 from verify.coordinator.operator import OperatorDesk
 from verify.coordinator.policy import Policy
 from verify.coordinator.server import Api
@@ -105,9 +106,11 @@ async def serve(
     )
     await runner.setup()
     listener: asyncio.Server | None = None
+    lines = ExitStack()
     stop = asyncio.Event()
     tasks: list[asyncio.Future[None]] = [api.failure]
     try:
+        lines.enter_context(spared())
         listener = await _listen(callers, runner, host, port)
         started(listener.sockets[0].getsockname()[1])
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -134,6 +137,7 @@ async def serve(
             listener.close()
         await runner.cleanup()
         journal.close()
+        lines.close()
 
 
 def _read_roles(
