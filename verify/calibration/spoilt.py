@@ -6,7 +6,6 @@ from may be linked to a run's own.
 
 from __future__ import annotations
 
-import json
 import struct
 import zlib
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from runspec.common.canonical import parse_object
 from runspec.common.errors import UserError
 from runspec.common.files import atomic_file
 from verify.activations import round_to_bf16
@@ -63,7 +63,8 @@ def _rewrite(path: Path, change: Change) -> None:
     if length > _MAX_HEADER_BYTES:
         raise ValueError(f"a header of {length} bytes")
     head = data[: 8 + length].tobytes()
-    tensors = {k: v for k, v in json.loads(head[8:]).items() if k != "__metadata__"}
+    header = parse_object(head[8:].rstrip(), max_bytes=_MAX_HEADER_BYTES)
+    tensors = {k: v for k, v in header.items() if k != "__metadata__"}
     # A new file under the old name: what the old one is linked to keeps its bytes.
     with atomic_file(path) as file:
         file.write(head)

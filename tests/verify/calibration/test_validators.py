@@ -1,0 +1,76 @@
+"""Validators do not start with profiles of another root, or of a model of another size."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from runspec.common.errors import UserError
+from tests.verify.bench import MODEL, lease_for, packed
+from tests.verify.calibration.profiles import ROOT, document, made_profile
+from tests.verify.calibration.test_profile import with_profile
+from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
+from tests.verify.small_model import NumpyEngine, ParityTask, Worker, small_spec
+from tests.verify.test_validator import COORDINATOR, VALIDATOR, WORKER, QueueCoordinator
+from verify import validator
+
+LOG = logging.getLogger("test")
+
+
+class EngineOfSize(NumpyEngine):
+    """Its config.json says a hidden size."""
+
+    def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
+        path = super().ensure_version(version, manifest_digest, deadline_s=deadline_s)
+        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 192}
+        (path / "config.json").write_text(json.dumps(sizes))
+        return path
+
+
+@pytest.mark.parametrize("hidden_size", [64, 96])
+def test_a_profile_of_a_model_of_another_size_ends_the_validator(
+    tmp_path: Path, hidden_size: int
+) -> None:
+    # given a submission, and a profile that was measured on a model of some size
+    coordinator = QueueCoordinator()
+    size = {"hidden_size": hidden_size, "num_hidden_layers": 2, "vocab_size": 192}
+    spec = with_profile(small_spec(), document(made_profile(model=size)))
+    signed, lease = lease_for(WORKER, COORDINATOR)
+    rollouts = Worker(WORKER, MODEL, spec, ParityTask()).rollouts(signed, lease)
+    coordinator.offer(*packed(rollouts, signed, lease, WORKER), signed)
+    engine = EngineOfSize({0: MODEL}, tmp_path)
+    serving = validator.Validator(
+        spec, VALIDATOR, coordinator, engine, task_set_of=lambda folder: ParityTask(), log=LOG
+    )
+    # when it is judged, then it is accepted, or not judged at all
+    if hidden_size == 64:
+        serving.serve(threading.Event())
+        assert [signed.accepted for signed, _ in coordinator.opened()] == [True]
+    else:
+        with pytest.raises(UserError, match="hidden_size 96; this one has 64"):
+            serving.serve(threading.Event())
+        assert coordinator.verdicts == []
+
+
+def test_a_profile_of_another_root_ends_the_validator_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, with_profile(tiny_spec(), document(made_profile()), ROOT.public_hex))
+    monkeypatch.setattr(validator, "stop_event", threading.Event)
+    monkeypatch.setattr(validator, "require_graders", lambda spec: None)
+    key = tmp_path / "validator.key"
+    site.validator.save(key)
+    with site.origin(), site.serving(), pytest.raises(UserError, match="is pinned"):
+        validator.run(
+            run=RUN,
+            coordinator=site.url,
+            weights=[site.weights],
+            public_key=site.root.public_hex,
+            key_file=key,
+            directory=tmp_path / "validator",
+            log=LOG,
+        )
