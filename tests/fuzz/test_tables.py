@@ -13,15 +13,23 @@ import pyarrow as pa
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pytest import TempPathFactory
 
 from tests.fuzz.bounds import bounded, costly
 from tests.fuzz.tables import damaged, made_up, variants
+from verify.coordinator.duplicates import Seen, repeated_submission
 from verify.coordinator.grading import VerdictMismatch, grade_groups
 from verify.formats import submission, verdict
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, decode_rollouts
 from verify.formats.tables import MalformedTable
-from verify.formats.verdict import CheckResult, RolloutVerdict, decode_verdicts
+from verify.formats.verdict import (
+    MAX_FINGERPRINTS,
+    CheckResult,
+    RolloutVerdict,
+    decode_verdicts,
+    read_fingerprints,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -73,9 +81,11 @@ def verdict_rows() -> list[dict[str, Any]]:
         "target": 8,
         "logprob_diff": 0.1,
         "checks": [check] * 3,
+        "fingerprints": [7, -(2**63), 2**63 - 1, 7],
         "logprobs": [-0.5] * 40,
     }
     unknown = {"target": None, "logprobs": None, "logprob_diff": None, "checks": []}
+    unknown |= {"fingerprints": None}
     return [{"row": 0, **row}, {"row": 1, **row, **unknown}]
 
 
@@ -127,6 +137,8 @@ def check_row(row: object) -> None:
             assert type(row.reward) is type(row.task_reward) is float
             assert row.logprobs is None or row.logprobs.dtype == np.float32
             assert all(isinstance(check, CheckResult) for check in row.checks)
+            assert len(row.fingerprints) <= MAX_FINGERPRINTS
+            assert all(type(f) is int and -(2**63) <= f < 2**63 for f in row.fingerprints)
         case _:
             raise AssertionError(row)
 
@@ -159,6 +171,28 @@ def test_the_files_that_are_damaged_are_sound(kind: Kind) -> None:
 def test_damaged_files(kind: Kind, seed: int) -> None:
     rng = random.Random(seed)
     decoded(kind, damaged(rng.choice(kind.files), rng, EVERY_FILE))
+
+
+@costly
+@given(seed=st.integers(0, 2**48))
+def test_fingerprints_of_damaged_verdicts(tmp_path_factory: TempPathFactory, seed: int) -> None:
+    """A restart reads of an accepted file what was compared when it came, whatever that is."""
+    rng = random.Random(seed)
+    data = damaged(rng.choice(VERDICT.files), rng, VERDICT.files)
+    rows = decoded(VERDICT, data)
+    if rows is None:
+        return
+    path = tmp_path_factory.getbasetemp() / "verdict.parquet"
+    path.write_bytes(data)
+    with bounded(MEMORY):
+        found = read_fingerprints(path)
+    assert found == [row.fingerprints for row in rows]
+    seen = Seen()
+    with bounded(MEMORY):
+        seen.add(3, "ab" * 32, found)
+        fault = seen.fault(rows)
+    assert bool(fault) == any(found)
+    assert not fault or repeated_submission(fault) == "ab" * 32
 
 
 @costly
