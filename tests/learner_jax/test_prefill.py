@@ -1,4 +1,4 @@
-"""The prefill engine against the plain formula on each rollout alone, and over real HTTP."""
+"""The prefill engine against the plain formula on each rollout alone; engines over real HTTP."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from learner_jax.warm_start import model_config
 from runspec.common.errors import UserError
 from runspec.common.hashing import digest_bytes
 from runspec.spec import schema
+from sampler.prefill.engine import TorchPrefill
 from tests.learner_jax.conftest import VOCABULARY, Run, tiny_spec, write_initial_model
 from verify.choices import describe
 from verify.noise import gumbel
@@ -256,14 +257,16 @@ def published(run: Run) -> Iterator[tuple[Run, str]]:
         thread.join()
 
 
+@pytest.mark.parametrize(("name", "kind"), [("jax", JaxPrefill), ("torch", TorchPrefill)])
 def test_versions_are_fetched_checked_and_kept_apart(
-    published: tuple[Run, str], tmp_path: Path
+    name: str, kind: type, published: tuple[Run, str], tmp_path: Path
 ) -> None:
     # given an engine, loaded by its name, that knows the run's root key and a URL
     run, url = published
     where = WeightsLocation(run.spec.name, [url], run.root.public_hex, tmp_path / "cache")
-    engine = load_prefill_engine(run.spec, where)
-    assert isinstance(engine, JaxPrefill)
+    chosen = run.spec.verify.model_copy(update={"engine": name})
+    engine = load_prefill_engine(run.spec.model_copy(update={"verify": chosen}), where)
+    assert isinstance(engine, kind)
     manifests = run.path / "store" / "origin" / run.spec.name / "versions"
     given = rollouts(3)
     # when versions are asked for in turn, as leases of different lag do
