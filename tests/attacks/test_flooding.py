@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submissio
 from tests.waiting import eventually
 from verify.client import CoordinatorClient
 from verify.coordinator import connections, intake, log_limits, rates, server
+from verify.coordinator.kept import Kept
 from verify.formats.lease import Lease, open_lease
 from verify.ledger import Ledger
 from verify.request_auth import ENVELOPE, sign_request
@@ -192,6 +194,17 @@ class TestFlooding:
         assert stored(site) == []
         client.submit(envelope, table)  # the lease is still good
 
+    def test_a_large_status_is_sent_to_few_at_once(
+        self, site: Site, post: Post, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(server, "_SMALL_BYTES", 100)
+        key, _ = site.worker()
+        ask = lambda: httpx.get(f"{site.url}/v1/status", verify=False)  # noqa: E731
+        assert [each["key"] for each in ask().json()["workers"]] == [key.public_hex]
+        monkeypatch.setattr(rates, "MAX_DOWNLOADS", 0)
+        assert (ask().status_code, ask().headers["Retry-After"]) == (503, "5")
+        assert post(key, "/v1/leases", ASK).status_code == 200
+
     def test_downloads_that_are_not_taken(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -235,6 +248,23 @@ class TestFlooding:
                 stream.sendall(broken)
                 assert b" 400 " in stream.recv(4096)
         assert [r.getMessage() for r in caplog.records if r.name == "aiohttp.server"] == []
+
+    def test_a_status_that_takes_long_to_make(self) -> None:
+        """Of thousands of keys it takes a second, and anybody may ask: it is made for many."""
+        clock, made = [0.0], []
+
+        def make() -> int:
+            clock[0] += 0.5
+            made.append(clock[0])
+            return len(made)
+
+        kept = Kept(make, lambda: clock[0])
+        while clock[0] < 100.0:
+            assert kept.get() == len(made)
+            clock[0] += 0.02
+        # then a twentieth of the time went into it, and nobody saw one older than that asks for
+        assert len(made) * 0.5 <= 0.06 * clock[0]
+        assert all(b - a < 11.0 for a, b in itertools.pairwise(made))
 
     def test_connections(self, site: Site, post: Post) -> None:
         """Three times as many as there may be: the idle make room for those who work."""

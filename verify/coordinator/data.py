@@ -7,10 +7,12 @@ A request names a digest, never a path.
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from aiohttp import web
 
@@ -100,19 +102,30 @@ async def send_file(request: web.Request, path: Path) -> web.StreamResponse:
     except OSError as error:
         raise Refusal(404, f"the file cannot be read any more: {error.strerror}") from error
     with file:
-        left = os.fstat(file.fileno()).st_size
-        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-        response.content_length = left
-        await response.prepare(request)
-        try:
-            while left > 0 and request.method == "GET":
-                piece = await asyncio.to_thread(file.read, min(left, _PIECE_BYTES))
-                if not piece:
-                    raise ConnectionAbortedError("the file has become shorter")
-                async with asyncio.timeout(_PIECE_S):
-                    await response.write(piece)
-                left -= len(piece)
-        except (ConnectionError, TimeoutError):
-            if request.transport is not None:
-                request.transport.abort()
+        size = os.fstat(file.fileno()).st_size
+        return await _send(request, file, size, "application/octet-stream")
+
+
+async def send_json(request: web.Request, document: bytes) -> web.StreamResponse:
+    """Answers with a document that may be large: of whoever takes it slowly, a piece is held."""
+    return await _send(request, io.BytesIO(document), len(document), "application/json")
+
+
+async def _send(
+    request: web.Request, file: BinaryIO, left: int, content_type: str
+) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": content_type})
+    response.content_length = left
+    await response.prepare(request)
+    try:
+        while left > 0 and request.method == "GET":
+            piece = await asyncio.to_thread(file.read, min(left, _PIECE_BYTES))
+            if not piece:
+                raise ConnectionAbortedError("the file has become shorter")
+            async with asyncio.timeout(_PIECE_S):
+                await response.write(piece)
+            left -= len(piece)
+    except (ConnectionError, TimeoutError):
+        if request.transport is not None:
+            request.transport.abort()
     return response

@@ -22,7 +22,7 @@ from runspec.common.hashing import digest_bytes, is_digest
 from runspec.common.roles import Roles
 from runspec.common.signed import BadSignature
 from verify.coordinator.activity import Activity, scalars
-from verify.coordinator.data import SiteDesk, send_file
+from verify.coordinator.data import SiteDesk, send_file, send_json
 from verify.coordinator.gate import Gate
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Finished, Journal
@@ -47,6 +47,8 @@ MAX_HEADER_BYTES = 32 * 1024
 """A verdict's envelope, the largest header, is at most 16 KiB before base64."""
 _MAX_HOLDING = 64
 _CHUNK_BYTES = 1 << 20
+_SMALL_BYTES = 64 * 1024
+"""Of an answer that is given at once; of larger ones only few are being sent."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -143,7 +145,11 @@ class Api:
             return await send_file(request, path)
 
     async def _get_status(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(self._status.report())
+        document = self._status.document()
+        if len(document) <= _SMALL_BYTES:
+            return web.Response(body=document, content_type="application/json")
+        with self._gate.download(request):
+            return await send_json(request, document)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._status.metrics(), content_type="text/plain")
@@ -227,7 +233,7 @@ class Api:
                 "submission": record.submission,
                 "lease": record.document,
                 "envelope": envelope.decode(),
-                "share": self._journal.state.share_of(record.lease.worker),
+                "share": self._judging.share_of(record),
             }
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -28,6 +29,7 @@ from verify.coordinator.filling import (
 from verify.coordinator.history import History
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
+from verify.coordinator.kept import Kept
 from verify.coordinator.reputation import reputation
 from verify.coordinator.state import LeaseRecord, State
 
@@ -49,12 +51,23 @@ class Status:
         self._began = journal.clock()
         self._registry = CollectorRegistry()
         self._registry.register(_Prometheus(self, journal.history))
+        self._report = Kept(self._of_now)
+        self._document = Kept(lambda: json.dumps(self.report()).encode())
+        self._metrics = Kept(lambda: generate_latest(self._registry))
 
     def metrics(self) -> bytes:
-        return generate_latest(self._registry)
+        """Answer of `GET /metrics`; some seconds old where there are thousands of workers."""
+        return self._metrics.get()
+
+    def document(self) -> bytes:
+        """`report` as JSON; some seconds old where there are thousands of workers."""
+        return self._document.get()
 
     def report(self) -> dict[str, Any]:
         """Answer of `GET /v1/status`; times are seconds since the epoch, ages seconds."""
+        return self._report.get()
+
+    def _of_now(self) -> dict[str, Any]:
         state, now = self._journal.state, self._journal.clock()
         waiting = len(self._judging.submitted())
         open_leases = Counter(r.lease.worker for r in state.leases.values() if r.status == "open")
