@@ -1,4 +1,4 @@
-"""The seccomp filter: a BPF program that lets through the system calls of `syscalls.py`.
+"""The seccomp filter: a BPF program that lets through the calls of `runspec.common.syscalls`.
 
 Everything that is not named there fails with EPERM, or with ENOSYS where a C library has an older
 call to fall back to. The kernel remembers which calls pass whatever their arguments, so that the
@@ -7,26 +7,26 @@ length of the program costs nothing.
 
 from __future__ import annotations
 
-import errno
 import os
-import struct
 from collections.abc import Iterable
 from functools import cache
 
-from sampler.sandbox.syscalls import BY_ARGUMENT, CONTAINED, PLAIN
-
-Instruction = tuple[int, int, int, int]
-"""(code, jump if true, jump if false, constant); jumps count the instructions passed over."""
-
-ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machine -> (column of the tables, AUDIT_ARCH constant)."""
-
-_LOAD, _AND, _EQUAL, _GREATER, _AT_LEAST, _SET, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x35, 0x45, 0x06
-_NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
-ALLOW: Instruction = (_RETURN, 0, 0, 0x7FFF0000)
-KILL: Instruction = (_RETURN, 0, 0, 0x80000000)
-DENY: Instruction = (_RETURN, 0, 0, 0x00050000 | errno.EPERM)
-ABSENT: Instruction = (_RETURN, 0, 0, 0x00050000 | errno.ENOSYS)
+from runspec.common.seccomp import (
+    ABSENT,
+    ALLOW,
+    AND,
+    ARCHITECTURES,
+    DENY,
+    EQUAL,
+    GREATER,
+    SET,
+    Instruction,
+    allow,
+    argument,
+    assemble,
+    one_of,
+)
+from runspec.common.syscalls import BY_ARGUMENT, CONTAINED, PLAIN
 
 NEWEST = 462
 """Calls above this number were not there when the tables were written: they are absent."""
@@ -61,66 +61,50 @@ def build(*, contained: bool, signals_scoped: bool, machine: str = "") -> bytes:
     Raises:
         KeyError: no table for this architecture.
     """
-    column, audit = ARCHITECTURES[machine or os.uname().machine]
-    program: list[Instruction] = [
-        (_LOAD, 0, 0, _ARCH_AT),
-        (_EQUAL, 1, 0, audit),
-        KILL,
-        (_LOAD, 0, 0, _NUMBER_AT),
-    ]
-    for name, body in _by_argument(free_signals=contained or signals_scoped).items():
+    machine = machine or os.uname().machine
+    column, _ = ARCHITECTURES[machine]
+    program: list[Instruction] = []
+    for name, body in _byargument(free_signals=contained or signals_scoped).items():
         number = BY_ARGUMENT[name][column]
         if number is not None:
-            program += [(_EQUAL, 0, len(body), number), *body]
+            program += [(EQUAL, 0, len(body), number), *body]
     rows = [*PLAIN.values(), *(CONTAINED.values() if contained else ())]
-    for low, high in _ranges(row[column] for row in rows):
-        program += [(_AT_LEAST, 0, 2, low), (_GREATER, 1, 0, high), ALLOW]
-    program += [(_GREATER, 0, 1, NEWEST), ABSENT, DENY]
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    program += allow(row[column] for row in rows)
+    program += [(GREATER, 0, 1, NEWEST), ABSENT, DENY]
+    return assemble(program, machine)
 
 
-def _ranges(numbers: Iterable[int | None]) -> list[tuple[int, int]]:
-    """Neighbouring numbers joined to (first, last)."""
-    ranges: list[tuple[int, int]] = []
-    for number in sorted({n for n in numbers if n is not None}):
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1] = (ranges[-1][0], number)
-        else:
-            ranges.append((number, number))
-    return ranges
-
-
-def _by_argument(*, free_signals: bool) -> dict[str, list[Instruction]]:
+def _byargument(*, free_signals: bool) -> dict[str, list[Instruction]]:
     """What follows once the call's number has matched; each ends with a verdict."""
-    signal = [ALLOW] if free_signals else _one_of(0, (0,))
+    signal = [ALLOW] if free_signals else one_of(0, (0,))
     return {
         "clone3": [ABSENT],  # its flags lie in memory, where a filter cannot look
         "openat2": [ABSENT],
-        "clone": [_argument(0), (_SET, 0, 1, _CLONE_REFUSED), DENY, ALLOW],
+        "clone": [argument(0), (SET, 0, 1, _CLONE_REFUSED), DENY, ALLOW],
         "open": _no_truncation(1),
         "openat": _no_truncation(2),
         "creat": [ALLOW],
         "fcntl": _none_of(1, _FCNTL_REFUSED),
         "ioctl": _none_of(1, _IOCTL_REFUSED),
-        "prctl": _one_of(0, _PRCTL_ALLOWED),
-        "prlimit64": _one_of(0, (0,)),  # its own limits, not another process's
+        "prctl": one_of(0, _PRCTL_ALLOWED),
+        "prlimit64": one_of(0, (0,)),  # its own limits, not another process's
         # A pair of streams is connected to itself; a pair of datagram sockets can send elsewhere.
         "socketpair": [
-            _argument(0),
-            (_EQUAL, 1, 0, _AF_UNIX),
+            argument(0),
+            (EQUAL, 1, 0, _AF_UNIX),
             DENY,
-            _argument(1),
-            (_AND, 0, 0, _SOCK_TYPE),
-            (_EQUAL, 0, 1, _SOCK_STREAM),
+            argument(1),
+            (AND, 0, 0, _SOCK_TYPE),
+            (EQUAL, 0, 1, _SOCK_STREAM),
             ALLOW,
             DENY,
         ],
         "sendto": [  # without an address: both halves of the pointer are zero
-            _argument(4),
-            (_EQUAL, 1, 0, 0),
+            argument(4),
+            (EQUAL, 1, 0, 0),
             DENY,
-            _argument(4, high=True),
-            (_EQUAL, 0, 1, 0),
+            argument(4, high=True),
+            (EQUAL, 0, 1, 0),
             ALLOW,
             DENY,
         ],
@@ -129,27 +113,17 @@ def _by_argument(*, free_signals: bool) -> dict[str, list[Instruction]]:
     }
 
 
-def _argument(index: int, *, high: bool = False) -> Instruction:
-    """Loads a half of an argument (both architectures are little-endian)."""
-    return (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index + 4 * high)
-
-
-def _one_of(index: int, values: Iterable[int]) -> list[Instruction]:
-    tests = [step for value in values for step in ((_EQUAL, 0, 1, value), ALLOW)]
-    return [_argument(index), *tests, DENY]
-
-
 def _none_of(index: int, values: Iterable[int]) -> list[Instruction]:
-    tests = [step for value in values for step in ((_EQUAL, 0, 1, value), DENY)]
-    return [_argument(index), *tests, ALLOW]
+    tests = [step for value in values for step in ((EQUAL, 0, 1, value), DENY)]
+    return [argument(index), *tests, ALLOW]
 
 
 def _no_truncation(index: int) -> list[Instruction]:
     """No O_TRUNC on a file opened for reading: before its ABI 3 Landlock lets that empty it."""
     return [
-        _argument(index),
-        (_AND, 0, 0, _O_TRUNC | _O_ACCMODE),
-        (_EQUAL, 0, 1, _O_TRUNC),
+        argument(index),
+        (AND, 0, 0, _O_TRUNC | _O_ACCMODE),
+        (EQUAL, 0, 1, _O_TRUNC),
         DENY,
         ALLOW,
     ]

@@ -9,47 +9,22 @@ and refuses all others; elsewhere the limits of `resource` have to do.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import resource
 import struct
 import sys
 
+from runspec.common.seccomp import ARCHITECTURES, DENY, EQUAL, allow, assemble, one_of
+from runspec.common.syscalls import BY_ARGUMENT, PLAIN
+
 _PAGE = resource.getpagesize()
-_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_COLUMN = {"x86_64": 0, "aarch64": 1}
-_ALLOWED = {
-    "read": (0, 63),
-    "readv": (19, 65),
-    "write": (1, 64),
-    "pread64": (17, 67),
-    "close": (3, 57),
-    "lseek": (8, 62),
-    "fstat": (5, 80),
-    "mmap": (9, 222),
-    "mprotect": (10, 226),
-    "munmap": (11, 215),
-    "mremap": (25, 216),
-    "madvise": (28, 233),
-    "brk": (12, 214),
-    "futex": (202, 98),
-    "rt_sigreturn": (15, 139),
-    "rt_sigprocmask": (14, 135),
-    "sigaltstack": (131, 132),
-    "sched_yield": (24, 124),
-    "clock_gettime": (228, 113),
-    "getrusage": (98, 165),
-    "getrandom": (318, 278),
-    "getpid": (39, 172),
-    "gettid": (186, 178),
-    "exit": (60, 93),
-    "exit_group": (231, 94),
-}
-"""Call -> its number on x86_64, on aarch64."""
-_PRLIMIT64 = (302, 261)
-_LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
-_NUMBER_AT, _ARCH_AT, _PID_AT = 0, 4, 16
-_ALLOW, _KILL, _DENY = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
+_ALLOWED = (
+    *("read", "readv", "write", "pread64", "close", "lseek", "fstat"),
+    *("mmap", "mprotect", "munmap", "mremap", "madvise", "brk"),
+    *("futex", "rt_sigreturn", "rt_sigprocmask", "sigaltstack", "sched_yield"),
+    *("clock_gettime", "getrusage", "getrandom", "getpid", "gettid", "exit", "exit_group"),
+)
+"""Calls that pass whatever their arguments."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SIGKILL, _MODE_FILTER = 9, 2
 
@@ -80,7 +55,7 @@ def confine() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))  # those that are open stay
     if hasattr(resource, "RLIMIT_NPROC"):
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-    if sys.platform == "linux" and os.uname().machine in _COLUMN:
+    if sys.platform == "linux" and os.uname().machine in ARCHITECTURES:
         _filter_calls(os.uname().machine)
 
 
@@ -97,27 +72,20 @@ def _lower(kind: int, soft: int) -> None:
 
 
 def _filter_calls(machine: str) -> None:
-    """A BPF program: the calls of the table, and `prlimit64` on the process itself."""
-    column = _COLUMN[machine]
+    """Puts on the filter: the calls of the table, and `prlimit64` on the process itself."""
+    column, _ = ARCHITECTURES[machine]
+    own_limits, number = one_of(0, (0,)), BY_ARGUMENT["prlimit64"][column]
+    assert number is not None
     program = [
-        (_LOAD, 0, 0, _ARCH_AT),
-        (_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, _NUMBER_AT),
+        (EQUAL, 0, len(own_limits), number),
+        *own_limits,
+        *allow(PLAIN[name][column] for name in _ALLOWED),
+        DENY,
     ]
-    for numbers in _ALLOWED.values():
-        program += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ALLOW)]
-    program += [
-        (_EQUAL, 0, 3, _PRLIMIT64[column]),
-        (_LOAD, 0, 0, _PID_AT),
-        (_EQUAL, 0, 1, 0),
-        (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, _DENY),
-    ]
-    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    code = assemble(program, machine)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = ctypes.create_string_buffer(
-        struct.pack("@HP", len(program), ctypes.addressof(buffer)), struct.calcsize("@HP")
+        struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer)), struct.calcsize("@HP")
     )
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(header))

@@ -1,7 +1,7 @@
 """System calls by name and number, on the two architectures that a filter can be built for.
 
 From the kernel's own headers (`asm/unistd_64.h` of x86, `asm-generic/unistd.h` for aarch64). What
-is in none of the tables is refused.
+is in none of the tables a filter refuses.
 """
 
 from __future__ import annotations
@@ -60,4 +60,4 @@ BY_ARGUMENT = _table("""
     prlimit64:302:261 socketpair:53:199 sendto:44:206 kill:62:129 tgkill:234:131 clone3:435:435
     openat2:437:437
 """)
-"""Allowed for some arguments: `filter.py` says which."""
+"""Allowed by some for some arguments: their filters say which."""
