@@ -5,7 +5,8 @@
 A Qwen2 is trained here on real text (`benchmarks.null.text_model`) and rounded to bfloat16. torch
 samples N submissions of 32 rollouts by the leases' noise, which `verify.calibration` measures, and
 as many again, of other prompts and leases, by which its limits are judged: what they reject of the
-right weights are false rejections, of perturbed ones it is their power. Prints one JSON object.
+right weights are false rejections, of perturbed ones it is their power. Limits for rates that can
+be counted are judged too, to see whether the formula keeps them. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ SPOILT: dict[str, Change] = {
     "off by 2 %": noise(0.02),
     "int8": int8,
 }
+COUNTABLE = (0.1, 0.01)
+"""Rates that 2,048 rollouts can show: whether the formula keeps them."""
 
 
 def spec_of(name: str, size: Size) -> RunSpec:
@@ -204,6 +207,9 @@ def main() -> None:
             log.info("%s: sampled after %.0f s", which, time.monotonic() - begun)
         outcome = calibrate(Order(folders["measured"], "torch"), log)
         limits = {"published": BFLOAT16, "profile": outcome.profile.as_limits()}
+        for rate in COUNTABLE:
+            loose = calibrate(Order(folders["measured"], "torch", rate=rate), log).profile
+            limits[f"rate {rate:g}"] = loose.as_limits()
         power = judged(folders["fresh"], spec_of("text-fresh", size), limits, min(count, 32))
     found = {
         "hidden": size.hidden,
