@@ -10,6 +10,8 @@ and then no file must suffer for it. Hence:
   takes it in turn with them, so that neither suspects nor honest work wait without end.
 - A failed attempt counts once the same validator has judged another submission after it. Where a
   validator fails at everything, nothing counts, and everything waits for one that works.
+- So that this needs no new work, a validator that failed is given one that was judged before, when
+  only suspects are left: its verdict changes nothing, and shows that the validator works.
 - A suspect is left to validators that have not failed at it, while one of them asks for work.
 - What failed `ATTEMPTS` times that count is hopeless: to be set aside (`SubmissionSetAside`).
 
@@ -59,6 +61,8 @@ class Claims:
         self._failures: dict[str, list[_Failure]] = {}
         self._asked: dict[str, float] = {}
         """When each validator last asked for work."""
+        self._proving: dict[str, str] = {}
+        """By validator, what it judges once more, to show that it works."""
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -70,6 +74,8 @@ class Claims:
 
     def keep(self, validator: str, holding: Collection[str], now: float) -> None:
         """Frees what the validator's key has claimed and its process no longer knows of."""
+        if self._proving.get(validator) not in holding:
+            self._proving.pop(validator, None)
         for submission in self._held_by(validator):
             if submission not in holding:
                 self.fail(validator, submission, "the validator's process ended", now)
@@ -88,27 +94,34 @@ class Claims:
         del self._claims[submission]
         return True
 
-    def claim(self, validator: str, submissions: Iterable[str], now: float) -> str | None:
+    def claim(
+        self, validator: str, submissions: Iterable[str], now: float, *, judged: str | None = None
+    ) -> str | None:
         """Claims a submission that no one works on: the first, but suspects late and alone.
 
         Args:
             validator: who asks.
             submissions: all that wait for a verdict, in the order in which they are wanted.
             now: seconds since the epoch.
+            judged: one that was accepted before, for validators that have to show that they work.
         """
         self._expire(now)
         waiting = list(submissions)
         self._failures = {s: found for s, found in self._failures.items() if s in set(waiting)}
         self._asked[validator] = now
         held = list(self._held_by(validator))
-        if any(submission in self._failures for submission in held):
+        if validator in self._proving or any(submission in self._failures for submission in held):
             return None
         free = [submission for submission in waiting if submission not in self._claims]
         others = [submission for submission in free if submission not in self._failures]
         suspects = [] if held else self._suspects_for(validator, free, now)
         overdue = [s for s in suspects if now >= self._failures[s][-1].attempt.at + SUSPECT_WAIT_S]
-        first = overdue if not self._has_to_prove_itself(validator) else []
+        unproven = self._has_to_prove_itself(validator)
+        first = overdue if not unproven else []
         chosen = next(iter([*first, *others, *suspects]), None)
+        if unproven and chosen in self._failures and judged is not None:
+            self._proving[validator] = judged
+            return judged
         if chosen is not None:
             self._claims[chosen] = Claim(validator, now + self._timeout_s)
         return chosen
@@ -117,6 +130,7 @@ class Claims:
         """The submission is judged. Its validator works: what it failed at before counts."""
         self._claims.pop(submission, None)
         self._failures.pop(submission, None)
+        self._proving.pop(validator, None)
         for other, failures in self._failures.items():
             self._failures[other] = [
                 replace(failure, counts=True) if failure.attempt.validator == validator else failure
@@ -155,14 +169,15 @@ class Claims:
                 self.fail(claim.validator, submission, words, now)
 
     def _suspects_for(self, validator: str, free: list[str], now: float) -> list[str]:
-        """Those that it has not failed at, or that no other who asks for work has not."""
+        """Those that it has not failed at, or that no other who asks for work has not; first what
+        failed least often, so that the innocent of a batch do not wait for the guilty one."""
         asking = {v for v, at in self._asked.items() if now < at + ASKED_LATELY_S}
         found = []
         for submission in free:
             failed = {f.attempt.validator for f in self._failures.get(submission, ())}
             if failed and (validator not in failed or asking <= failed):
                 found.append(submission)
-        return found
+        return sorted(found, key=lambda submission: len(self._failures[submission]))
 
     def _has_to_prove_itself(self, validator: str) -> bool:
         """Whether it has judged nothing since it failed at something that still waits."""

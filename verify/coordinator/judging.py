@@ -61,9 +61,12 @@ class Judging:
             if self._journal.state.finished:
                 raise Finished
             waiting = {r.submission: r for r in self.submitted() if r.submission}
-            submission = self.claims.claim(validator, waiting, self._journal.clock())
+            known = self._accepted()
+            judged = known.submission if known else None
+            submission = self.claims.claim(validator, waiting, self._journal.clock(), judged=judged)
             if submission is not None:
-                record = waiting[submission]
+                record = waiting.get(submission) or known
+                assert record is not None
                 files = submission_files(self._journal.run_dir, record.lease.step, submission)
                 return record, files.submission_envelope.read_bytes()
             due = self.claims.next_change(self._journal.clock())
@@ -94,6 +97,21 @@ class Judging:
         submitted = (r for r in state.leases.values() if r.status == "submitted")
         return [r for r in submitted if state.lag(r) <= state.policy.async_level]
 
+    def share_of(self, record: LeaseRecord) -> float:
+        """How likely a submission is to be recomputed: one that is to show that a validator works,
+        always."""
+        if record.status == "accepted":
+            return 1.0
+        return self._journal.state.share_of(record.lease.worker)
+
+    def _accepted(self) -> LeaseRecord | None:
+        """The newest that was accepted, while its weights and files are there."""
+        state = self._journal.state
+        for record in reversed(list(state.leases.values())):
+            if record.status == "accepted" and state.lag(record) <= state.policy.async_level:
+                return record
+        return None
+
     def submission_file(self, submission: str) -> Path | None:
         """Where a submission's Parquet bytes lie, while the run still needs them."""
         for record in self._journal.state.leases.values():
@@ -119,7 +137,9 @@ class Judging:
             chunks: the body.
         """
         record = self._to_judge(envelope)
-        if record is None:
+        if record is None:  # judged already; it may have been asked to show that it works
+            self.claims.settle(validator, envelope.submission)
+            self._set_aside()
             return
         files = submission_files(self._journal.run_dir, record.lease.step, envelope.submission)
         async with received(

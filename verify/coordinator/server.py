@@ -233,7 +233,7 @@ class Api:
                 "submission": record.submission,
                 "lease": record.document,
                 "envelope": envelope.decode(),
-                "share": self._journal.state.share_of(record.lease.worker),
+                "share": self._judging.share_of(record),
             }
         )
 

@@ -1,8 +1,9 @@
 """The decoder's process: Parquet on standard input, plain columns on standard output.
 
-`python -m verify.decoder CPU_S`, which `verify.decoder.parent` starts with an environment without
-secrets. It decodes a file of its own making, so that all code is loaded, gives up everything that
-it may (`confine`), and then answers one file after the other.
+`python -m verify.decoder CPU_S` (seconds for a file, beside what its size allows), started by
+`verify.decoder.parent` with an environment without secrets. It decodes a file of its own making, so
+that all code is loaded, gives up everything that it may (`confine`), and then answers one file
+after the other.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from verify.decoder.confine import Limits, confine, die_with_parent
 from verify.decoder.pack import pack
 from verify.decoder.wire import (
     ANSWER,
+    BYTES_A_S,
     COLUMNS,
     MALFORMED,
     MAX_WORDS,
@@ -42,7 +44,7 @@ def main(cpu_s: int) -> int:
     _send(READY, b"")
     while request := _receive(REQUEST.size):
         size, max_rows, max_bytes = REQUEST.unpack(request)
-        limits.allow(cpu_s=cpu_s, memory=MEMORY + MEMORY_OF_FILE * max_bytes)
+        limits.allow(cpu_s=cpu_s + size // BYTES_A_S, memory=MEMORY + MEMORY_OF_FILE * max_bytes)
         _send(*_answer(_receive(size), max_rows, max_bytes))
     return 0
 

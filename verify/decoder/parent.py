@@ -22,9 +22,9 @@ from verify.decoder.wire import ANSWER, COLUMNS, MALFORMED, MAX_WORDS, READY, RE
 from verify.formats.submission import Rollout
 from verify.formats.tables import MalformedTable
 
-CPU_S = 30
-"""Processor time for one file; 100 MB take about one."""
-DEADLINE_S = 120.0
+CPU_S = 5
+"""Processor time for one file, and a second for every 4 MiB of it (`wire`)."""
+DEADLINE_S = 300.0
 """For one file, on a machine that others use too."""
 START_DEADLINE_S = 120.0
 _ENVIRONMENT = {
@@ -53,7 +53,7 @@ class Decoder:
     """Decodes submissions in a child process. For one thread at a time.
 
     Args:
-        cpu_s: processor time for one file.
+        cpu_s: processor time for one file, and as much again as its size asks for.
         deadline_s: wall time for one file.
         command: starts the process; its processor time is added.
     """
@@ -210,7 +210,7 @@ class _Child:
     def _ended(self) -> _Failed:
         """Why the other end of a pipe is closed."""
         try:
-            code = self.process.wait(5.0)
+            code = self.process.wait(2.0)
         except subprocess.TimeoutExpired:
             return _Failed("it closed a pipe")
         if code == -signal.SIGKILL:

@@ -1,0 +1,181 @@
+"""What a file made to hurt costs a validator, stage by stage, beside an honest one; prints JSON.
+
+    python -m benchmarks.poison [--rows 64] [--tokens 8000] [--repeats 3]
+
+`decoding`: milliseconds in this process and through `verify.decoder`, the two by turns, the best of
+the repeats, for honest submissions of several sizes. `stages`: milliseconds of the checks that need
+no model, and of the proofs' statistics, for ROWS rollouts of TOKENS tokens: honest, and the worst
+of legal size that we know. `poison`: seconds until a file is refused by the decoder, with its
+limits, and what it takes in a process without any (up to a minute).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # read when numpy is first imported
+
+import numpy as np
+
+from tests.poison import inflating_pages, lying_page, skipped_pages, submission_row
+from verify.checks.duplicates import fingerprints
+from verify.decoder import Decoder
+from verify.formats.submission import Rollout, decode_rollouts, encode_rollouts
+from verify.formats.tables import MalformedTable
+from verify.toploc import build_proofs_batch, verify_proofs_batch
+
+_SIZES = ((16, 256), (64, 1000), (64, 8000), (64, 32768))
+_MAX_BYTES = 1 << 28
+_PATIENCE_S = 60
+
+
+def submission(rows: int, tokens: int) -> list[Rollout]:
+    """Rollouts whose numbers no codec makes smaller."""
+    rng = np.random.default_rng(0)
+    row = Rollout(
+        **submission_row(proofs=[]),
+    )
+    return [
+        replace(
+            row,
+            prompt_tokens=rng.integers(0, 150_000, 500).astype(np.int32),
+            output_tokens=rng.integers(0, 150_000, tokens).astype(np.int32),
+            logprobs=-rng.exponential(size=tokens).astype(np.float32),
+            proofs=[rng.bytes(258) for _ in range(-(-tokens // 32))],
+        )
+        for _ in range(rows)
+    ]
+
+
+def timed_ms(action: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    action()
+    return 1e3 * (time.perf_counter() - begun)
+
+
+def decoding(decoder: Decoder, rows: int, tokens: int, repeats: int) -> dict[str, Any]:
+    data = encode_rollouts(submission(rows, tokens))
+    limits = {"max_rows": rows, "max_bytes": _MAX_BYTES}
+    decoder.decode(data, **limits)
+    pairs = [
+        (
+            timed_ms(lambda: decode_rollouts(data, **limits)),
+            timed_ms(lambda: decoder.decode(data, **limits)),
+        )
+        for _ in range(repeats)
+    ]
+    here, there = (min(times) for times in zip(*pairs, strict=True))
+    return {
+        "rows": rows,
+        "tokens": tokens,
+        "megabytes": round(len(data) / 1e6, 2),
+        "here_ms": round(here, 1),
+        "decoder_ms": round(there, 1),
+    }
+
+
+def outputs(tokens: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Tokens and log-probs of one row: an honest one's, and those that repeat themselves."""
+    rng = np.random.default_rng(0)
+    honest = rng.integers(0, 150_000, tokens).astype(np.int32)
+    certain = np.full(tokens, -130.0 / tokens, np.float32)  # half of it is one run of 48 nats
+    return {
+        "honest": (honest, -rng.exponential(size=tokens).astype(np.float32)),
+        "one token, information spread thin": (np.full(tokens, 7, np.int32), certain),
+        "two tokens in turn": (np.arange(tokens, dtype=np.int32) % 2, certain),
+        "honest tokens, information spread thin": (honest, certain),
+    }
+
+
+def activations(tokens: int, hidden: int) -> dict[str, np.ndarray]:
+    """u16 [tokens, hidden]: as a model has them, and as none should."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(tokens, hidden)).astype(np.float32)
+    values[:, 3] *= 100.0
+    bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+    return {
+        "honest, with an outlier channel": bits,
+        "all zero": np.zeros_like(bits),
+        "all alike": np.full_like(bits, 0x3F80),
+        "infinities": np.full_like(bits, 0x7F80),
+    }
+
+
+def stages(rows: int, tokens: int, hidden: int) -> dict[str, Any]:
+    runs = {
+        name: round(rows * min(timed_ms(partial(fingerprints, *pair)) for _ in range(3)), 1)
+        for name, pair in outputs(tokens).items()
+    }
+    bits = activations(min(tokens, 2048), hidden)
+    (honest,) = build_proofs_batch([bits["honest, with an outlier channel"]])
+    chunks = len(honest)
+    proofs = {
+        name: round(timed_ms(partial(verify_proofs_batch, [found], [honest])) / chunks, 3)
+        for name, found in bits.items()
+    }
+    return {"duplicates_ms": runs, "proof_ms_a_chunk": {f"hidden {hidden}": proofs}}
+
+
+def refused(data: bytes) -> dict[str, Any]:
+    """Seconds until a file is refused, here with a deadline, there by the decoder."""
+    command = (
+        "import sys; from verify.formats.submission import decode_rollouts\n"
+        f"decode_rollouts(sys.stdin.buffer.read(), max_rows=64, max_bytes={_MAX_BYTES})"
+    )
+    begun = time.perf_counter()
+    try:
+        subprocess.run(
+            [sys.executable, "-c", command],
+            input=data,
+            capture_output=True,
+            timeout=_PATIENCE_S,
+            check=False,
+        )
+        here: float | str = round(time.perf_counter() - begun, 1)
+    except subprocess.TimeoutExpired:
+        here = f"more than {_PATIENCE_S}"
+    decoder, reason = Decoder(), "it was accepted"
+    begun = time.perf_counter()
+    try:
+        decoder.decode(data, max_rows=64, max_bytes=_MAX_BYTES)
+    except MalformedTable as error:
+        reason = str(error)
+    there = round(time.perf_counter() - begun, 1)
+    decoder.close()
+    size = round(len(data) / 1e6, 2)
+    return {"megabytes": size, "here_s": here, "decoder_s": there, "reason": reason[:200]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.poison", description=__doc__)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    decoder = Decoder()
+    sizes = [each for each in _SIZES if each[0] * each[1] <= 64 * options.tokens]
+    result = {
+        "decoding": [decoding(decoder, *each, options.repeats) for each in sizes],
+        "stages": stages(options.rows, options.tokens, options.hidden),
+        "poison": {
+            "pages that decompress to 4 MiB": refused(inflating_pages(1 << 23, 1 << 22)),
+            "a page that claims 2 GiB": refused(lying_page(2**31 - 1)),
+            "pages that are passed over": refused(skipped_pages(1 << 24)),
+        },
+    }
+    decoder.close()
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A validator's process that dies of certain rollouts, as one with a fault of ours would.
+
+`python -m tests.attacks.mortal_validator URL ROOT_KEY DIRECTORY`. DIRECTORY/poison holds a file for
+each output that kills, named by its digest. Everything else is the real validator: its decoder, its
+checks, its client; the model is the small one of the tests.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from runspec.common.hashing import digest_bytes
+from tests.verify.bench import MODEL
+from tests.verify.small_model import RUN, NumpyEngine, ParityTask, fixed_key
+from verify.client import CoordinatorClient
+from verify.decoder import Decoder
+from verify.validator import Validator
+
+VALIDATOR = fixed_key(4)
+
+
+def poison(directory: Path, tokens: np.ndarray) -> Path:
+    """The file that makes an output poison."""
+    return directory / "poison" / digest_bytes(np.asarray(tokens, np.int32).tobytes())
+
+
+class MortalEngine(NumpyEngine):
+    def prefill(self, version, inputs, **options):
+        for each in inputs:
+            if poison(self.directory, each.output_tokens).exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().prefill(version, inputs, **options)
+
+
+def main(url: str, root_key: str, directory: Path) -> None:
+    engine = MortalEngine({0: MODEL}, directory)
+    with (
+        closing(CoordinatorClient(url, VALIDATOR, run=RUN, root_public_key=root_key)) as client,
+        closing(Decoder()) as decoder,
+    ):
+        validator = Validator(
+            *(client.spec(), VALIDATOR, client, engine),
+            decode=decoder.decode,
+            task_set_of=lambda weights: ParityTask(),
+            log=logging.getLogger("validator"),
+        )
+        validator.serve(threading.Event())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
