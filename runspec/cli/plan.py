@@ -55,6 +55,7 @@ def plan_command(
     else:
         console = Console(highlight=False)
         show_plan(plan, console)
+        show_limits(spec, console)
         show_estimate(estimate, console)
         if compiled is not None:
             show_compiled(compiled)
@@ -102,6 +103,16 @@ def show_plan(plan: RunPlan, console: Console) -> None:
                 console.print(Text(f"{change_class}: {effect}"), soft_wrap=True)
                 for change in changes:
                     console.print(_line(change), soft_wrap=True)
+
+
+def show_limits(spec: RunSpec, console: Console) -> None:
+    """By which limits each pool is judged, where the spec names any."""
+    if spec.verify.profiles or spec.verify.thresholds:
+        from verify.calibration.lookup import sources_by_pool
+
+        console.print("\nLimits that submissions are judged by:")
+        for pool, source in sources_by_pool(spec).items():
+            console.print(f"  {pool}: {source}", markup=False, soft_wrap=True)
 
 
 def show_lacking(plan: RunPlan, console: Console) -> None:

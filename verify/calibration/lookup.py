@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 
 from runspec.common.errors import UserError
 from runspec.common.signed import BadSignature
@@ -86,10 +87,40 @@ def require_model(spec: RunSpec, config: Mapping[str, object]) -> None:
                 )
 
 
+def sources_by_pool(spec: RunSpec) -> dict[str, str]:
+    """Where each pool's limits come from, for people.
+
+    Raises:
+        UserError: see `profiles_of`.
+    """
+    profiles = profiles_of(spec)
+    return {pool.name: _source(spec, pool, profiles) for pool in spec.samplers}
+
+
 def _limits(spec: RunSpec, pool: SamplerPool, profiles: Mapping[str, Profile]) -> Limits:
-    sampler, thresholds = precision_of(pool), spec.verify.thresholds
-    if all(given.name != sampler for given in thresholds):
-        for profile in profiles.values():
-            if not profile.differences(spec, pool):
-                return profile.as_limits()
-    return limits_for(sampler, spec.learner.compute_dtype, thresholds)
+    thresholds, name = spec.verify.thresholds, _covering(spec, pool, profiles)
+    if name is not None and not _is_given(spec, pool):
+        return profiles[name].as_limits()
+    return limits_for(precision_of(pool), spec.learner.compute_dtype, thresholds)
+
+
+def _source(spec: RunSpec, pool: SamplerPool, profiles: Mapping[str, Profile]) -> str:
+    if _is_given(spec, pool):
+        return f"verify.thresholds.{precision_of(pool)}"
+    name = _covering(spec, pool, profiles)
+    if name is None:
+        return "the published ones"
+    until = datetime.fromtimestamp(profiles[name].expires, UTC).date()
+    looser = profiles[name].looser
+    more = f", looser than published in {', '.join(looser)}" if looser else ""
+    return f"verify.profiles.{name}, until {until}{more}"
+
+
+def _is_given(spec: RunSpec, pool: SamplerPool) -> bool:
+    return any(given.name == precision_of(pool) for given in spec.verify.thresholds)
+
+
+def _covering(spec: RunSpec, pool: SamplerPool, profiles: Mapping[str, Profile]) -> str | None:
+    """The name of the first profile that was measured with what the pool and its validators are."""
+    covering = (name for name, each in profiles.items() if not each.differences(spec, pool))
+    return next(covering, None)

@@ -28,6 +28,8 @@ MAX_SHORT = 8
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Natural = Annotated[int, Field(ge=0, le=2**53)]
 NonNegative = Annotated[float, Field(ge=0.0)]
+Time = Annotated[float, Field(ge=0.0, lt=2.0**37)]
+"""Up to the year 6325: what calendars can say."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -126,8 +128,8 @@ class Profile(_Part):
 
     version: Literal[1]
     formula: Literal["exponential-tail/1"]
-    issued: float
-    expires: float
+    issued: Time
+    expires: Time
     rate: Annotated[float, Field(gt=0.0, lt=1.0)]
     """Of honest rollouts, at most this share is to be rejected by all the numbers together whose
     limit is not below their bound."""

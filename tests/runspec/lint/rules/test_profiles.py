@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from runspec.cli.plan import plan_command
 from runspec.cli.spec_files import sound_spec
 from runspec.common.errors import UserError
 from runspec.common.keys import SigningKey
@@ -138,6 +139,20 @@ def test_the_resolved_spec_holds_the_profile_and_judges_by_it(tmp_path: Path) ->
     verify = spec.verify.model_copy(update={"profiles": [forged]})
     with pytest.raises(UserError, match="signature does not match"):
         limits_by_pool(spec.model_copy(update={"verify": verify}))
+
+
+def test_the_plan_says_by_which_limits_pools_are_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned(*overrides: str) -> str:
+        path = spec_with(tmp_path, document(made_profile(expires=4e9)))
+        files = SpecFiles(path, overrides=overrides)
+        assert plan_command(files, None, False, False, False, tmp_path / "runs") == 0
+        return capsys.readouterr().out
+
+    assert "pool: verify.profiles.measured, until 2096-10-02" in planned()
+    assert "pool: the published ones" in planned("samplers.pool.dtype=bfloat16")
+    assert "judged by" not in planned("verify.profiles=[]")
 
 
 def test_thresholds_of_the_spec_go_before_a_profile(tmp_path: Path) -> None:
