@@ -30,7 +30,7 @@ from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
 from verify.token_facts import TokenFacts, Wanted, outputs_of, token_facts
 from verify.truncation import Truncation
 
-BATCH_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 15}
+BATCH_TOKENS = {"cpu": 1 << 11, "cuda": 1 << 15}
 """Positions of a batch, padding included."""
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Logits that exist at once: a product of few rows reads the head for little."""
