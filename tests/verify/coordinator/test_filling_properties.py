@@ -9,10 +9,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.verify.coordinator.filled import Filled, digest, key, policy
 from verify.coordinator import filling
 from verify.coordinator.events import (
+    BY_OPERATOR,
+    BanLifted,
+    FailedAttempt,
+    KeyBanned,
     LeaseGranted,
     NonceDrawn,
     StepClosed,
     SubmissionDeferred,
+    SubmissionSetAside,
     WorkerRegistered,
 )
 from verify.coordinator.filling import Close
@@ -124,6 +129,26 @@ class Filling(RuleBasedStateMachine):
             st.sampled_from(OUTCOMES), min_size=record.lease.groups, max_size=record.lease.groups
         )
         self.run.judge(record, data.draw(groups) if accepted else None)
+
+    @precondition(lambda self: self.of("submitted"))
+    @rule(data=st.data())
+    def set_aside(self, data):
+        """Validators fail at a submission again and again."""
+        record = data.draw(st.sampled_from(self.of("submitted")))
+        failed = (FailedAttempt(self.run.now, key("validator"), "its process ended"),)
+        self.run.record(
+            SubmissionSetAside(self.run.now, record.digest, digest("s", record.digest), failed)
+        )
+
+    @rule(name=st.sampled_from(WORKERS))
+    def ban_or_pardon(self, name):
+        if key(name) not in self.run.state.workers:
+            return
+        if key(name) in self.run.state.bans:
+            self.run.record(BanLifted(self.run.now, key(name), "an appeal", BY_OPERATOR))
+        else:
+            self.run.record(KeyBanned(self.run.now, key(name), "by hand", BY_OPERATOR))
+            assert not [r for r in self.of("open") if r.lease.worker == key(name)]
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 31.0, 101.0]))
     def wait(self, seconds):

@@ -4,15 +4,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.verify.coordinator.filled import Filled, key, policy
+from tests.verify.coordinator.filled import Filled, digest, key, policy
 from verify.coordinator.events import (
     BY_OPERATOR,
     BanLifted,
+    FailedAttempt,
     KeyBanned,
     LeaseExpired,
     LeaseGranted,
     QuarantineEnded,
     SubmissionJudged,
+    SubmissionSetAside,
     WorkerQuarantined,
 )
 from verify.coordinator.reputation import BAN_AFTER, CLEAR_AFTER, reputation
@@ -69,6 +71,25 @@ class Discipline(RuleBasedStateMachine):
             record = self.run.lease(name)
             if record is not None:
                 self.run.answer(record, "usable" if good else "rejected")
+
+    @rule(name=st.sampled_from(WORKERS))
+    def set_aside(self, name):
+        """Nobody comes to a verdict: no credit, no blame in the counts, a strike."""
+        mine = self.of(name, "submitted")
+        for record in mine[:1]:
+            before = self.run.state.workers[key(name)]
+            failed = (FailedAttempt(self.run.now, key("validator"), "its process ended"),)
+            self.run.record(
+                SubmissionSetAside(self.run.now, record.digest, digest("s", record.digest), failed)
+            )
+            after = self.run.state.workers[key(name)]
+            assert after.accepted_tokens == before.accepted_tokens
+            assert after.standing.rejected == before.standing.rejected
+
+    @rule(name=st.sampled_from(WORKERS))
+    def submit(self, name):
+        for record in self.of(name, "open")[:1]:
+            self.run.submit(record)
 
     @rule(name=st.sampled_from([*WORKERS, "stranger"]))
     def ban_or_pardon(self, name):
