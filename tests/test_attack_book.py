@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def book() -> list[list[str]]:
 HEAD, _, *ROWS = book()
 
 
+@cache
 def classes() -> set[tuple[str, str]]:
     """(file, class) of every class of tests in the folder."""
     return {

@@ -35,12 +35,12 @@ WAITING, LINES = 2, 20
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A coordinator at work, of little patience and room."""
-    monkeypatch.setattr(connections, "IDLE_S", 0.5)
+    monkeypatch.setattr(connections, "IDLE_S", 1.0)
     monkeypatch.setattr(connections, "LINGER_S", 0.2)
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 24)
     monkeypatch.setattr(log_limits, "LINES", rates.Rate(0.1, LINES))
-    monkeypatch.setattr(server, "BODY_S", 0.3)
-    monkeypatch.setattr(intake, "UPLOAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(server, "BODY_S", 1.5)
+    monkeypatch.setattr(intake, "UPLOAD_TIMEOUT_S", 1.5)
     spec = tiny_spec()
     backlog = Backlog.model_validate({"submissions": WAITING})
     verify = spec.verify.model_copy(update={"backlog": backlog})
@@ -62,7 +62,8 @@ Post = Callable[..., httpx.Response]
 @pytest.fixture
 def post(site: Site) -> Iterator[Post]:
     """Sends a signed request: key, path, body, further headers by name."""
-    with httpx.Client(base_url=site.url, verify=False, trust_env=False) as http:
+    each_anew = httpx.Limits(max_keepalive_connections=0)
+    with httpx.Client(base_url=site.url, verify=False, limits=each_anew) as http:
 
         def send(key: SigningKey, path: str, body: bytes, **headers: str) -> httpx.Response:
             signed = sign_request(key, run=RUN, method="POST", path=path, body=body)
