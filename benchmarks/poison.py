@@ -16,10 +16,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when numpy is first imported
@@ -27,10 +30,15 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when numpy is first imported
 import numpy as np
 
 from tests.poison import inflating_pages, lying_page, skipped_pages, submission_row
+from tests.verify.bench import Bench
+from tests.verify.small_model import VOCAB, ParityTask
 from verify.checks.duplicates import fingerprints
 from verify.decoder import Decoder
+from verify.examiner import Examiner
 from verify.formats.submission import Rollout, decode_rollouts, encode_rollouts
 from verify.formats.tables import MalformedTable
+from verify.plugins import Graded, GradeItem, GraderFault
+from verify.stages import Stages
 from verify.toploc import build_proofs_batch, verify_proofs_batch
 
 _SIZES = ((16, 256), (64, 1000), (64, 8000), (64, 32768))
@@ -110,6 +118,47 @@ def activations(tokens: int, hidden: int) -> dict[str, np.ndarray]:
     }
 
 
+def examined(tokens: int) -> dict[str, Any]:
+    """Milliseconds a row of each stage without a model, of rollouts as long as they may be."""
+    found = {}
+    for name, (output, logprobs) in outputs(tokens).items():
+        with tempfile.TemporaryDirectory() as folder, closing(Decoder()) as decoder:
+            bench = Bench(Path(folder), max_new_tokens=tokens, max_model_len=tokens + 64)
+            rows = [
+                replace(
+                    row,
+                    output_tokens=1 + output % (VOCAB - 1),  # without the end token
+                    logprobs=logprobs,
+                    finish_reason="length",
+                    task_reward=0.0,
+                    length_penalty=0.0,
+                    proofs=[b"\xff\xd9" + bytes(256)] * -(-tokens // 32),
+                )
+                for row in bench.honest()
+            ]
+            examiner = Examiner(
+                bench.spec,
+                task_set=Ungraded(),
+                engine=bench.engine,
+                vocab_size=VOCAB,
+                wants_prefill=lambda submission: False,
+                decode=decoder.decode,
+                stages=(watched := Stages()),
+            )
+            decoder.decode(bench.packed(rows)[1], max_rows=64, max_bytes=_MAX_BYTES)  # it starts
+            verdict = examiner.examine([bench.file(*bench.packed(rows))])[0]
+        spent = {stage: round(1e3 * s / len(rows), 2) for stage, s in watched.spent_s.items()}
+        found[name] = {**spent, "reason": verdict.reason[:80]}
+    return found
+
+
+class Ungraded(ParityTask):
+    """All rewards are 0: grading has deadlines of its own (docs/sandbox.md)."""
+
+    def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
+        return [Graded(0.0, 0.0, 0.0) for _ in items]
+
+
 def stages(rows: int, tokens: int, hidden: int) -> dict[str, Any]:
     runs = {
         name: round(rows * min(timed_ms(partial(fingerprints, *pair)) for _ in range(3)), 1)
@@ -122,7 +171,11 @@ def stages(rows: int, tokens: int, hidden: int) -> dict[str, Any]:
         name: round(timed_ms(partial(verify_proofs_batch, [found], [honest])) / chunks, 3)
         for name, found in bits.items()
     }
-    return {"duplicates_ms": runs, "proof_ms_a_chunk": {f"hidden {hidden}": proofs}}
+    return {
+        "duplicates_ms": runs,
+        "proof_ms_a_chunk": {f"hidden {hidden}": proofs},
+        "ms_a_row": examined(tokens),
+    }
 
 
 def refused(data: bytes) -> dict[str, Any]:

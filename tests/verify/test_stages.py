@@ -1,0 +1,66 @@
+"""Stages of an examination: timed, and named where they do not end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from runspec.common.process import EXIT_INTERNAL
+from verify import stages
+from verify.stages import Stages
+
+
+def test_a_stage_is_overdue_after_its_deadline_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(stages.time, "monotonic", lambda: clock[0])
+    watched = Stages()
+    assert watched.overdue() is None
+    with watched.of("rows", "ab", "cd"):
+        clock[0] += stages.DEADLINES_S["rows"] - 1
+        assert watched.overdue() is None
+        clock[0] += 2
+        found = watched.overdue()
+        assert found is not None and (found.name, found.submissions) == ("rows", ("ab", "cd"))
+    assert watched.overdue() is None
+    assert watched.spent_s == {"rows": stages.DEADLINES_S["rows"] + 1}
+
+
+def test_a_stage_that_fails_is_over() -> None:
+    watched = Stages()
+    with pytest.raises(ValueError), watched.of("rows", "ab"):
+        raise ValueError
+    assert watched.overdue() is None and "rows" in watched.spent_s
+
+
+HANGS = """
+import logging, sys, time
+from verify import stages, validator
+
+class Client:
+    def heartbeat(self, state): print("beat", flush=True)
+    def release_claims(self, submissions, fault=""): print(*submissions, fault, flush=True)
+
+class Hanging:
+    busy_s, checked, stages = 0.0, 0, stages.Stages()
+
+logging.basicConfig()
+stages.DEADLINES_S["prefill checks"], validator.HEARTBEAT_S = 0.2, 0.05
+with validator._heartbeat(Client(), Hanging, logging.getLogger("validator")):
+    with Hanging.stages.of("prefill checks", "ab" * 32):
+        time.sleep(60)
+"""
+
+
+def test_a_validator_whose_check_hangs_names_the_submission_and_ends() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == EXIT_INTERNAL
+    *beats, released = ended.stdout.splitlines()
+    assert set(beats) == {"beat"}
+    assert released.startswith("ab" * 32 + " prefill checks did not end after 0 s")
+    assert "at submission abababababab: this process ends" in ended.stderr
