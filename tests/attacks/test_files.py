@@ -91,6 +91,14 @@ class TestSchemaTricks:
         reason = refused(bench, *signed_over(bench, parquet(many)))
         assert reason.startswith("format: ")
 
+    @pytest.mark.parametrize("field", ["run", "worker", "problem_id", "finish_reason"])
+    def test_what_its_words_do_to_a_terminal(self, bench: Bench, field: str) -> None:
+        """A reason repeats them: in logs, and to whoever asks why. None forges a line there."""
+        words = "\x1b[2J\r\nstep 3: accepted " + "x" * 10_000
+        rows = [replace(row, **{field: words}) for row in bench.honest()]
+        reason = refused(bench, *bench.packed(rows))
+        assert reason.isprintable() and "accepted" in reason and len(reason) < 300
+
     def test_a_file_that_is_no_parquet(self, bench: Bench) -> None:
         for data in (b"", b"PAR1", b"PAR1" * 100, b"\0" * 1000, b'{"rows": []}'):
             assert refused(bench, *signed_over(bench, data)).startswith("format: ")
