@@ -23,15 +23,17 @@ from broadcast.client import WeightsClient
 from broadcast.loaded import LoadedVersions
 from runspec.common.errors import UserError
 from runspec.spec.schema import Learner, RunSpec
-from sampler.prefill.states import hidden_states
+from sampler.prefill.states import hidden_states, spans
 from verify.choices import Choices
 from verify.noise import gumbel
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
 from verify.token_facts import TokenFacts, Wanted, outputs_of, token_facts
 from verify.truncation import Truncation
 
-BATCH_TOKENS = {"cpu": 1 << 11, "cuda": 1 << 15}
-"""Positions of a batch, padding included."""
+CPU_POSITIONS, CPU_NUMBERS = 1 << 11, 1 << 18
+"""Positions of a batch on a CPU; of narrow models more, up to so many numbers of hidden states."""
+CUDA_POSITIONS = 1 << 15
+"""The same on a GPU."""
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Logits that exist at once: a product of few rows reads the head for little."""
 JUDGED_LOGITS = {"cpu": 1 << 17, "cuda": 1 << 26}
@@ -150,13 +152,20 @@ def prefill(
             remedy=f"raise it to at least {longest}",
         )
     outputs: dict[int, PrefillOutput] = {}
+    most = _positions(policy.head.shape[1], device)
     with torch.inference_mode():
-        most = BATCH_TOKENS[device.type]
         for members, hidden in hidden_states(policy.body, inputs, positions=most, device=device):
             batch = [inputs[member] for member in members]
             facts = _facts(policy.head, hidden, batch, temperature, wanted)
             outputs |= zip(members, outputs_of(facts, batch), strict=True)
     return [outputs[number] for number in range(len(inputs))]
+
+
+def _positions(hidden_size: int, device: torch.device) -> int:
+    """Of a batch, padding included."""
+    return (
+        CUDA_POSITIONS if device.type == "cuda" else max(CPU_POSITIONS, CPU_NUMBERS // hidden_size)
+    )
 
 
 def _facts(
@@ -200,13 +209,11 @@ def _portions(count: int, size: int) -> Iterator[slice]:
 
 def _columns(batch: Sequence[PrefillInput]) -> np.ndarray:
     """i32 [4, N]: of each output token itself, its position, and the two words of its noise key."""
-    columns = []
-    for each in batch:
-        count = len(each.output_tokens)
-        key_0, key_1 = each.noise_key or (0, 0)
-        rows = (each.output_tokens, np.arange(count), np.full(count, key_0), np.full(count, key_1))
-        columns.append(np.stack(rows).astype(np.int32))
-    return np.concatenate(columns, axis=1)
+    counts = [len(each.output_tokens) for each in batch]
+    keys = np.array([each.noise_key or (0, 0) for each in batch], np.int32)
+    tokens = np.concatenate([each.output_tokens for each in batch])
+    positions = spans([0] * len(batch), counts)
+    return np.stack([tokens, positions, *np.repeat(keys, counts, axis=0).T]).astype(np.int32)
 
 
 def _joined(parts: Sequence[TokenFacts]) -> TokenFacts:

@@ -151,9 +151,12 @@ def _padded(texts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
 
 def _rows(states: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
     """[N, D] of states [B, T, D]: of each row so many from its start."""
-    width = states.shape[1]
-    places = [
-        np.arange(row * width + start, row * width + start + count)
-        for row, (start, count) in enumerate(zip(starts, counts, strict=True))
-    ]
-    return states.flatten(0, 1)[torch.from_numpy(np.concatenate(places)).to(states.device)]
+    offsets = np.arange(len(states)) * states.shape[1] + starts
+    places = spans(offsets, counts)
+    return states.flatten(0, 1)[torch.from_numpy(places).to(states.device)]
+
+
+def spans(starts: Sequence[int] | np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """i64 [sum of counts]: of each start so many consecutive numbers, one after the other."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)

@@ -83,7 +83,7 @@ def as_float(bits: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(torch_engine.BATCH_TOKENS, "cpu", 100)
+    monkeypatch.setattr(torch_engine, "_positions", lambda hidden_size, device: 100)
     monkeypatch.setitem(torch_engine.CHUNK_LOGITS, "cpu", 7 * VOCABULARY)
     monkeypatch.setitem(torch_engine.JUDGED_LOGITS, "cpu", 3 * VOCABULARY)
 
