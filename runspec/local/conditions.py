@@ -44,6 +44,7 @@ TYPES = {
     "Training": "a step was trained lately",
     "Published": "the newest trained version is out",
     "LogprobAlarm": "the samplers' log-probs are not the learner's",
+    "SetAside": "validators could not judge some submissions",
     "Stalled": "no step was trained for long, or the coordinator gave a step up",
     "Paused": "`runspec pause` or `rollback` stopped it",
     "Failed": "a role, the budget or a missing thing ended it",
@@ -59,6 +60,7 @@ def conditions(seen: Snapshot) -> list[Condition]:
         _training(seen),
         _published(seen),
         _logprob_alarm(seen),
+        _set_aside(seen),
         _stalled(seen),
         *(_state(seen, type_, state) for type_, state in _STATES.items()),
     ]
@@ -130,6 +132,16 @@ def _logprob_alarm(seen: Snapshot) -> Condition:
         return Condition("LogprobAlarm", "False", "NotCompared", nothing, None)
     message = f"{number(mean)} apart on average, {number(limit)} are allowed"
     return Condition("LogprobAlarm", "False", "WithinLimit", message, None)
+
+
+def _set_aside(seen: Snapshot) -> Condition:
+    if not seen.set_aside:
+        return Condition("SetAside", "False", "NoneGivenUp", "every one was judged", None)
+    message = (
+        f"validators failed at {seen.set_aside} submissions, whose groups were dropped: the "
+        "coordinator's log names them (docs/coordinator.md)"
+    )
+    return Condition("SetAside", "True", "ValidatorsFailed", message, seen.set_aside_at)
 
 
 def alarm_text(row: Row) -> str:

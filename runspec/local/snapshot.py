@@ -43,6 +43,10 @@ class Snapshot:
     """When the newest of them came out."""
     wall_s: float
     """Seconds that the run was up, over all its sessions."""
+    set_aside: int = 0
+    """Submissions at which validators failed."""
+    set_aside_at: float | None = None
+    """When the last of them was given up."""
 
     @property
     def alive(self) -> bool:
@@ -91,6 +95,7 @@ def look_at(run_dir: Path, *, events: int | None = EVENTS) -> Snapshot:
     store = run_dir / "store" / "origin"
     versions = stored_versions(store, spec.name)
     with closing(RunState(run_dir)) as state:
+        set_aside, set_aside_at = state.set_aside()
         seen = Snapshot(
             directory=run_dir,
             spec=spec,
@@ -106,6 +111,8 @@ def look_at(run_dir: Path, *, events: int | None = EVENTS) -> Snapshot:
             if versions
             else None,
             wall_s=state.wall_s(),
+            set_aside=set_aside,
+            set_aside_at=set_aside_at,
         )
     if not seen.lost:
         return seen

@@ -79,6 +79,13 @@ def test_samplers_whose_log_probs_are_off_are_a_condition_with_its_numbers() -> 
     assert found(RUNNING, "LogprobAlarm").reason == "NotCompared"
 
 
+def test_submissions_that_were_set_aside_are_a_condition_that_says_where_to_look() -> None:
+    assert found(RUNNING, "SetAside").status == "False"
+    aside = found(replace(RUNNING, set_aside=2, set_aside_at=NOW - 3), "SetAside")
+    assert (aside.status, aside.since) == ("True", NOW - 3)
+    assert "failed at 2 submissions" in aside.message and "log names them" in aside.message
+
+
 def test_a_run_that_trains_is_alive_ready_training_and_published() -> None:
     assert true_ones(RUNNING) == ["Alive", "Ready", "Training", "Published"]
     assert found(RUNNING, "Ready").since == NOW - 50, "when the last role came up"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
 
 from runspec.common.keys import SigningKey
+from runspec.local.state import RunState
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, tiny_spec, verdict
 from tests.verify.coordinator.filled import Filled, digest, key
 from verify.audit.replay import audit
@@ -152,6 +154,9 @@ def test_a_poison_file_ends_three_validators_and_no_other_submission_is_lost(sit
     ledger = Ledger(site.run_dir / STATE_FILE)
     assert sum(isinstance(event, SubmissionSetAside) for event in ledger.events()) == 1
     ledger.close()
+    with closing(RunState(site.run_dir)) as state:
+        count, at = state.set_aside()
+    assert count == 1 and at is not None and at >= aside["attempts"][-1]["at"]
 
 
 def test_a_validator_says_what_it_fails_at_and_what_it_gives_back(site: Site) -> None:
