@@ -8,6 +8,7 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -145,6 +146,29 @@ class TestFlooding:
             post(key, "/v1/leases", ASK)
         assert len(ledger_rows(site)) <= rows + 2
         assert len(held) == 2
+
+    def test_new_keys_that_wait_for_a_lease(
+        self, site: Site, post: Post, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each event wakes all who wait: of keys without accepted work not thousands may."""
+        monkeypatch.setattr(rates, "MAX_NEWCOMER_POLLS", 2)
+        holders = [site.worker() for _ in range(2)]
+        while any(client.lease(0.0) for _, client in holders):
+            pass  # nothing is left to lease
+        waiting = [site.worker()[0] for _ in range(2)]
+        long = canonical_json({"wait": 2, "holding": []})
+        with ThreadPoolExecutor(2) as threads:
+            asked = [threads.submit(post, key, "/v1/leases", long) for key in waiting]
+            late, refused = site.worker()[0], []
+
+            def one_too_many() -> bool:
+                refused.append(post(late, "/v1/leases", ASK))
+                return refused[-1].status_code == 429
+
+            eventually(one_too_many, "as many are waiting as may")
+            assert refused[-1].headers["Retry-After"] == "5"
+            assert [each.result(DEADLINE_S).status_code for each in asked] == [204, 204]
+        assert post(late, "/v1/leases", ASK).status_code == 204
 
     def test_leases_given_back_again_and_again(self, site: Site) -> None:
         """Each return is a row of the ledger, and each grant of it again: one of both a lease."""

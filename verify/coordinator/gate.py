@@ -96,13 +96,21 @@ class Gate:
         """Counts a request that is kept waiting.
 
         Raises:
-            Refusal: 429, as many of the key's are waiting as may.
+            Refusal: 429, as many of the key's are waiting as may, or of newcomers'.
         """
+        worker = self._journal.state.workers.get(key)
         with self._rates.poll(key) as allowed:
             if not allowed:
                 words = f"{MAX_POLLS} requests of this key are waiting for a lease already"
                 raise Refusal(429, words, retry_after_s=1.0)
-            yield
+            if worker is not None and not worker.standing.newcomer:
+                yield
+                return
+            with self._rates.newcomer_poll() as allowed:
+                if not allowed:
+                    words = "too many new keys are waiting for a lease already: come again"
+                    raise Refusal(429, words, retry_after_s=5.0)
+                yield
 
     def _admit(self, kind: str | None, place: str, key: str) -> None:
         if key in self._roles.coordinator or key in self._roles.validator:

@@ -25,6 +25,9 @@ MAX_DOWNLOADS, MAX_DOWNLOADS_PER_PLACE = 256, 32
 MAX_POLLS = 4
 """Requests for a lease that one key may keep waiting: a worker has one, and another where a lost
 connection has not been noticed."""
+MAX_NEWCOMER_POLLS = 256
+"""The same of all keys without accepted work together. Each event wakes all who wait, and each
+looks through the leases: thousands would keep the coordinator from everything else."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class RateLimits:
     def __init__(self) -> None:
         self._keys, self._places = Buckets(), Buckets()
         self._polls: Counter[str] = Counter()
+        self._newcomer_polls = 0
         self._downloads: Counter[str] = Counter()
 
     def of_worker(self, key: str, kind: str, now: float) -> float:
@@ -159,3 +163,12 @@ class RateLimits:
             self._polls[key] -= 1
             if not self._polls[key]:
                 del self._polls[key]
+
+    @contextmanager
+    def newcomer_poll(self) -> Iterator[bool]:
+        """The same of a key without accepted work, beside all others of them."""
+        self._newcomer_polls += 1
+        try:
+            yield self._newcomer_polls <= MAX_NEWCOMER_POLLS
+        finally:
+            self._newcomer_polls -= 1
