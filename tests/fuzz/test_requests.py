@@ -154,6 +154,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/leases": {"wait": 0, "holding": [DIGEST]},
     "/v1/release": {"leases": [DIGEST]},
     "/v1/validator/next": {"wait": 0, "holding": [DIGEST]},
+    "/v1/validator/release": {"submissions": [DIGEST], "fault": "a check broke"},
 }
 SUBMISSIONS, VERDICTS = "/v1/submissions", "/v1/verdicts"
 
