@@ -1,12 +1,9 @@
-"""Who asks too often, too slowly or with too much, of the real server over real sockets."""
+"""Who asks too often or with too much, of the real server over real sockets."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import itertools
-import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,47 +11,32 @@ from pathlib import Path
 
 import httpx
 import pytest
-from aiohttp import web
 
 from runspec.common.canonical import canonical_json
 from runspec.common.keys import SigningKey
-from runspec.spec.schema import Backlog
+from tests.attacks.impatient import (
+    LINES,
+    connected,
+    granted,
+    head,
+    impatient_site,
+    received,
+    stored,
+)
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
 from tests.waiting import eventually
-from verify.client import CoordinatorClient
-from verify.coordinator import connections, intake, log_limits, rates, server
+from verify.coordinator import rates, server
 from verify.coordinator.kept import Kept
-from verify.formats.lease import Lease, open_lease
 from verify.ledger import Ledger
 from verify.request_auth import ENVELOPE, sign_request
 
 ASK = canonical_json({"wait": 0, "holding": []})
-WAITING, LINES = 2, 20
-"""Submissions that may wait for a verdict; lines of refusals that the log takes at once."""
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """A coordinator at work, of little patience and room."""
-    monkeypatch.setattr(connections, "IDLE_S", 1.0)
-    monkeypatch.setattr(connections, "LINGER_S", 0.2)
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 24)
-    monkeypatch.setattr(log_limits, "LINES", rates.Rate(0.1, LINES))
-    monkeypatch.setattr(server, "BODY_S", 1.5)
-    monkeypatch.setattr(intake, "UPLOAD_TIMEOUT_S", 1.5)
-    spec = tiny_spec()
-    backlog = Backlog.model_validate({"submissions": WAITING})
-    verify = spec.verify.model_copy(update={"backlog": backlog})
-    site = Site(tmp_path, spec.model_copy(update={"verify": verify}))
-    site.publish(0)
-    with site.origin(), site.serving():
+    with impatient_site(tmp_path, monkeypatch) as site:
         yield site
-
-
-def granted(site: Site, client: CoordinatorClient) -> tuple[bytes, Lease]:
-    data = client.lease(DEADLINE_S)
-    assert data is not None
-    return data, open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
 
 
 Post = Callable[..., httpx.Response]
@@ -71,46 +53,6 @@ def post(site: Site) -> Iterator[Post]:
             return http.post(path, content=body, headers=signed | headers)
 
         yield send
-
-
-def head(site: Site, key: SigningKey, path: str, body: bytes, envelope: bytes = b"") -> bytes:
-    """The head of a signed request that announces this body."""
-    headers = sign_request(key, run=RUN, method="POST", path=path, body=body)
-    headers |= {"Host": "coordinator", "Content-Length": str(len(body))}
-    headers |= {ENVELOPE: base64.b64encode(envelope).decode()} if envelope else {}
-    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-    return ("\r\n".join(lines) + "\r\n\r\n").encode()
-
-
-def connected(site: Site) -> socket.socket:
-    host, port = site.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
-
-
-def dripped(site: Site, at_once: bytes, drops: bytes, every_s: float = 0.02) -> bytes:
-    """Sends some bytes at once and others one by one, until the server ends the connection; what
-    it answered. Fails where it never does."""
-    answer, ends = b"", time.monotonic() + DEADLINE_S
-    with connected(site) as stream:
-        stream.sendall(at_once)
-        stream.settimeout(every_s)
-        for drop in drops:
-            assert time.monotonic() < ends, "the server waits on"
-            try:
-                stream.sendall(bytes([drop]))
-                piece = stream.recv(4096)
-                if not piece:
-                    return answer
-                answer += piece
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                return answer
-    pytest.fail("the server took all of it")
-
-
-def stored(site: Site) -> list[Path]:
-    return [p for p in site.run_dir.glob("rollouts/**/*") if p.is_file()]
 
 
 class TestFlooding:
@@ -306,13 +248,6 @@ class TestFlooding:
         assert ended == len(idle)  # room made at once, the others after IDLE_S
 
 
-def received(stream: socket.socket) -> bytes:
-    try:
-        return stream.recv(1)
-    except ConnectionError:
-        return b""
-
-
 def ledger_rows(site: Site) -> list[object]:
     ledger = Ledger(site.run_dir / "state.db")
     try:
@@ -323,88 +258,3 @@ def ledger_rows(site: Site) -> list[object]:
 
 def sizes(site: Site) -> dict[str, int]:
     return {str(path): path.stat().st_size for path in stored(site)}
-
-
-class TestSlowUpload:
-    """One byte now and then, of a head or of a body: the connection ends, others are served."""
-
-    @pytest.mark.parametrize(
-        "at_once",
-        [b"", b"POST /v1/leases HTTP/1.1\r\nHost: x\r\nX-Slow: "],
-        ids=["nothing", "half a head"],
-    )
-    def test_of_a_head(self, site: Site, at_once: bytes) -> None:
-        drops = b"" if not at_once else b"x" * 10_000
-        if drops:
-            assert dripped(site, at_once, drops) == b""
-        else:
-            with connected(site) as stream:
-                assert received(stream) == b""
-
-    def test_of_a_head_after_a_whole_request(self, site: Site) -> None:
-        whole = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
-        answer = dripped(site, whole + b"GET /healthz HTTP/1.1\r\nX: ", b"x" * 10_000)
-        assert answer.startswith(b"HTTP/1.1 200 OK") and answer.count(b"HTTP/1.1") == 1
-
-    @pytest.mark.parametrize("path", ["/v1/leases", "/v1/heartbeat", "/v1/release", "/v1/workers"])
-    def test_of_a_requests_body(self, site: Site, path: str) -> None:
-        key, _ = site.worker()
-        body = b"{" + b" " * 10_000 + b"}"
-        answer = dripped(site, head(site, key, path, body), body)
-        assert b"408" in answer and b"the body took longer than" in answer
-
-    def test_of_a_submission(self, site: Site) -> None:
-        key, worker = site.worker()
-        data, lease = granted(site, worker)
-        envelope, table = submission(data, lease, key)
-        answer = dripped(site, head(site, key, "/v1/submissions", table, envelope), table)
-        assert b"408" in answer and b"the body took longer than" in answer
-        # then nothing of it is left, and the lease is still good for who sends it in time
-        eventually(lambda: stored(site) == [], "the half file is removed")
-        worker.submit(envelope, table)
-
-    def test_that_breaks_off(self, site: Site) -> None:
-        key, worker = site.worker()
-        data, lease = granted(site, worker)
-        envelope, table = submission(data, lease, key)
-        with connected(site) as stream:
-            stream.sendall(head(site, key, "/v1/submissions", table, envelope) + table[:-1])
-        eventually(lambda: stored(site) == [], "the half file is removed")
-        worker.submit(envelope, table)
-
-    def test_others_are_served_meanwhile(self, site: Site) -> None:
-        keys = [site.worker()[0] for _ in range(4)]
-        worker = site.worker()[1]
-        with ExitStack() as held:
-            for key in keys:
-                stream = held.enter_context(connected(site))
-                stream.sendall(head(site, key, "/v1/leases", b"{" + b" " * 100)[:-1])
-                stream = held.enter_context(connected(site))
-                stream.sendall(head(site, key, "/v1/leases", b"{" + b" " * 100) + b"{")
-            assert granted(site, worker)[1].index == 0
-            worker.heartbeat({"version": 0})
-
-    async def test_of_an_answer_that_is_not_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Asks for more than sockets hold, and reads none of it."""
-        monkeypatch.setattr(connections, "IDLE_S", 0.3)
-
-        async def large(request: web.Request) -> web.Response:
-            return web.Response(body=bytes(32 << 20))
-
-        callers = connections.Connections()
-        application = web.Application(middlewares=[callers.answering])
-        application.router.add_get("/", large)
-        runner = web.AppRunner(application)
-        await runner.setup()
-        assert runner.server is not None
-        listener = await callers.listen(runner.server, "127.0.0.1", 0)
-        _, writer = await asyncio.open_connection(*listener.sockets[0].getsockname(), limit=1024)
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        async with asyncio.timeout(DEADLINE_S):
-            while len(callers) == 0:
-                await asyncio.sleep(0.01)
-            while len(callers) > 0:
-                await asyncio.sleep(0.01)
-        writer.close()
-        listener.close()
-        await runner.cleanup()

@@ -1,0 +1,115 @@
+"""Who sends or takes a byte now and then, of the real server over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from tests.attacks.impatient import (
+    connected,
+    dripped,
+    granted,
+    head,
+    impatient_site,
+    received,
+    stored,
+)
+from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission
+from tests.waiting import eventually
+from verify.coordinator import connections
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    with impatient_site(tmp_path, monkeypatch) as site:
+        yield site
+
+
+class TestSlowUpload:
+    """One byte now and then, of a head or of a body: the connection ends, others are served."""
+
+    @pytest.mark.parametrize(
+        "at_once",
+        [b"", b"POST /v1/leases HTTP/1.1\r\nHost: x\r\nX-Slow: "],
+        ids=["nothing", "half a head"],
+    )
+    def test_of_a_head(self, site: Site, at_once: bytes) -> None:
+        drops = b"" if not at_once else b"x" * 10_000
+        if drops:
+            assert dripped(site, at_once, drops) == b""
+        else:
+            with connected(site) as stream:
+                assert received(stream) == b""
+
+    def test_of_a_head_after_a_whole_request(self, site: Site) -> None:
+        whole = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+        answer = dripped(site, whole + b"GET /healthz HTTP/1.1\r\nX: ", b"x" * 10_000)
+        assert answer.startswith(b"HTTP/1.1 200 OK") and answer.count(b"HTTP/1.1") == 1
+
+    @pytest.mark.parametrize("path", ["/v1/leases", "/v1/heartbeat", "/v1/release", "/v1/workers"])
+    def test_of_a_requests_body(self, site: Site, path: str) -> None:
+        key, _ = site.worker()
+        body = b"{" + b" " * 10_000 + b"}"
+        answer = dripped(site, head(site, key, path, body), body)
+        assert b"408" in answer and b"the body took longer than" in answer
+
+    def test_of_a_submission(self, site: Site) -> None:
+        key, worker = site.worker()
+        data, lease = granted(site, worker)
+        envelope, table = submission(data, lease, key)
+        answer = dripped(site, head(site, key, "/v1/submissions", table, envelope), table)
+        assert b"408" in answer and b"the body took longer than" in answer
+        # then nothing of it is left, and the lease is still good for who sends it in time
+        eventually(lambda: stored(site) == [], "the half file is removed")
+        worker.submit(envelope, table)
+
+    def test_that_breaks_off(self, site: Site) -> None:
+        key, worker = site.worker()
+        data, lease = granted(site, worker)
+        envelope, table = submission(data, lease, key)
+        with connected(site) as stream:
+            stream.sendall(head(site, key, "/v1/submissions", table, envelope) + table[:-1])
+        eventually(lambda: stored(site) == [], "the half file is removed")
+        worker.submit(envelope, table)
+
+    def test_others_are_served_meanwhile(self, site: Site) -> None:
+        keys = [site.worker()[0] for _ in range(4)]
+        worker = site.worker()[1]
+        with ExitStack() as held:
+            for key in keys:
+                stream = held.enter_context(connected(site))
+                stream.sendall(head(site, key, "/v1/leases", b"{" + b" " * 100)[:-1])
+                stream = held.enter_context(connected(site))
+                stream.sendall(head(site, key, "/v1/leases", b"{" + b" " * 100) + b"{")
+            assert granted(site, worker)[1].index == 0
+            worker.heartbeat({"version": 0})
+
+    async def test_of_an_answer_that_is_not_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Asks for more than sockets hold, and reads none of it."""
+        monkeypatch.setattr(connections, "IDLE_S", 0.3)
+
+        async def large(request: web.Request) -> web.Response:
+            return web.Response(body=bytes(32 << 20))
+
+        callers = connections.Connections()
+        application = web.Application(middlewares=[callers.answering])
+        application.router.add_get("/", large)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        assert runner.server is not None
+        listener = await callers.listen(runner.server, "127.0.0.1", 0)
+        _, writer = await asyncio.open_connection(*listener.sockets[0].getsockname(), limit=1024)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(DEADLINE_S):
+            while len(callers) == 0:
+                await asyncio.sleep(0.01)
+            while len(callers) > 0:
+                await asyncio.sleep(0.01)
+        writer.close()
+        listener.close()
+        await runner.cleanup()
