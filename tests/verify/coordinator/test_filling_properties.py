@@ -83,9 +83,10 @@ class Filling(RuleBasedStateMachine):
             self.newcomers_hold_no_more_than_they_may(before, found.lease.step)
 
     def newcomers_hold_no_more_than_they_may(self, before, step):
-        """Once somebody's work was accepted; a share of all groups is no limit."""
+        """Once somebody's work was accepted who may still work; a share of all is no limit."""
         limited = before.policy.newcomer_groups < before.policy.groups
-        if limited and any(not worker.standing.newcomer for worker in before.workers.values()):
+        named = (k for k, worker in before.workers.items() if not worker.standing.newcomer)
+        if limited and any(name not in before.bans for name in named):
             held = sum(filling.newcomer_groups(self.run.state, step, self.run.now))
             assert held <= before.policy.newcomer_groups
 
