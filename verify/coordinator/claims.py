@@ -83,7 +83,8 @@ class Claims:
     def fail(self, validator: str, submission: str, reason: str, now: float) -> None:
         """An attempt ended without a verdict; nothing where the validator has no claim."""
         if self.give_back(validator, submission):
-            attempt = FailedAttempt(now, validator, reason[:_MAX_REASON])
+            words = "".join(letter if letter.isprintable() else "?" for letter in reason)
+            attempt = FailedAttempt(now, validator, words[:_MAX_REASON])
             self._failures.setdefault(submission, []).append(_Failure(attempt))
 
     def give_back(self, validator: str, submission: str) -> bool:

@@ -172,6 +172,16 @@ def test_what_is_given_back_is_no_suspect() -> None:
     assert claims.suspects == 0 and batch(claims, "w", "ab") == ["a"]
 
 
+def test_what_a_fault_says_may_repeat_a_stranger_and_forges_no_line() -> None:
+    claims = Claims()
+    for _ in range(ATTEMPTS):
+        batch(claims, "v", ["x"])
+        claims.fail("v", "x", "ValueError: \x1b[2J\nall is well " + "x" * 1000, 1.0)
+        claims.settle("v", "another")
+    reason = claims.hopeless()["x"][0].reason
+    assert reason.isprintable() and len(reason) == 300 and "all is well" in reason
+
+
 def test_a_suspect_that_can_train_no_more_is_forgotten() -> None:
     claims = Claims()
     batch(claims, "v", ["x"])
