@@ -29,7 +29,15 @@ import numpy as np
 
 from benchmarks.attacks.book import Attack, Engine, attacks
 from benchmarks.attacks.engine import LONGEST, Sampled
-from benchmarks.attacks.measure import CHECKS, Rows, decided, detection, interval, rows_of
+from benchmarks.attacks.measure import (
+    CHECKS,
+    Rows,
+    decided,
+    detection,
+    interval,
+    largest_mean_gaps,
+    rows_of,
+)
 from benchmarks.attacks.policies import SIZES, Policies, prompts_of, text_with_ends, train_policies
 from benchmarks.attacks.site import ROLLOUTS, Leases, Pair, Site
 from benchmarks.attacks.torch_engine import sample_torch
@@ -75,8 +83,8 @@ class Plan:
 
 PLANS = {
     "64": Plan(3072, 256, 8, 256, 6),
-    "128": Plan(1536, 128, 4, 128, 6),
-    "256": Plan(448, 48, 2, 64, 6),
+    "128": Plan(1792, 128, 4, 128, 6),
+    "256": Plan(192, 32, 2, 32, 6),
 }
 QUICK = Plan(128, 16, 2, 64, 2, trials=100, rollouts=(1, 8))
 QUICK_SIZE = Size(32, 1, 40, 8, 3e-3)
@@ -127,6 +135,7 @@ class Bench:
         return {
             str(pair): {
                 **honest_row(together(rows), refused[pair]),
+                "largest_mean_gaps": largest_mean_gaps(together(rows), plan.rollouts, plan.trials),
                 "calibrated": calibrated_row(together(again[pair]), self.calibrated[pair]),
             }
             for pair, rows in found.items()

@@ -107,6 +107,16 @@ def detection(
     return table
 
 
+def largest_mean_gaps(rows: Rows, sizes: Sequence[int], trials: int) -> dict[str, float]:
+    """By tokens, the largest mean gap of so many submissions drawn from honest rollouts, nats."""
+    rng, found = np.random.default_rng(0), {}
+    for size in sizes:
+        chosen = rng.integers(0, len(rows.tokens), (trials, size))
+        tokens = rows.tokens[chosen].sum(1)
+        found[str(round(tokens.mean()))] = float((rows.gaps[chosen].sum(1) / tokens).max())
+    return found
+
+
 def interval(hits: int, trials: int) -> tuple[float, float]:
     """Clopper and Pearson's two-sided interval of a rate, at 95 %."""
     tail = (1 - CONFIDENCE) / 2

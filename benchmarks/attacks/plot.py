@@ -1,4 +1,4 @@
-"""Detection against the tokens of a submission, for attacks at several distances."""
+"""Detection against the tokens of a submission, for other weights at several distances."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-DISTANCES = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
+DISTANCES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1)
 _COLOURS = ("#2f7fc2", "#3a9d6e", "#8a8f2f", "#d9772b", "#c2495b", "#b05cc0")
 _VARIANTS = {"own": "claims of its own", "validator's": "claims of the leased policy"}
 
@@ -64,7 +64,7 @@ def _panel(axes: Any, results: Sequence[dict[str, Any]], pair: str, variant: str
 
 
 def nearest(rows: Sequence[dict[str, Any]], distance: float) -> dict[str, Any] | None:
-    """Of other weights or ways of sampling that whose D is nearest, within a quarter."""
-    others = [row for row in rows if row["kind"] != "tokens"]
+    """Of other weights those whose D is nearest, within a quarter."""
+    others = [row for row in rows if row["kind"] == "weights"]
     best = min(others, key=lambda row: abs(row["moved"] - distance))
     return best if abs(best["moved"] / distance - 1) <= 0.25 else None
