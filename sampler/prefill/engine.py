@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -113,7 +114,7 @@ def load_policy(weights_dir: Path, learner: Learner, device: torch.device) -> Po
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:  # of safetensors too
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"cannot load the weights: {error}", place=str(weights_dir)) from error
     amiss = {what: names for what, names in report.items() if names}
     if amiss:

@@ -223,7 +223,10 @@ def test_weights_that_are_not_whole_are_an_error(tmp_path: Path) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"not this model's.*model\.norm\.weight"):
         torch_engine.load_policy(directory, learner(), CPU)
-    # when it has no weights at all, then that is said
+    # when its weights are damaged, or not there at all, then that is said
+    (directory / "model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(UserError, match="cannot load the weights"):
+        torch_engine.load_policy(directory, learner(), CPU)
     (directory / "model.safetensors").unlink()
     with pytest.raises(UserError, match="cannot load the weights"):
         torch_engine.load_policy(directory, learner(), CPU)
