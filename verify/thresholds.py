@@ -19,6 +19,9 @@ REWARD_TOLERANCE = 1e-4
 LOGPROB_CEILING = 1e-4
 """Largest claimed log-prob: 0, and rounding."""
 
+SHORT_TAUS = 3.0
+"""Gap of the one exception in a rollout too short for a share of them, in tau. Of 1,086,372 honest
+tokens in bfloat16 6 had a gap above tau (0.1), the largest of 0.2035 (`docs/attacks.md`)."""
 NULL_BITS = 40.0
 """Least that passing a chunk must be worth against guesses (`toploc.null`) for it to count."""
 RICH_BITS = 160.0
@@ -59,7 +62,8 @@ class Limits:
     gap: float
     """tau: how far below the recomputed maximum a seeded choice may lie, nats."""
     gap_share: float
-    """Share of a rollout's tokens that may exceed `gap` (rounded down to whole tokens)."""
+    """Share of a rollout's tokens that may exceed `gap`, rounded down to whole tokens; where that
+    is none and the share is not 0, one up to `SHORT_TAUS` tau (`verify.checks.exceptions`)."""
     gap_max: float
     """What no token may exceed."""
     gap_mean: float

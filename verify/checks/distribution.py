@@ -24,6 +24,7 @@ import numpy as np
 
 from runspec.common.errors import UserError
 from verify.checks.base import Subject, at_most
+from verify.checks.exceptions import few_exceptions
 from verify.choices import HEADS, POWERS, Choices
 from verify.formats.verdict import CheckResult
 from verify.recompute import Recomputed
@@ -121,8 +122,7 @@ class KeptTokensCheck:
     """Where top-k or top-p cut, tokens must be of those that a sampler may keep.
 
     Which those are, and how far a token may lie below, is `verify.truncation`'s; the share of
-    exceptions is that of seeded choices: at most floor(gap_share * n) tokens more than `gap` below,
-    none more than `gap_max`.
+    exceptions is that of seeded choices (`few_exceptions`).
     """
 
     name = "kept_tokens"
@@ -133,21 +133,16 @@ class KeptTokensCheck:
 
     def judged(self, rows: Sequence[np.ndarray], limits: Limits) -> list[CheckResult]:
         """A result for each rollout's `Choices.outside`."""
-        results = []
-        for outside in rows:
-            allowed = int(limits.gap_share * len(outside))
-            worst = int(np.argmax(outside))
-            result = at_most(
+        return [
+            few_exceptions(
                 self.name,
-                float(outside[worst]),
-                limits.gap_max if allowed else limits.gap,
-                f"token {worst} lies below those that top-k and top-p keep",
+                outside,
+                limits,
+                largest="token {token} lies below those that top-k and top-p keep",
+                over="tokens below those that are kept, by more than",
             )
-            if result.passed and allowed:
-                over = int((outside > limits.gap).sum())
-                result = at_most(self.name, over, allowed, "tokens below those that are kept")
-            results.append(result)
-        return results
+            for outside in rows
+        ]
 
 
 def _sums_of(subject: Subject) -> list[np.ndarray]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from verify.checks.base import Subject, at_most
+from verify.checks.exceptions import few_exceptions
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
 from verify.recompute import Recomputed
@@ -68,8 +69,8 @@ class SubmissionLogprobCheck:
 class SeededSamplingCheck:
     """Each token must be the argmax of logits / T + noise, or lie close below it.
 
-    The gap g_t is the recomputed maximum minus the chosen token's value. At most
-    floor(gap_share * n) tokens may have g_t > gap, none g_t > gap_max.
+    The gap g_t is the recomputed maximum minus the chosen token's value; how many may exceed tau,
+    and by how much, says `few_exceptions`.
     """
 
     name = "seeded_sampling"
@@ -111,19 +112,13 @@ class ProofCheck:
 
 def judge_gaps(gaps: np.ndarray, limits: Limits) -> CheckResult:
     """Of the gaps of one rollout, f32 [n]: the largest, or how many exceed tau."""
-    name = SeededSamplingCheck.name
-    allowed = int(limits.gap_share * len(gaps))
-    worst = int(np.argmax(gaps))
-    largest = at_most(
-        name,
-        gaps[worst],
-        limits.gap_max if allowed else limits.gap,
-        f"gap of token {worst}, below the sampled one",
+    return few_exceptions(
+        SeededSamplingCheck.name,
+        gaps,
+        limits,
+        largest="gap of token {token}, below the sampled one",
+        over="tokens with a gap above",
     )
-    if not largest.passed or not allowed:
-        return largest
-    over = int((~(gaps <= limits.gap)).sum())
-    return at_most(name, over, allowed, f"tokens with a gap above {limits.gap}")
 
 
 def judge_mean_gap(gaps: np.ndarray, limits: Limits) -> CheckResult:
@@ -138,9 +133,10 @@ def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[Chec
 
     Of each chunk: a modulus and a degree that only an honest interpolation has; positions that
     differ in exponent or sign (limit scaled with k); mean and median mantissa error where exponents
-    agree; the median error against what a constant proof could reach. Where a guess would be found
-    out (`NULL_BITS`), also the positions that are off by more than the null test's radius. The
-    chunks where it would not, short or predictable, are counted last; that count never fails.
+    agree; the median error against what a constant proof could reach, where that is more than
+    rounding explains (a constant itself lacks terms). Where a guess would be found out
+    (`NULL_BITS`), also the positions that are off by more than the null test's radius. The chunks
+    where it would not, short or predictable, are counted last; that count never fails.
     """
     results, weak = [], []
     for number, chunk in enumerate(chunks):
@@ -189,7 +185,7 @@ def _measures(chunk: ChunkStatistics, limits: Limits) -> list[tuple[str, float, 
         (
             "median error against a constant's",
             chunk.error_median,
-            limits.constant_ratio * chunk.constant_error,
+            max(limits.constant_ratio * chunk.constant_error, limits.mantissa_median),
         ),
         ("distance below the honest modulus", chunk.modulus_gap, MODULUS_SLACK),
         ("missing leading terms", chunk.missing_terms, TERMS_SLACK),
