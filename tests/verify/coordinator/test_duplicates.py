@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.verify.audit.tampering import Copy
 from tests.verify.coordinator.deployment import Site
-from tests.verify.coordinator.test_server import check, sample
+from tests.verify.coordinator.over_http import check, sample
 from verify.coordinator.duplicates import Seen, repeated_submission
 from verify.coordinator.events import SubmissionJudged
 from verify.formats.verdict import RolloutVerdict

@@ -18,7 +18,7 @@ from runspec.common.hashing import digest_bytes
 from runspec.common.keys import SigningKey
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, verdict
 from tests.verify.coordinator.filled import POLICY, Filled
-from tests.verify.coordinator.test_server import post
+from tests.verify.coordinator.over_http import post
 from tests.waiting import eventually
 from verify import ledger_store
 from verify.audit.replay import audit

@@ -1,0 +1,66 @@
+"""What a worker and a validator do in turn, over HTTP."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import httpx
+
+from runspec.common.hashing import digest_bytes
+from runspec.common.keys import SigningKey
+from tests.verify.coordinator.deployment import (
+    DEADLINE_S,
+    RUN,
+    Site,
+    submission,
+    verdict,
+)
+from verify.client import CoordinatorClient
+from verify.formats.lease import Lease, open_lease
+from verify.request_auth import ENVELOPE, sign_request
+
+
+def granted(site: Site, client: CoordinatorClient) -> tuple[bytes, Lease]:
+    data = client.lease(DEADLINE_S)
+    assert data is not None
+    return data, open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
+
+
+def sample(site: Site, key: SigningKey, client: CoordinatorClient) -> tuple[str, Lease]:
+    """One lease taken and answered; the submission's digest and the lease."""
+    data, lease = granted(site, client)
+    envelope, table = submission(data, lease, key)
+    client.submit(envelope, table)
+    return digest_bytes(table), lease
+
+
+def check(site: Site, validator: CoordinatorClient, **findings: object) -> str:
+    """One submission claimed, downloaded and judged; its digest."""
+    item = validator.next_submission(DEADLINE_S)
+    assert item is not None
+    assert digest_bytes(validator.download(item.submission)) == item.submission
+    lease = open_lease(item.lease, coordinators=validator.roles().coordinator)
+    validator.verdict(*verdict(item.submission, lease, site.validator, **findings))  # type: ignore[arg-type]
+    return item.submission
+
+
+def post(
+    site: Site,
+    key: SigningKey,
+    path: str,
+    body: bytes,
+    *,
+    envelope: bytes | str = "",
+    method: str = "POST",
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> httpx.Response:
+    """A signed request as a client of one's own would make it."""
+    headers = {**headers, **sign_request(key, run=RUN, method=method, path=path, body=body)}
+    if envelope:
+        raw = base64.b64encode(envelope).decode() if isinstance(envelope, bytes) else envelope
+        headers[ENVELOPE] = raw
+    return httpx.request(
+        method, site.url + path, content=body, headers=headers, trust_env=False, timeout=60.0
+    )
