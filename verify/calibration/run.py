@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points, packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -213,4 +213,6 @@ def _releases(engine: str) -> dict[str, str]:
     """Of the engine's package, and of the libraries that it has loaded."""
     points = [p for p in entry_points(group=PREFILL_GROUP) if p.name == engine and p.dist]
     found = {point.dist.name: point.dist.version for point in points if point.dist}
-    return found | {name: version(name) for name in _LIBRARIES if name in sys.modules}
+    sold_as = packages_distributions()  # vLLM's has another name on each kind of hardware
+    loaded = [dist for name in _LIBRARIES if name in sys.modules for dist in sold_as.get(name, [])]
+    return found | {dist: version(dist) for dist in loaded}

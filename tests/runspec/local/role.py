@@ -23,15 +23,17 @@ STEP_S = 0.05
 
 
 def learner(run_dir: Path, log: logging.Logger) -> None:
-    """Trains the steps that are left, one metrics row each; SIGTERM ends it between two."""
+    """Trains the steps that are left, one metrics row each; SIGTERM ends it between two. While the
+    run directory holds a file `hold` it waits."""
     stop, spec = stop_event(), load_resolved(run_dir)
     metrics = run_dir / "metrics.jsonl"
     done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
     log.info("starts at step %d", done)
     for step in range(done, spec.steps):
-        if stop.wait(STEP_S):
-            log.info("told to end")
-            return
+        while stop.wait(STEP_S) or (run_dir / "hold").exists():
+            if stop.is_set():
+                log.info("told to end")
+                return
         row = {"step": step, "time": time.time(), "task_reward": step / spec.steps}
         row |= {"length_error": 9.0, "lag_max": 1}
         write_atomic(step_folder(run_dir, step) / FILE_NAME, b"{}")

@@ -63,9 +63,16 @@ def roles_on_record(run_dir: Path) -> dict[str, Any]:
 
 
 def test_a_run_ends_with_its_learner_and_leaves_a_summary(tmp_path: Path) -> None:
-    # given a run of a stage and three roles
-    watch = Watch()
+    # given a run of a stage and three roles, whose learner waits until the server is up
     with open_run(small_spec(steps=5), tmp_path) as run:
+        hold = run.directory / "hold"
+        hold.touch()
+
+        def let_go(watch: Watch) -> None:
+            if "server" in watch.roles and watch.roles["server"].state == "running":
+                hold.unlink(missing_ok=True)
+
+        watch = Watch(let_go)
         # when it is driven to its end
         stage = role("warm_start", run.directory)
         outcome = drive_roles(run, usual_roles(run), watch, stages=[stage])

