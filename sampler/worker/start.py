@@ -25,7 +25,8 @@ from verify.plugins import load_task_set, require_graders
 
 HEARTBEAT_S = 10.0
 """The coordinator takes a worker for dead when three are missing."""
-_LOOK_S = 0.5
+_LOOK_S = 2.0
+"""Between two, at least: small models have versions faster than a coordinator wants heartbeats."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def _compare_data(client: CoordinatorClient, ours: str) -> None:
 def _heartbeats(
     client: CoordinatorClient, meter: Meter, stop: threading.Event, log: logging.Logger
 ) -> None:
-    """One at once, then one every `HEARTBEAT_S`, and one as soon as a version was loaded."""
+    """One at once, then one every `HEARTBEAT_S`, and one soon after a version was loaded."""
     due, loads = time.monotonic(), -1
     while True:
         state = meter.state()

@@ -15,6 +15,7 @@ from sampler.worker.meter import Meter
 from tests.waiting import eventually
 from verify.client import RunFinished
 from verify.coordinator.activity import DEAD_AFTER_S
+from verify.coordinator.rates import WORKER_RATES
 
 LOG = logging.getLogger("worker")
 
@@ -47,7 +48,11 @@ def test_three_missed_heartbeats_are_death() -> None:
     assert 3 * start.HEARTBEAT_S == DEAD_AFTER_S
 
 
-def test_the_first_comes_at_once_and_a_load_is_told_at_once(monkeypatch) -> None:
+def test_the_coordinator_takes_all_that_a_worker_sends_however_often_it_loads() -> None:
+    assert 1.0 / start._LOOK_S <= 0.5 * WORKER_RATES["heartbeat"].per_s
+
+
+def test_the_first_comes_at_once_and_a_load_is_told_soon(monkeypatch) -> None:
     monkeypatch.setattr(start, "HEARTBEAT_S", 3600.0)
     monkeypatch.setattr(start, "_LOOK_S", 0.001)
     heard, meter = Heard(), Meter()
