@@ -49,7 +49,8 @@ def test_three_missed_heartbeats_are_death() -> None:
 
 
 def test_the_coordinator_takes_all_that_a_worker_sends_however_often_it_loads() -> None:
-    assert 1.0 / start._LOOK_S <= 0.5 * WORKER_RATES["heartbeat"].per_s
+    taken = WORKER_RATES["heartbeat"].per_s
+    assert taken * start._LOOK_S >= 2.0  # between two of a worker's
 
 
 def test_the_first_comes_at_once_and_a_load_is_told_soon(monkeypatch) -> None:
