@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,13 +69,13 @@ from sampler.engine.proofs import prove
 from sampler.prefill.engine import load_policy as load_torch
 from sampler.prefill.engine import prefill as prefill_torch
 from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
+from tests.verify.one_version import OneVersion
 from verify.client import RunFinished, WorkItem
 from verify.decoder import Decoder
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import encode_rollouts, sign_submission
 from verify.formats.verdict import open_verdict
-from verify.plugins import PrefillInput, PrefillOutput, TaskSet, load_task_set, load_warm_start_data
-from verify.truncation import Truncation
+from verify.plugins import TaskSet, load_task_set, load_warm_start_data
 
 SPEC = Path(__file__).parent.parent / "specs" / "target_short.yaml"
 LEASES_IN_FLIGHT = 2
@@ -244,33 +244,6 @@ class Queue:
 
     def release_claims(self, submissions: Sequence[str], fault: str = "") -> None:
         raise RuntimeError(f"no verdict on {len(submissions)} submissions: {fault}")
-
-
-@dataclass
-class OneVersion:
-    """A prefill engine that has version 0, and fetches nothing."""
-
-    prefill_with: Callable[..., list[PrefillOutput]]
-    policy: Any
-    directory: Path
-
-    def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
-        return self.directory
-
-    def prefill(
-        self,
-        version: int,
-        inputs: Sequence[PrefillInput],
-        *,
-        temperature: float,
-        truncation: Truncation | None = None,
-    ) -> list[PrefillOutput]:
-        return self.prefill_with(
-            self.policy, inputs, temperature=temperature, truncation=truncation
-        )
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class Judge:

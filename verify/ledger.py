@@ -13,62 +13,19 @@ import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from runspec.common.errors import UserError
 from runspec.common.hashing import hash_parts
 from runspec.spec.schema import RunSpec
-from verify.coordinator.events import (
-    BanLifted,
-    CoordinatorStarted,
-    Event,
-    InviteRevoked,
-    KeyBanned,
-    LeaseExpired,
-    LeaseGranted,
-    LeaseReleased,
-    LeaseResumed,
-    NonceDrawn,
-    QuarantineEnded,
-    RolledBack,
-    StepClosed,
-    SubmissionDeferred,
-    SubmissionJudged,
-    SubmissionReceived,
-    SubmissionSetAside,
-    VersionPublished,
-    WorkerQuarantined,
-    WorkerRegistered,
-)
+from verify.coordinator.events import Event
 from verify.formats.layout import STATE_FILE
 from verify.ledger_store import LedgerStore, SqliteStore, StoredRow, StoreError
 
 FIRST_CHAIN = bytes(32).hex()
-_KINDS: dict[str, type[Event]] = {
-    kind.__name__: kind
-    for kind in (
-        CoordinatorStarted,
-        WorkerRegistered,
-        WorkerQuarantined,
-        QuarantineEnded,
-        KeyBanned,
-        BanLifted,
-        InviteRevoked,
-        VersionPublished,
-        NonceDrawn,
-        LeaseGranted,
-        LeaseExpired,
-        LeaseReleased,
-        LeaseResumed,
-        SubmissionDeferred,
-        SubmissionReceived,
-        SubmissionJudged,
-        SubmissionSetAside,
-        StepClosed,
-        RolledBack,
-    )
-}
+_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 _CODECS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
 
 

@@ -328,35 +328,6 @@ def delete(run: Run, yes: Yes = False, runs_dir: RunsDir = RUNS) -> None:
     raise typer.Exit(delete_command(run, yes, runs_dir))
 
 
-@app.command(rich_help_panel=RUN)
-def join(
-    link: Annotated[str, typer.Argument(metavar="URL", help="The run's join link.")],
-    key: Annotated[Path, typer.Option("--key", help="Yours; made where there is none.")],
-    public_key: Annotated[
-        str | None, typer.Option("--public-key", help="The run's root, where URL has none.")
-    ] = None,
-    run: Annotated[
-        str | None, typer.Option("--run", help="The run's name, where URL has none.")
-    ] = None,
-    pool: Annotated[
-        str | None,
-        typer.Option("--pool", help="Which to serve.", show_default="the first that fits"),
-    ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--dir", help="Keeps versions, data, log.", show_default="join/RUN"),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Only says whether this machine fits.")
-    ] = False,
-) -> None:
-    """Samples for somebody's run with this machine, until it is finished or Ctrl-C."""
-    from runspec.cli.join import JoinOptions, join_command
-
-    options = JoinOptions(link, key, public_key, run, pool, folder, check)
-    raise typer.Exit(join_command(options))
-
-
 app.add_typer(workforce.app)  # without a name: its commands become ours
 
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from sampler.prefill.engine import Policy, load_policy, prefill
+from sampler.prefill.engine import load_policy, prefill
 from tests.verify.bench import Bench
+from tests.verify.one_version import OneVersion
 from tests.verify.small_model import EOS, HIDDEN, VOCAB, Worker, small_spec
-from verify.plugins import PrefillInput, PrefillOutput
-from verify.truncation import Truncation
 
 
 def save_model(directory: Path, *, noise: float = 0.0) -> Path:
@@ -74,30 +73,6 @@ class LastTokenEditor(Worker):
         return tokens
 
 
-@dataclass
-class OneVersion:
-    """An engine that has one policy, and fetches none."""
-
-    policy: Policy
-    directory: Path
-
-    def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
-        return self.directory
-
-    def prefill(
-        self,
-        version: int,
-        inputs: Sequence[PrefillInput],
-        *,
-        temperature: float,
-        truncation: Truncation | None = None,
-    ) -> list[PrefillOutput]:
-        return prefill(self.policy, inputs, temperature=temperature, truncation=truncation)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 @pytest.fixture(scope="module")
 def version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("v0"))
@@ -105,7 +80,8 @@ def version(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(version: Path) -> OneVersion:
-    return OneVersion(load_policy(version, small_spec().learner, torch.device("cpu")), version)
+    policy = load_policy(version, small_spec().learner, torch.device("cpu"))
+    return OneVersion(prefill, policy, version)
 
 
 @pytest.fixture
