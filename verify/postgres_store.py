@@ -4,24 +4,33 @@ The coordinator holds an advisory lock of its run for as long as its connection 
 connection breaks, nobody can say whether the last transaction was committed; so every append looks
 at the newest row first, and a ledger that went on without this process is an error that ends it:
 the next start folds what is there.
+
+A connection that broke is made again beside the caller, whose event loop has others to answer: an
+append that finds none sees to it that one is being made, and says at once that it has to wait.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import suppress
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from verify.ledger_store import StoredRow, StoreError, another_writes, must_follow
-
-_CONNECT_TIMEOUT_S = 10
-# A server that hears nothing of a dead coordinator's machine gives its lock up within a minute.
-_OPTIONS = (
-    "-c statement_timeout=10s -c synchronous_commit=on "
-    "-c tcp_keepalives_idle=30 -c tcp_keepalives_interval=10 -c tcp_keepalives_count=3"
+from verify.postgres_connection import (
+    CONNECT_S,
+    EXCHANGE_S,
+    Connecting,
+    Connection,
+    connect_unbounded,
+    server,
+    within,
 )
+
+_AGAIN_S = 1.0
+"""Between two attempts to connect."""
 _CREATE = """
 CREATE TABLE IF NOT EXISTS ledger (
     run TEXT NOT NULL,
@@ -36,16 +45,7 @@ _LAST = "SELECT seq, kind, body, chain FROM ledger WHERE run = %s ORDER BY seq D
 _ALL = "SELECT seq, kind, body, chain FROM ledger WHERE run = %s ORDER BY seq"
 _BATCH = 1000
 """Rows fetched at once."""
-
-
-def connect(url: str) -> psycopg.Connection[Any]:
-    """A connection whose every statement has a deadline."""
-    return psycopg.connect(
-        url,
-        autocommit=True,
-        connect_timeout=_CONNECT_TIMEOUT_S,
-        options=_OPTIONS,
-    )
+_REMEDY = "see that the PostgreSQL server answers, has room, and knows this user"
 
 
 class PostgresStore:
@@ -54,25 +54,45 @@ class PostgresStore:
     Args:
         url: `postgresql://HOST/DATABASE`; the password comes from PGPASSWORD or a pgpass file.
         run: the run's name.
+        connect_s: deadline of the first connection.
+        exchange_s: deadline of a transaction; after it the connection counts as broken.
 
     Raises:
         StoreError: from every method; no server, or another coordinator writes this run's ledger.
     """
 
-    def __init__(self, url: str, run: str) -> None:
-        self._url, self._run = url, run
-        self._connection = self._open()
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        *,
+        connect_s: float = CONNECT_S,
+        exchange_s: float = EXCHANGE_S,
+    ) -> None:
+        self._url, self._run, self._exchange_s = url, run, exchange_s
+        self._connecting: Connecting | None = None
+        self._not_before = 0.0
+        try:
+            self._connection = Connecting(self._open).wait(url, connect_s)
+        except psycopg.Error as error:
+            raise store_error(error) from error
 
     @property
     def place(self) -> str:
         return place(self._url, self._run)
 
     def close(self) -> None:
+        # The server notices the end of a connection some time after; the next writer waits for us.
+        with suppress(psycopg.Error), within(self._exchange_s, self._connection):
+            self._connection.execute("SELECT pg_advisory_unlock_all()")
         self._connection.close()
+        if self._connecting is not None:
+            self._connecting.forget()
 
     def last(self) -> StoredRow | None:
         try:
-            row: StoredRow | None = self._connection.execute(_LAST, (self._run,)).fetchone()
+            with within(self._exchange_s, self._connection):
+                row: StoredRow | None = self._connection.execute(_LAST, (self._run,)).fetchone()
         except psycopg.Error as error:
             raise store_error(error) from error
         return row
@@ -81,9 +101,13 @@ class PostgresStore:
         if not rows:
             return
         if self._connection.closed:
-            self._connection = self._open()
+            self._reconnect()
         try:
-            with self._connection.transaction(), self._connection.cursor() as cursor:
+            with (
+                within(self._exchange_s, self._connection),
+                self._connection.transaction(),
+                self._connection.cursor() as cursor,
+            ):
                 cursor.execute("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE")
                 newest = cursor.execute(_LAST, (self._run,)).fetchone()
                 must_follow(newest, rows[0])
@@ -97,27 +121,60 @@ class PostgresStore:
     def rows(self) -> Iterator[StoredRow]:
         try:
             with self._connection.transaction(), self._connection.cursor("ledger") as cursor:
-                cursor.itersize = _BATCH
-                yield from cursor.execute(_ALL, (self._run,))
+                with within(self._exchange_s, self._connection):
+                    cursor.execute(_ALL, (self._run,))
+                while True:
+                    with within(self._exchange_s, self._connection):
+                        batch = cursor.fetchmany(_BATCH)
+                    if not batch:
+                        return
+                    yield from batch
         except psycopg.Error as error:
             raise store_error(error) from error
 
-    def _open(self) -> psycopg.Connection[Any]:
+    def _reconnect(self) -> None:
+        """Takes up the connection that is being made, once it is there.
+
+        Raises:
+            StoreError: it is not, or could not be made; the next call tries again.
+        """
+        now = time.monotonic()
+        if self._connecting is None:
+            if now < self._not_before:
+                raise self._not_there("is tried again in a moment")
+            self._not_before = now + _AGAIN_S
+            self._connecting = Connecting(self._open)
+        if not self._connecting.over:
+            raise self._not_there("is being made")
+        done, self._connecting = self._connecting, None
         try:
-            connection = connect(self._url)
+            self._connection = done.result()
         except psycopg.Error as error:
             raise store_error(error) from error
+        except StoreError as error:
+            # Perhaps our own lock, of a connection whose end the server has not noticed. If it is
+            # another's, then its rows will say so.
+            raise StoreError(error.words, passing=True, remedy=error.remedy) from error
+
+    def _not_there(self, what: str) -> StoreError:
+        return StoreError(
+            f"the connection to {server(self._url)} {what}", passing=True, remedy=_REMEDY
+        )
+
+    def _open(self) -> Connection:
+        connection = connect_unbounded(self._url)
         try:
-            mine = connection.execute(
-                "SELECT pg_try_advisory_lock(hashtextextended(%s, 0))",
-                (f"runspec ledger {self._run}",),
-            ).fetchone()
-            if mine is None or not mine[0]:
-                raise another_writes()
-            connection.execute(_CREATE)
-        except (psycopg.Error, StoreError) as error:
+            with within(EXCHANGE_S, connection):
+                mine = connection.execute(
+                    "SELECT pg_try_advisory_lock(hashtextextended(%s, 0))",
+                    (f"runspec ledger {self._run}",),
+                ).fetchone()
+                if mine is None or not mine[0]:
+                    raise another_writes()
+                connection.execute(_CREATE)
+        except BaseException:
             connection.close()
-            raise (store_error(error) if isinstance(error, psycopg.Error) else error) from error
+            raise
         return connection
 
 
@@ -133,5 +190,5 @@ def store_error(error: psycopg.Error) -> StoreError:
     return StoreError(
         str(error).strip() or type(error).__name__,
         passing=passing,
-        remedy="see that the PostgreSQL server answers, has room, and knows this user",
+        remedy=_REMEDY,
     )

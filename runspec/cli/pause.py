@@ -18,7 +18,7 @@ def pause_command(run: str, runs_dir: Path) -> int:
     """Pauses the run; returns 0 once nothing of it is alive, as when nothing was."""
     run_dir = find_run(run, runs_dir)
     if holder(run_dir) is None:
-        print(f"{run_dir.name} is not alive: {look_at(run_dir).state}")
+        print(f"{run_dir.name} is not alive: {look_at(run_dir, ledger=False).state}")
         return 0
     ask(run_dir, PAUSE, {}, say=lambda text: print(f"The supervisor {text}"))
     _await_release(run_dir)

@@ -27,7 +27,7 @@ def rollback_command(run: str, to: int, yes: bool, runs_dir: Path) -> int:
             unfinished = complete_rollback(run_dir)
             if unfinished is not None:
                 print(f"Completed a rollback to version {unfinished} that was cut short")
-            seen = look_at(run_dir)
+            seen = look_at(run_dir, ledger=False)
             if seen.trained == to:
                 print(f"{seen.spec.name} is at version {to}: there is nothing after it")
                 return 0

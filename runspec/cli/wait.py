@@ -27,7 +27,7 @@ def wait_command(run: str, awaited: str, timeout: str, runs_dir: Path) -> int:
     run_dir = find_run(run, runs_dir)
     deadline = time.monotonic() + patience_s
     while True:
-        seen = look_at(run_dir)
+        seen = look_at(run_dir, ledger=wanted.type == "SetAside")
         if holds(wanted, seen):
             why = condition(conditions(seen), wanted.type).message if wanted.type else ""
             print(f"{seen.spec.name}: {wanted}{f' ({why})' if why else ''}")

@@ -135,6 +135,8 @@ def _logprob_alarm(seen: Snapshot) -> Condition:
 
 
 def _set_aside(seen: Snapshot) -> Condition:
+    if seen.ledger_unread:
+        return Condition("SetAside", "Unknown", "LedgerNotRead", seen.ledger_unread, None)
     if not seen.set_aside:
         return Condition("SetAside", "False", "NoneGivenUp", "every one was judged", None)
     message = (

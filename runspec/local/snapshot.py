@@ -1,4 +1,4 @@
-"""What is known of a run at one moment, read from its directory alone."""
+"""What is known of a run at one moment, read from its directory and its ledger alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from broadcast.layout import manifest_name, stored_versions
+from runspec.common.errors import UserError
 from runspec.local.metrics import Row, read_rows
 from runspec.local.run_dir import holder
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
 from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import RunSpec
+from verify.audit.set_aside import SetAside, read_set_aside
 
 EVENTS = 10
 
@@ -47,6 +49,8 @@ class Snapshot:
     """Submissions at which validators failed."""
     set_aside_at: float | None = None
     """When the last of them was given up."""
+    ledger_unread: str = ""
+    """Why nothing is known of those; empty where it is."""
 
     @property
     def alive(self) -> bool:
@@ -81,12 +85,13 @@ class Snapshot:
         return self.versions[-1] if self.versions else None
 
 
-def look_at(run_dir: Path, *, events: int | None = EVENTS) -> Snapshot:
-    """Reads a run directory.
+def look_at(run_dir: Path, *, events: int | None = EVENTS, ledger: bool = True) -> Snapshot:
+    """Reads a run directory, and the ledger where that lies elsewhere.
 
     Args:
         run_dir: of the run.
         events: how many of the newest; None for all.
+        ledger: whether to read that, which a database may be slow to answer.
 
     Raises:
         UserError: its spec or its state cannot be read.
@@ -94,8 +99,8 @@ def look_at(run_dir: Path, *, events: int | None = EVENTS) -> Snapshot:
     spec, held_by = load_resolved(run_dir), holder(run_dir)
     store = run_dir / "store" / "origin"
     versions = stored_versions(store, spec.name)
+    set_aside, unread = _set_aside(run_dir, spec) if ledger else (SetAside(), "it was not read")
     with closing(RunState(run_dir)) as state:
-        set_aside, set_aside_at = state.set_aside()
         seen = Snapshot(
             directory=run_dir,
             spec=spec,
@@ -111,13 +116,22 @@ def look_at(run_dir: Path, *, events: int | None = EVENTS) -> Snapshot:
             if versions
             else None,
             wall_s=state.wall_s(),
-            set_aside=set_aside,
-            set_aside_at=set_aside_at,
+            set_aside=set_aside.count,
+            set_aside_at=set_aside.last_at,
+            ledger_unread=unread,
         )
     if not seen.lost:
         return seen
     gone = [replace(role, state="waiting", pid=None) for role in seen.roles]
     return replace(seen, roles=gone)
+
+
+def _set_aside(run_dir: Path, spec: RunSpec) -> tuple[SetAside, str]:
+    """What the ledger says, or why it does not: of a run there is more to tell."""
+    try:
+        return read_set_aside(run_dir, spec), ""
+    except UserError as error:
+        return SetAside(), f"{error.place}: {error.thing}"
 
 
 def _written(path: Path) -> float | None:

@@ -241,17 +241,6 @@ class RunState:
         """How often the run was started."""
         return int(self._read("SELECT count(*) FROM session")[0][0])
 
-    def set_aside(self) -> tuple[int, float | None]:
-        """How many submissions validators failed at, by the ledger beside these tables, and when
-        the last of them was set aside. None are known where the ledger lies elsewhere."""
-        if not self._read("SELECT 1 FROM sqlite_master WHERE name = 'ledger'"):
-            return 0, None
-        rows = self._read(
-            "SELECT count(*), max(json_extract(body, '$.at')) FROM ledger"
-            " WHERE kind = 'SubmissionSetAside'"
-        )
-        return int(rows[0][0]), rows[0][1]
-
     def wall_s(self) -> float:
         """Seconds that the run was up, over all its sessions."""
         return float(self._read("SELECT coalesce(sum(seen - started), 0) FROM session")[0][0])

@@ -9,11 +9,14 @@ from typing import Any
 import psycopg
 
 from runspec.common.errors import UserError
-from verify.audit.snapshot import Row
-from verify.postgres_store import connect, place
+from verify.audit.snapshot import NoLedger, Row
+from verify.postgres_connection import EXCHANGE_S, connect, within
+from verify.postgres_store import place
 
 _ROLLBACKS = "SELECT seq FROM ledger WHERE run = %s AND kind = 'RolledBack' ORDER BY seq"
 _LAST = "SELECT body FROM ledger WHERE run = %s ORDER BY seq DESC LIMIT 1"
+_OF_KIND = "SELECT count(*), max(seq) FROM ledger WHERE run = %s AND kind = %s"
+_BODY = "SELECT convert_to(body, 'UTF8') FROM ledger WHERE run = %s AND seq = %s"
 _ALL = (
     "SELECT seq, convert_to(kind, 'UTF8'), convert_to(body, 'UTF8'), convert_to(chain, 'UTF8') "
     "FROM ledger WHERE run = %s ORDER BY seq"
@@ -37,7 +40,8 @@ class PostgresSnapshot:
         self._place, self._run, self._read = place(url, run), run, 0
         try:
             self._connection = connect(url)
-            self._connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+            with within(EXCHANGE_S, self._connection):
+                self._connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         except psycopg.Error as error:
             raise self._unreadable(error) from error
 
@@ -55,19 +59,32 @@ class PostgresSnapshot:
                 return 0.0
         return 0.0
 
+    def of_kind(self, kind: str) -> tuple[int, bytes | None]:
+        ((count, newest),) = self._select(_OF_KIND, kind)
+        return count, None if newest is None else bytes(self._select(_BODY, newest)[0][0])
+
     def rows(self) -> Iterator[Row]:
         try:
             with self._connection.cursor("audit") as cursor:
-                cursor.itersize = _BATCH
-                for seq, kind, body, chain in cursor.execute(_ALL, (self._run,)):
-                    yield Row(seq, bytes(kind), bytes(body), bytes(chain))
-                    self._read += 1
+                with within(EXCHANGE_S, self._connection):
+                    cursor.execute(_ALL, (self._run,))
+                while True:
+                    with within(EXCHANGE_S, self._connection):
+                        batch = cursor.fetchmany(_BATCH)
+                    if not batch:
+                        return
+                    for seq, kind, body, chain in batch:
+                        yield Row(seq, bytes(kind), bytes(body), bytes(chain))
+                        self._read += 1
         except psycopg.Error as error:
             raise self._unreadable(error) from error
 
-    def _select(self, statement: str) -> list[Any]:
+    def _select(self, statement: str, *of: Any) -> list[Any]:
         try:
-            return self._connection.execute(statement, (self._run,)).fetchall()
+            with within(EXCHANGE_S, self._connection):
+                return self._connection.execute(statement, (self._run, *of)).fetchall()
+        except psycopg.errors.UndefinedTable as error:
+            raise NoLedger(self._place) from error
         except psycopg.Error as error:
             raise self._unreadable(error) from error
 

@@ -32,6 +32,15 @@ class Row:
     chain: bytes
 
 
+class NoLedger(UserError):
+    """Nothing was written yet, or not here."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(
+            "there is no ledger", place=place, remedy="name the run directory that has it"
+        )
+
+
 class Snapshot(Protocol):
     """The rows of a run at one moment.
 
@@ -45,6 +54,10 @@ class Snapshot(Protocol):
 
     def last_written(self) -> float:
         """When the last row was written, seconds since the epoch; 0 where none says."""
+        ...
+
+    def of_kind(self, kind: str) -> tuple[int, bytes | None]:
+        """How many rows of a kind there are, and the body of the newest."""
         ...
 
     def rows(self) -> Iterator[Row]:
@@ -68,18 +81,19 @@ class SqliteSnapshot:
     """One read transaction on a run's state.db.
 
     Raises:
+        NoLedger: there is none.
         UserError: from every method, when the file cannot be read as a ledger.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
         if not path.is_file():
-            raise UserError(
-                "there is no ledger", place=str(path), remedy="name the run directory that has it"
-            )
+            raise NoLedger(str(path))
         try:
             self._database = _open(path)
         except sqlite3.Error as error:
+            if "no such table" in str(error):
+                raise NoLedger(str(path)) from error
             raise self._unreadable(error) from error
 
     def close(self) -> None:
@@ -103,6 +117,18 @@ class SqliteSnapshot:
         except sqlite3.Error as error:
             raise self._unreadable(error) from error
         return 0.0 if found is None or found[0] is None else float(found[0])
+
+    def of_kind(self, kind: str) -> tuple[int, bytes | None]:
+        try:
+            count, newest = self._database.execute(
+                "SELECT count(*), max(seq) FROM ledger WHERE kind = ?", (kind,)
+            ).fetchone()
+            found = self._database.execute(
+                "SELECT CAST(body AS BLOB) FROM ledger WHERE seq = ?", (newest,)
+            ).fetchone()
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from error
+        return count, None if found is None else found[0]
 
     def rows(self) -> Iterator[Row]:
         try:

@@ -75,7 +75,9 @@ async def serve(
     spec = load_resolved(run_dir)
     key = SigningKey.load(run_dir / "keys" / "coordinator.key")
     roles_document, roles = _read_roles(run_dir, spec, key, root_public_key)
-    journal = Journal(run_dir, Policy.of(spec), ledger=open_ledger(run_dir, spec))
+    # In a thread, since a database may be slow to answer.
+    ledger = await asyncio.to_thread(open_ledger, run_dir, spec)
+    journal = Journal(run_dir, Policy.of(spec), ledger=ledger)
     workers, validators = Activity(), Activity()
     admission = Admission(spec, roles, own_workers(run_dir, spec))
     judging = Judging(journal, spec.name, claim_timeout_s=claim_timeout_s)

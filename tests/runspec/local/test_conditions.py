@@ -84,6 +84,8 @@ def test_submissions_that_were_set_aside_are_a_condition_that_says_where_to_look
     aside = found(replace(RUNNING, set_aside=2, set_aside_at=NOW - 3), "SetAside")
     assert (aside.status, aside.since) == ("True", NOW - 3)
     assert "failed at 2 submissions" in aside.message and "log names them" in aside.message
+    unknown = found(replace(RUNNING, ledger_unread="db: away"), "SetAside")
+    assert (unknown.status, unknown.message) == ("Unknown", "db: away")
 
 
 def test_a_run_that_trains_is_alive_ready_training_and_published() -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
 
 from runspec.common.keys import SigningKey
-from runspec.local.state import RunState
+from runspec.spec.resolved import load_resolved
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, tiny_spec, verdict
 from tests.verify.coordinator.filled import Filled, digest, key
 from verify.audit.replay import audit
+from verify.audit.set_aside import read_set_aside
 from verify.client import CoordinatorClient, WorkItem
 from verify.coordinator.claims import ATTEMPTS
 from verify.coordinator.events import FailedAttempt, KeyBanned, SubmissionSetAside
@@ -154,9 +154,9 @@ def test_a_poison_file_ends_three_validators_and_no_other_submission_is_lost(sit
     ledger = Ledger(site.run_dir / STATE_FILE)
     assert sum(isinstance(event, SubmissionSetAside) for event in ledger.events()) == 1
     ledger.close()
-    with closing(RunState(site.run_dir)) as state:
-        count, at = state.set_aside()
-    assert count == 1 and at is not None and at >= aside["attempts"][-1]["at"]
+    read = read_set_aside(site.run_dir, load_resolved(site.run_dir))
+    assert read.count == 1 and read.last_at is not None
+    assert read.last_at >= aside["attempts"][-1]["at"]
 
 
 def test_a_validator_says_what_it_fails_at_and_what_it_gives_back(site: Site) -> None:
