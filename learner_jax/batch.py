@@ -1,7 +1,9 @@
 """From a signed batch manifest to rollouts: what the learner reads, and how it is checked.
 
 Tokens come from the submission, rewards and mu from the validator's verdict file. Nothing that the
-manifest does not name is ever read.
+manifest does not name is ever read. That a validator accepted a file does not make it harmless: the
+learner too lets another process decode submissions (`verify.decoder`). One that cannot be decoded
+is an error that names it: a step without one of its groups would be another step.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 
 from learner_jax.advantage import group_advantages
 from learner_jax.agreement import Agreement, agreement
-from runspec.common.canonical import canonical_json
+from runspec.common.canonical import canonical_json, parse_object
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 from runspec.common.hashing import digest_bytes
@@ -24,14 +26,17 @@ from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.common.roles import Roles, open_roles
 from runspec.common.signed import BadSignature
 from runspec.spec.schema import RunSpec
+from verify.checks import Decode
+from verify.decoder import DecoderKilled
 from verify.formats import batch as batch_format
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.batch import BatchGroup, BatchManifest, open_batch
-from verify.formats.layout import step_folder, submission_files
-from verify.formats.submission import Rollout, decode_rollouts, open_submission
+from verify.formats.layout import SubmissionFiles, step_folder, submission_files
+from verify.formats.submission import Rollout, open_submission
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import RolloutVerdict, decode_verdicts, open_verdict
+from verify.limits import largest_accepted_bytes
 
 POLL_S = 0.02
 REPORT_EVERY_S = 30.0
@@ -107,6 +112,7 @@ class BatchReader:
         run_dir: the run directory.
         spec: its resolved spec.
         root_public_key: pinned; signs `keys/roles.json`.
+        decode: reads a submission's Parquet bytes: `verify.decoder.Decoder.decode`.
         slack_s: what `wait` grants the coordinator beyond `fill.deadline`, in seconds.
     """
 
@@ -116,9 +122,11 @@ class BatchReader:
         spec: RunSpec,
         root_public_key: str,
         *,
+        decode: Decode,
         slack_s: float = DEADLINE_SLACK_S,
     ) -> None:
-        self._run_dir, self._spec = run_dir, spec
+        self._run_dir, self._spec, self._decode = run_dir, spec, decode
+        self._max_bytes = min(MAX_TABLE_BYTES, largest_accepted_bytes(spec))
         self._limit_s = spec.algorithm.fill.deadline + slack_s
         self._roles = _read_roles(run_dir, spec.name, root_public_key)
 
@@ -183,7 +191,8 @@ class BatchReader:
         """Reads the files that a manifest names, each once, and computes the advantages.
 
         Raises:
-            UserError: a file is missing, is not the one named, or does not hold the whole group.
+            UserError: a file is missing, is not the one named, cannot be decoded, or does not hold
+                the whole group.
         """
         opened: dict[tuple[str, str], dict[int, list[_Row]]] = {}
         groups, compared = [], []
@@ -205,10 +214,8 @@ class BatchReader:
             envelope = open_submission(
                 read_bounded(files.submission_envelope, submission_format.MAX_ENVELOPE_BYTES)
             )
-            judgement = open_verdict(
-                read_bounded(files.verdict_envelope, verdict_format.MAX_ENVELOPE_BYTES),
-                validators=self._roles.validator,
-            )
+            signed_verdict = read_bounded(files.verdict_envelope, verdict_format.MAX_ENVELOPE_BYTES)
+            judgement = open_verdict(signed_verdict, validators=self._roles.validator)
             table = read_bounded(files.submission, MAX_TABLE_BYTES)
             verdict_table = read_bounded(files.verdict, MAX_TABLE_BYTES)
             for what, found, expected in (
@@ -225,10 +232,16 @@ class BatchReader:
             ):
                 if found != expected:
                     raise BadSignature(f"{what} is {found!r}, the manifest says {expected!r}")
-            rollouts = decode_rollouts(table, max_rows=MAX_ROWS, max_bytes=MAX_TABLE_BYTES)
             verdicts = decode_verdicts(verdict_table)
         except (OSError, BadSignature, MalformedTable) as error:
             raise UserError(str(error), place=str(files.submission), remedy=_REMEDY) from error
+        try:
+            rollouts = self._decode(table, max_rows=MAX_ROWS, max_bytes=self._max_bytes)
+        except (MalformedTable, DecoderKilled) as error:
+            validator = parse_object(signed_verdict, max_bytes=len(signed_verdict))["key"]
+            raise _undecoded(
+                error, named, run=run, worker=envelope.worker, validator=validator, files=files
+            ) from error
         by_group: dict[int, list[_Row]] = {}
         for verdict in verdicts:
             if verdict.group in judgement.dropped_groups:
@@ -299,15 +312,42 @@ class _Row:
         verdict, rollout = self.verdict, self.rollout
         return TrainingRollout(
             problem_id=rollout.problem_id,
-            prompt_tokens=rollout.prompt_tokens,
-            output_tokens=rollout.output_tokens,
-            mu=self.mu,
+            # Copies: what a decoder gives are views that keep the whole submission.
+            prompt_tokens=rollout.prompt_tokens.copy(),
+            output_tokens=rollout.output_tokens.copy(),
+            mu=self.mu.copy(),
             advantage=advantage,
             task_reward=verdict.task_reward,
             reward=verdict.reward,
             target=verdict.target,
             version=rollout.oldest_version,
         )
+
+
+def _undecoded(
+    error: MalformedTable | DecoderKilled,
+    named: BatchGroup,
+    *,
+    run: str,
+    worker: str,
+    validator: str,
+    files: SubmissionFiles,
+) -> UserError:
+    """Of a submission that is the very one that was accepted: who is at fault, and the way on."""
+    thing = f"submission {named.submission[:16]} of step {named.step}"
+    if isinstance(error, DecoderKilled):
+        return UserError(
+            f"{thing} was not decoded: {error}",
+            place=str(files.submission),
+            remedy="see that this machine has memory left, then start the learner again",
+        )
+    return UserError(
+        f"{thing} was accepted by validator {validator[:12]}, and cannot be decoded: {error}",
+        place=str(files.submission),
+        remedy="that validator is wrong, bribed or of another release: mend or remove it, "
+        f"`runspec ban {run} {worker[:12]}` who sent it, `runspec rollback {run} --to "
+        f"{named.step}` or further back, then `runspec resume {run}`",
+    )
 
 
 def _read_roles(run_dir: Path, run: str, root_public_key: str) -> Roles:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import closing
 from math import prod
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from runspec.common.errors import UserError
 from runspec.common.keys import SigningKey
 from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import RunSpec
+from verify.decoder import Decoder
 
 
 def train(
@@ -60,17 +62,21 @@ def train(
     full_float32(spec.learner.compute_dtype)
 
     # The model, the mesh, and where to go on.
-    config, sizes = load_config(initial_model(run_dir)), spec.learner.mesh
-    needed = prod(getattr(sizes, axis) for axis in AXES)
-    mesh = make_mesh(sizes, mesh_devices(peers.count, needed))
+    config, decoder = load_config(initial_model(run_dir)), Decoder()
+    needed = prod(getattr(spec.learner.mesh, axis) for axis in AXES)
+    mesh = make_mesh(spec.learner.mesh, mesh_devices(peers.count, needed))
     programs = build_programs(spec, config, mesh)
     here = peers.json_from_first(lambda: fingerprint(spec, mesh))
-    reader = BatchReader(run_dir, spec, _root_public_key(run_dir, spec)) if peers.first else None
+    reader = (
+        BatchReader(run_dir, spec, _root_public_key(run_dir, spec), decode=decoder.decode)
+        if peers.first
+        else None
+    )
     start = find_start(run_dir, spec, config, mesh, programs, peers, reader, here, log)
     state, base, step, trained = start.state, start.base, start.step, start.batch
     log.info("version %d on %d devices, %d steps to go", step, mesh.size, spec.steps - step)
 
-    with Saver(log) as saver:
+    with Saver(log) as saver, closing(decoder):
         # What is written and read.
         probe = build_probe(spec, config, mesh)
         versions = VersionWriter(run_dir, spec, config, mesh, here, probe, peers, saver, log)

@@ -25,14 +25,29 @@ def max_submission_bytes(spec: RunSpec, pool: SamplerPool) -> int:
     token, f32 log-prob, i32 version (in a pool with `in_flight_updates`) and their share of a
     proof.
     """
-    prompt = 4 * pool.max_model_len
-    proofs = (pool.max_new_tokens // _TOKENS_PER_PROOF + 1) * (_PROOF_BYTES + 16)
-    token = 12 if pool.in_flight_updates else 8
-    row = _ROW_BYTES + prompt + token * pool.max_new_tokens + proofs
-    # Dictionary pages may repeat what plain pages hold: twice the columns bounds both.
-    return _FILE_BYTES + 2 * max_submission_rows(spec, pool) * row
+    return _bytes_of(max_submission_rows(spec, pool), pool.max_model_len, pool)
 
 
 def largest_submission_bytes(spec: RunSpec) -> int:
     """The bound over all pools."""
     return max(max_submission_bytes(spec, pool) for pool in spec.samplers)
+
+
+def largest_accepted_bytes(spec: RunSpec) -> int:
+    """The bound of what lies in the run, whatever `groups_per_submission` and `max_model_len` were
+    when it was judged: a restart may have changed both.
+
+    No submission has more groups than a step, and no prompt is longer than the model's context.
+    """
+    rows = spec.algorithm.prompts_per_step * spec.algorithm.group_size
+    context = spec.model.max_context
+    return max(_bytes_of(rows, max(context, p.max_model_len), p) for p in spec.samplers)
+
+
+def _bytes_of(rows: int, longest_prompt: int, pool: SamplerPool) -> int:
+    prompt = 4 * longest_prompt
+    proofs = (pool.max_new_tokens // _TOKENS_PER_PROOF + 1) * (_PROOF_BYTES + 16)
+    token = 12 if pool.in_flight_updates else 8
+    row = _ROW_BYTES + prompt + token * pool.max_new_tokens + proofs
+    # Dictionary pages may repeat what plain pages hold: twice the columns bounds both.
+    return _FILE_BYTES + 2 * rows * row

@@ -1,12 +1,14 @@
 """Files exchanged or changed between the verdict and the learner: on its disk, or on the way.
 
 The learner trains what the signed manifest names and nothing else, compares every digest, and takes
-rewards and log-probs from the verdict files.
+rewards and log-probs from the verdict files. What a validator accepted and should not have ends it
+with an error that names the file, and with nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +18,27 @@ import pytest
 from learner_jax.batch import Batch, BatchReader
 from runspec.common.errors import UserError
 from runspec.common.hashing import digest_bytes
+from tests.fuzz.tables import damaged
+from tests.fuzz.test_tables import EVERY_FILE, KINDS
 from tests.learner_jax.conftest import Run, tiny_spec
+from tests.poison import inflating_pages, lying_page
+from verify.decoder import Decoder
 from verify.formats.batch import BatchGroup
 from verify.formats.layout import SubmissionFiles, step_folder, submission_files
 from verify.formats.submission import decode_rollouts, encode_rollouts, sign_submission
 from verify.formats.verdict import decode_verdicts, encode_verdicts
+
+DECODER = Decoder(cpu_s=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_decoder() -> Iterator[None]:
+    yield
+    DECODER.close()
+
+
+def reader_of(run: Run) -> BatchReader:
+    return BatchReader(run.path, run.spec, run.root.public_hex, decode=DECODER.decode)
 
 
 @pytest.fixture
@@ -33,13 +51,12 @@ def run(tmp_path: Path) -> Run:
 
 
 def read(run: Run, step: int = 0) -> Batch:
-    reader = BatchReader(run.path, run.spec, run.root.public_hex)
+    reader = reader_of(run)
     return reader.read(reader.manifest(step))
 
 
 def named(run: Run, step: int = 0) -> list[BatchGroup]:
-    reader = BatchReader(run.path, run.spec, run.root.public_hex)
-    return reader.manifest(step).groups
+    return reader_of(run).manifest(step).groups
 
 
 def files_of(run: Run, step: int = 0) -> SubmissionFiles:
@@ -194,3 +211,42 @@ class TestTamperedAfterTheVerdict:
             )
         )
         refused(run, "the digest in the submission's envelope")
+
+
+def ends_arrow() -> bytes:
+    rng = random.Random(213843475017391)  # what `test_poison.py` shows to end pyarrow
+    return damaged(rng.choice(KINDS[0].files), rng, EVERY_FILE)
+
+
+class TestPoisonThatWasAccepted:
+    """A validator, bribed or wrong, let a file through that hurts whoever decodes it."""
+
+    @pytest.mark.parametrize(
+        ("file", "words"),
+        [
+            (ends_arrow, "a value of unknown type"),
+            (lambda: lying_page(2**31 - 1), "malloc of size 2147483648 failed"),
+            (lambda: inflating_pages(1 << 14, 1 << 24), "ended by SIGXCPU and then it was ended"),
+            (lambda: bytes(1 << 20), r"1048576 bytes, more than the \d+ allowed"),
+        ],
+        ids=["ends Arrow", "allocates", "never ends", "larger than any of the run"],
+    )
+    def test_the_learner_names_it_and_who_let_it_through(
+        self, run: Run, file: Callable[[], bytes], words: str
+    ) -> None:
+        # given a submission that is poison, accepted and named by the signed manifest of step 0
+        good = named(run)
+        digest = run.accept(0, good, file())
+        # when the learner reads the step
+        with pytest.raises(UserError, match=words) as caught:
+            read(run)
+        # then it says which file it is, who sent it, who accepted it, and what to do
+        error = caught.value
+        assert f"submission {digest[:16]} of step 0" in error.thing
+        assert f"validator {run.validator.public_hex[:12]}" in error.thing
+        assert error.place == str(submission_files(run.path, 0, digest).submission)
+        assert f"runspec ban tiny {run.worker.public_hex[:12]}" in error.remedy
+        assert "runspec rollback tiny --to 0" in error.remedy
+        # and it is alive: the step is read where the file is not in it
+        run.add_batch(0, good)
+        assert len(read(run).rollouts) == 16

@@ -25,7 +25,7 @@ LOG = logging.getLogger("test")
 
 
 def reader_of(run: Any) -> BatchReader:
-    return BatchReader(run.path, run.spec, run.root.public_hex)
+    return BatchReader(run.path, run.spec, run.root.public_hex, decode=decode_rollouts)
 
 
 def test_tokens_come_from_the_submission_rewards_and_mu_from_the_verdict(run: Any) -> None:
@@ -247,6 +247,7 @@ def test_waiting_ends_when_the_manifest_appears_or_the_role_is_told_to_stop(run:
 
 
 def test_waiting_has_a_deadline_that_names_the_coordinator(run: Any) -> None:
-    reader = BatchReader(run.path, run.spec, run.root.public_hex, slack_s=-59.9)
+    key = run.root.public_hex
+    reader = BatchReader(run.path, run.spec, key, decode=decode_rollouts, slack_s=-59.9)
     with pytest.raises(UserError, match="the coordinator wrote no batch manifest of step 3"):
         reader.wait(3, threading.Event(), LOG)

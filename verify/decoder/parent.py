@@ -1,4 +1,4 @@
-"""The validator's side of the decoder: starts it, feeds it, believes little of what it says.
+"""The side of validators and the learner: starts the decoder, feeds it, believes little of it.
 
 A process that ends, hangs or answers nonsense is killed and replaced. Where the same file does that
 to a fresh one too, the file is at fault. A process that something outside has killed says nothing

@@ -92,7 +92,7 @@ def encode_rollouts(rollouts: list[Rollout]) -> bytes:
 
 def decode_rollouts(data: bytes, *, max_rows: int, max_bytes: int) -> list[Rollout]:
     """Reads a submission's Parquet bytes, in this process: for whoever trusts the bytes not to end
-    it. A validator asks `verify.decoder` instead, and the learner reads what a validator judged.
+    it. Validators and the learner ask `verify.decoder` instead.
 
     Raises:
         MalformedTable: not a table of this format within the limits.

@@ -15,6 +15,7 @@ import pytest
 
 from runspec.common.errors import UserError
 from tests.verify.coordinator.deployment import rollouts
+from tests.verify.decoder.pretended import BEGIN
 from verify.decoder import Decoder, DecoderKilled
 from verify.decoder.pack import most_pieces, pack
 from verify.decoder.unpack import BadAnswer, unpack
@@ -114,15 +115,6 @@ def test_a_process_that_hangs_is_replaced() -> None:
     os.kill(stopped, signal.SIGSTOP)
     assert decoded(decoder) == EXPECTED and decoder.pid != stopped
     decoder.close()
-
-
-BEGIN = """
-import os, struct, sys, time
-answer = lambda kind, size, body=b"": os.write(1, struct.pack("<BQ", kind, size) + body)
-answer(0, 0)
-read = os.read(0, 1)
-"""
-"""Of processes that only pretend to decode."""
 
 
 @pytest.mark.parametrize(
