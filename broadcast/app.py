@@ -21,10 +21,10 @@ from aiohttp import web
 from broadcast import shardcast
 from broadcast.admission import Admission
 from broadcast.answers import IMMUTABLE, REVALIDATE, FileAnswers, Kind, not_modified
-from broadcast.door import Connection
 from broadcast.layout import RUN
 from broadcast.manifest import WeightsManifest
 from broadcast.metrics import CONTENT_TYPE, Metrics
+from runspec.common.door import Connection
 from runspec.common.hashing import digest_bytes
 
 MAX_WAIT_S = 60.0

@@ -21,11 +21,12 @@ from broadcast.access import Tokens, read_tokens
 from broadcast.admission import Admission
 from broadcast.answers import FileAnswers
 from broadcast.app import Source, build_app
-from broadcast.door import Door, possible_connections
+from broadcast.door import make_door, possible_connections
 from broadcast.metrics import Metrics
 from broadcast.rate_limit import RateLimit
 from broadcast.reloaded import Reloaded
 from broadcast.tls import server_context
+from runspec.common.door import Door
 from runspec.common.errors import UserError
 
 _SHUTDOWN_S = 0.5
@@ -148,7 +149,7 @@ async def _door(
     )
     await runner.setup()
     assert runner.server is not None
-    door = Door(
+    door = make_door(
         runner.server,
         max_connections=connections,
         head_s=limits.head_s,

@@ -102,8 +102,8 @@ class TestSlowUpload:
         runner = web.AppRunner(application)
         await runner.setup()
         assert runner.server is not None
-        listener = await callers.listen(runner.server, "127.0.0.1", 0)
-        _, writer = await asyncio.open_connection(*listener.sockets[0].getsockname(), limit=1024)
+        port = callers.listen(runner.server, "127.0.0.1", 0)
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         async with asyncio.timeout(DEADLINE_S):
             while len(callers) == 0:
@@ -111,5 +111,5 @@ class TestSlowUpload:
             while len(callers) > 0:
                 await asyncio.sleep(0.01)
         writer.close()
-        listener.close()
+        await callers.close()
         await runner.cleanup()

@@ -107,14 +107,12 @@ async def serve(
         shutdown_timeout=_SHUTDOWN_S,
     )
     await runner.setup()
-    listener: asyncio.Server | None = None
     lines = ExitStack()
     stop = asyncio.Event()
     tasks: list[asyncio.Future[None]] = [api.failure]
     try:
         lines.enter_context(spared())
-        listener = await _listen(callers, runner, host, port)
-        started(listener.sockets[0].getsockname()[1])
+        started(_listen(callers, runner, host, port))
         for number in (signal.SIGTERM, signal.SIGINT):
             with suppress(RuntimeError, ValueError):  # not the main thread: the caller cancels
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -135,8 +133,7 @@ async def serve(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if listener is not None:
-            listener.close()
+        await callers.close()
         await runner.cleanup()
         journal.close()
         lines.close()
@@ -164,12 +161,10 @@ def _read_roles(
     return document, roles
 
 
-async def _listen(
-    callers: Connections, runner: web.AppRunner, host: str, port: int
-) -> asyncio.Server:
+def _listen(callers: Connections, runner: web.AppRunner, host: str, port: int) -> int:
     assert runner.server is not None
     try:
-        listener = await callers.listen(runner.server, host, port)
+        bound = callers.listen(runner.server, host, port)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         raise UserError(
@@ -177,9 +172,8 @@ async def _listen(
             place=f"{host}:{port}",
             remedy="end the process that holds it, or choose another port",
         ) from error
-    bound: int = listener.sockets[0].getsockname()[1]
     _log.info("coordinator listens on http://%s:%d", host, bound)
-    return listener
+    return bound
 
 
 async def _until(event: asyncio.Event) -> None:
