@@ -1,5 +1,8 @@
 """JAX under test: eight virtual CPU devices. The flags count only before the first JAX import.
 
+Torch and numpy under test, here and in what tests start: one thread. Test processes share the
+cores; where threads wait for each other on a busy core, torch takes up to six times as long.
+
 Hypothesis under test: no example is too slow, for machines are busy.
 """
 
@@ -16,5 +19,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_backend_optimization_level=0",
     ]
 )
+for library in ("OMP", "OPENBLAS"):  # read when torch and numpy are first imported
+    os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
