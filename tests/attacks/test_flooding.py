@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from runspec.common.canonical import canonical_json
+from runspec.common.invite import make_invite
 from runspec.common.keys import SigningKey
 from tests.attacks.impatient import (
     LINES,
@@ -25,7 +26,8 @@ from tests.attacks.impatient import (
 )
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
 from tests.waiting import eventually
-from verify.coordinator import rates, server
+from verify.coordinator import admission, rates, server
+from verify.coordinator.events import WorkerRegistered
 from verify.coordinator.kept import Kept
 from verify.ledger import Ledger
 from verify.request_auth import ENVELOPE, sign_request
@@ -78,6 +80,38 @@ class TestFlooding:
         assert set(codes) == {200, 429} and codes.count(200) < 80
         assert int(answers[-1].headers["Retry-After"]) >= 1
         assert post(key, "/v1/heartbeat", canonical_json({"state": {}})).status_code == 200
+
+    def test_new_keys_for_ever(
+        self, site: Site, post: Post, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """However patient, one address registers no more than so many a day: no row more."""
+        monkeypatch.setattr(admission, "KEYS_PER_PLACE", rates.Rate(1 / 3600, 6))
+        (_, worker), body = site.worker(), canonical_json({"pool": "near", "info": {}})
+        answers = [post(SigningKey.generate(), "/v1/workers", body) for _ in range(20)]
+        assert [a.status_code for a in answers] == [200] * 5 + [429] * 15
+        assert "6 new keys of your address have registered" in answers[-1].json()["error"]
+        assert 3000 < int(answers[-1].headers["Retry-After"]) <= 3600
+        assert len(registered(site)) == 6
+        # and who is in, or is invited, is served
+        worker.register("near", {})
+        assert granted(site, worker)[1].index == 0
+        invite = make_invite(RUN, pool=None, uses=1, valid_s=60.0, coordinator=site.coordinator)
+        site.client(SigningKey.generate()).register("near", {}, invite=invite)
+
+    def test_new_keys_of_many_addresses(
+        self, site: Site, post: Post, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An attacker with addresses enough shuts the open door; nothing grows, and nobody who
+        works or is invited notices."""
+        monkeypatch.setattr(admission, "MAX_UNPROVEN", 4)
+        (_, worker), body = site.worker(), canonical_json({"pool": "near", "info": {}})
+        answers = [post(SigningKey.generate(), "/v1/workers", body) for _ in range(12)]
+        assert [a.status_code for a in answers] == [200] * 3 + [403] * 9
+        assert "ask for a link with an invite" in answers[-1].json()["error"]
+        assert len(registered(site)) == 4
+        assert granted(site, worker)[1].index == 0
+        invite = make_invite(RUN, pool=None, uses=1, valid_s=60.0, coordinator=site.coordinator)
+        site.client(SigningKey.generate()).register("near", {}, invite=invite)
 
     def test_leases(self, site: Site, post: Post) -> None:
         """However often it asks, it holds three; and asking writes nothing."""
@@ -254,6 +288,10 @@ def ledger_rows(site: Site) -> list[object]:
         return list(ledger.events())
     finally:
         ledger.close()
+
+
+def registered(site: Site) -> list[object]:
+    return [event for event in ledger_rows(site) if isinstance(event, WorkerRegistered)]
 
 
 def sizes(site: Site) -> dict[str, int]:

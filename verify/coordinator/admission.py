@@ -3,11 +3,17 @@
 Trusted pools are never open: what comes from them is checked less (unseeded sampling, versions that
 change within a rollout), so they take only keys that the operator named: the run's own, and those
 with an invite for that very pool.
+
+Where everybody may come, a key costs nothing, and each is remembered for as long as the run lasts:
+its row in the ledger covers the nonces that are drawn after it. So keys that come without an invite
+are bounded twice: those of one address over a day, and those of all that never had anything
+accepted. Who is invited, and the run's own, are under neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from runspec.common.invite import Invite, open_invite
@@ -17,7 +23,16 @@ from runspec.common.signed import BadSignature
 from runspec.spec.role_names import worker_names
 from runspec.spec.schema import RunSpec
 from verify.coordinator.intake import Refusal
+from verify.coordinator.rates import Buckets, Rate
 from verify.coordinator.state import State
+
+DAY_S = 86400.0
+KEYS_PER_PLACE = Rate(256 / DAY_S, 256)
+"""New keys of one address: a large site at once, then as many a day. The limits of `rates` are of
+requests, these of what stays."""
+MAX_UNPROVEN = 10_000
+"""Keys without an invite of which no submission was ever accepted. They are what strangers can make
+the coordinator remember."""
 
 
 class Admission:
@@ -27,14 +42,24 @@ class Admission:
         spec: the run's resolved spec.
         roles: name the keys that may invite.
         own: public keys of the run's own workers.
+        clock: seconds, never going back.
     """
 
-    def __init__(self, spec: RunSpec, roles: Roles, own: Collection[str]) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        roles: Roles,
+        own: Collection[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._spec, self._roles, self._own = spec, roles, frozenset(own)
+        self._clock, self._places = clock, Buckets()
         self._trusted = frozenset(pool.name for pool in spec.samplers if pool.trust == "trusted")
 
-    def admit(self, state: State, key: str, pool: str, used: object, now: float) -> str | None:
-        """The invite by which a new key comes; None where it needs none.
+    def admit(
+        self, state: State, key: str, pool: str, used: object, now: float, *, place: str
+    ) -> str | None:
+        """The invite by which a new key comes; None where it needs none. Counts it.
 
         Args:
             state: of the run; counts the uses of invites.
@@ -42,9 +67,10 @@ class Admission:
             pool: which it wants to serve.
             used: the invite that it sent, None without one.
             now: seconds since the epoch.
+            place: which it asks from (`addresses`).
 
         Raises:
-            Refusal: 403 with the reason.
+            Refusal: 403 with the reason, or 429.
         """
         if used is None:
             if key in self._own:
@@ -56,6 +82,7 @@ class Admission:
                     "invite for this pool",
                 )
             if self._spec.verify.admission == "open":
+                self._must_have_room(state, place)
                 return None
             raise Refusal(403, "this run takes invited workers only: ask for a link with an invite")
         try:
@@ -74,6 +101,29 @@ class Admission:
         if pool in self._trusted and invite.pool is None:
             raise Refusal(403, f"pool {pool!r} is trusted, and the invite does not name it")
         return invite.key
+
+    def unproven(self, state: State) -> int:
+        """Keys that came by themselves and never had a submission accepted."""
+        return sum(
+            worker.standing.accepted == 0 and worker.invite is None and key not in self._own
+            for key, worker in state.workers.items()
+        )
+
+    def _must_have_room(self, state: State, place: str) -> None:
+        if len(state.workers) >= MAX_UNPROVEN and self.unproven(state) >= MAX_UNPROVEN:
+            raise Refusal(
+                403,
+                f"{MAX_UNPROVEN} keys without accepted work are registered, as many as may be: ask "
+                "for a link with an invite",
+            )
+        wait_s = self._places.take(place, KEYS_PER_PLACE, self._clock())
+        if wait_s > 0.0:
+            raise Refusal(
+                429,
+                f"{KEYS_PER_PLACE.burst} new keys of your address have registered, as many as may "
+                f"in a day: come again in {wait_s:.0f} s, or ask for a link with an invite",
+                retry_after_s=wait_s,
+            )
 
 
 def _must_fit(invite: Invite, pool: str, used: int) -> None:

@@ -39,7 +39,7 @@ class Gate:
         Raises:
             Refusal: 429.
         """
-        wait_s = self._rates.of_stranger(self._place(request), "public", time.monotonic())
+        wait_s = self._rates.of_stranger(self.place(request), "public", time.monotonic())
         _come_again_after(wait_s, "from your address")
 
     def caller(self, request: web.Request, kind: str | None = None) -> SignedRequest:
@@ -53,7 +53,7 @@ class Gate:
             Refusal: 429, or 403 of a banned key.
             Unauthorised: the signature is not believed.
         """
-        place, now = self._place(request), time.monotonic()
+        place, now = self.place(request), time.monotonic()
         _come_again_after(
             self._rates.of_unbelieved(place, now), "from your address that are not believed"
         )
@@ -86,7 +86,7 @@ class Gate:
         Raises:
             Refusal: 503, as many are being sent there, or in all, as may.
         """
-        with self._rates.download(self._place(request)) as allowed:
+        with self._rates.download(self.place(request)) as allowed:
             if not allowed:
                 raise Refusal(503, "too many downloads at once: come again", retry_after_s=5.0)
             yield
@@ -123,7 +123,8 @@ class Gate:
             wait_s = self._rates.of_stranger(place, of, now)
             _come_again_after(wait_s, f"of keys that are no worker's ({kind or 'other'})")
 
-    def _place(self, request: web.Request) -> str:
+    def place(self, request: web.Request) -> str:
+        """Where a request comes from (`addresses`)."""
         return place_of(request.remote, request.headers.getall(FORWARDED, []), self._proxies)
 
 

@@ -59,16 +59,17 @@ class Leasing:
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._uploading: set[str] = set()
 
-    def register(self, key: str, pool: str, invite: object = None) -> None:
+    def register(self, key: str, pool: str, invite: object = None, *, place: str) -> None:
         """Makes a key a worker of a pool; doing it again changes nothing, and needs no invite.
 
         Args:
             key: the worker's.
             pool: of the spec.
             invite: what the worker sent with it, unchecked.
+            place: which it asks from.
 
         Raises:
-            Refusal: no such pool, a key with a role, another pool's, or not invited.
+            Refusal: no such pool, a key with a role, another pool's, not invited, or too many.
         """
         if pool not in self._pools:
             raise Refusal(404, f"the run has no pool {pool!r}; it has {', '.join(self._pools)}")
@@ -79,7 +80,8 @@ class Leasing:
             raise Refusal(409, f"this key is a worker of pool {known.pool!r}")
         if known is None:
             now = self._journal.clock()
-            by = self._admission.admit(self._journal.state, key, pool, invite, now)
+            state = self._journal.state
+            by = self._admission.admit(state, key, pool, invite, now, place=place)
             self._journal.record(WorkerRegistered(now, key, pool, by))
             _log.info("worker %s of pool %s registered", key[:16], pool)
 

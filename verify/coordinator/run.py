@@ -91,7 +91,7 @@ async def serve(
         judging=judging,
         operator=OperatorDesk(journal, roles),
         site=site,
-        status=Status(spec.name, journal, judging, backlog, workers, validators),
+        status=Status(spec.name, journal, judging, backlog, workers, validators, admission),
         workers=workers,
         validators=validators,
         gate=Gate(journal, RequestChecker(spec.name), roles, networks(spec.verify.proxies)),

@@ -168,7 +168,8 @@ class Api:
             info = scalars(body["info"])
         except ValueError as error:
             raise Refusal(400, f"info: {error}") from error
-        self._leasing.register(caller.key, body["pool"], body.get("invite"))
+        place = self._gate.place(request)
+        self._leasing.register(caller.key, body["pool"], body.get("invite"), place=place)
         self._workers.registered(caller.key, info, self._journal.clock())
         return web.json_response({})
 

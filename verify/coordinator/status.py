@@ -18,6 +18,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from verify.coordinator.activity import Activity, Peer
+from verify.coordinator.admission import MAX_UNPROVEN, Admission
 from verify.coordinator.backlog import Backlog
 from verify.coordinator.filling import (
     leasable_groups,
@@ -45,8 +46,10 @@ class Status:
         backlog: Backlog,
         workers: Activity,
         validators: Activity,
+        admission: Admission,
     ) -> None:
         self._run, self._journal, self._judging, self._backlog = run, journal, judging, backlog
+        self._admission = admission
         self._workers, self._validators = workers, validators
         self._began = journal.clock()
         self._registry = CollectorRegistry()
@@ -86,6 +89,10 @@ class Status:
                 }
                 for key in state.workers
             ],
+            "unproven": {
+                "registered": self._admission.unproven(state),
+                "may_register": MAX_UNPROVEN,
+            },
             "banned": dict(state.bans),
             "invites": [_invite(state, key) for key in {**state.invited, **state.revoked}],
             "leases_of_dead_workers": self._leases_of_the_dead(state, now),
@@ -191,6 +198,7 @@ def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
         "withheld_leases": standing.withheld,
         "reputation": round(reputation(standing), 4),
         "prefill_share": round(state.share_of(key), 4),
+        "gap_excess": round(worker.gap_excess, 4),
         "standing": "banned" if ban else "quarantined" if standing.quarantine else "free",
         "reason": ban or standing.quarantine or "",
         "open_leases": open_leases,

@@ -85,7 +85,7 @@ class Registering(RuleBasedStateMachine):
         )
         used = None if found is None else use_invite(found[0], key)
         try:
-            by = self.admission.admit(self.run.state, key, pool, used, 1000.0)
+            by = self.admission.admit(self.run.state, key, pool, used, 1000.0, place="here")
         except Refusal as refusal:
             assert refusal.status == 403
             assert not self.may(name, pool, found)

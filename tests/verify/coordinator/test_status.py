@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+from runspec.common.roles import Roles
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import POLICY, Filled, key, policy
 from verify.coordinator.activity import DEAD_AFTER_S, Activity
+from verify.coordinator.admission import MAX_UNPROVEN, Admission
 from verify.coordinator.backlog import Backlog
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
@@ -25,7 +27,12 @@ class Told:
             self.journal.record(event)
         judging = Judging(self.journal, "run")
         backlog = Backlog(self.journal, judging.submitted, tiny_spec().verify.backlog)
-        self._status = Status("run", self.journal, judging, backlog, self.workers, Activity())
+        nobody: frozenset[str] = frozenset()
+        roles = Roles("run", 0.0, 1e12, nobody, nobody, nobody)
+        admission = Admission(tiny_spec(), roles, ())
+        self._status = Status(
+            "run", self.journal, judging, backlog, self.workers, Activity(), admission
+        )
 
     def report(self) -> dict:
         return self._status.report()
@@ -71,5 +78,6 @@ def test_why_newcomers_are_held_back_is_told(tmp_path):
         assert step["newcomers"]["held_back"].startswith(
             "workers without an accepted submission hold 1 groups and failed to deliver 0"
         )
+        assert told.report()["unproven"] == {"registered": 1, "may_register": MAX_UNPROVEN}
         workers = {w["key"]: w for w in told.report()["workers"]}
         assert workers[key("known")]["reputation"] == round(1 / 21, 4)
