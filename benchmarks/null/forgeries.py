@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 
-from verify.toploc import TOP_K, Proof, build_proofs
+from verify.toploc import TOP_K, Proof, build_proofs_batch
 from verify.toploc.field import PRIME, canonical, interpolate
 from verify.toploc.selection import CHUNK_ROWS, MAGNITUDE, Selection, blocks, select
 
 _NEGATIVE = 0x8000
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Library:
     hidden: np.ndarray
     """u16 [N, 32, D]."""
     tokens: np.ndarray
-    """i32 [N, 32 + 2]: the two tokens before the chunk's rows, and those of the rows."""
+    """i32 [N, before + 32]: some tokens before the chunk's rows, and those of the rows."""
 
     @property
     def width(self) -> int:
@@ -114,37 +116,51 @@ def cells(found: Selection, radius: int) -> bytes:
 
 
 class TokenTable:
-    """Mean final hidden states by the last three tokens, or two, or one, or none.
+    """Mean final hidden states by the last tokens: by as many of them as the library has met.
 
     What a forger can look up who knows the output's tokens and does not run the model.
     """
 
-    def __init__(self, library: Library) -> None:
-        states = library.hidden.view(ml_dtypes.bfloat16).astype(np.float32)
-        flat = states.reshape(-1, library.width)
-        self._means = [_means(keys, flat) for keys in _contexts(library.tokens)]
+    def __init__(self, library: Library, lengths: Sequence[int] = (3, 2, 1)) -> None:
+        """`lengths`: of the contexts to look up, longest first; where none was met, the mean."""
+        self._lengths = [*lengths, 0]
+        states = library.hidden.view(ml_dtypes.bfloat16).reshape(-1, library.width)
+        self._tables = [_means(_contexts(library.tokens, n), states) for n in self._lengths]
 
-    def proof(self, tokens: np.ndarray) -> bytes:
-        """For i32 [34], the tokens as in `Library`."""
-        keys = [k.tolist() for k in _contexts(tokens[None])]
-        rows = []
-        for row in range(CHUNK_ROWS):
-            tables = zip(self._means, keys, strict=True)
-            rows.append(next(m[k[row]] for m, k in tables if k[row] in m))
-        return build_proofs(np.stack(rows).astype(ml_dtypes.bfloat16).view(np.uint16))[0]
+    def states(self, tokens: np.ndarray) -> np.ndarray:
+        """u16 [N, 32, D], for tokens as in `Library`."""
+        found = np.empty((len(tokens) * CHUNK_ROWS, self._tables[0][1].shape[1]), np.float32)
+        missing = np.ones(len(found), bool)
+        for length, (kinds, means) in zip(self._lengths, self._tables, strict=True):
+            keys = _contexts(tokens, length)
+            at = np.minimum(np.searchsorted(kinds, keys), len(kinds) - 1)
+            met = missing & (kinds[at] == keys)
+            found[met] = means[at[met]]
+            missing &= ~met
+        bits = found.astype(ml_dtypes.bfloat16).view(np.uint16)
+        return bits.reshape(len(tokens), CHUNK_ROWS, -1)
+
+    def proofs(self, tokens: np.ndarray) -> list[bytes]:
+        return [proof for [proof] in build_proofs_batch(list(self.states(tokens)))]
 
 
-def _contexts(tokens: np.ndarray) -> list[np.ndarray]:
-    """Keys of the last three tokens, two, one and none, at each row of i32 [N, 34], flat."""
-    wide = tokens.astype(np.int64)
-    last, before, first = wide[:, 2:], wide[:, 1:-1], wide[:, :-2]
-    three = first << 16 | before << 8 | last
-    return [k.reshape(-1) for k in (three, before << 8 | last, last, np.zeros_like(last))]
+def _contexts(tokens: np.ndarray, length: int) -> np.ndarray:
+    """A key of the last `length` tokens at each row of i32 [N, before + 32]: u64, flat."""
+    wide = tokens.astype(np.uint64)
+    start = wide.shape[1] - CHUNK_ROWS
+    if length > start + 1:
+        raise ValueError(f"contexts of {length} tokens, {start} tokens before the first row")
+    keys = np.zeros((len(wide), CHUNK_ROWS), np.uint64)
+    for back in range(length):  # a polynomial modulo 2**64: keys clash once in some 2**64 pairs
+        keys *= _MULTIPLIER
+        keys += wide[:, start - back : start - back + CHUNK_ROWS] + np.uint64(1)
+    return keys.reshape(-1)
 
 
-def _means(keys: np.ndarray, states: np.ndarray) -> dict[int, np.ndarray]:
+def _means(keys: np.ndarray, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The kinds of keys, ascending, and the mean state of each, f32."""
     order = np.argsort(keys, kind="stable")
     kinds, starts = np.unique(keys[order], return_index=True)
     counts = np.diff(np.append(starts, len(keys)))
-    sums = np.add.reduceat(states[order], starts, axis=0)
-    return dict(zip(kinds.tolist(), sums / counts[:, None], strict=True))
+    sums = np.add.reduceat(states[order].astype(np.float32), starts, axis=0)
+    return kinds, sums / counts[:, None]

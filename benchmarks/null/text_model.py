@@ -74,6 +74,20 @@ def read_text() -> np.ndarray:
     return np.frombuffer(b"\n".join(path.read_bytes() for path in paths), np.uint8)
 
 
+def windows(text: np.ndarray, first: int, count: int) -> np.ndarray:
+    """i32 [count, 256]: of the windows that do not overlap, in a fixed random order, from `first`.
+
+    Of the part that nothing trains on. A random order makes those from anywhere on a sample drawn
+    without replacement, whatever the text.
+    """
+    kept = text[int(_TRAINING_SHARE * len(text)) :]
+    order = np.random.default_rng(0).permutation(len(kept) // SEQUENCE)
+    if first + count > len(order):
+        raise ValueError(f"the text has {len(order)} windows, not {first + count}")
+    starts = order[first : first + count, None] * SEQUENCE
+    return kept[starts + np.arange(SEQUENCE)].astype(np.int32)
+
+
 def held_out(text: np.ndarray, count: int) -> np.ndarray:
     """i32 [count, 256]: windows that do not overlap, of the part that nothing trains on."""
     kept = text[int(_TRAINING_SHARE * len(text)) :]
@@ -94,6 +108,25 @@ def train(size: Size, text: np.ndarray, seed: int = 0) -> tuple[Any, Any, float]
             older = params
         params, last = newer, value
     return params, older, float(last)
+
+
+def trained(size: Size, text: np.ndarray, directory: Path | None = None) -> tuple[Any, Any, float]:
+    """`train`, or what an earlier call left in the directory; None keeps nothing."""
+    if directory is None:
+        return train(size, text)
+    path = directory / f"weights-{'-'.join(map(str, vars(size).values()))}.npz"
+    shapes = jax.eval_shape(lambda: init_params(size.config, jax.random.key(0)))
+    kinds = jax.tree.structure((shapes, shapes))
+    if not path.exists():
+        params, older, loss = train(size, text)
+        leaves = map(np.asarray, jax.tree.leaves((params, older)))
+        unfinished = path.with_suffix(".part.npz")
+        np.savez(unfinished, *leaves, loss=loss)
+        unfinished.rename(path)
+    with np.load(path, allow_pickle=False) as kept:
+        found = [jnp.asarray(kept[f"arr_{n}"]) for n in range(kinds.num_leaves)]
+        params, older = jax.tree.unflatten(kinds, found)
+        return params, older, float(kept["loss"])
 
 
 def updates(
@@ -141,8 +174,7 @@ def hidden_states(
     params: Any, size: Size, tokens: np.ndarray, *, dtype: Any = jnp.float32, rows: int = 16
 ) -> np.ndarray:
     """u16 [n, 224, D]: bf16 bits of the output positions, computed `rows` sequences at a time."""
-    config = size.config
-    forward: Callable[..., jax.Array] = jax.jit(lambda p, t: _forward(p, config, t, dtype))
+    forward = _states(size.config, dtype)
     if dtype == jnp.bfloat16:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     found = []
@@ -152,6 +184,11 @@ def hidden_states(
         states = np.asarray(forward(params, jnp.asarray(padded)))[: len(batch), PROMPT:]
         found.append(states.astype(ml_dtypes.bfloat16).view(np.uint16))
     return np.concatenate(found)
+
+
+@cache
+def _states(config: ModelConfig, dtype: Any) -> Callable[..., jax.Array]:
+    return jax.jit(lambda params, tokens: _forward(params, config, tokens, dtype))
 
 
 def transformers_model(params: Any, size: Size, dtype: str) -> Any:

@@ -61,7 +61,7 @@ def forgeries(library: Library) -> dict[str, bytes]:
         "constant": constant(found, 64),
         "channels": channels(found, WIDTH, 64),
         "cells": cells(found, 8),
-        "token table": TokenTable(library).proof(library.tokens[0]),
+        "token table": TokenTable(library).proofs(library.tokens[:1])[0],
         "replay": build_proofs(library.hidden[0])[0],
     }
 
@@ -145,8 +145,8 @@ class TestForgedProof:
         passed = [v.passed for proof in made for v in verdicts(real.hidden, proof, BFLOAT16)]
         # (three tokens nearly give this model's state: within the limits of bf16 it comes close)
         by_table = [
-            judge(statistics(hidden[None], table.proof(tokens)), FLOAT32).passed
-            for hidden, tokens in zip(real.hidden, real.tokens, strict=True)
+            judge(statistics(hidden[None], proof), FLOAT32).passed
+            for hidden, proof in zip(real.hidden, table.proofs(real.tokens), strict=True)
         ]
 
         # then none passes, and an honest engine that rounds to bf16 does
