@@ -10,6 +10,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from runspec.cli.profile_view import with_identities
 from runspec.cli.spec_files import located
 from runspec.common.errors import UserError
 from runspec.local.run_dir import run_directory
@@ -47,8 +48,8 @@ def diff_command(files: SpecFiles, runs_dir: Path | None) -> int:
 
 
 def _lines(spec: RunSpec) -> list[str]:
-    """The resolved spec as YAML, every default written out."""
+    """The resolved spec as YAML, every default written out; of profiles, which they are."""
     # Through the form on disk, in which free maps are sorted: their order means nothing.
     on_disk = parse_resolved(dump_resolved(spec), place=FILE_NAME)
-    tree = on_disk.model_dump(mode="json", by_alias=True)
+    tree = with_identities(on_disk.model_dump(mode="json", by_alias=True))
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).splitlines(keepends=True)

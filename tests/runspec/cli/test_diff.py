@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.diff import diff_command
+from runspec.cli.profile_view import profile_identity
+from runspec.common.hashing import digest_bytes
 from runspec.local.apply import open_run
-from runspec.spec.load import SpecFiles
+from runspec.spec.load import SpecFiles, load_layers
+from runspec.spec.profile_files import with_profiles
 from tests.harness import TARGET_SHORT
 from tests.runspec.local.fake_run import small_spec
+from tests.verify.calibration.profiles import document, made_profile
 
 
 def diff(runs_dir: Path, *overrides: str) -> int:
@@ -53,3 +57,48 @@ def test_what_cannot_be_read_is_no_difference(
     assert diff(tmp_path, "steps=many") == 2
     assert "steps" in capsys.readouterr().err
     assert diff_command(SpecFiles(tmp_path / "none.yaml"), tmp_path) == 2
+
+
+def test_a_profile_is_shown_by_what_it_is_and_not_by_its_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given a run that is judged by one profile, and a spec whose file is another
+    file = tmp_path / "profile.json"
+    entry = f"verify.profiles=[{{name: measured, file: {file}}}]"
+    issued = 1_767_225_600.0  # 2026-01-01
+    old, new = (
+        made_profile(issued=issued, expires=issued + days * 86400.0, rate=rate)
+        for days, rate in ((30, 1e-6), (31, 1e-5))
+    )
+    file.write_text(document(old))
+    sets = ["name=small", "steps=5", entry]
+    spec = load_layers(SpecFiles(TARGET_SHORT, "laptop", None, sets)).spec
+    assert spec is not None
+    with open_run(with_profiles(spec, tmp_path), tmp_path):
+        pass
+    assert diff(tmp_path, entry) == 0
+    file.write_text(document(new))
+
+    # when they are compared
+    assert diff(tmp_path, entry) == 1
+
+    # then the lines say who was measured, how long it holds and how strict it is
+    out = capsys.readouterr().out
+    changed = [line.strip() for line in out.splitlines()[2:] if line[0] in "+-"]
+    digests = [digest_bytes(document(each).encode()) for each in (old, new)]
+    assert changed == [
+        f"-      digest: {digests[0]}",
+        f"+      digest: {digests[1]}",
+        "-      expires: '2026-01-31'",
+        "-      rate: 1.0e-06",
+        "+      expires: '2026-02-01'",
+        "+      rate: 1.0e-05",
+    ]
+    assert "      pool: vllm, float32, cpu\n" in out
+    assert "mismatch_share" not in out and "signature" not in out
+
+
+def test_a_document_that_is_no_profile_is_named_as_that() -> None:
+    shown = profile_identity('{"kind": "calibration"}')
+    assert shown["digest"] == digest_bytes(b'{"kind": "calibration"}')
+    assert set(shown) == {"digest", "unreadable"}
