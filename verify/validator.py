@@ -343,7 +343,8 @@ def run(
                 task_set_of=partial(load_task_set, spec),
                 log=log,
             )
-            log.info("validator %s serves run %s", key.public_hex[:12], run)
+            who = key.public_hex[:12]
+            log.info("validator %s serves run %s, engine %s", who, run, spec.verify.engine)
             with closing(validator), _heartbeat(client, validator, log):
                 validator.serve(stop)
 

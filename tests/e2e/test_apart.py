@@ -1,4 +1,7 @@
-"""A sampler that somebody else starts: the run neither waits for it nor misses it at its end."""
+"""A sampler that somebody else starts: the run neither waits for it nor misses it at its end.
+
+Its validator prefills with the torch engine, so that vLLM samples, torch judges and JAX trains.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,7 @@ def finished(runs_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> LiveRu
         "placement.roles": "[validators, relay-local]",
         "samplers.volunteers.trust": "trusted",
         "algorithm.async_level": 0,
+        "verify.engine": "torch",
     }
     words = tmp_path_factory.mktemp("volunteer") / "log"
     with QuickRun(runs_dir, "apart", overrides) as run:
@@ -79,3 +83,10 @@ def test_without_asynchrony_every_rollout_is_on_policy(finished: LiveRun) -> Non
     assert summary(finished)["max_lag"] == 0
     # lag 0 means that the policy trained is the policy that sampled
     assert max(line["policy_drift"] for line in finished.metrics()) < 1e-4
+
+
+def test_torch_judges_what_vllm_sampled_and_jax_trains(finished: LiveRun) -> None:
+    assert "engine torch" in (finished.dir / "logs" / "validator-0.log").read_text()
+    assert summary(finished)["rollouts_rejected"] == 0
+    assert all(line["trained_rollouts"] == 16 for line in finished.metrics())
+    assert max(line["logprob_diff"] for line in finished.metrics()) < 1e-4
