@@ -76,7 +76,7 @@ test: lint $(AOT_STAMP) $(SHARDCAST_STAMP)  ## everything that must hold
 	$(BIN)/pytest $(WORKERS) $(addprefix --ignore=,$(RUNS))
 	$(BIN)/pytest --timeout 600 $(RUNS)
 
-fuzz: install  ## a million drawn cases of each campaign, hours
+fuzz: install  ## each parser with a million inputs, hours
 	$(BIN)/python -m tests.fuzz
 
 bench: install  ## benchmarks, each prints JSON

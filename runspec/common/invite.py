@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 
 from runspec.common.hashing import is_digest
 from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature, open_document, sign_document
+from runspec.common.signed import BadSignature, is_time, open_document, sign_document
 
 KIND, PROOF_KIND = "invite", "invited"
 MAX_BYTES = 1024
@@ -143,5 +143,5 @@ def _check_fields(invite: Invite) -> None:
         raise BadSignature("invite: pool must be a name or null")
     if type(invite.uses) is not int or not 0 < invite.uses <= MAX_USES:
         raise BadSignature(f"invite: uses must be 1 to {MAX_USES}")
-    if type(invite.expires) not in (int, float):
-        raise BadSignature("invite: expires must be a number")
+    if not is_time(invite.expires):
+        raise BadSignature("invite: expires must be a number, of seconds since the epoch")

@@ -45,11 +45,13 @@ def parse_join_link(text: str) -> JoinLink:
     """
     if len(text) > _LONGEST:
         raise _no_link(f"a text of {len(text)} characters")
+    if not text.isprintable():  # bytes that are no UTF-8 come as what cannot be written again
+        raise _no_link(repr(text[:200]))
     try:
         parts = urlsplit(text)
         port_is_sound = parts.port is None or parts.port > 0
     except ValueError as error:
-        raise _no_link(f"{text[:200]!r}: {error}") from error
+        raise _no_link(f"{text[:200]!r}: {str(error)[:200]}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_sound:
         raise _no_link(repr(text[:200]))
     if parts.query or parts.username or parts.password:

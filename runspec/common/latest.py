@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from runspec.common.hashing import is_digest
 from runspec.common.keys import SigningKey
 from runspec.common.roles import CLOCK_SKEW_S
-from runspec.common.signed import BadSignature, open_document, sign_document
+from runspec.common.signed import BadSignature, is_time, open_document, sign_document
 
 KIND = "latest"
 MAX_BYTES = 4 * 1024
@@ -54,8 +54,8 @@ def open_latest(data: bytes, *, run: str, publishers: Collection[str]) -> Latest
         or not is_digest(latest.manifest_digest)
     ):
         raise BadSignature("latest: version or manifest_digest is malformed")
-    if not all(isinstance(t, int | float) for t in (latest.issued, latest.expires)):
-        raise BadSignature("latest: issued and expires must be numbers")
+    if not all(is_time(t) for t in (latest.issued, latest.expires)):
+        raise BadSignature("latest: issued and expires must be numbers, of seconds since the epoch")
     now = time.time()
     if now > latest.expires + CLOCK_SKEW_S:
         raise BadSignature(f"latest: expired {now - latest.expires:.0f} s ago")

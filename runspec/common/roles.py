@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from runspec.common.hashing import is_digest
 from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature, open_document, sign_document
+from runspec.common.signed import BadSignature, is_time, open_document, sign_document
 
 KIND = "roles"
 ROLE_NAMES = ("publisher", "coordinator", "validator")
@@ -63,8 +63,8 @@ def open_roles(data: bytes, *, root_public_key: str, run: str, now: float | None
     if set(payload) != {"run", "issued", "expires", "roles"} or payload["run"] != run:
         raise BadSignature(f"roles: not for run {run!r}")
     issued, expires, roles = payload["issued"], payload["expires"], payload["roles"]
-    if not all(isinstance(t, int | float) for t in (issued, expires)):
-        raise BadSignature("roles: issued and expires must be numbers")
+    if not all(is_time(t) for t in (issued, expires)):
+        raise BadSignature("roles: issued and expires must be numbers, of seconds since the epoch")
     if now > expires + CLOCK_SKEW_S:
         raise BadSignature(f"roles: expired {now - expires:.0f} s ago")
     if issued > now + CLOCK_SKEW_S:

@@ -78,5 +78,11 @@ def open_document(
     return SignedDocument(kind, payload, key)
 
 
+def is_time(value: object) -> bool:
+    """Whether a payload's value can be a time, in seconds since the epoch: JSON's integers have
+    thousands of digits, with which no float can be reckoned."""
+    return isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**53
+
+
 def _message(kind: str, payload: dict[str, Any]) -> bytes:
     return b"runspec/v1\x00" + kind.encode() + b"\x00" + canonical_json(payload)

@@ -1,54 +1,155 @@
-"""`python -m tests.fuzz`: every campaign with many more cases, in batches of a new seed each.
+"""`python -m tests.fuzz`: each parser with a million inputs, one process after the other.
 
-Stops at the first batch that fails and shows it: `--hypothesis-seed` and FUZZ_CASES repeat it.
+Cases are numbered, and a case is its lane, seed and number: `--only LANE --seed S --case N` makes
+one again, alone. A case that fails, ends its process or takes longer than a deadline ends the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
-BATCH = 5000
+from tests.fuzz.fast.child import PLACE, run
+from tests.fuzz.fast.lanes import LANES, Lane
+
+STALL_S = 300.0
+"""Wall time for one case, the start of a process included, on a machine that others use too."""
+_TELL_EVERY_S = 15.0
+_ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
+_TOLD = 5
 
 
-def batch(seed: int, only: str) -> subprocess.CompletedProcess[str]:
-    """BATCH cases of each campaign from one seed, in a process of their own."""
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", str(FOLDER), "-q", "-x", "-p", "no:cacheprovider"),
-            *(f"--hypothesis-seed={seed}", "-k", only, "--timeout", "3600"),
-        ],
-        env={**os.environ, "FUZZ_CASES": str(BATCH)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+class Fault(Exception):
+    """A case that does not hold."""
+
+
+@dataclass
+class Progress:
+    """Of one lane."""
+
+    lane: Lane
+    seed: int
+    first: int
+    done: int
+    """The number of the case that runs."""
+    taken: int = 0
+    began: float = field(default_factory=time.monotonic)
+    deaths: dict[str, list[int]] = field(default_factory=dict)
+    """By signal, the cases that ended the process where that is no fault."""
+
+    def line(self) -> str:
+        seconds = time.monotonic() - self.began
+        deaths = "".join(
+            f", {len(dead)} ended by {name} (as case {', '.join(map(str, dead[:_TOLD]))})"
+            for name, dead in self.deaths.items()
+        )
+        cases = self.done - self.first
+        return (
+            f"{self.lane.name}: {cases:,} cases from number {self.first} of seed {self.seed}, "
+            f"{self.taken:,} taken for sound, {seconds:.0f} s, {cases / seconds:,.0f} a second"
+            f"{deaths}"
+        )
+
+
+def fuzz(lane: Lane, seed: int, first: int, cases: int, until: float) -> Progress:
+    """Runs one lane from its case `first` to its end, or to a moment of the monotonic clock.
+
+    Raises:
+        Fault: a case failed, was too slow, or ended the process.
+    """
+    progress = Progress(lane, seed, first, first)
+    with tempfile.NamedTemporaryFile() as seen:
+        while progress.done < cases and time.monotonic() < until:
+            Path(seen.name).write_bytes(PLACE.pack(progress.done, 0))
+            before = progress.taken
+            command = [sys.executable, "-m", "tests.fuzz", "--only", lane.name, "--seed", str(seed)]
+            command += ["--from", str(progress.done), "--cases", str(cases), "--seen", seen.name]
+            child = subprocess.Popen(command, env={**os.environ, **_ENVIRONMENT})
+            try:
+                _watch(child, progress, Path(seen.name), before, until)
+            finally:
+                child.kill()
+                child.wait()
+    return progress
+
+
+def _watch(
+    child: subprocess.Popen[bytes], progress: Progress, seen: Path, before: int, until: float
+) -> None:
+    last, told = time.monotonic(), time.monotonic()
+    while True:
+        try:
+            code = child.wait(0.5)
+        except subprocess.TimeoutExpired:
+            code = None
+        number, taken = PLACE.unpack(seen.read_bytes())
+        now = time.monotonic()
+        if number != progress.done:
+            last = now
+        progress.done, progress.taken = number, before + taken
+        if code == 0 or (code is None and now > until):
+            return
+        if code is None and now - last > STALL_S:
+            raise _fault(progress, f"has not ended after {STALL_S:.0f} s")
+        if code is not None:
+            name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            if code > 0 or not progress.lane.may_die:
+                raise _fault(progress, f"ended the process ({name})")
+            progress.deaths.setdefault(name, []).append(number)
+            progress.done += 1
+            return
+        if now - told > _TELL_EVERY_S:
+            told = now
+            print(progress.line(), flush=True)
+
+
+def _fault(progress: Progress, what: str) -> Fault:
+    lane, seed, number = progress.lane.name, progress.seed, progress.done
+    again = f"python -m tests.fuzz --only '{lane}' --seed {seed} --case {number}"
+    return Fault(f"{lane}: case {number} {what}\n{progress.line()}\nmake it again: {again}")
 
 
 def main() -> int:
-    """Runs the batches, says how far it is, and returns the exit code."""
+    """Runs the lanes, says how far it is, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--cases", type=int, default=1_000_000, help="of each campaign")
-    parser.add_argument("--only", default="", help="campaigns whose names hold this")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the first batch")
+    parser.add_argument("--cases", type=int, default=1_000_000, help="of each lane, from number 0")
+    parser.add_argument("--only", action="append", help="lanes of this name, instead of all")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--case", type=int, help="this one alone, in this process")
+    parser.add_argument("--seconds", type=float, default=1e9, help="for each lane at most")
+    parser.add_argument(
+        "--from", dest="first", type=int, default=0, help="number of the first case"
+    )
+    parser.add_argument("--seen", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    batches = -(-options.cases // BATCH)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        seeds = range(options.seed, options.seed + batches)
-        running = [pool.submit(batch, seed, options.only) for seed in seeds]
-        for done, ended in enumerate(as_completed(running), start=1):
-            result = ended.result()
-            if result.returncode:
-                print(result.stdout[-20_000:], result.stderr[-5_000:])
-                pool.shutdown(cancel_futures=True)
-                return 1
-            print(f"{done * BATCH:,} of {batches * BATCH:,} cases of each campaign", flush=True)
+    names = [lane.name for lane in LANES]
+    if unknown := set(options.only or ()) - set(names):
+        parser.error(f"no lane {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    lanes = [lane for lane in LANES if not options.only or lane.name in options.only]
+    if options.seen is not None:
+        run(lanes[0], options.seed, options.first, options.cases, options.seen)
+        return 0
+    if options.case is not None:
+        with tempfile.NamedTemporaryFile() as seen:
+            seen.write(bytes(PLACE.size))
+            seen.flush()
+            run(lanes[0], options.seed, options.case, options.case + 1, Path(seen.name))
+        return 0
+    for lane in lanes:
+        try:
+            until = time.monotonic() + options.seconds
+            progress = fuzz(lane, options.seed, options.first, options.cases, until)
+        except Fault as fault:
+            print(fault, flush=True)
+            return 1
+        print(f"done: {progress.line()}", flush=True)
     return 0
 
 

@@ -116,10 +116,8 @@ def test_the_answer_that_is_damaged_is_sound() -> None:
     assert len(ANSWER) <= largest_answer(len(expected), 1 << 14)
 
 
-@campaign
-@given(seed=st.integers(0, 2**48))
-def test_damaged_answers(seed: int) -> None:
-    rng, made = random.Random(seed), bytearray(ANSWER)
+def damaged_answer(rng: random.Random) -> bytes:
+    made = bytearray(ANSWER)
     for _ in range(rng.choice([1, 1, 2, 4])):
         at = rng.randrange(len(made) or 1)
         match rng.randrange(5):
@@ -134,7 +132,13 @@ def test_damaged_answers(seed: int) -> None:
                 made[at:at] = rng.randbytes(rng.randrange(1, 300))
             case _:
                 made = made[: at + 1]
-    believed(bytes(made))
+    return bytes(made)
+
+
+@campaign
+@given(seed=st.integers(0, 2**48))
+def test_damaged_answers(seed: int) -> None:
+    believed(damaged_answer(random.Random(seed)))
 
 
 @campaign

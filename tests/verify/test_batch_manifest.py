@@ -32,6 +32,28 @@ def test_a_manifest_from_before_the_anchor_is_read_and_keeps_its_payload():
 
 
 @pytest.mark.parametrize(
+    "changed",
+    [
+        {"groups": {}},
+        {"groups": [{**asdict(GROUP), "group": [1]}]},
+        {"groups": [{**asdict(GROUP), "version": -1}]},
+        {"groups": [{**asdict(GROUP), "step": True}]},
+        {"complete": "yes"},
+        {"stats": []},
+        {"step": 3.0},
+        {"run": ["r"] * 9999},
+    ],
+)
+def test_fields_of_another_form_are_refused(changed: dict[str, object]):
+    fields = {"run": "r", "step": 3, "groups": [], "complete": True, "stats": {}}
+
+    with pytest.raises(BadSignature, match="batch: ") as refused:
+        opened(sign_document(KIND, {**fields, **changed}, KEY))
+
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
     "anchor",
     [
         {"ledger_rows": 3},

@@ -352,9 +352,10 @@ async def _json(
 
 def _wait_and_holding(body: dict[str, Any]) -> tuple[float, list[str]]:
     wait, holding = body["wait"], _digests("holding", body["holding"])
-    if type(wait) not in (int, float) or not math.isfinite(wait) or wait < 0:
+    # By comparison alone: JSON's integers have thousands of digits, more than a float takes.
+    if type(wait) not in (int, float) or not 0 <= wait < math.inf:
         raise Refusal(400, "wait must be a number of seconds")
-    return min(float(wait), MAX_WAIT_S), holding
+    return float(min(wait, MAX_WAIT_S)), holding
 
 
 def _digests(name: str, value: Any) -> list[str]:

@@ -70,13 +70,24 @@ def open_batch(
         BadSignature: not the coordinator's, of another run or step, malformed, a group twice.
     """
     payload = open_document(data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES).payload
+    if not isinstance(payload.get("groups"), list):
+        raise BadSignature("batch: groups must be a list")
     try:
         groups = [BatchGroup(**group) for group in payload["groups"]]
         manifest = BatchManifest(**{**payload, "groups": groups})
     except (TypeError, KeyError) as error:
         raise BadSignature(f"batch: {error}") from error
     if manifest.run != run or manifest.step != step:
-        raise BadSignature(f"batch: of {manifest.run} step {manifest.step}, not {run} step {step}")
+        of = f"{str(manifest.run)[:80]} step {str(manifest.step)[:20]}"
+        raise BadSignature(f"batch: of {of}, not {run} step {step}")
+    if not (type(manifest.step) is int and type(manifest.complete) is bool):
+        raise BadSignature("batch: step must be a number, complete true or false")
+    if not isinstance(manifest.stats, dict):
+        raise BadSignature("batch: stats must be a map")
+    if not all(
+        type(n) is int and 0 <= n < 2**31 for g in groups for n in (g.group, g.step, g.version)
+    ):
+        raise BadSignature("batch: group, step and version must be natural numbers")
     if not all(is_digest(g.submission) and is_digest(g.verdict) for g in groups):
         raise BadSignature("batch: submission and verdict must be 64 hex characters")
     if len({(g.submission, g.group) for g in groups}) != len(groups):

@@ -56,10 +56,12 @@ def open_site(data: bytes, *, coordinators: frozenset[str], run: str) -> Site:
         BadSignature: not signed by a coordinator of the run, or its fields are not a site's.
     """
     payload = open_document(data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES).payload
+    if not all(isinstance(payload.get(name), list) for name in ("weights", "files")):
+        raise BadSignature("site: weights and files must be lists")
     try:
         site = Site(
             payload["run"],
-            list(payload["weights"]),
+            payload["weights"],
             [SiteFile(**file) for file in payload["files"]],
             payload["data"],
         )

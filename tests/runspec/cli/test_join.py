@@ -76,12 +76,15 @@ def test_a_link_says_coordinator_run_and_root_and_survives_the_way_to_the_volunt
         "http://here:1/#run=x&root=abc",
         f"http://here:1/#run=x&root={ROOT_KEY}&key=/etc/passwd",
         "http://here:1/#run=" + 3000 * "x",
+        "http://here:1/#run=\udcef",  # a byte of the command line that is no UTF-8
+        "http://here:" + 2000 * "9",
     ],
 )
 def test_what_is_no_link_is_refused_with_the_form_of_one(text: str):
     with pytest.raises(UserError, match="no join link") as error:
         parse_join_link(text)
     assert "#run=NAME&root=HEX" in error.value.remedy
+    assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize(

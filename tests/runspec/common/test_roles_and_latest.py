@@ -14,6 +14,8 @@ ROOT, PUBLISHER = SigningKey.generate(), SigningKey.generate()
 HELD = {"publisher": [PUBLISHER.public_hex], "coordinator": [], "validator": []}
 DAY = 86400.0
 DIGEST = "ab" * 32
+HUGE = 10**400
+"""JSON holds it, no float does."""
 
 
 def test_roles_open_under_the_pinned_root():
@@ -35,6 +37,11 @@ def test_roles_open_under_the_pinned_root():
             sign_document("roles", {"run": "run", "issued": 0, "expires": 1e12, "roles": {}}, ROOT),
             "run",
             "exactly",
+        ),
+        (
+            sign_document("roles", {"run": "run", "issued": 0, "expires": HUGE, "roles": {}}, ROOT),
+            "run",
+            "numbers",
         ),
     ],
 )
@@ -62,6 +69,8 @@ def test_latest_opens_for_its_publisher():
         ({"version": True}, "malformed"),
         ({"manifest_digest": "../../etc"}, "malformed"),
         ({"expires": "soon"}, "numbers"),
+        ({"expires": HUGE}, "numbers"),
+        ({"issued": True}, "numbers"),
         ({"issued": 0.0, "expires": 1.0}, "expired"),
         ({"issued": time.time() + DAY, "expires": time.time() + 2 * DAY}, "future"),
         ({"more": 1}, "unexpected"),

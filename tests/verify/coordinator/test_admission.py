@@ -16,7 +16,7 @@ from runspec.common.errors import UserError
 from runspec.common.invite import invite_key, make_invite, open_invite, use_invite
 from runspec.common.join_link import parse_join_link
 from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature
+from runspec.common.signed import BadSignature, sign_document
 from runspec.local.endpoints import Endpoints, save_endpoints
 from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
 from tests.verify.coordinator.filled import Filled, key
@@ -131,6 +131,10 @@ def test_what_one_worker_sent_is_of_no_use_to_another():
     own_proof = use_invite(text.rpartition(".")[0] + "." + other.secret_hex, other.public_hex)
     with pytest.raises(BadSignature, match="may not sign it"):
         opened(own_proof, other.public_hex)
+    fields = {"run": RUN, "key": one.public_hex, "pool": None, "uses": 1, "expires": -(10**400)}
+    endless = sign_document("invite", fields, coordinator).decode()
+    with pytest.raises(BadSignature, match="seconds since the epoch"):
+        opened({**used, "document": endless}, one.public_hex)
     for odd in (None, [], {}, {"document": 1, "proof": 2}, {"document": "", "proof": ""}, "x" * 99):
         with pytest.raises(BadSignature):
             opened(odd, one.public_hex)

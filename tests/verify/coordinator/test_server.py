@@ -290,6 +290,7 @@ def test_requests_are_refused_by_their_signature_and_size(site: Site):
         for wrong in (
             {"wait": "1", "holding": []},
             {"wait": -1, "holding": []},
+            {"wait": -(10**400), "holding": []},
             {"wait": 0, "holding": ["../../etc"]},
             {"wait": 0, "holding": ["0" * 64] * 65},
             {"wait": 0},

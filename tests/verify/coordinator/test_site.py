@@ -13,7 +13,7 @@ from runspec.common.canonical import canonical_json
 from runspec.common.errors import UserError
 from runspec.common.hashing import digest_bytes
 from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature
+from runspec.common.signed import BadSignature, sign_document
 from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
 from verify.formats.lease import lease_digest
 from verify.formats.site import Site as SiteDocument
@@ -97,6 +97,17 @@ def test_a_document_whose_paths_lead_elsewhere_is_not_believed(path: str):
 
     with pytest.raises(BadSignature, match="path"):
         open_site(document, coordinators=frozenset({key.public_hex}), run=RUN)
+
+
+@pytest.mark.parametrize("changed", [{"weights": "http://x"}, {"files": {}}, {"weights": {"x": 1}}])
+def test_a_document_whose_lists_are_none_is_not_believed(changed: dict[str, object]):
+    key = SigningKey.generate()
+    fields = {"run": RUN, "weights": ["http://x"], "files": [], "data": "", **changed}
+
+    with pytest.raises(BadSignature, match="lists"):
+        open_site(
+            sign_document("site", fields, key), coordinators=frozenset({key.public_hex}), run=RUN
+        )
 
 
 def test_a_lease_that_is_given_back_cannot_be_answered_and_comes_again(site: Site):

@@ -1,0 +1,216 @@
+"""The kinds of signed documents, and what holds of each however its bytes came about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from runspec.common import invite, latest, roles
+from runspec.common.canonical import canonical_json
+from runspec.common.hashing import is_digest
+from runspec.common.keys import SigningKey
+from runspec.common.signed import BadSignature, sign_document
+from tests.fuzz.bounds import bounded
+from verify.formats import batch, lease, site, submission, verdict
+from verify.formats.batch import BatchManifest
+from verify.formats.lease import Lease
+from verify.formats.site import Site, is_inside
+from verify.formats.submission import SubmissionEnvelope, open_submission
+from verify.formats.verdict import VerdictEnvelope
+
+KEY = SigningKey(Ed25519PrivateKey.from_private_bytes(bytes(32)))
+GUEST = SigningKey(Ed25519PrivateKey.from_private_bytes(bytes([1]) * 32))
+"""Of an invite."""
+KEYS = frozenset({KEY.public_hex})
+DIGEST, OTHER = "ab" * 32, "cd" * 32
+NOW, LATER = 1.8e9, 2.0**37
+MEMORY = 4 << 20
+ODD = [DIGEST, DIGEST.upper(), OTHER[:-1], "demo", "../x", KEY.public_hex, 2**31 - 1]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind: a sound payload, and how it is opened."""
+
+    name: str
+    payload: dict[str, Any]
+    open: Callable[[bytes], Any]
+
+    @cached_property
+    def sound(self) -> bytes:
+        return canonical_json(self.payload)
+
+    def signed(self, payload: dict[str, Any]) -> bytes:
+        return sign_document(self.name, payload, KEY)
+
+    def opened(self, data: bytes) -> Any:
+        """What the bytes say, or None where they are not believed."""
+        with bounded(MEMORY):
+            try:
+                return self.open(data)
+            except BadSignature as error:
+                assert len(str(error)) < 10_000
+                return None
+
+    def check(self, made: dict[str, Any]) -> bool:
+        """A signed payload is taken word for word, within its bounds, or not at all."""
+        document = self.opened(self.signed(made))
+        if document is None:
+            assert canonical_json(made) != self.sound  # as bytes: False == 0, 3.0 == 3
+            return False
+        check_fields(document)
+        assert said(document) == _as_read(document, made)
+        return True
+
+    def check_damaged(self, data: bytes) -> bool:
+        """No bytes are the signer's word on something else."""
+        document = self.opened(data)
+        assert document is None or said(document) == self.payload
+        return document is not None
+
+
+def said(document: Any) -> dict[str, Any]:
+    """The payload that a document was read from."""
+    if isinstance(document, BatchManifest):
+        return document.payload()
+    if isinstance(document, roles.Roles):
+        held = {name: sorted(getattr(document, name)) for name in roles.ROLE_NAMES}
+        times = {"issued": document.issued, "expires": document.expires}
+        return {"run": document.run, "roles": held, **times}
+    return asdict(document)
+
+
+def _as_read(document: Any, payload: dict[str, Any]) -> dict[str, Any]:
+    """Who holds a role is a set; of a site fields of later releases are passed over."""
+    if isinstance(document, roles.Roles):
+        held = {name: sorted(set(keys)) for name, keys in payload["roles"].items()}
+        return {**payload, "roles": held}
+    if isinstance(document, Site):
+        return {name: payload[name] for name in asdict(document)}
+    return payload
+
+
+def natural(number: object) -> bool:
+    return type(number) is int and 0 <= number < 2**31
+
+
+def check_fields(document: object) -> None:
+    """Whoever has one may use its fields as their types say."""
+    match document:
+        case SubmissionEnvelope():
+            assert isinstance(document.run, str) and document.worker == KEY.public_hex
+            assert is_digest(document.digest) and is_digest(document.lease)
+            assert all(map(natural, (document.step, document.index, document.bytes)))
+        case VerdictEnvelope():
+            assert isinstance(document.run, str) and isinstance(document.reason, str)
+            assert is_digest(document.submission) and is_digest(document.digest)
+            assert isinstance(document.accepted, bool)
+            assert all(map(natural, (document.step, document.bytes, *document.dropped_groups)))
+        case Lease():
+            assert isinstance(document.run, str) and isinstance(document.pool, str)
+            assert len(document.seed) == 32
+            assert all(0 <= time < 2**53 for time in (document.issued, document.expires))
+            numbers = (document.step, document.index, document.groups, document.version)
+            assert all(map(natural, numbers))
+        case BatchManifest():
+            assert document.run == "demo" and document.step == 3
+            assert type(document.complete) is bool and isinstance(document.stats, dict)
+            for group in document.groups:
+                assert is_digest(group.submission) and is_digest(group.verdict)
+                assert all(map(natural, (group.group, group.step, group.version)))
+        case Site():
+            assert all(isinstance(url, str) and len(url) <= 400 for url in document.weights)
+            for file in document.files:
+                assert is_inside(file.path) and is_digest(file.digest) and file.bytes >= 0
+        case latest.Latest():
+            assert document.run == "demo" and type(document.version) is int
+            assert is_digest(document.manifest_digest)
+            assert float(document.issued) <= float(document.expires) + 2 * roles.CLOCK_SKEW_S
+        case roles.Roles():
+            held = document.publisher | document.coordinator | document.validator
+            assert document.run == "demo" and all(map(is_digest, held))
+        case invite.Invite():
+            assert document.run == "demo" and is_digest(document.key)
+            assert 0 < document.uses <= invite.MAX_USES and document.expires >= NOW
+        case _:
+            raise AssertionError(document)
+
+
+def _open_invite(data: bytes) -> invite.Invite:
+    """With a proof that is sound, as whoever has the secret can make one for any document."""
+    proof = sign_document(invite.PROOF_KIND, {"worker": OTHER}, GUEST).decode()
+    used = {"document": data.decode("utf-8", "replace"), "proof": proof}
+    return invite.open_invite(used, run="demo", worker=OTHER, coordinators=KEYS, now=NOW)
+
+
+_GROUP = {"submission": DIGEST, "verdict": OTHER, "group": 0, "step": 3, "version": 2}
+KINDS = [
+    Kind(
+        submission.KIND,
+        asdict(SubmissionEnvelope("demo", 3, KEY.public_hex, 0, DIGEST, OTHER, 4096)),
+        open_submission,
+    ),
+    Kind(
+        verdict.KIND,
+        asdict(VerdictEnvelope("demo", 3, DIGEST, True, "", [1], OTHER, 4096)),
+        lambda data: verdict.open_verdict(data, validators=KEYS),
+    ),
+    Kind(
+        lease.KIND,
+        asdict(Lease("demo", 3, OTHER, KEY.public_hex, "near", 0, 2, 1, DIGEST, 1.5, 61.5)),
+        lambda data: lease.open_lease(data, coordinators=KEYS),
+    ),
+    Kind(
+        batch.KIND,
+        {
+            "run": "demo",
+            "step": 3,
+            "groups": [_GROUP, {**_GROUP, "group": 1}],
+            "complete": True,
+            "stats": {"opened": 1.5, "by_target": {"8": {"rollouts": 2}}},
+            "ledger_rows": 7,
+            "ledger_chain": DIGEST,
+        },
+        lambda data: batch.open_batch(data, coordinators=KEYS, run="demo", step=3),
+    ),
+    Kind(
+        site.KIND,
+        {
+            "run": "demo",
+            "weights": ["http://127.0.0.1:8000", "https://relay.example.org"],
+            "files": [{"source": "sums", "path": "a/b.parquet", "bytes": 7, "digest": DIGEST}],
+            "data": OTHER,
+        },
+        lambda data: site.open_site(data, coordinators=KEYS, run="demo"),
+    ),
+    Kind(
+        latest.KIND,
+        {
+            "run": "demo",
+            "version": 3,
+            "manifest_digest": DIGEST,
+            "issued": 1.5,
+            "expires": LATER,
+        },
+        lambda data: latest.open_latest(data, run="demo", publishers=KEYS),
+    ),
+    Kind(
+        roles.KIND,
+        {
+            "run": "demo",
+            "issued": 1.5,
+            "expires": LATER,
+            "roles": {name: sorted({KEY.public_hex, OTHER}) for name in roles.ROLE_NAMES},
+        },
+        lambda data: roles.open_roles(data, root_public_key=KEY.public_hex, run="demo", now=NOW),
+    ),
+    Kind(
+        invite.KIND,
+        {"run": "demo", "key": GUEST.public_hex, "pool": "near", "uses": 3, "expires": LATER},
+        _open_invite,
+    ),
+]

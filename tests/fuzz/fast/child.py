@@ -1,0 +1,53 @@
+"""One lane's process: case after case from a seed, and where it is for its parent to see."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import resource
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+from tests.fuzz.bounds import WATCH
+from tests.fuzz.fast.lanes import Lane
+from tests.fuzz.fast.signatures import cheap_signatures
+
+PLACE = struct.Struct("<QQ")
+"""What the parent sees: the number of the case, and how many so far were taken for sound."""
+LOOK_EVERY = 256
+"""Cases, of which one is traced; where the others took too much, it was one of the last so many."""
+_MEMORY = 8 << 30
+_CASES = 1 << 40
+
+
+def run(lane: Lane, seed: int, first: int, end: int, seen: Path) -> None:
+    """Cases `first` to `end` of a lane.
+
+    Raises:
+        Exception: what a case raised; the number is in `seen`.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, resource.RLIM_INFINITY))
+    with seen.open("r+b") as file:
+        place = mmap.mmap(file.fileno(), PLACE.size)
+        case = started(lane)
+        gc.freeze()
+        rng, taken = Random(), 0
+        for number in range(first, end):
+            PLACE.pack_into(place, 0, number, taken)
+            rng.seed(seed * _CASES + number)
+            WATCH.traced = number % LOOK_EVERY == 0 or end - first == 1
+            if WATCH.traced:
+                WATCH.look()
+            taken += case(rng)
+        WATCH.look()
+        PLACE.pack_into(place, 0, end, taken)
+
+
+def started(lane: Lane) -> Callable[[Random], bool]:
+    """What one case of a lane is, in a process that makes no others."""
+    if lane.cheap:
+        cheap_signatures()
+    return lane.case()
