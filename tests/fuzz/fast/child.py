@@ -6,6 +6,7 @@ import gc
 import mmap
 import resource
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -14,8 +15,9 @@ from tests.fuzz.bounds import WATCH
 from tests.fuzz.fast.lanes import Lane
 from tests.fuzz.fast.signatures import cheap_signatures
 
-PLACE = struct.Struct("<QQ")
-"""What the parent sees: the number of the case, and how many so far were taken for sound."""
+PLACE = struct.Struct("<QQd")
+"""What the parent sees: the number of the case, how many so far were taken for sound, and the
+processor time of all, in seconds."""
 LOOK_EVERY = 256
 """Cases, of which one is traced; where the others took too much, it was one of the last so many."""
 _MEMORY = 8 << 30
@@ -34,16 +36,17 @@ def run(lane: Lane, seed: int, first: int, end: int, seen: Path) -> None:
         place = mmap.mmap(file.fileno(), PLACE.size)
         case = started(lane)
         gc.freeze()
-        rng, taken = Random(), 0
+        rng, taken, began, spent = Random(), 0, time.process_time(), 0.0
         for number in range(first, end):
-            PLACE.pack_into(place, 0, number, taken)
+            PLACE.pack_into(place, 0, number, taken, spent)
             rng.seed(seed * _CASES + number)
             WATCH.traced = number % LOOK_EVERY == 0 or end - first == 1
             if WATCH.traced:
                 WATCH.look()
+                spent = time.process_time() - began
             taken += case(rng)
         WATCH.look()
-        PLACE.pack_into(place, 0, end, taken)
+        PLACE.pack_into(place, 0, end, taken, time.process_time() - began)
 
 
 def started(lane: Lane) -> Callable[[Random], bool]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from random import Random
 
+from runspec.common.errors import UserError
+from runspec.common.signed import BadSignature, sign_document
 from tests.fuzz import test_manifest, test_profiles
-from tests.fuzz.documents import KINDS, ODD
+from tests.fuzz.bounds import bounded
+from tests.fuzz.documents import KEY, KEYS, KINDS, ODD
 from tests.fuzz.fast.mutate import Changer, damaged_json
+from tests.verify.coordinator.deployment import tiny_spec
+from verify.formats.spec import KIND as SPEC_KIND
+from verify.formats.spec import open_spec, sign_spec
 
 Case = Callable[[Random], bool]
+_SPEC_MEMORY = 64 << 20
 
 
 def _payloads(name: str) -> Callable[[], Case]:
@@ -43,6 +51,24 @@ def profile() -> Case:
     """Calibrated limits."""
     draw = Changer([test_profiles.PAYLOAD], test_profiles.ODD)
     return lambda rng: test_profiles.check_payload(draw(rng))
+
+
+def spec() -> Case:
+    """The resolved spec that volunteers are handed."""
+    sound = json.loads(sign_spec(tiny_spec(), KEY))["payload"]
+    draw = Changer([sound], ODD)
+
+    def case(rng: Random) -> bool:
+        data = sign_document(SPEC_KIND, draw(rng), KEY)
+        with bounded(_SPEC_MEMORY):
+            try:
+                open_spec(data, coordinators=KEYS, place="http://x")
+            except (BadSignature, UserError) as error:
+                assert len(str(error)) < 1 << 20
+                return False
+        return True
+
+    return case
 
 
 def envelope() -> Case:

@@ -38,6 +38,8 @@ LANES = [
     *_of("documents", "batch", "site", "manifest", "profile", cheap=True),
     *_of("text", "request headers"),
     *_of("documents", "envelope"),
+    *_of("documents", "spec", cheap=True),
+    *_of("text", "proofs of a rollout"),
     *_of("parquet", "parquet footer", "decoder answer", "verdict file"),
     *_of("parquet", "parquet file", "parquet pages", may_die=True),
 ]

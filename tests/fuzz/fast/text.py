@@ -22,13 +22,15 @@ from runspec.common.hashing import is_digest
 from runspec.common.join_link import parse_join_link
 from tests.fuzz.bounds import bounded
 from tests.fuzz.fast.mutate import EDGES, Changer, damaged, damaged_json
-from tests.fuzz.test_proofs import PROOFS, WORDS, check_proof
+from tests.fuzz.test_proofs import PROOFS, WORDS, check_proof, check_proofs_from_outside
 from tests.fuzz.test_requests import (
     BODIES,
     HEADERS,
     INFO,
     NOW,
     ODD,
+    OURS,
+    RUN,
     check_headers,
     check_heartbeats,
     check_json,
@@ -38,6 +40,7 @@ from verify.coordinator import server
 from verify.coordinator.activity import scalars
 from verify.coordinator.addresses import UNKNOWN, place_of
 from verify.coordinator.intake import Refusal
+from verify.request_auth import BODY, NONCE, SIGNATURE, TIME, _message
 from verify.toploc import TOP_K
 
 Case = Callable[[Random], bool]
@@ -106,6 +109,11 @@ def proof() -> Case:
         return check_proof(data, rng.choice((1, 2, 16, 127, TOP_K, TOP_K)))
 
     return case
+
+
+def proofs_of_a_rollout() -> Case:
+    """Proofs of all chunks, and the statistics of those that are well formed."""
+    return check_proofs_from_outside
 
 
 def chunk_range() -> Case:
@@ -300,9 +308,16 @@ def json_object() -> Case:
     return case
 
 
+def _signed(number: int) -> dict[str, str]:
+    """As a worker signs a request, but for the nonce, which is the same each time."""
+    headers = {**signed_headers(), NONCE: f"{number:032x}"}
+    said = (headers[name] for name in (BODY, TIME, NONCE))
+    return {**headers, SIGNATURE: OURS.sign(_message(RUN, "POST", "/v1/leases", *said))}
+
+
 def request_headers() -> Case:
     """Signed requests, with real signatures."""
-    true = [signed_headers() for _ in range(64)]
+    true = [_signed(number) for number in range(64)]
     draw = _texts([*true[0].values(), *true[1].values()])
     odd = [str(int(NOW)), "1٣", "１", "1e9", " 1", "+1", "", "0" * 12, "9" * 5000, "é", "AB" * 32]
 
