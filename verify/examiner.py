@@ -33,6 +33,7 @@ from verify.limits import max_submission_bytes
 from verify.plugins import Graded, PrefillEngine, TaskSet
 from verify.recompute import PrefillRequest, Recomputed, grade, prefill_request, recompute
 from verify.stages import Stages
+from verify.thresholds import Limits
 from verify.truncation import Truncation
 
 WEIGHTS_DEADLINE_S = 600.0
@@ -300,4 +301,11 @@ def _row_verdict(case: _Case, number: int, rollout: Rollout) -> RolloutVerdict:
         logprob_diff=None if recomputed is None else logprob_diff(rollout, recomputed),
         checks=case.examination.results[number],
         fingerprints=subject.fingerprints[number] if subject.fingerprints else [],
+        counted_gap=None if recomputed is None else _counted_gap(recomputed, subject.limits),
     )
+
+
+def _counted_gap(recomputed: Recomputed, limits: Limits) -> float | None:
+    if limits.gap_noise is None or recomputed.seeded_gap is None:
+        return None
+    return limits.gap_noise.counted(recomputed.seeded_gap)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from runspec.spec.schema import FloatType, SamplerPool, Thresholds
+from verify.gap_noise import GapNoise
 
 REWARD_TOLERANCE = 1e-4
 """Largest |claimed - re-graded| reward: float32 rounding, nothing more."""
@@ -79,6 +80,9 @@ class Limits:
     """TOPLOC: median mantissa error, of 128."""
     constant_ratio: float
     """Median error over the least that a constant proof could reach; below 1, so none passes."""
+    gap_noise: GapNoise | None = None
+    """Of calibrated seeded pools: what the gaps of a submission, and of all that a worker hands in,
+    may add up to besides `gap_mean`."""
     short: tuple[ChunkLimits, ...] = ()
     """Of short chunks, by `below`, ascending. None were published: without them the limits above
     hold, but for the mantissa mean, which is not judged below `SELECTIVE_ELEMENTS`."""

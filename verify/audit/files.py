@@ -13,6 +13,7 @@ from verify.audit.findings import Report
 from verify.audit.signers import Signers
 from verify.coordinator.duplicates import repeated_submission
 from verify.coordinator.events import SubmissionJudged, SubmissionReceived
+from verify.coordinator.gap_history import excess_of, is_fault
 from verify.coordinator.grading import VerdictMismatch, grade_groups
 from verify.coordinator.policy import Policy
 from verify.formats import submission as submission_format
@@ -105,6 +106,7 @@ class FileAudit:
             self._check_grades(row, event, lease, table, dropped)
         if same:
             self._check_repetition(row, event, files.verdict)
+            self._check_excess(row, event, lease, table)
 
     def judge_gone(self, next_close: int) -> None:
         """Decides of missing files whether they may be: call it when the ledger is read.
@@ -144,14 +146,13 @@ class FileAudit:
         except BadSignature as error:
             self._report.add(row, "verdict signature", error, f"validator {event.validator}'s")
             return None
-        # Of what repeats others the validator knew nothing: the coordinator alone rejected it.
-        repeats = not event.accepted and repeated_submission(event.reason) is not None
+        by_coordinator = not event.accepted and _of_what_others_sent(event.reason)
         expected = {
             "run": self._run,
             "step": lease.step,
             "submission": event.submission,
-            "accepted": event.accepted or repeats,
-            "reason": "" if repeats else event.reason,
+            "accepted": event.accepted or by_coordinator,
+            "reason": "" if by_coordinator else event.reason,
             "digest": event.verdict,
         }
         self._compare(row, "verdict envelope", asdict(envelope), expected)
@@ -175,6 +176,19 @@ class FileAudit:
             return
         found = f"no run of tokens of {name}"
         self._report.require(bool(first & second), row, "duplicates", found, "one at least")
+
+    def _check_excess(self, row: int, event: SubmissionJudged, lease: Lease, table: bytes) -> None:
+        noise = self._policy.gap_noise.get(lease.pool)
+        if noise is None or not (event.accepted or _of_what_others_sent(event.reason)):
+            expected = None
+        else:
+            try:
+                expected = excess_of(decode_verdicts(table), noise)
+            except MalformedTable as error:
+                self._report.add(row, "verdict file", error, "readable gaps")
+                return
+        found = event.gap_excess
+        self._report.require(found == expected, row, "excess of gaps", found, expected)
 
     def _check_grades(
         self, row: int, event: SubmissionJudged, lease: Lease, table: bytes, dropped: list[int]
@@ -229,3 +243,8 @@ class FileAudit:
             return None
         self._report.files_read += 1
         return data
+
+
+def _of_what_others_sent(reason: str) -> bool:
+    """Whether the coordinator alone rejected it, for what no validator sees of one submission."""
+    return repeated_submission(reason) is not None or is_fault(reason)

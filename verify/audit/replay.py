@@ -26,6 +26,7 @@ from verify.coordinator.events import (
     SubmissionReceived,
     WorkerRegistered,
 )
+from verify.coordinator.gap_history import fault, is_fault
 from verify.coordinator.history import History
 from verify.coordinator.policy import Policy
 from verify.coordinator.state import State
@@ -123,7 +124,7 @@ class _Replay:
             case SubmissionReceived():
                 self._received(row.seq, event)
             case SubmissionJudged():
-                self._judged(row.seq, event, signers)
+                self._judged(row.seq, event, signers, before)
             case StepClosed():
                 self._closed(row.seq, event, chain_before, signers, before, counted)
             case RolledBack():
@@ -168,13 +169,22 @@ class _Replay:
         self._answers[event.lease] = replace(answered, submission=event.submission)
         self._files.received(row, event, answered.lease)
 
-    def _judged(self, row: int, event: SubmissionJudged, signers: Signers) -> None:
+    def _judged(
+        self, row: int, event: SubmissionJudged, signers: Signers, before: State | None
+    ) -> None:
         answered = self._answers.get(event.lease)
         if answered is None:
             self._report.add(row, "verdict", f"for lease {event.lease}", "a lease granted above")
             return
         self._answers[event.lease] = replace(answered, verdict=event.verdict)
         self._files.judged(row, event, answered.lease, signers)
+        if before is not None and (event.accepted or is_fault(event.reason)):
+            worker = before.workers[answered.lease.worker]
+            noise = before.policy.gap_noise.get(answered.lease.pool)
+            expected = fault(worker, event.gap_excess, noise)
+            self._report.require(
+                event.reason == expected, row, "gaps of the worker", event.reason, expected
+            )
         if event.accepted:
             earned = [g for g in event.groups if g.outcome != "dropped"]
             had = self._credits.get(answered.lease.worker, Credit())

@@ -8,8 +8,10 @@ Where the published limit is the lower, the rate is not kept, unless looser limi
 The floor is what no measurement may undercut: float32's limits of TOPLOC (ties between the 128th
 and the 129th magnitude alone cost up to 4 positions), 1e-4 nats of log-prob and 1e-6 of mean gap,
 some hundred times what float32 rounds. tau (`gap`) is never lowered: it is also how far logits may
-differ at the edge of top-p and at the end token, which gaps do not measure. Where no rollout may
-have a gap above it, no share of tokens and no larger gap is allowed.
+differ at the edge of top-p and at the end token, which gaps do not measure. Nor is the share of
+tokens above it, or the largest gap below what the one exception of a short rollout may have: the
+tail of gaps is met by so few tokens that no rollouts at hand may show it. What gaps may come to
+together is a budget of its own (`gaps`), besides the published limit of their mean.
 """
 
 from __future__ import annotations
@@ -21,14 +23,18 @@ from typing import Any
 import numpy as np
 
 from runspec.common.errors import UserError
+from verify.calibration.gaps import ROOM, noise_of
 from verify.calibration.measure import SHORT_BELOW, UNITS, Measurements, key_of
 from verify.calibration.profile import LimitTable, Number
 from verify.calibration.tails import Bound, samples_needed, tail_bound
-from verify.thresholds import FLOAT32, ChunkLimits, Limits
+from verify.gap_noise import GapNoise
+from verify.thresholds import FLOAT32, SHORT_TAUS, ChunkLimits, Limits
 from verify.toploc.null import RADII
 
 FLOOR = replace(FLOAT32, logprob_submission=1e-4, logprob_rollout=1e-4, gap_mean=1e-6)
 _QUANTILES = (0.5, 0.9, 0.99, 1.0)
+_MANY = 32_768
+"""Tokens by which people are told what a budget comes to."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,6 @@ def derive(
         published,
         logprob_submission=work.limit("logprob_submission"),
         logprob_rollout=work.limit("logprob_rollout"),
-        gap_mean=work.limit("gap_mean"),
         **work.gaps(),
         **work.chunks(None),
         short=tuple(ChunkLimits(below=below, **work.chunks(below)) for below in SHORT_BELOW),
@@ -81,7 +86,7 @@ def derive(
 def _count(measured: Measurements) -> int:
     """J: numbers with any measurement, the two radii of the null test as one."""
     twice = sum(f"miss_share {RADII[1]}" in key for key in measured.values)
-    return len(measured.values) - twice
+    return len(measured.values) + bool(measured.gaps) - twice
 
 
 class _Work:
@@ -92,7 +97,7 @@ class _Work:
     ) -> None:
         self._values = {key: np.array(found) for key, found in measured.values.items()}
         self._published, self._probability = published, probability
-        self._allow_looser = allow_looser
+        self._allow_looser, self._gaps = allow_looser, measured.gaps
         self.numbers: dict[str, Number] = {}
         self.looser: list[str] = []
 
@@ -109,21 +114,34 @@ class _Work:
         self._note(key, values, bound, published, limit, note)
         return limit
 
-    def gaps(self) -> dict[str, float]:
-        """tau, the share of tokens above it, and the largest gap."""
-        published = self._published
-        if "gap_max" not in self._values:
+    def gaps(self) -> dict[str, Any]:
+        """tau, the largest gap, and what gaps may come to together."""
+        published, gaps = self._published, self._gaps
+        if not gaps:
             return {}
-        tau = max(self.limit("gap"), published.gap)
-        largest = max(self.limit("gap_max"), tau)
-        share = published.gap_share if largest > tau else 0.0
-        for name, limit in (("gap", tau), ("gap_max", largest)):
-            if (number := self.numbers[name]).limit != limit:
-                note = "tau, which is never lowered"
-                self.numbers[name] = number.model_copy(update={"limit": limit, "note": note})
-        return {"gap": tau, "gap_share": share, "gap_max": largest}
+        tau = self._at_least("gap", published.gap, "tau, which is never lowered")
+        short = min(SHORT_TAUS * tau, published.gap_max)
+        largest = self._at_least("gap_max", short, "what a short rollout may have")
+        noise = noise_of(gaps, tau=tau, least=FLOOR.gap_mean, probability=self._probability)
+        self._note_noise(noise)
+        return {"gap": tau, "gap_max": largest, "gap_noise": noise}
 
-    def chunks(self, below: int | None) -> dict[str, float]:
+    def _at_least(self, name: str, least: float, note: str) -> float:
+        limit = self.limit(name)
+        if limit >= least:
+            return limit
+        self.numbers[name] = self.numbers[name].model_copy(update={"limit": least, "note": note})
+        return least
+
+    def _note_noise(self, noise: GapNoise) -> None:
+        means = np.array([noise.counted(each) / len(each) for each in self._gaps])
+        note = (
+            f"gaps up to {noise.cap:g}; of {_MANY} tokens {noise.largest_mean(_MANY):.3g} at most, "
+            f"of a worker an excess of {noise.largest_excess:.3g} nats"
+        )
+        self._note("gap_noise", means, Bound(noise.mean / ROOM), math.inf, noise.mean, note)
+
+    def chunks(self, below: int | None) -> dict[str, Any]:
         """The limits of chunks of a class."""
         median = self.limit("mantissa_median", below)
         radius = next((radius for radius in RADII if median <= radius), None)
@@ -199,6 +217,7 @@ def as_table(limits: Limits) -> LimitTable:
     """As a profile says them."""
     table: dict[str, Any] = {f.name: getattr(limits, f.name) for f in fields(limits)}
     del table["constant_ratio"]
+    table["gap_noise"] = limits.gap_noise and vars(limits.gap_noise)
     table["short"] = [
         {**vars(row), "mantissa_mean": _finite(row.mantissa_mean)} for row in limits.short
     ]

@@ -12,8 +12,12 @@ from verify.calibration.profile import Profile, open_profile
 from verify.thresholds import Limits, limits_for, precision_of
 
 
-def profiles_of(spec: RunSpec) -> dict[str, Profile]:
+def profiles_of(spec: RunSpec, *, dated: bool = True) -> dict[str, Profile]:
     """The profiles of a resolved spec by name, each checked against its root key.
+
+    Args:
+        spec: the resolved spec.
+        dated: whether they must be valid now; a ledger is read by those of its time.
 
     Raises:
         UserError: one is not to be believed, or the spec pins no root key.
@@ -31,7 +35,7 @@ def profiles_of(spec: RunSpec) -> dict[str, Profile]:
             )
         try:
             document = item.document.encode("utf-8", "replace")
-            found[item.name] = open_profile(document, root_public_key=root)
+            found[item.name] = open_profile(document, root_public_key=root, dated=dated)
         except BadSignature as error:
             raise UserError(
                 f"not to be believed: {error}",
@@ -41,13 +45,9 @@ def profiles_of(spec: RunSpec) -> dict[str, Profile]:
     return found
 
 
-def limits_by_pool(spec: RunSpec) -> dict[str, Limits]:
-    """What each pool is judged by.
-
-    Raises:
-        UserError: see `profiles_of`.
-    """
-    profiles = profiles_of(spec)
+def limits_by_pool(spec: RunSpec, *, dated: bool = True) -> dict[str, Limits]:
+    """What each pool is judged by; arguments and errors are those of `profiles_of`."""
+    profiles = profiles_of(spec, dated=dated)
     return {pool.name: _limits(spec, pool, profiles) for pool in spec.samplers}
 
 

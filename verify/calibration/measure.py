@@ -36,6 +36,8 @@ class Measurements:
     """Values by number, one for each rollout or submission that has it."""
 
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    gaps: list[np.ndarray] = field(default_factory=list)
+    """f32 [n] of each rollout, where the pool samples seeded."""
     submissions: int = 0
     rollouts: int = 0
     tokens: int = 0
@@ -57,8 +59,7 @@ class Measurements:
         distance = sum(logprob_diff(*pair) * len(pair[0].output_tokens) for pair in pairs)
         self._add("logprob_submission", distance / tokens)
         gaps = [found.seeded_gap for _, found in pairs if found.seeded_gap is not None]
-        if gaps:
-            self._add("gap_mean", float(np.concatenate(gaps).mean(dtype=np.float64)))
+        self.gaps += gaps
         for pair in pairs:
             self._add("logprob_rollout", logprob_diff(*pair))
             self._take_proof(pair[1].proof)

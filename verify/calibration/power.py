@@ -9,7 +9,7 @@ import numpy as np
 
 from verify.calibration.measure import PAIR
 from verify.checks.base import at_most
-from verify.checks.prefill import judge_gaps, judge_mean_gap, judge_proofs, logprob_diff
+from verify.checks.prefill import judge_all_gaps, judge_gaps, judge_proofs, logprob_diff
 from verify.thresholds import Limits
 
 CHECKS = ("log-probs", "seeded choice", "TOPLOC")
@@ -61,5 +61,5 @@ def _failed_together(pairs: Sequence[PAIR], limits: Limits) -> list[bool]:
     mean = float(np.average([logprob_diff(*pair) for pair in pairs], weights=lengths))
     logprobs = at_most("", mean, limits.logprob_submission, "").passed
     gaps = [found.seeded_gap for _, found in pairs if found.seeded_gap is not None]
-    choices = not gaps or judge_mean_gap(np.concatenate(gaps), limits).passed
+    choices = not gaps or judge_all_gaps(np.concatenate(gaps), limits).passed
     return [not logprobs, not choices, False]

@@ -18,10 +18,11 @@ from runspec.common.roles import CLOCK_SKEW_S
 from runspec.common.signed import BadSignature, open_document, sign_document
 from runspec.spec.profile_files import MAX_BYTES
 from runspec.spec.schema import FloatType, RunSpec, SamplerPool
+from verify.gap_noise import GapNoise
 from verify.thresholds import ChunkLimits, Limits, Precision, limits_for, precision_of
 
 KIND = "calibration"
-FORMULA: Literal["exponential-tail/1"] = "exponential-tail/1"
+FORMULA: Literal["exponential-tail/2"] = "exponential-tail/2"
 """Names how limits follow from measurements (`verify.calibration.tails`, `.derive`)."""
 MAX_SHORT = 8
 
@@ -106,6 +107,14 @@ class ShortTable(_Part):
     mantissa_median: NonNegative
 
 
+class GapTable(_Part):
+    """See `verify.gap_noise.GapNoise`."""
+
+    cap: Annotated[float, Field(gt=0.0)]
+    mean: Annotated[float, Field(gt=0.0)]
+    probability: Annotated[float, Field(gt=0.0, lt=1.0)]
+
+
 class LimitTable(_Part):
     """See `verify.thresholds.Limits`; the ratio to the best constant speaks of forgers, and is the
     published one."""
@@ -120,6 +129,8 @@ class LimitTable(_Part):
     miss_share: Share
     mantissa_mean: NonNegative
     mantissa_median: NonNegative
+    gap_noise: GapTable | None
+    """Null where the pool does not sample seeded."""
     short: Annotated[list[ShortTable], Field(max_length=MAX_SHORT)]
 
 
@@ -127,7 +138,7 @@ class Profile(_Part):
     """Payload of a profile; times are seconds since the epoch."""
 
     version: Literal[1]
-    formula: Literal["exponential-tail/1"]
+    formula: Literal["exponential-tail/2"]
     issued: Time
     expires: Time
     rate: Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -145,12 +156,18 @@ class Profile(_Part):
     def as_limits(self) -> Limits:
         """The limits, with the published ratio to the best constant."""
         published = limits_for(self.sampler.precision, self.validator.precision)
-        table = self.limits.model_dump(exclude={"short"})
+        table = self.limits.model_dump(exclude={"short", "gap_noise"})
+        gaps = self.limits.gap_noise
         short = tuple(
             ChunkLimits(**{**row.model_dump(), "mantissa_mean": _or_infinity(row.mantissa_mean)})
             for row in self.limits.short
         )
-        return Limits(**table, constant_ratio=published.constant_ratio, short=short)
+        return Limits(
+            **table,
+            constant_ratio=published.constant_ratio,
+            gap_noise=None if gaps is None else GapNoise(**gaps.model_dump()),
+            short=short,
+        )
 
     def differences(self, spec: RunSpec, pool: SamplerPool) -> list[str]:
         """In what a pool and its validators are others than those measured; empty: in nothing."""
@@ -174,7 +191,9 @@ def sign_profile(profile: Profile, key: SigningKey) -> bytes:
     return sign_document(KIND, profile.model_dump(mode="json"), key)
 
 
-def open_profile(data: bytes, *, root_public_key: str | None, now: float | None = None) -> Profile:
+def open_profile(
+    data: bytes, *, root_public_key: str | None, now: float | None = None, dated: bool = True
+) -> Profile:
     """Checks a profile.
 
     Args:
@@ -182,6 +201,7 @@ def open_profile(data: bytes, *, root_public_key: str | None, now: float | None 
         root_public_key: the only key that may have signed it; None where that is not the question
             (to sign what one has calibrated oneself).
         now: seconds since the epoch; the clock when None.
+        dated: whether it must be valid now; else what it once said is asked for.
 
     Raises:
         BadSignature: another key's, expired, or not a profile in every field.
@@ -195,15 +215,23 @@ def open_profile(data: bytes, *, root_public_key: str | None, now: float | None 
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])[:80]
         raise BadSignature(f"{KIND}: {place}: {first['msg'][:120]}") from error
-    now = time.time() if now is None else now
+    if dated:
+        _require_valid(profile, time.time() if now is None else now)
+    if problem := _inconsistent(profile):
+        raise BadSignature(f"{KIND}: {problem}")
+    return profile
+
+
+def _require_valid(profile: Profile, now: float) -> None:
     if now > profile.expires + CLOCK_SKEW_S:
         days = (now - profile.expires) / 86400.0
         raise BadSignature(f"{KIND}: expired {days:.1f} days ago")
     if profile.issued > now + CLOCK_SKEW_S:
         raise BadSignature(f"{KIND}: issued {profile.issued - now:.0f} s in the future")
-    if problem := _inconsistent(profile):
-        raise BadSignature(f"{KIND}: {problem}")
-    return profile
+
+
+_OF_THEIR_OWN = ("short", "gap_noise")
+"""Short chunks have other limits; a budget of gaps only adds to the published ones."""
 
 
 def looser_than_published(limits: Limits, published: Limits) -> list[str]:
@@ -211,7 +239,7 @@ def looser_than_published(limits: Limits, published: Limits) -> list[str]:
     found = [
         name
         for name in LimitTable.model_fields
-        if name != "short" and getattr(limits, name) > getattr(published, name)
+        if name not in _OF_THEIR_OWN and getattr(limits, name) > getattr(published, name)
     ]
     for row in limits.short:
         there = published.for_chunk(row.below - 1)

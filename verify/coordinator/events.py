@@ -187,6 +187,9 @@ class SubmissionJudged:
     reason: str
     groups: tuple[GroupGrade, ...]
     """Empty when rejected."""
+    gap_excess: float | None = None
+    """By how much its gaps exceed what a worker's may be for ever, nats (`gap_history`); None where
+    its validator rejected it, its pool was not calibrated, or nothing was recomputed."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def grade_groups(
     if [row.row for row in rows] != list(range(len(rows))):
         raise VerdictMismatch("rows must be numbered 0, 1, 2, ... in order")
     if not all(math.isfinite(n) for row in rows for n in _numbers(row)):
-        raise VerdictMismatch("rewards and log-prob differences must be finite")
+        raise VerdictMismatch("rewards, log-prob differences and gaps must be finite")
     by_group: dict[int, list[RolloutVerdict]] = defaultdict(list)
     for row in rows:
         by_group[row.group].append(row)
@@ -60,7 +60,8 @@ def grade_groups(
 
 
 def _numbers(row: RolloutVerdict) -> tuple[float, ...]:
-    return (row.task_reward, row.length_penalty, row.reward, row.logprob_diff or 0.0)
+    differences = (row.logprob_diff or 0.0, row.counted_gap or 0.0)
+    return (row.task_reward, row.length_penalty, row.reward, *differences)
 
 
 def _grade(

@@ -13,6 +13,8 @@ from typing import Any
 from verify.coordinator.claims import CLAIM_TIMEOUT_S, Claims
 from verify.coordinator.duplicates import Seen
 from verify.coordinator.events import GroupGrade, SubmissionJudged, SubmissionSetAside
+from verify.coordinator.gap_history import excess_of
+from verify.coordinator.gap_history import fault as gap_fault
 from verify.coordinator.grading import VerdictMismatch, grade_groups
 from verify.coordinator.intake import Refusal, received, write_small
 from verify.coordinator.journal import Finished, Journal
@@ -149,7 +151,7 @@ class Judging:
             judged = self._judged(validator, envelope, record, rows)
             if self._to_judge(envelope) is None:
                 return  # another validator was quicker
-            judged = self._against_others(judged, rows)
+            judged = self._against_its_past(record, self._against_others(judged, rows))
             try:
                 body.rename(files.verdict)
                 write_small(files.verdict_envelope, signed)
@@ -224,7 +226,11 @@ class Judging:
             accepted=envelope.accepted,
             reason=envelope.reason,
             groups=groups,
+            gap_excess=self._excess(record, rows) if envelope.accepted else None,
         )
+
+    def _excess(self, record: LeaseRecord, rows: list[RolloutVerdict]) -> float | None:
+        return excess_of(rows, self._journal.state.policy.gap_noise.get(record.lease.pool))
 
     def _against_others(
         self, judged: SubmissionJudged, rows: list[RolloutVerdict]
@@ -232,6 +238,15 @@ class Judging:
         """The same, rejected where a row repeats what was accepted before."""
         self._seen.forget(self._journal.state.oldest_remembered)
         reason = self._seen.fault(rows) if judged.accepted else ""
+        return replace(judged, accepted=False, reason=reason, groups=()) if reason else judged
+
+    def _against_its_past(self, record: LeaseRecord, judged: SubmissionJudged) -> SubmissionJudged:
+        """The same, rejected where its worker's submissions together are not honest."""
+        if not judged.accepted:
+            return judged
+        worker = self._journal.state.workers[record.lease.worker]
+        noise = self._journal.state.policy.gap_noise.get(record.lease.pool)
+        reason = gap_fault(worker, judged.gap_excess, noise)
         return replace(judged, accepted=False, reason=reason, groups=()) if reason else judged
 
     def _note_rejection(self, record: LeaseRecord, reason: str) -> None:

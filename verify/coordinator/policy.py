@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from runspec.spec.schema import RunSpec
+from verify.calibration.lookup import limits_by_pool
+from verify.gap_noise import GapNoise
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,20 @@ class Policy:
     """What the share falls to with reputation."""
     newcomer_groups: int
     """Groups of a step that newcomers may hold together."""
+    gap_noise: Mapping[str, GapNoise] = field(default_factory=dict)
+    """For each pool that was calibrated and samples seeded."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Policy:
+        """Of a resolved spec. Whether a profile is still valid is the validators' matter, who judge
+        by all of it.
+
+        Raises:
+            UserError: a profile is not the root key's.
+        """
         algorithm, fill = spec.algorithm, spec.algorithm.fill
+        limits = limits_by_pool(spec, dated=False)
+        noises = {pool: each.gap_noise for pool, each in limits.items()}
         groups = algorithm.prompts_per_step
         return cls(
             steps=spec.steps,
@@ -52,4 +64,5 @@ class Policy:
             prefill_share=spec.verify.prefill_share,
             prefill_floor=spec.verify.lowest_prefill_share,
             newcomer_groups=max(1, int(spec.verify.newcomer_share * groups + 1e-9)),
+            gap_noise={pool: noise for pool, noise in noises.items() if noise is not None},
         )

@@ -14,7 +14,8 @@ recomputed follows from it,
 
 Strikes are the rejections since the last `CLEAR_AFTER` accepted submissions in a row. A rejection
 that no honest worker meets by accident (`EXACT_CHECKS` compare with what was assigned, without
-floating point), or `QUARANTINE_AFTER` strikes, put a worker into quarantine; `CLEAR_AFTER` accepted
+floating point; `WORKERS_GAPS`, with a stated chance) puts a worker into quarantine, as do
+`QUARANTINE_AFTER` strikes; `CLEAR_AFTER` accepted
 submissions in a row end it. `BAN_AFTER` strikes are a ban, which only a person lifts. A submission
 at which validators failed (`SubmissionSetAside`) is a strike and no rejection: one says little of
 its worker, who may have met a fault of ours, and many of one worker's must not go on.
@@ -30,6 +31,8 @@ EXACT_CHECKS = frozenset(
         *("versions", "termination", "proof_format"),
     }
 )
+WORKERS_GAPS = "seeded_sampling_worker"
+"""The check of all that a worker handed in (`gap_history`)."""
 QUARANTINE_AFTER = 2
 BAN_AFTER = 6
 CLEAR_AFTER = 5
@@ -124,8 +127,8 @@ def should_quarantine(standing: Standing, reason: str) -> bool:
     """
     if standing.quarantine is not None:
         return False
-    exact = reason.partition(":")[0] in EXACT_CHECKS
-    return exact or standing.strikes >= QUARANTINE_AFTER
+    no_accident = reason.partition(":")[0] in EXACT_CHECKS | {WORKERS_GAPS}
+    return no_accident or standing.strikes >= QUARANTINE_AFTER
 
 
 def should_ban(standing: Standing) -> bool:

@@ -25,6 +25,8 @@ class Worker:
     accepted_tokens: int = 0
     """Its credits: output tokens of accepted groups, filtered ones included."""
     standing: Standing = field(default_factory=Standing)
+    gap_excess: float = 0.0
+    """Of its submissions together since the sum was last below 0, nats (`gap_history`)."""
 
 
 @dataclass(frozen=True)

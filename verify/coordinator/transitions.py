@@ -146,7 +146,7 @@ def _lift_ban(state: State, event: BanLifted) -> State:
     if worker is None:
         return state
     pardoned = worker.standing.pardoned(f"its ban was lifted: {event.reason}")
-    return _with_standing(state, event.key, pardoned)
+    return _with_worker(state, event.key, replace(worker, standing=pardoned, gap_excess=0.0))
 
 
 def _draw(state: State, event: NonceDrawn) -> State:
@@ -240,7 +240,8 @@ def _judge(state: State, event: SubmissionJudged) -> State:
     worker, tally, lease = state.workers[record.lease.worker], _tally(state, record), record.lease
     recomputed = any(group.logprob_diff is not None for group in event.groups)
     standing = worker.standing.after_verdict(accepted=event.accepted, recomputed=recomputed)
-    worker = replace(worker, standing=standing)
+    excess = max(0.0, worker.gap_excess + (event.gap_excess or 0.0))
+    worker = replace(worker, standing=standing, gap_excess=excess)
     if not event.accepted:
         tally = replace(
             tally,

@@ -99,6 +99,8 @@ def test_a_pool_is_measured_and_its_profile_signed(
     assert number.quantiles["1"] < limits.logprob_rollout < BFLOAT16.logprob_rollout
     assert limits.logprob_submission < BFLOAT16.logprob_submission
     assert limits.gap == BFLOAT16.gap < limits.gap_max < BFLOAT16.gap_max
+    assert limits.gap_noise is not None
+    assert limits.gap_noise.largest_mean(30_000) < BFLOAT16.gap_mean
     assert limits.mismatch_share < BFLOAT16.mismatch_share
     assert profile.looser == []
     # and short chunks have limits of their own

@@ -12,6 +12,7 @@ from tests.verify.calibration.profiles import made_profile
 from verify.calibration.derive import FLOOR, derive
 from verify.calibration.measure import Measurements
 from verify.calibration.profile import looser_than_published
+from verify.checks.prefill import judge_all_gaps, judge_gaps
 from verify.thresholds import BFLOAT16, Limits
 
 ROLLOUTS = 400
@@ -22,7 +23,6 @@ def measured(scale: float = 1.0, **values: np.ndarray) -> Measurements:
     rng = np.random.default_rng(0)
     found = {
         "logprob_submission": rng.normal(0.006, 0.0003, 60) * scale,
-        "gap_mean": rng.normal(5e-5, 5e-6, 60) * scale,
         "logprob_rollout": rng.normal(0.006, 0.001, ROLLOUTS) * scale,
         "gap": rng.exponential(0.002, ROLLOUTS) * scale,
         "gap_max": rng.exponential(0.002, ROLLOUTS) * scale,
@@ -34,7 +34,11 @@ def measured(scale: float = 1.0, **values: np.ndarray) -> Measurements:
         **values,
     }
     rows = {key: each.tolist() for key, each in found.items()}
-    return Measurements(defaultdict(list, rows), submissions=60, rollouts=ROLLOUTS)
+    gaps = [
+        (rng.exponential(0.015, 300) * (rng.random(300) < 0.004) * scale).astype(np.float32)
+        for _ in range(ROLLOUTS)
+    ]
+    return Measurements(defaultdict(list, rows), gaps, submissions=60, rollouts=ROLLOUTS)
 
 
 def limits_of(
@@ -47,11 +51,41 @@ def limits_of(
 def test_a_quiet_pool_gets_tighter_limits() -> None:
     limits, looser = limits_of(measured())
     assert looser == [] == looser_than_published(limits, BFLOAT16)
-    for name in ("logprob_submission", "logprob_rollout", "gap_mean", "mismatch_share"):
+    for name in ("logprob_submission", "logprob_rollout", "mismatch_share"):
         assert getattr(limits, name) < getattr(BFLOAT16, name), name
-    # tau is more than a gap: it stays, and no share above it is needed
-    assert (limits.gap, limits.gap_share, limits.gap_max) == (0.1, 0.0, 0.1)
+    # tau is more than a gap: it stays, and tails have their exceptions
+    assert (limits.gap, limits.gap_share) == (0.1, 0.01)
+    assert limits.gap_max == pytest.approx(0.3)
     assert limits.constant_ratio == BFLOAT16.constant_ratio
+    # and of many tokens a tenth of the published mean gap is left, of a few it is the published
+    assert limits.gap_mean == BFLOAT16.gap_mean
+    assert limits.gap_noise is not None
+    assert limits.gap_noise.largest_mean(30_000) < 0.2 * BFLOAT16.gap_mean
+    assert limits.gap_noise.largest_mean(300) > BFLOAT16.gap_mean
+
+
+def test_one_gap_that_no_rollout_had_rejects_nobody() -> None:
+    # given rollouts whose largest gap was far below tau, as of hidden size 64 in bfloat16
+    limits, _ = limits_of(measured())
+    # when one token of another is above it, as 6 of a million were, then it passes
+    gaps = np.zeros(300, np.float32)
+    gaps[7] = 0.2035
+    assert judge_gaps(gaps, limits).passed
+    # and two more, or a larger one, do not
+    gaps[7] = 0.31
+    assert not judge_gaps(gaps, limits).passed
+    gaps[:4] = 0.2
+    assert not judge_gaps(gaps, limits).passed
+
+
+def test_many_small_gaps_are_told_from_rounding_where_the_published_mean_is_not_exceeded() -> None:
+    limits, _ = limits_of(measured())
+    gaps = np.zeros(30_000, np.float32)
+    gaps[::100] = 0.02
+    assert judge_all_gaps(gaps, BFLOAT16).passed
+    found = judge_all_gaps(gaps, limits)
+    assert not found.passed
+    assert "each counted up to" in found.reason
 
 
 def test_a_noisy_pool_keeps_the_published_limits_unless_told_otherwise() -> None:
@@ -91,11 +125,12 @@ def test_classes_of_chunks_that_were_not_seen_keep_the_published_limits() -> Non
 
 def test_unseeded_pools_keep_the_limits_of_gaps() -> None:
     found = measured()
-    for name in ("gap", "gap_max", "gap_mean"):
+    for name in ("gap", "gap_max"):
         del found.values[name]
+    found.gaps.clear()
     limits, _ = limits_of(found)
     assert (limits.gap, limits.gap_share, limits.gap_max) == (0.1, 0.01, 2.0)
-    assert limits.gap_mean == BFLOAT16.gap_mean
+    assert (limits.gap_mean, limits.gap_noise) == (BFLOAT16.gap_mean, None)
 
 
 def test_a_median_beyond_every_radius_of_the_null_test_is_refused() -> None:

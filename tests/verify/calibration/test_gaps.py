@@ -1,0 +1,67 @@
+"""The mean of honest gaps: from rollouts, with room for what they do not show."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from verify.calibration.gaps import ROOM, SMALLEST_CAP, noise_of
+
+TAU, LEAST = 0.1, 1e-6
+
+
+def rounding(
+    rollouts: int, *, tokens: int = 300, share: float = 0.004, seed: int = 0
+) -> list[np.ndarray]:
+    """Gaps as bfloat16 has them: few, and most of them small."""
+    rng = np.random.default_rng(seed)
+    return [
+        (rng.exponential(0.015, tokens) * (rng.random(tokens) < share)).astype(np.float32)
+        for _ in range(rollouts)
+    ]
+
+
+def noise_in(gaps: list[np.ndarray]) -> float:
+    return noise_of(gaps, tau=TAU, least=LEAST, probability=1e-6).mean / ROOM
+
+
+def test_the_mean_is_that_of_gaps_up_to_where_most_of_them_end() -> None:
+    gaps = rounding(2000)
+    found = noise_of(gaps, tau=TAU, least=LEAST, probability=1e-6)
+    together = np.concatenate(gaps)
+    above = together[together > 0]
+    assert found.cap == pytest.approx(np.quantile(above, 0.9), rel=0.01)
+    # of so many tokens little is not known
+    assert found.mean / ROOM == pytest.approx(np.minimum(together, found.cap).mean(), rel=0.5)
+    assert found.probability == 1e-6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_few_rollouts_give_a_mean_above_the_true_one(seed: int) -> None:
+    true = 0.004 * 0.015
+    assert noise_in(rounding(40, seed=seed)) > 0.9 * true
+
+
+def test_rollouts_that_differ_count_as_rollouts_and_not_as_tokens() -> None:
+    # given the same gaps, spread over all rollouts or all in every twentieth
+    even = rounding(400)
+    uneven = [each * (number % 20 == 0) for number, each in enumerate(rounding(400, share=0.08))]
+    assert noise_in(uneven) > 1.2 * noise_in(even)
+
+
+def test_the_part_of_the_run_with_the_most_counts() -> None:
+    # given a policy whose rounding doubles towards the end
+    calm, rough = rounding(600), rounding(200, share=0.008, seed=1)
+    assert noise_in(calm + rough) > 0.9 * noise_in(rough)
+    # and does so no less for being measured among more of what came before
+    assert noise_in(calm * 2 + rough) > 0.9 * noise_in(rough)
+
+
+def test_a_pool_without_any_gap_has_the_least_budget() -> None:
+    found = noise_of([np.zeros(300, np.float32)] * 4000, tau=1e-3, least=LEAST, probability=1e-6)
+    assert (found.cap, found.mean) == (pytest.approx(SMALLEST_CAP * 1e-3, rel=0.01), LEAST)
+
+
+def test_the_cap_is_never_above_tau() -> None:
+    found = noise_of([np.full(300, 0.5, np.float32)] * 50, tau=TAU, least=LEAST, probability=1e-6)
+    assert found.cap == TAU
