@@ -15,14 +15,15 @@ and then no file must suffer for it. Hence:
 - A suspect is left to validators that have not failed at it, while one of them asks for work.
 - What failed `ATTEMPTS` times that count is hopeless: to be set aside (`SubmissionSetAside`).
 
-Claims live in memory. After a restart of the coordinator everything unjudged is offered again, and
-no attempt has failed.
+Claims live in memory: after a restart of the coordinator everything unjudged is offered again.
+Failed attempts are kept where `remember_in` says, so that a file costs three in all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from verify.coordinator.events import FailedAttempt
 
@@ -35,6 +36,8 @@ ASKED_LATELY_S = 60.0
 SUSPECT_WAIT_S = 120.0
 """Since its last attempt, while there are others."""
 _MAX_REASON = 300
+_MAX_FAILURES = 16
+"""That are remembered of one submission, the last: a validator that fails at everything goes on."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,20 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class _Failure:
+class Failure:
     attempt: FailedAttempt
     counts: bool = False
     """Whether its validator has judged another submission since."""
+
+
+class Memory(Protocol):
+    """Where failed attempts outlive the process."""
+
+    def keep(self, submission: str, failures: Sequence[Failure]) -> None:
+        """Replaces what is kept of a submission."""
+        ...
+
+    def forget(self, submission: str) -> None: ...
 
 
 class Claims:
@@ -58,7 +71,8 @@ class Claims:
     def __init__(self, timeout_s: float = CLAIM_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._claims: dict[str, Claim] = {}
-        self._failures: dict[str, list[_Failure]] = {}
+        self._failures: dict[str, list[Failure]] = {}
+        self._memory: Memory | None = None
         self._asked: dict[str, float] = {}
         """When each validator last asked for work."""
         self._proving: dict[str, str] = {}
@@ -66,6 +80,16 @@ class Claims:
 
     def __len__(self) -> int:
         return len(self._claims)
+
+    def remember_in(self, memory: Memory, failed: Mapping[str, Sequence[Failure]]) -> None:
+        """Keeps failed attempts from now on.
+
+        Args:
+            memory: where.
+            failed: what it has kept, by submission; what no longer waits is forgotten in time.
+        """
+        self._memory = memory
+        self._failures = {submission: list(failures) for submission, failures in failed.items()}
 
     @property
     def suspects(self) -> int:
@@ -85,7 +109,8 @@ class Claims:
         if self.give_back(validator, submission):
             words = "".join(letter if letter.isprintable() else "?" for letter in reason)
             attempt = FailedAttempt(now, validator, words[:_MAX_REASON])
-            self._failures.setdefault(submission, []).append(_Failure(attempt))
+            failures = [*self._failures.get(submission, ()), Failure(attempt)]
+            self._remember(submission, failures[-_MAX_FAILURES:])
 
     def give_back(self, validator: str, submission: str) -> bool:
         """Frees a claim that nothing speaks against; whether there was one."""
@@ -108,7 +133,8 @@ class Claims:
         """
         self._expire(now)
         waiting = list(submissions)
-        self._failures = {s: found for s, found in self._failures.items() if s in set(waiting)}
+        for gone in self._failures.keys() - set(waiting):
+            self._forget(gone)
         self._asked[validator] = now
         held = list(self._held_by(validator))
         if validator in self._proving or any(submission in self._failures for submission in held):
@@ -130,13 +156,15 @@ class Claims:
     def settle(self, validator: str, submission: str) -> None:
         """The submission is judged. Its validator works: what it failed at before counts."""
         self._claims.pop(submission, None)
-        self._failures.pop(submission, None)
+        self._forget(submission)
         self._proving.pop(validator, None)
-        for other, failures in self._failures.items():
-            self._failures[other] = [
+        for other, failures in list(self._failures.items()):
+            counted = [
                 replace(failure, counts=True) if failure.attempt.validator == validator else failure
                 for failure in failures
             ]
+            if counted != failures:
+                self._remember(other, counted)
 
     def hopeless(self) -> dict[str, tuple[FailedAttempt, ...]]:
         """What is to be set aside, with all its failed attempts."""
@@ -149,7 +177,7 @@ class Claims:
     def forget(self, submission: str) -> None:
         """It was set aside."""
         self._claims.pop(submission, None)
-        self._failures.pop(submission, None)
+        self._forget(submission)
 
     def next_change(self, now: float) -> float | None:
         """When time alone will next make something claimable."""
@@ -159,6 +187,15 @@ class Claims:
                 at + ASKED_LATELY_S for at in self._asked.values()
             ]  # the others' turn is over
         return min((at for at in times if at > now), default=None)
+
+    def _remember(self, submission: str, failures: list[Failure]) -> None:
+        self._failures[submission] = failures
+        if self._memory is not None:
+            self._memory.keep(submission, failures)
+
+    def _forget(self, submission: str) -> None:
+        if self._failures.pop(submission, None) is not None and self._memory is not None:
+            self._memory.forget(submission)
 
     def _held_by(self, validator: str) -> Iterator[str]:
         return (s for s, claim in list(self._claims.items()) if claim.validator == validator)

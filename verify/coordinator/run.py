@@ -23,6 +23,7 @@ from runspec.spec.schema import RunSpec
 from verify.coordinator.activity import Activity
 from verify.coordinator.addresses import networks
 from verify.coordinator.admission import Admission, own_workers
+from verify.coordinator.attempts import AttemptFiles
 from verify.coordinator.backlog import Backlog
 from verify.coordinator.claims import CLAIM_TIMEOUT_S
 from verify.coordinator.closing import Closing
@@ -81,6 +82,8 @@ async def serve(
     workers, validators = Activity(), Activity()
     admission = Admission(spec, roles, own_workers(run_dir, spec))
     judging = Judging(journal, spec.name, claim_timeout_s=claim_timeout_s)
+    attempts = AttemptFiles(run_dir)
+    judging.claims.remember_in(attempts, attempts.load())
     backlog = Backlog(journal, judging.submitted, spec.verify.backlog)
     leasing = Leasing(journal, spec, key, roles, admission, backlog)
     closing = Closing(journal, spec.name, key, workers)

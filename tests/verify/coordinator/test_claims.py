@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verify.coordinator.claims import ASKED_LATELY_S, ATTEMPTS, SUSPECT_WAIT_S, Claims
+from verify.coordinator.claims import (
+    ASKED_LATELY_S,
+    ATTEMPTS,
+    SUSPECT_WAIT_S,
+    Claims,
+    Failure,
+)
 
 TIMEOUT_S = 300.0
 
@@ -191,19 +197,52 @@ def test_a_suspect_that_can_train_no_more_is_forgotten() -> None:
     assert claims.suspects == 0
 
 
+def test_what_a_validator_that_fails_at_everything_leaves_is_bounded() -> None:
+    claims, kept = Claims(), Kept()
+    claims.remember_in(kept, {})
+    for attempt in range(100):
+        batch(claims, "broken", ["x"], float(attempt))
+        claims.keep("broken", [], attempt + 0.5)
+    assert [failure.attempt.at for failure in kept.files["x"]] == [n + 0.5 for n in range(84, 100)]
+
+
+class Kept:
+    """What outlives a process."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, tuple[Failure, ...]] = {}
+
+    def keep(self, submission: str, failures: Sequence[Failure]) -> None:
+        self.files[submission] = tuple(failures)
+
+    def forget(self, submission: str) -> None:
+        del self.files[submission]
+
+
 @settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32), poisons=st.integers(0, 4), validators=st.integers(1, 3))
+@given(
+    seed=st.integers(0, 2**32),
+    poisons=st.integers(0, 4),
+    validators=st.integers(1, 3),
+    restarts=st.booleans(),
+)
 def test_poison_ends_three_processes_a_file_and_costs_no_other_file(
-    seed: int, poisons: int, validators: int
+    seed: int, poisons: int, validators: int, restarts: bool
 ) -> None:
-    """Validators of eight claims at most, which die of poison; honest work goes on coming."""
-    rng, claims, now = random.Random(seed), Claims(), 0.0
+    """Validators of eight claims at most, which die of poison; honest work goes on coming. The
+    coordinator may start again at any time, and costs no further process."""
+    rng, claims, now, kept = random.Random(seed), Claims(), 0.0, Kept()
+    claims.remember_in(kept, {})
     poison = {f"poison {n}" for n in range(poisons)}
     waiting = [f"honest {n}" for n in range(20)] + sorted(poison)
     rng.shuffle(waiting)
     deaths, judged, aside = 0, set(), set()
     for round_ in range(60 + 40 * poisons):
         now += rng.random() * 60
+        if restarts and rng.random() < 0.3:
+            before, claims = claims, Claims()
+            claims.remember_in(kept, dict(kept.files))
+            assert claims.hopeless() == before.hopeless() and claims.suspects == before.suspects
         if poison - aside:
             waiting.append(f"later {round_}")
         name = f"validator {rng.randrange(validators)}"
@@ -223,5 +262,5 @@ def test_poison_ends_three_processes_a_file_and_costs_no_other_file(
             waiting.remove(submission)
             aside.add(submission)
 
-    assert aside == poison and not waiting
+    assert aside == poison and not waiting and not kept.files
     assert len(judged) >= 20 and deaths <= (ATTEMPTS + validators - 1) * poisons
