@@ -40,6 +40,7 @@ LANES = [
     *_of("documents", "envelope"),
     *_of("documents", "spec", cheap=True),
     *_of("text", "proofs of a rollout"),
+    *_of("deltas", "delta"),
     *_of("parquet", "parquet footer", "decoder answer", "verdict file"),
     *_of("parquet", "parquet file", "parquet pages", may_die=True),
 ]
