@@ -19,7 +19,7 @@ from sampler.worker.meter import Meter
 from sampler.worker.worker import Worker
 from tests.sampler.engine.models import perturbed_version, save_version
 from tests.sampler.worker.obedient import Counting, outbox_in
-from tests.sampler.worker.test_loop import Works, site_of, spec_with
+from tests.sampler.worker.works import Works, site_of, spec_with
 from tests.waiting import eventually
 from verify.coordinator.events import LeaseGranted, SubmissionReceived
 from verify.formats.layout import STATE_FILE
