@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from bridge.config import ModelConfig
 from learner_jax.attention import packed_attention
 from learner_jax.attention.context import from_zigzag, to_zigzag
+from learner_jax.attention.rows import Rows, attend_in_rows
 from learner_jax.embedding import embed
 from learner_jax.execution import Execution, widen
 from learner_jax.remat import layer_remat
@@ -98,6 +99,7 @@ def final_hidden(
     segment_ids: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     execution: Execution,
+    rows: Rows | None = None,
 ) -> Float[Array, "B T D"]:
     """Hidden states after the last norm, from which `head_weight` makes logits.
 
@@ -108,6 +110,8 @@ def final_hidden(
         segment_ids: 1, 2, ... for the samples of a row, 0 for padding.
         positions: of each token in its own sample, from 0.
         execution: kernels, types and mesh.
+        rows: where the tokens stand for attention, with `segment_ids` of those rows; None where
+            they are packed in rows themselves.
 
     Returns:
         [B, T, D] in `execution.compute_dtype`. Padding positions hold finite values that mean
@@ -123,7 +127,7 @@ def final_hidden(
     def body(x: Array, layer: Params) -> tuple[Array, None]:
         # Cast here, a layer at a time: before the scan it would be a second copy of the model.
         layer = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), layer)
-        return _layer(x, layer, config, segment_ids, turn, execution), None
+        return _layer(x, layer, config, segment_ids, turn, execution, rows), None
 
     x, _ = jax.lax.scan(layer_remat(body, execution.remat), x, params["layers"])
     x = _rms_norm(x, params["final_norm"].astype(compute_dtype), config.rms_norm_eps)
@@ -137,6 +141,7 @@ def _layer(
     segment_ids: Int[Array, "B T"],
     turn: Rotation,
     execution: Execution,
+    rows: Rows | None,
 ) -> Float[Array, "B T D"]:
     y = _rms_norm(x, layer["attn_norm"], config.rms_norm_eps)  # [B, T, D]
     mesh = execution.mesh
@@ -145,7 +150,10 @@ def _layer(
         q = _rms_norm(q, layer["q_norm"], config.rms_norm_eps)
         k = _rms_norm(k, layer["k_norm"], config.rms_norm_eps)
     q, k, v = rotate(q, turn), rotate(k, turn), _linear(y, layer, "v", mesh)
-    mixed = packed_attention(q, k, v, segment_ids, execution)
+    if rows is None:
+        mixed = packed_attention(q, k, v, segment_ids, execution)
+    else:
+        mixed = attend_in_rows(q, k, v, segment_ids, rows, execution)
     x = x + _linear(mixed, layer, "o", mesh)  # [B, T, D]
     x = constrain(x, mesh, "batch", "sequence", None)
     y = _rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)  # [B, T, D]

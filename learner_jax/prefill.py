@@ -1,8 +1,9 @@
 """The JAX prefill engine: what a published policy version says of given output tokens.
 
-A validator loads it by name (`verify.plugins.PrefillEngine`). Rollouts are packed into microbatches
-of one shape, so one program is compiled; the head sees only the positions that predict an output
-token, a chunk at a time, so that [B, T, V] never exists.
+A validator loads it by name (`verify.plugins.PrefillEngine`). A prompt is computed once for the
+rollouts of a microbatch that begin with it (`shared_prompts`), microbatches have few shapes, so few
+programs are compiled, and the head sees only the positions that predict an output token, a chunk at
+a time, so that [B, T, V] never exists.
 """
 
 from __future__ import annotations
@@ -23,19 +24,26 @@ from jaxtyping import Array, Float, Int
 from bridge.config import ModelConfig, load_config
 from broadcast.client import WeightsClient
 from broadcast.loaded import LoadedVersions
-from learner_jax.arrays import TokenBatch
 from learner_jax.execution import execution, full_float32
 from learner_jax.leaves import load_params
 from learner_jax.model import final_hidden, head_weight
-from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch
+from learner_jax.shared_prompts import (
+    Place,
+    PrefillBatch,
+    Shape,
+    divide,
+    halved,
+    lay_out,
+    predicting,
+    shape_for,
+)
 from runspec.estimate.logits import chunk_tokens
 from runspec.spec import schema
 from runspec.spec.schema import RunSpec
 from verify.choices import HEADS, POWERS, Choices
-from verify.noise import gumbel
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
-from verify.token_facts import TokenFacts, Wanted, outputs_of, token_facts
+from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of
 from verify.truncation import Truncation
 
 MICROBATCH_TOKENS = 1 << 15
@@ -139,19 +147,18 @@ def prefill(
     """
     if not inputs:
         return []
-    packed = pack(
-        [Sample(each.prompt_tokens, each.output_tokens) for each in inputs],
-        tokens=policy.learner.packing.tokens,
-        rows=_rows(policy),
-    )
-    queries = _queries(packed, inputs)
+    devices = policy.mesh.size
+    shape = shape_for(inputs, tokens=policy.learner.packing.tokens, rows=_rows(policy) // devices)
+    parts = divide(inputs, shape)
+    together = [parts[start : start + devices] for start in range(0, len(parts), devices)]
+    members = [[place.member for part in batch for place in part] for batch in together]
     ends = {each.end_token for each in inputs if each.end_token is not None}
     wanted = Wanted.of(inputs, truncation)
     results = (
         _prefill(
             policy.params,
-            shard_batch(packed.token_batch(index), policy.mesh),
-            queries[index],
+            shard_batch(lay_out(batch, inputs, fit, devices), policy.mesh),
+            _query(batch, inputs, fit, devices),
             jnp.float32(temperature),
             np.int32(max(ends, default=0)),
             config=policy.config,
@@ -159,14 +166,14 @@ def prefill(
             mesh=policy.mesh,
             wanted=wanted,
         )
-        for index in range(packed.microbatches)
+        for batch in together
+        for fit in [halved(shape, batch, inputs)]
     )
-    outputs: list[PrefillOutput | None] = [None] * len(inputs)
-    for members, host in zip(_members(packed), _fetched(results), strict=True):
-        own = outputs_of(host, [inputs[member] for member in members])
-        for member, output in zip(members, own, strict=True):
-            outputs[member] = output
-    return [output for output in outputs if output is not None]
+    outputs: dict[int, PrefillOutput] = {}
+    for numbers, host in zip(members, _fetched(results), strict=True):
+        own = outputs_of(host, [inputs[number] for number in numbers])
+        outputs |= zip(numbers, own, strict=True)
+    return [outputs[number] for number in range(len(inputs))]
 
 
 def _fetched(results: Iterable[TokenFacts]) -> Iterator[TokenFacts]:
@@ -190,7 +197,7 @@ class Query:
     """The output tokens of a microbatch, [N]; the first `count` are real."""
 
     index: Any
-    """i32: the position that predicts the token, in the flattened rows."""
+    """i32: the position that predicts the token, of those of all shards."""
     token: Any
     """i32."""
     position: Any
@@ -209,38 +216,28 @@ def _rows(policy: Policy) -> int:
     return max(devices, rows // devices * devices)
 
 
-def _members(packed: Packed) -> list[list[int]]:
-    """The samples of each microbatch, in order of their number."""
-    members: list[list[int]] = [[] for _ in range(packed.microbatches)]
-    for number, place in enumerate(packed.placements):
-        members[place.microbatch].append(number)
-    return members
-
-
-def _queries(packed: Packed, inputs: Sequence[PrefillInput]) -> list[Query]:
-    _, rows, tokens = packed.batch.tokens.shape
-    queries = []
-    for members in _members(packed):
-        table = np.zeros((5, rows * tokens), np.int32)
-        begin = 0
-        for member in members:
-            place, each = packed.placements[member], inputs[member]
+def _query(
+    parts: Sequence[Sequence[Place]], inputs: Sequence[PrefillInput], shape: Shape, shards: int
+) -> Query:
+    table = np.zeros((5, shards * shape.positions), np.int32)
+    begin = 0
+    for shard, part in enumerate(parts):
+        for place in part:
+            each = inputs[place.member]
             end = begin + len(each.output_tokens)
-            start = place.row * tokens + place.start
-            table[0, begin:end] = np.arange(start, start + end - begin)
+            table[0, begin:end] = predicting(place, each) + shard * shape.positions
             table[1, begin:end] = each.output_tokens
             table[2, begin:end] = np.arange(end - begin)
             table[3:, begin:end] = np.asarray(each.noise_key or (0, 0), np.int32)[:, None]
             begin = end
-        index, token, position, key_0, key_1 = table
-        queries.append(Query(index, token, position, key_0, key_1, np.int32(begin)))
-    return queries
+    index, token, position, key_0, key_1 = table
+    return Query(index, token, position, key_0, key_1, np.int32(begin))
 
 
 @partial(jax.jit, static_argnames=("config", "learner", "mesh", "wanted"))
 def _prefill(
     params: Any,
-    batch: TokenBatch,
+    batch: PrefillBatch,
     query: Query,
     temperature: Float[Array, ""],
     end_token: Int[Array, ""],
@@ -258,6 +255,7 @@ def _prefill(
         batch.segment_ids,
         batch.positions,
         execution(learner, mesh, remat="none"),
+        batch.rows,
     )
     chosen = hidden.reshape(-1, hidden.shape[-1])[query.index]  # [N, D]
     bits = jax.lax.bitcast_convert_type(chosen.astype(jnp.bfloat16), jnp.uint16)
@@ -276,30 +274,23 @@ def _judge(
     """All but the hidden states, from logits that exist a chunk at a time."""
     count = hidden.shape[0]
     chunk = min(MAX_CHUNK, chunk_tokens(count, head.shape[1]), count)
-    vocabulary = jnp.arange(head.shape[1], dtype=jnp.int32)[None, :]
+    vocabulary = Vocabulary.of(jnp.arange(head.shape[1], dtype=jnp.int32)[None, :])
 
     def one_chunk(number: Int[Array, ""], out: TokenFacts) -> TokenFacts:
         # The last chunk is moved back to end with the array; tokens seen twice get the same again.
         start = jnp.minimum(number * chunk, count - chunk)
         part = jax.lax.dynamic_slice_in_dim(hidden, start, chunk)
-        token, position, key_0, key_1 = (
-            jax.lax.dynamic_slice_in_dim(x, start, chunk)[:, None]
-            for x in (query.token, query.position, query.key_0, query.key_1)
+        drawn = Drawn(
+            *(
+                jax.lax.dynamic_slice_in_dim(x, start, chunk)[:, None]
+                for x in (query.token, query.position, query.key_0, query.key_1)
+            )
         )
         logits = jnp.einsum(
             "nd,dv->nv", part, head.astype(part.dtype), preferred_element_type=jnp.float32
         )
         logits = logits / temperature  # [chunk, V]
-        noise = gumbel(jnp, key_0, key_1, position, vocabulary) if wanted.gaps else None
-        found = token_facts(
-            jnp,
-            logits,
-            noise,
-            vocabulary == token,
-            vocabulary == end_token,
-            wanted,
-            repeat=_repeat,
-        )
+        found = facts_of(jnp, logits, drawn, vocabulary, end_token, wanted, repeat=_repeat)
         return jax.tree.map(
             lambda all_, part: jax.lax.dynamic_update_slice_in_dim(all_, part, start, 0),
             out,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from verify.choices import Choices, describe
+from verify.noise import exponential, gumbel, token_words
 from verify.plugins import PrefillInput, PrefillOutput
 from verify.truncation import Repeat, Truncation, judged, repeated
 
@@ -45,6 +46,83 @@ class Wanted:
             choices=any(each.end_token is not None for each in inputs),
             truncation=truncation if truncation is not None and truncation.cuts else None,
         )
+
+
+class Vocabulary(NamedTuple):
+    """What depends on nothing but the number of tokens V: i32 [1, V] each."""
+
+    ids: Any
+    words: Any
+    """Of `verify.noise.token_words`."""
+
+    @classmethod
+    def of(cls, ids: Any) -> Vocabulary:
+        """Of 0 .. V - 1, i32 [1, V]."""
+        return cls(ids, token_words(ids))
+
+
+class Drawn(NamedTuple):
+    """Output tokens, and the noise that they were drawn with: i32 [n, 1] each."""
+
+    token: Any
+    position: Any
+    """Of the token in its output."""
+    key_0: Any
+    key_1: Any
+    """The words of `verify.noise.noise_key`; anything where not seeded."""
+
+
+_UNDERFLOW = 1e-30
+"""A speed of the race that may have lost bits, 69 nats below the largest."""
+
+
+def facts_of(
+    xp: Any,
+    scaled: Any,
+    drawn: Drawn,
+    vocabulary: Vocabulary,
+    end_token: Any,
+    wanted: Wanted,
+    *,
+    repeat: Repeat = repeated,
+) -> TokenFacts:
+    """`token_facts` with the noise of the tokens drawn, by the shortest way there.
+
+    Args:
+        xp: numpy, jax.numpy or torch.
+        scaled: f32 [n, V], logits / T.
+        drawn: the n tokens.
+        vocabulary: of the V tokens.
+        end_token: its id.
+        wanted: what is computed.
+        repeat: a loop that the library compiles.
+    """
+    if wanted.gaps and not wanted.choices and wanted.truncation is None:
+        return _raced(xp, scaled, drawn, vocabulary)
+    noise = None
+    if wanted.gaps:
+        noise = gumbel(xp, drawn.key_0, drawn.key_1, drawn.position, vocabulary.ids)
+    own, end = vocabulary.ids == drawn.token, vocabulary.ids == end_token
+    return token_facts(xp, scaled, noise, own, end, wanted, repeat=repeat)
+
+
+def _raced(xp: Any, scaled: Any, drawn: Drawn, vocabulary: Vocabulary) -> TokenFacts:
+    """Of seeded tokens where nothing is cut: one logarithm a logit, and no mask.
+
+    With z = logits / T, Gumbel noise g = -log e and e exponential, z_v + g_v is the logarithm of
+    exp(z_v) / e_v: the noise of the maximum alone needs one. Both sides of a gap are read from one
+    array, so that it is 0 where the token won.
+    """
+    rows, token = xp.arange(len(scaled)), drawn.token[:, 0]
+    top = xp.amax(scaled, -1)
+    weights = xp.exp(scaled - top[:, None])
+    noise = (drawn.key_0, drawn.key_1, drawn.position)
+    speeds = weights / exponential(xp, *noise, vocabulary.words)
+    below, speed = scaled[rows, token] - top, speeds[rows, token]
+    # Far below the top exp underflows, and then the definition is taken, for that token alone.
+    exact = below + gumbel(xp, *noise, drawn.token)[:, 0]
+    mine = xp.where(speed > _UNDERFLOW, xp.log(xp.clip(speed, _UNDERFLOW, None)), exact)
+    return TokenFacts(below - xp.log(weights.sum(-1)), xp.log(xp.amax(speeds, -1)) - mine, None)
 
 
 def token_facts(

@@ -26,9 +26,8 @@ from runspec.common.errors import UserError
 from runspec.spec.schema import Learner, RunSpec
 from sampler.prefill.states import hidden_states, spans
 from verify.choices import Choices
-from verify.noise import gumbel
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
-from verify.token_facts import TokenFacts, Wanted, outputs_of, token_facts
+from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of
 from verify.truncation import Truncation
 
 CPU_POSITIONS, CPU_NUMBERS = 1 << 11, 1 << 18
@@ -188,16 +187,15 @@ def _facts(
     device = head.device
     columns = torch.from_numpy(_columns(batch)).to(device)
     ends = {each.end_token for each in batch if each.end_token is not None}
-    vocabulary = torch.arange(len(head), dtype=torch.int32, device=device)[None, :]
-    end = vocabulary == max(ends, default=0)
+    vocabulary = Vocabulary.of(torch.arange(len(head), dtype=torch.int32, device=device)[None, :])
+    end = max(ends, default=0)
     found = []
     for rows in _portions(len(hidden), CHUNK_LOGITS[device.type] // len(head)):
         logits = hidden[rows].float() @ head.T
         for part in _portions(len(logits), JUDGED_LOGITS[device.type] // len(head)):
-            token, position, key_0, key_1 = columns[:, rows][:, part, None]
+            drawn = Drawn(*columns[:, rows][:, part, None])
             scaled = logits[part] / temperature  # [n, V]
-            noise = gumbel(torch, key_0, key_1, position, vocabulary) if wanted.gaps else None
-            found.append(token_facts(torch, scaled, noise, vocabulary == token, end, wanted))
+            found.append(facts_of(torch, scaled, drawn, vocabulary, end, wanted))
     bits = hidden.to(torch.bfloat16).view(torch.int16).cpu().numpy().view(np.uint16)
     return _joined(found)._replace(hidden=bits)
 
@@ -209,7 +207,7 @@ def _portions(count: int, size: int) -> Iterator[slice]:
 
 
 def _columns(batch: Sequence[PrefillInput]) -> np.ndarray:
-    """i32 [4, N]: of each output token itself, its position, and the two words of its noise key."""
+    """i32 [4, N]: of each output token the fields of `Drawn`."""
     counts = [len(each.output_tokens) for each in batch]
     keys = np.array([each.noise_key or (0, 0) for each in batch], np.int32)
     tokens = np.concatenate([each.output_tokens for each in batch])
