@@ -170,3 +170,12 @@ class Filled:
             expires=self.now + self.state.policy.lease_timeout_s,
         )
         return LeaseGranted(self.now, lease, digest("lease", lease.seed.hex()), "signed")
+
+
+def started(**changes: object) -> Filled:
+    """A run of two workers, x and y, whose first version is out."""
+    run = Filled(policy(**changes))
+    run.register("x")
+    run.register("y")
+    run.publish(0)
+    return run

@@ -1,0 +1,74 @@
+"""Validators over HTTP: what they claim, and verdicts that fit or do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+
+from runspec.common.keys import SigningKey
+from tests.verify.coordinator.deployment import (
+    DEADLINE_S,
+    Site,
+    tiny_spec,
+    verdict,
+)
+from tests.verify.coordinator.over_http import check, post, sample
+
+
+def test_a_validator_that_dies_loses_no_submission(site: Site):
+    with site.serving():
+        key, worker = site.worker()
+        digest, _ = sample(site, key, worker)
+        first = site.client(site.validator)
+        assert first.next_submission(DEADLINE_S).submission == digest
+        assert first.next_submission(0.0) is None  # it is held
+
+        second = site.client(site.validator)  # the same key, a new process that holds nothing
+
+        assert check(site, second) == digest
+
+
+def test_a_claim_without_a_verdict_is_offered_to_another_validator(tmp_path: Path):
+    site = Site(tmp_path, tiny_spec())
+    site.publish(0)
+    other = SigningKey.generate()
+    site.sign_roles(site.validator, other)
+    with site.origin(), site.serving(claim_timeout_s=0.05):
+        key, worker = site.worker()
+        digest, lease = sample(site, key, worker)
+        slow, quick = site.client(site.validator), site.client(other)
+        assert slow.next_submission(DEADLINE_S).submission == digest
+
+        assert quick.next_submission(DEADLINE_S).submission == digest
+
+        quick.verdict(*verdict(digest, lease, other))
+        slow.verdict(*verdict(digest, lease, site.validator, accepted=False))  # too late to count
+        status = httpx.get(f"{site.url}/v1/status", trust_env=False).json()
+        assert status["rejected_submissions"] == 0
+        assert status["workers"][0]["accepted_rollouts"] == 4
+
+
+def test_verdicts_that_do_not_fit_are_refused(site: Site):
+    with site.serving():
+        key, worker = site.worker()
+        digest, lease = sample(site, key, worker)
+        validator = site.client(site.validator)
+        envelope, table = verdict(digest, lease, site.validator)
+        _, half = verdict(digest, replace(lease, groups=1), site.validator)
+        other_step = replace(lease, step=1)
+        nan = verdict(digest, lease, site.validator, task_rewards=(float("nan"), 1.0))
+
+        for signed, body, words in (
+            (*verdict(digest, lease, key), "may not sign it"),
+            (envelope, half, "names another body"),
+            (*verdict(digest, other_step, site.validator), "not the submission's"),
+            (*verdict(digest, lease, site.validator, dropped=(2,)), "dropped_groups"),
+            (*nan, "finite"),
+        ):
+            answer = post(site, site.validator, "/v1/verdicts", body, envelope=signed)
+            assert (answer.status_code, words in answer.json()["error"]) == (400, True), words
+
+        validator.verdict(envelope, table)
+        assert validator.next_submission(0.0) is None
