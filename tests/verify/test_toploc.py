@@ -20,6 +20,7 @@ from verify.toploc import (
     build_proofs,
     build_proofs_batch,
     parse_proof,
+    parse_proofs,
     verify_proofs,
     verify_proofs_batch,
 )
@@ -244,6 +245,35 @@ def test_any_bytes_parse_or_are_refused(data: bytes) -> None:
     except MalformedProof:
         return
     assert proof.to_bytes() == data
+
+
+def read_alone(data: bytes, k: int) -> bytes | None:
+    try:
+        return parse_proof(data, k=k).to_bytes()
+    except MalformedProof:
+        return None
+
+
+WORD = st.sampled_from([0, 0, 0, 1, 127, 128, PRIME - 1, PRIME])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.binary(max_size=300)
+            | st.lists(WORD, min_size=129, max_size=129).map(lambda given: words(*given)),
+            st.sampled_from([1, 64, 128]),
+        ),
+        max_size=5,
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_many_proofs_are_read_as_each_alone(proofs: list[tuple[bytes, int]]) -> None:
+    good = words(PRIME, 5, *[0] * 127)
+    datas, ks = [good, *(data for data, _ in proofs)], [1, *(k for _, k in proofs)]
+    found = [None if proof is None else proof.to_bytes() for proof in parse_proofs(datas, ks)]
+    assert found == [read_alone(data, k) for data, k in zip(datas, ks, strict=True)]
+    assert found[0] == good
 
 
 @given(st.binary(min_size=PROOF_BYTES, max_size=PROOF_BYTES))

@@ -11,7 +11,7 @@ from verify.checks.base import Subject, no_faults
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
 from verify.thresholds import LOGPROB_CEILING
-from verify.toploc import CHUNK_ROWS, MalformedProof, parse_proof
+from verify.toploc import CHUNK_ROWS, TOP_K, MalformedProof, parse_proof, parse_proofs
 
 
 class BoundsCheck:
@@ -52,7 +52,14 @@ class ProofFormatCheck:
     name = "proof_format"
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        return [no_faults(self.name, list(_proof_faults(r))) for r in subject.rollouts]
+        proofs = [proof for row in subject.rollouts for proof in row.proofs]
+        found = iter(parse_proofs(proofs, [TOP_K] * len(proofs)))
+        results = []
+        for row in subject.rollouts:
+            parsed = [next(found) for _ in row.proofs]
+            right = len(parsed) == _chunks(row) and all(proof is not None for proof in parsed)
+            results.append(no_faults(self.name, [] if right else list(_proof_faults(row))))
+        return results
 
 
 def _faults(row: Rollout, subject: Subject) -> Iterator[str]:
@@ -108,12 +115,15 @@ def _version_faults(row: Rollout, subject: Subject) -> Iterator[str]:
 
 
 def _proof_faults(row: Rollout) -> Iterator[str]:
-    chunks = -(-len(row.output_tokens) // CHUNK_ROWS)
-    if len(row.proofs) != chunks:
-        yield f"{len(row.proofs)} proofs for {chunks} chunks"
+    if len(row.proofs) != _chunks(row):
+        yield f"{len(row.proofs)} proofs for {_chunks(row)} chunks"
         return
     for number, proof in enumerate(row.proofs):
         try:
             parse_proof(proof)
         except MalformedProof as error:
             yield f"proof {number}: {error}"
+
+
+def _chunks(row: Rollout) -> int:
+    return -(-len(row.output_tokens) // CHUNK_ROWS)
