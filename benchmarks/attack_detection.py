@@ -34,6 +34,7 @@ from benchmarks.attacks.measure import (
     Rows,
     decided,
     detection,
+    found_out,
     interval,
     largest_mean_gaps,
     rows_of,
@@ -57,7 +58,7 @@ ATTACKING = 1 << 20
 ENOUGH = 0.999
 RATE = 1e-5
 """Of honest rollouts that calibrated limits may reject."""
-SAMPLING_LIMITS = ("logprob_submission", "logprob_rollout", "gap", "gap_max", "gap_mean")
+SAMPLING_LIMITS = ("logprob_submission", "logprob_rollout", "gap", "gap_max")
 VARIANTS = ("own", "validator's", "calibrated")
 
 
@@ -79,6 +80,10 @@ class Plan:
     """Submissions of each size."""
     rollouts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Of a submission."""
+    workers: int = 1000
+    """Whose submissions together are looked at."""
+    submissions: int = 400
+    """Of each of them."""
 
 
 PLANS = {
@@ -86,7 +91,7 @@ PLANS = {
     "128": Plan(1792, 128, 4, 128, 6),
     "256": Plan(192, 32, 2, 32, 6),
 }
-QUICK = Plan(128, 16, 2, 64, 2, trials=100, rollouts=(1, 8))
+QUICK = Plan(128, 16, 2, 64, 2, trials=100, rollouts=(1, 8), workers=10, submissions=10)
 QUICK_SIZE = Size(32, 1, 40, 8, 3e-3)
 
 
@@ -137,6 +142,7 @@ class Bench:
                 **honest_row(together(rows), refused[pair]),
                 "largest_mean_gaps": largest_mean_gaps(together(rows), plan.rollouts, plan.trials),
                 "calibrated": calibrated_row(together(again[pair]), self.calibrated[pair]),
+                "workers": self._found_out(together(again[pair]), self.calibrated[pair]),
             }
             for pair, rows in found.items()
         }
@@ -196,7 +202,13 @@ class Bench:
         limits = self.calibrated[site.pair]
         sharper = rows_of(replace(subject, limits=limits)).only(counts)
         row["calibrated"] = {"submissions": self._detected(sharper, limits)}
+        row["workers"] = self._found_out(sharper, limits)
         return row
+
+    def _found_out(self, rows: Rows, limits: Limits) -> dict[str, float]:
+        assert limits.gap_noise is not None, "the pools here sample seeded"
+        plan = self.plan
+        return found_out(rows, limits.gap_noise, submissions=plan.submissions, workers=plan.workers)
 
     def _detected(self, rows: Rows, limits: Limits) -> list[dict[str, object]]:
         return detection(rows, limits, self.plan.rollouts, self.plan.trials)
@@ -239,6 +251,7 @@ def calibrated_row(rows: Rows, limits: Limits) -> dict[str, Any]:
     chosen = np.arange(len(rows.tokens)).reshape(-1, ROLLOUTS)
     return {
         "limits": {name: getattr(limits, name) for name in SAMPLING_LIMITS},
+        "gap_noise": limits.gap_noise and vars(limits.gap_noise),
         "submissions": len(chosen),
         "rejected_submissions": int(decided(rows, chosen, limits).any(1).sum()),
     }

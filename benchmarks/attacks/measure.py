@@ -1,12 +1,14 @@
 """Detection of submissions of any size, from what the checks say of single rollouts.
 
-A submission is rejected when a row of it is, or when one of two means over its tokens exceeds its
-limit. So rows are judged once, by the checks themselves, and submissions are drawn from them. That
-this comes to what the examiner decides is compared on whole submissions (`decided`).
+A submission is rejected when a row of it is, or when a mean over its tokens exceeds its limit. So
+rows are judged once, by the checks themselves, and submissions are drawn from them. That this comes
+to what the examiner decides is compared on whole submissions (`decided`). A worker is found out
+when the coordinator adds up what its submissions exceed the noise of its pool by (`found_out`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ from scipy.stats import beta
 from verify.checks import Subject
 from verify.checks.prefill import ProofCheck, RolloutLogprobCheck, SeededSamplingCheck
 from verify.checks.values import TerminationCheck
+from verify.gap_noise import DRIFT, GapNoise
 from verify.thresholds import Limits
 
 ROW_CHECKS = (TerminationCheck(), RolloutLogprobCheck(), SeededSamplingCheck(), ProofCheck())
@@ -23,6 +26,9 @@ SUBMISSION_CHECKS = ("logprobs_submission", "seeded_sampling_submission")
 CHECKS = (*(check.name for check in ROW_CHECKS), *SUBMISSION_CHECKS)
 CONFIDENCE = 0.95
 _AT_ONCE = 500
+_OF_A_WORKER = 32
+"""Rollouts of each of its submissions."""
+_ENOUGH = 0.999
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class Rows:
     """f64 [M]: sum of |claimed - recomputed| log-prob, nats."""
     gaps: np.ndarray
     """f64 [M]: sum of gaps, nats."""
+    counted: np.ndarray
+    """f64 [M]: the same, each gap up to the cap of the limits; 0 where they have none."""
     gap_max: np.ndarray
     """f64 [M]."""
     above: np.ndarray
@@ -52,12 +60,14 @@ def rows_of(subject: Subject) -> Rows:
     pairs = subject.prefilled
     failed = [[not result.passed for result in check.run(subject)] for check in ROW_CHECKS]
     gaps = [np.asarray(found.seeded_gap, np.float64) for _, found in pairs]
+    noise = subject.limits.gap_noise
     return Rows(
         tokens=np.array([len(row.output_tokens) for row, _ in pairs]),
         distance=np.array(
             [np.abs(row.logprobs.astype(np.float64) - f.logprobs).sum() for row, f in pairs]
         ),
         gaps=np.array([each.sum() for each in gaps]),
+        counted=np.array([noise.counted(each) if noise else 0.0 for each in gaps]),
         gap_max=np.array([each.max() for each in gaps]),
         above=np.array([(each > subject.limits.gap).sum() for each in gaps]),
         failed=np.array(failed).T,
@@ -69,12 +79,41 @@ def decided(rows: Rows, chosen: np.ndarray, limits: Limits) -> np.ndarray:
     tokens = rows.tokens[chosen].sum(1)
     distance = rows.distance[chosen].sum(1) / tokens
     gap = rows.gaps[chosen].sum(1) / tokens
+    choices = ~(gap <= limits.gap_mean + limits.gap / tokens)
+    if limits.gap_noise is not None:
+        largest = np.array([limits.gap_noise.largest_mean(int(n)) for n in tokens])
+        choices |= ~(rows.counted[chosen].sum(1) / tokens <= largest)
     by_rows = rows.failed[chosen].any(1)
-    means = [
-        ~(distance <= limits.logprob_submission),
-        ~(gap <= limits.gap_mean + limits.gap / tokens),
-    ]
+    means = [~(distance <= limits.logprob_submission), choices]
     return np.concatenate([by_rows, np.stack(means, 1)], 1)
+
+
+def found_out(rows: Rows, noise: GapNoise, *, submissions: int, workers: int) -> dict[str, float]:
+    """How many tokens workers get by with whose submissions are all accepted by themselves.
+
+    Args:
+        rows: of a class; submissions of 32 are drawn from them with replacement.
+        noise: of the pool.
+        submissions: after which no more are looked at.
+        workers: how many are tried.
+
+    Returns:
+        `share` of the workers found out, and the `tokens` by which 99.9 % of them were; without
+        where they were not.
+    """
+    rng, tokens = np.random.default_rng(0), np.zeros(workers)
+    total, needed = np.zeros(workers), np.full(workers, np.inf)
+    for _ in range(submissions):
+        chosen = rng.integers(0, len(rows.tokens), (workers, _OF_A_WORKER))
+        lengths = rows.tokens[chosen].sum(1)
+        tokens += lengths
+        excess = rows.counted[chosen].sum(1) - DRIFT * noise.mean * lengths
+        total = np.maximum(0.0, total + excess)
+        alarmed = (total > noise.largest_excess) & np.isinf(needed)
+        needed[alarmed] = tokens[alarmed]
+    found = {"share": float(np.isfinite(needed).mean())}
+    most = float(np.sort(needed)[math.ceil(_ENOUGH * workers) - 1])
+    return found | ({"tokens": most} if math.isfinite(most) else {})
 
 
 def detection(
