@@ -1,6 +1,6 @@
 """Forged TOPLOC proofs against real hidden states, and honest ones; prints JSON, a line a model.
 
-    python -m benchmarks.toploc_null [MODEL ...] [--scale S] [--keep DIR] [--pretrained DIR]
+    python -m benchmarks.toploc_null [MODEL ...] [--sampled] [--pretrained DIR] [--keep DIR]
 
 Each model is trained here on real text, in minutes (`benchmarks.null.text_model`); `crafted` is
 the model of hidden size 128 with six channels of its final norm scaled by 8. Windows of text are
@@ -8,9 +8,10 @@ drawn at random: the first are the forger's library, as many are somebody else's
 judged. A forgery is judged on every chunk: under the published limits, under those with signs and
 the ratio to the best constant (`ratio`: the rules before the null test), and by all rules.
 `decided` are the chunks where passing is worth 40 bits; the tail is of the positions hit there.
-Limits are those of bfloat16, the looser.
+Limits are those of bfloat16, the looser. The windows hold text, which repeats itself word by word,
+or with --sampled what the model samples itself at temperature 1 from their first 32 tokens.
 
-With --keep the weights and the judgements are kept in DIR, after every 64 windows: a run that was
+With --keep the weights and the judgements are kept in DIR, after every 256 windows: a run that was
 ended goes on where it was, and one of a larger scale adds what is missing.
 """
 
@@ -31,14 +32,14 @@ from benchmarks.null.models import Model, pretrained, text_model
 from benchmarks.null.summary import explained, summary
 from benchmarks.null.text_model import Size, read_text
 
-_PORTION = 64
-_PRETRAINED = (100, 400)
+_PORTION = 256
+_PRETRAINED = (60, 400)
 MODELS: dict[str, tuple[Size, int, int, int]] = {
     "64": (Size(64, 2, 150, 8, 3e-3), 0, 2000, 9500),
     "128": (Size(128, 4, 120, 16, 2e-3), 0, 600, 3000),
     "crafted": (Size(128, 4, 120, 16, 2e-3), 6, 500, 2200),
     "256": (Size(256, 2, 40, 4, 1.5e-3), 0, 200, 800),
-    "512": (Size(512, 2, 160, 2, 1.5e-3), 0, 120, 400),
+    "512": (Size(512, 2, 120, 2, 1.5e-3), 0, 80, 400),
 }
 """Name: the model, its outlier channels, and how many windows of 7 chunks are a library's and are
 judged."""
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the windows judged")
     parser.add_argument("--honest", type=int, default=60, help="windows of each honest pair")
     parser.add_argument("--keep", type=Path, help="directory for weights and judgements")
+    parser.add_argument("--sampled", action="store_true", help="rollouts, not text, of MODEL")
     parser.add_argument("--pretrained", type=Path, help="a directory that transformers loads")
     options = parser.parse_args()
     if unknown := set(options.models) - set(MODELS):
@@ -116,13 +118,16 @@ def main() -> None:
     text, names = read_text(), options.models or ([] if options.pretrained else list(MODELS))
     for name in names:
         size, outliers, library, count = MODELS[name]
-        model = text_model(name, size, text, options.keep, outliers=outliers)
-        scaled = max(1, int(options.scale * count))
-        print(json.dumps(measure(model, library, scaled, options.honest, options.keep)), flush=True)
+        sampled = options.sampled
+        model = text_model(name, size, text, options.keep, outliers=outliers, sampled=sampled)
+        _report(model, library, count, options)
     if options.pretrained:
-        library, count = _PRETRAINED
-        model, scaled = pretrained(options.pretrained, text), max(1, int(options.scale * count))
-        print(json.dumps(measure(model, library, scaled, options.honest, options.keep)), flush=True)
+        _report(pretrained(options.pretrained, text), *_PRETRAINED, options)
+
+
+def _report(model: Model, library: int, count: int, options: argparse.Namespace) -> None:
+    scaled = max(1, int(options.scale * count))
+    print(json.dumps(measure(model, library, scaled, options.honest, options.keep)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The models of the null test: those trained here, and a pretrained one of a directory.
 
-Each reads windows of 256 tokens of Python's standard library, in a fixed random order.
+Each reads windows of 256 tokens of Python's standard library, in a fixed random order, or its own
+rollouts from prompts there.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from benchmarks.null.text_model import (
     SEQUENCE,
     Size,
     hidden_states,
+    rollouts,
     rounded_weights,
     trained,
+    transformers_model,
     transformers_states,
     windows,
     with_outliers,
@@ -50,18 +53,26 @@ class Model:
 
 
 def text_model(
-    name: str, size: Size, text: np.ndarray, cache: Path | None, *, outliers: int
+    name: str, size: Size, text: np.ndarray, cache: Path | None, *, outliers: int, sampled: bool
 ) -> Model:
-    """One trained here, with so many channels of its final norm scaled by 8."""
+    """One trained here, with so many channels of its final norm scaled by 8.
+
+    It reads held-out text or, `sampled`, its own rollouts from the first 32 tokens of it.
+    """
     params, older, loss = trained(size, text, cache)
     if outliers:
         params, older = (with_outliers(each, outliers, 8.0) for each in (params, older))
+    engine = transformers_model(params, size, "float32") if sampled else None
+
+    def outputs(first: int, count: int) -> np.ndarray:
+        return rollouts(engine, windows(text, first, count)[:, :PROMPT], first)
+
     return Model(
-        name,
+        f"{name}-sampled" if sampled else name,
         size.hidden,
         size.layers,
         round(loss, 3),
-        partial(windows, text),
+        outputs if sampled else partial(windows, text),
         partial(hidden_states, params, size),
         partial(_pairs, params, older, size),
     )

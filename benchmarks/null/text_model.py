@@ -218,6 +218,32 @@ def transformers_states(params: Any, size: Size, tokens: np.ndarray, dtype: str)
     return np.concatenate(found)
 
 
+def rollouts(model: Any, prompts: np.ndarray, seed: int) -> np.ndarray:
+    """What a model of `transformers` samples at temperature 1, at its first 256 positions.
+
+    Args:
+        model: with a head, in torch.
+        prompts: i32 [n, prompt].
+        seed: of the noise: token = argmax(logits + Gumbel noise).
+
+    Returns:
+        i32 [n, 256]: prompts and outputs.
+    """
+    import torch
+
+    rng = np.random.default_rng(seed)
+    tokens, past = torch.from_numpy(prompts.astype(np.int64)), None
+    found = [tokens]
+    with torch.no_grad():
+        for _ in range(SEQUENCE - prompts.shape[1]):
+            out = model(input_ids=tokens, past_key_values=past, use_cache=True, logits_to_keep=1)
+            logits, past = out.logits[:, -1].float(), out.past_key_values
+            noise = rng.gumbel(size=tuple(logits.shape)).astype(np.float32)
+            tokens = (logits + torch.from_numpy(noise)).argmax(dim=1, keepdim=True)
+            found.append(tokens)
+    return torch.cat(found, dim=1).numpy().astype(np.int32)
+
+
 def with_outliers(params: Any, channels: int, factor: float) -> Any:
     """The model with some channels of its final norm scaled up: crafted, as large models have."""
     scale = np.ones(params["final_norm"].shape, np.float32)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from math import comb
+from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.null import collisions
 from benchmarks.null.forgeries import Library, TokenTable
 from benchmarks.null.judging import ACCEPTED, DECIDED, NullTests, chunks_of, compared, judged
+from benchmarks.null.models import Model
 from benchmarks.null.summary import explained, summary, upper_bound
-from benchmarks.null.text_model import SEQUENCE, windows
+from benchmarks.null.text_model import SEQUENCE, Size, rollouts, transformers_model, windows
+from benchmarks.toploc_null import judgements
+from learner_jax.model import init_params
 from verify.checks.prefill import judge_proofs, null_test_of
 from verify.thresholds import BFLOAT16, NULL_BITS
 from verify.toploc import build_proofs_batch
@@ -106,6 +112,52 @@ class TestJudging:
         hidden = np.repeat(tokens[:, 32:, None], WIDTH, axis=2).astype(np.uint16)
         for chunk, read in zip(*vars(chunks_of(hidden, tokens)).values(), strict=True):
             assert (read[-32:] == chunk[:, 0]).all() and (np.diff(read) == 1).all()
+
+
+class TestRuns:
+    def test_a_run_that_goes_on_judges_what_one_run_does(self, tmp_path: Path) -> None:
+        # given a model whose states follow from the tokens
+        table = np.random.default_rng(11).normal(size=(256, WIDTH)).astype(ml_dtypes.bfloat16)
+
+        def tokens(first: int, count: int) -> np.ndarray:
+            rng = np.random.default_rng(12).spawn(first + count)
+            return np.stack([each.integers(0, 256, SEQUENCE) for each in rng[first:]])
+
+        def hidden(read: np.ndarray) -> np.ndarray:
+            return (table[read[:, 32:]] + table[read[:, 31:-1]]).view(np.uint16)
+
+        model = Model("tiny", WIDTH, 1, None, tokens, hidden, lambda _: iter(()))
+
+        # when twelve windows are judged at once, or three of them first
+        whole = judgements(model, 3, 12, None)
+        judgements(model, 3, 3, tmp_path)
+        parts = judgements(model, 3, 12, tmp_path)
+
+        # then the judgements are the same, a tenth of the windows for forgeries that rules refuse
+        assert {name: len(rows) for name, rows in whole.items()} == {
+            name: 2 if name.startswith(("constant", "channels")) or name == "cells" else 12
+            for name in whole
+        }
+        assert whole.keys() == parts.keys()
+        assert all((whole[name] == parts[name]).all() for name in whole)
+
+    def test_a_rollout_is_sampled_from_the_models_own_logits(self) -> None:
+        # given a model and prompts of all but eight tokens
+        size = Size(64, 1, 0, 0, 0.0)
+        model = transformers_model(init_params(size.config, jax.random.key(1)), size, "float32")
+        prompts = np.random.default_rng(13).integers(1, 256, (3, SEQUENCE - 8)).astype(np.int32)
+
+        # when it continues them
+        found = rollouts(model, prompts, seed=5)
+
+        # then each token is the argmax of the logits of a pass over the whole, and the noise
+        with torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(found.astype(np.int64))).logits.numpy()
+        rng = np.random.default_rng(5)
+        assert (found[:, :-8] == prompts).all()
+        for place in range(SEQUENCE - 8, SEQUENCE):
+            noise = rng.gumbel(size=(3, 256)).astype(np.float32)
+            assert (found[:, place] == (logits[:, place - 1] + noise).argmax(axis=1)).all()
 
 
 class TestTokenTable:
