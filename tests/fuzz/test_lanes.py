@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.__main__ import Fault, Progress, watch
@@ -31,7 +31,7 @@ def case_of(lane: Lane) -> Callable[[Random], bool]:
 
 
 @pytest.mark.parametrize("lane", HERE, ids=lambda lane: lane.name)
-@costly
+@settings(costly, max_examples=costly.max_examples // 2)
 @given(seed=st.integers(0, 2**48))
 def test_lanes(lane: Lane, seed: int) -> None:
     case_of(lane)(Random(seed))

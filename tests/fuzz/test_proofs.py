@@ -7,6 +7,7 @@ import base64
 import math
 import random
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from verify.toploc import (
     MalformedProof,
     build_proofs,
     parse_proof,
+    parse_proofs,
     verify_proofs,
 )
 from verify.toploc.field import PRIME
@@ -133,6 +135,17 @@ def check_proof(data: bytes, k: int) -> bool:
             return False
     assert well_formed(data, k) and parsed.to_bytes() == data
     return True
+
+
+def check_proofs_together(sent: Sequence[bytes], ks: Sequence[int]) -> bool:
+    """Those of a submission: each as it is alone."""
+    with bounded(MEMORY):
+        found = parse_proofs(sent, ks)
+    assert len(found) == len(sent)
+    for data, k, proof in zip(sent, ks, found, strict=True):
+        assert (proof is not None) == well_formed(data, k)
+        assert proof is None or proof.to_bytes() == data
+    return None not in found
 
 
 @costly

@@ -32,7 +32,16 @@ def _of(module: str, *names: str, cheap: bool = False, may_die: bool = False) ->
 
 
 LANES = [
-    *_of("text", "proof", "chunk range", "forwarded", "poll parameters", "bearer", "join link"),
+    *_of(
+        "text",
+        "proof",
+        "proofs together",
+        "chunk range",
+        "forwarded",
+        "poll parameters",
+        "bearer",
+        "join link",
+    ),
     *_of("text", "answer head", "heartbeat", "request body", "json object"),
     *_of("documents", "submission", "lease", "verdict", "latest", "roles", "invite", cheap=True),
     *_of("documents", "batch", "site", "manifest", "profile", cheap=True),

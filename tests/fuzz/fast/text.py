@@ -22,7 +22,13 @@ from runspec.common.hashing import is_digest
 from runspec.common.join_link import parse_join_link
 from tests.fuzz.bounds import bounded
 from tests.fuzz.fast.mutate import EDGES, Changer, damaged, damaged_json
-from tests.fuzz.test_proofs import PROOFS, WORDS, check_proof, check_proofs_from_outside
+from tests.fuzz.test_proofs import (
+    PROOFS,
+    WORDS,
+    check_proof,
+    check_proofs_from_outside,
+    check_proofs_together,
+)
 from tests.fuzz.test_requests import (
     BODIES,
     HEADERS,
@@ -89,24 +95,41 @@ def _texts(sound: Sequence[str], *, latin: bool = False) -> Callable[[Random], s
     return draw
 
 
-def proof() -> Case:
-    """TOPLOC's bytes: honest ones whose words are changed, cut or longer, and any."""
+def _proofs() -> Callable[[Random], bytes]:
+    """Draws TOPLOC's bytes: honest ones whose words are changed, cut or longer, and any."""
     words = [word.to_bytes(2, "big") for word in WORDS]
 
-    def case(rng: Random) -> bool:
-        data = rng.choice(PROOFS)
-        what = rng.random()
+    def draw(rng: Random) -> bytes:
+        data, what = rng.choice(PROOFS), rng.random()
         if what < 0.6:
             made = bytearray(data)
             for _ in range(rng.choice((0, 1, 1, 2, 3))):
                 at = 2 * rng.choice((0, int(rng.random() * 129)))
                 made[at : at + 2] = rng.choice(words)
-            data = bytes(made)
-        elif what < 0.8:
-            data = damaged(rng, data, PROOFS, words)
-        else:
-            data = rng.randbytes(rng.choice((0, 1, 257, 258, 258, 258, 259, 600)))
-        return check_proof(data, rng.choice((1, 2, 16, 127, TOP_K, TOP_K)))
+            return bytes(made)
+        if what < 0.8:
+            return damaged(rng, data, PROOFS, words)
+        return rng.randbytes(rng.choice((0, 1, 257, 258, 258, 258, 259, 600)))
+
+    return draw
+
+
+_KS = (1, 2, 16, 127, TOP_K, TOP_K)
+
+
+def proof() -> Case:
+    """One proof."""
+    draw = _proofs()
+    return lambda rng: check_proof(draw(rng), rng.choice(_KS))
+
+
+def proofs_together() -> Case:
+    """Up to four of a submission."""
+    draw = _proofs()
+
+    def case(rng: Random) -> bool:
+        sent = [draw(rng) for _ in range(rng.choice((0, 1, 2, 3, 4)))]
+        return check_proofs_together(sent, [rng.choice(_KS) for _ in sent])
 
     return case
 
