@@ -31,7 +31,7 @@ def case_of(lane: Lane) -> Callable[[Random], bool]:
 
 
 @pytest.mark.parametrize("lane", HERE, ids=lambda lane: lane.name)
-@settings(costly, max_examples=costly.max_examples // 2)
+@settings(costly, max_examples=costly.max_examples // 4)
 @given(seed=st.integers(0, 2**48))
 def test_lanes(lane: Lane, seed: int) -> None:
     case_of(lane)(Random(seed))
