@@ -120,7 +120,7 @@ class _Work:
         if not gaps:
             return {}
         tau = self._at_least("gap", published.gap, "tau, which is never lowered")
-        short = min(SHORT_TAUS * tau, published.gap_max)
+        short = _rounded_up(min(SHORT_TAUS * tau, published.gap_max))
         largest = self._at_least("gap_max", short, "what a short rollout may have")
         noise = noise_of(gaps, tau=tau, least=FLOOR.gap_mean, probability=self._probability)
         self._note_noise(noise)

@@ -24,8 +24,8 @@ SMALLEST_CAP = 1.0 / 32.0
 """In tau."""
 PARTS = 8
 """Of a run, at most."""
-LEAST_ROLLOUTS = 100
-"""Of a part, where there are two."""
+LEAST_GAPS = 400
+"""Of a part, where there are two: three standard errors then are a fifth of its mean."""
 _CAP_QUANTILE = 0.9
 _SIGMAS = 3.0
 _UNSEEN = 7.0
@@ -49,7 +49,7 @@ def noise_of(
     cap = float(f"{min(max(typical, SMALLEST_CAP * tau), tau):.3g}")
     sums = np.array([np.minimum(each, cap).sum(dtype=np.float64) for each in gaps])
     lengths = np.array([len(each) for each in gaps])
-    parts = max(1, min(PARTS, len(gaps) // LEAST_ROLLOUTS))
+    parts = max(1, min(PARTS, len(above) // LEAST_GAPS, len(gaps) // 2))
     each_part = zip(np.array_split(sums, parts), np.array_split(lengths, parts), strict=True)
     upper = max(_upper(*part, cap) for part in each_part)
     return GapNoise(cap, max(least, ROOM * upper), probability)
