@@ -71,7 +71,8 @@ class PostgresStore:
     ) -> None:
         self._url, self._run, self._exchange_s = url, run, exchange_s
         self._connecting: Connecting | None = None
-        self._not_before = 0.0
+        self._not_before, self._failed = 0.0, ""
+        """When it may be tried again, and why it could not be made."""
         try:
             self._connection = Connecting(self._open).wait(url, connect_s)
         except psycopg.Error as error:
@@ -141,7 +142,7 @@ class PostgresStore:
         now = time.monotonic()
         if self._connecting is None:
             if now < self._not_before:
-                raise self._not_there("is tried again in a moment")
+                raise self._not_there(f"is tried again in a moment: {self._failed}")
             self._not_before = now + _AGAIN_S
             self._connecting = Connecting(self._open)
         if not self._connecting.over:
@@ -150,10 +151,12 @@ class PostgresStore:
         try:
             self._connection = done.result()
         except psycopg.Error as error:
+            self._failed = str(error).strip()
             raise store_error(error) from error
         except StoreError as error:
             # Perhaps our own lock, of a connection whose end the server has not noticed. If it is
             # another's, then its rows will say so.
+            self._failed = error.words
             raise StoreError(error.words, passing=True, remedy=error.remedy) from error
 
     def _not_there(self, what: str) -> StoreError:
