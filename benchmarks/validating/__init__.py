@@ -1,0 +1,1 @@
+"""The two sides of `benchmarks.validator_speed`."""
