@@ -134,17 +134,7 @@ def prefill(
     temperature: float,
     truncation: Truncation | None = None,
 ) -> list[PrefillOutput]:
-    """Recomputes rollouts: log-probs, final hidden states, and what there is to say of the choice.
-
-    Args:
-        policy: a version.
-        inputs: the rollouts; those of a call are all of one end token.
-        temperature: T.
-        truncation: top-k and top-p of the pool; None where nothing is cut.
-
-    Raises:
-        UserError: a rollout is longer than `learner.packing.tokens`.
-    """
+    """`verify.plugins.PrefillEngine.prefill`, under a version that is on the device."""
     if not inputs:
         return []
     devices = policy.mesh.size

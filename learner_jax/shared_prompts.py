@@ -7,7 +7,6 @@ the input of nothing, and has no position.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,7 +66,7 @@ class PrefillBatch:
 
 
 def shape_for(inputs: Sequence[PrefillInput], *, tokens: int, rows: int) -> Shape:
-    """The shape of full parts: as many rows as the prompts of these rollouts are shared, in halves.
+    """The shape of full parts: as many rows as the prompts of these rollouts are shared.
 
     Args:
         inputs: at least one.
@@ -82,8 +81,8 @@ def shape_for(inputs: Sequence[PrefillInput], *, tokens: int, rows: int) -> Shap
     prompts = {each.prompt_tokens.tobytes(): len(each.prompt_tokens) for each in inputs}
     outputs = sum(len(each.output_tokens) - 1 for each in inputs)
     laid_out = sum(len(each.prompt_tokens) for each in inputs) + outputs
-    repeats = min(MOST_REPEATS, math.ceil(2 * laid_out / (sum(prompts.values()) + outputs)) / 2)
-    return Shape(rows * tokens, math.ceil(repeats * rows), tokens)
+    repeats = min(MOST_REPEATS, -(-laid_out // (sum(prompts.values()) + outputs)))
+    return Shape(rows * tokens, repeats * rows, tokens)
 
 
 def divide(inputs: Sequence[PrefillInput], shape: Shape) -> list[list[Place]]:

@@ -200,10 +200,16 @@ class PrefillEngine(Protocol):
 
         Args:
             version: of the policy.
-            inputs: the rollouts.
+            inputs: the rollouts; those of a call are all of one end token.
             temperature: T.
             truncation: top-k and top-p; None where nothing is cut. With them log-probs and gaps are
                 those of `verify.truncation.judged`.
+
+        Returns:
+            Of each rollout, in order.
+
+        Raises:
+            UserError: a rollout is longer than `learner.packing.tokens`.
         """
 
     def close(self) -> None:

@@ -119,7 +119,7 @@ def test_shared_prompts_take_fewer_positions() -> None:
     inputs = rollouts([(16, [8] * 8)])
     shape = shape_for(inputs, tokens=T, rows=4)
     assert len(divide(inputs, shape)) == 1
-    assert shape == Shape(4 * T, 12, T)  # 184 tokens in rows, 72 positions: 2.6 times, in halves 3
+    assert shape == Shape(4 * T, 12, T)  # 184 tokens in rows, 72 positions: 2.6 times, so 3
 
 
 def test_parts_that_are_half_empty_are_halved() -> None:
