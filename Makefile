@@ -9,11 +9,12 @@ CPU_TORCH := torch==2.13.0+cpu
 # Spec and profile of the quickstart; `make quickstart SPEC=specs/target_long.yaml` works too.
 SPEC ?= specs/target_short.yaml
 PROFILE ?= laptop
-# Files of tests share the cores, but for those that start whole runs: they have the machine alone.
-WORKERS := -n auto --maxprocesses=4 --dist loadfile
+# Files of tests share the cores; tests/scheduling.py says how many processes, and what goes first.
+WORKERS := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
+# Whole runs: one process of tests has them all, one after another, beside what the others do.
 RUNS := tests/e2e tests/attacks/test_dishonest_workers.py
 
-.PHONY: help install aot shardcast quickstart lint test test-fast test-learner fuzz bench clean
+.PHONY: help install aot shardcast quickstart lint test test-fast test-learner test-runs fuzz bench clean
 
 help:  ## what there is to call
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -72,9 +73,11 @@ test-fast: install  ## the quick tests of all but the learner, which compile not
 test-learner: install  ## the quick tests of the learner, some minutes of compiling
 	$(BIN)/pytest $(WORKERS) -m "not slow" tests/learner_jax
 
+test-runs: install  ## whole runs of real processes, dishonest workers among them
+	$(BIN)/pytest $(RUNS)
+
 test: lint $(AOT_STAMP) $(SHARDCAST_STAMP)  ## everything that must hold
-	$(BIN)/pytest $(WORKERS) $(addprefix --ignore=,$(RUNS))
-	$(BIN)/pytest --timeout 600 $(RUNS)
+	$(BIN)/pytest $(WORKERS)
 
 fuzz: install  ## each parser with a million inputs, hours
 	$(BIN)/python -m tests.fuzz

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runspec.local.snapshot import look_at
 from tests.waiting import eventually, one_ended
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +26,8 @@ SMALL: Mapping[str, Any] = {
     "verify.lease_timeout": "20s",
 }
 """The laptop profile, cut down until a run takes seconds once its engines are up."""
+PATIENCE_S = 600.0
+"""For what takes a run a minute at most where it has the machine alone."""
 
 
 def runspec(*arguments: str | Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
@@ -88,7 +91,7 @@ class LiveRun:
                 self.process.kill()
                 self.process.wait()
 
-    def finish(self, deadline_s: float = 300) -> dict[str, Any]:
+    def finish(self, deadline_s: float = PATIENCE_S) -> dict[str, Any]:
         """Waits for the run's own end and returns summary.json."""
         assert self.process is not None
         code = self.process.wait(deadline_s)
@@ -106,7 +109,7 @@ class LiveRun:
         self,
         condition: Callable[[], Any],
         what: str,
-        deadline_s: float = 240,
+        deadline_s: float = PATIENCE_S,
         others: Sequence[subprocess.Popen[bytes]] = (),
     ) -> None:
         """Waits for a condition while the run and the `others` are alive."""
@@ -129,6 +132,10 @@ class LiveRun:
         done = runspec("status", self.name, "--runs-dir", self.runs_dir, "--json")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
+
+    def pids(self) -> dict[str, int | None]:
+        """Of each role there is: what `status` says, without a process for every look."""
+        return {role.name: role.pid for role in look_at(self.dir).roles}
 
     def output(self) -> str:
         """The end of what `apply` printed and of every role's log."""

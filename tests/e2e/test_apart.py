@@ -53,7 +53,7 @@ def finished(runs_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> LiveRu
     words = tmp_path_factory.mktemp("volunteer") / "log"
     with QuickRun(runs_dir, "apart", overrides) as run:
         run.wait_until((run.dir / "keys" / "volunteers-0.key").exists, "the worker's key")
-        run.wait_until(lambda: "coordinator" in run.status()["roles"], "its roles")
+        run.wait_until(lambda: "coordinator" in run.pids(), "its roles")
         # when somebody starts one with the same words
         role = role_elsewhere(run.dir, "volunteers-0")
         with words.open("wb") as log:

@@ -7,7 +7,7 @@ import pytest
 
 from runspec.spec.resolved import load_resolved
 from tests.e2e.quick import QuickRun
-from tests.harness import runspec
+from tests.harness import PATIENCE_S, runspec
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def test_a_live_run_takes_a_rolling_change_over(runs_dir):
         before = run.status()["roles"]
         # when a rolling change is applied to it
         run.overrides = {**start, **ROLLING}
-        done = runspec("apply", *run.words, timeout_s=240)
+        done = runspec("apply", *run.words, timeout_s=PATIENCE_S)
         # then all but learner and servers are others, and the learner has gone on
         assert done.returncode == 0, done.stderr + run.output()
         assert "taken over (serial 2)" in done.stdout

@@ -50,7 +50,7 @@ def test_a_volunteer_joins_by_a_link_leaves_and_comes_back(runs_dir: Path, tmp_p
     log = tmp_path / "volunteer.log"
     with QuickRun(runs_dir, "joined", overrides) as run:
         run.wait_until((run.dir / "keys" / "root.key").exists, "its keys")
-        run.wait_until(lambda: "coordinator" in run.status()["roles"], "its roles")
+        run.wait_until(lambda: "coordinator" in run.pids(), "its roles")
         link = run.status()["join"]
         assert link.startswith("http://127.0.0.1:")
         assert f"runspec join '{link}'" in run.output()

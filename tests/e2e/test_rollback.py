@@ -9,7 +9,7 @@ import pytest
 
 from broadcast.store import newest_version
 from tests.e2e.quick import QuickRun
-from tests.harness import runspec
+from tests.harness import PATIENCE_S, runspec
 from verify.coordinator.events import RolledBack
 from verify.formats.layout import STATE_FILE
 from verify.ledger import Ledger
@@ -38,7 +38,7 @@ def test_a_run_taken_back_trains_on_from_that_version(runs_dir: Path) -> None:
         assert run.metrics() == trained[:2]
         for log in (run.dir / "logs").glob("*.log"):
             log.unlink()  # so that only what comes is looked at
-        resumed = runspec("resume", run.dir, timeout_s=300)
+        resumed = runspec("resume", run.dir, timeout_s=PATIENCE_S)
     # then it reaches its end, every step there once, those below the version as they were
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr + run.output()
     assert [line["step"] for line in run.metrics()] == list(range(12))

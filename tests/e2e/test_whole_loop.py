@@ -95,7 +95,7 @@ def test_any_role_may_be_killed_at_any_time(runs_dir):
             pid = run.status()["roles"][name]["pid"]
             os.kill(pid, signal.SIGKILL)
             run.wait_until(
-                lambda name=name, pid=pid: run.status()["roles"][name]["pid"] not in (None, pid),
+                lambda name=name, pid=pid: run.pids()[name] not in (None, pid),
                 f"a new {name}",
             )
         assert len(run.metrics()) < steps
