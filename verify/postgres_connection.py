@@ -20,13 +20,14 @@ from psycopg.conninfo import conninfo_to_dict
 
 CONNECT_S = 10.0
 """Until a connection can be used, the look-up of the server's name included."""
-EXCHANGE_S = 10.0
-"""Of one transaction."""
+EXCHANGE_S = 30.0
+"""Of one transaction. Long, for one that is cut off may have been committed: then the coordinator
+has to start again."""
 _CONNECT_ADDRESS_S = 4
 """Of one of a name's addresses, so that there is time for another."""
 # A server that hears nothing of a dead coordinator's machine gives its lock up within a minute.
 _OPTIONS = (
-    "-c statement_timeout=5s -c synchronous_commit=on "
+    "-c statement_timeout=10s -c synchronous_commit=on "
     "-c tcp_keepalives_idle=30 -c tcp_keepalives_interval=10 -c tcp_keepalives_count=3"
 )
 
