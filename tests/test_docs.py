@@ -43,7 +43,7 @@ def help_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     package = words[2]
     main = import_module(f"{package}.__main__").main
     with pytest.raises(SystemExit) as stopped:
-        main([words[3], "--help"])
+        main([*[word for word in words[3:4] if not word.startswith("-")], "--help"])
     assert stopped.value.code == 0
     return capsys.readouterr().out
 

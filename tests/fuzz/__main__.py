@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,7 +130,7 @@ def _fault(progress: Progress, what: str) -> Fault:
     return Fault(f"{lane}: case {number} {what}\n{progress.line()}\nmake it again: {again}")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the lanes, says how far it is, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=1_000_000, help="of each lane, from number 0")
@@ -142,7 +143,7 @@ def main() -> int:
         "--from", dest="first", type=int, default=0, help="number of the first case"
     )
     parser.add_argument("--seen", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     names = [lane.name for lane in LANES]
     if unknown := set(options.only or ()) - set(names):
         parser.error(f"no lane {', '.join(sorted(unknown))}; there are {', '.join(names)}")
