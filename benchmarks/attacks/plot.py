@@ -9,7 +9,11 @@ from typing import Any
 
 DISTANCES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1)
 _COLOURS = ("#2f7fc2", "#3a9d6e", "#8a8f2f", "#d9772b", "#c2495b", "#b05cc0")
-_VARIANTS = {"own": "claims of its own", "validator's": "claims of the leased policy"}
+_VARIANTS = {
+    "own": "claims of its own",
+    "validator's": "claims of the leased policy",
+    "calibrated": "the same, calibrated",
+}
 
 
 def draw(results: Sequence[dict[str, Any]]) -> str:
@@ -19,7 +23,7 @@ def draw(results: Sequence[dict[str, Any]]) -> str:
 
     pairs = list(results[0]["attacks"])
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "attacks", "font.size": 8}):
-        canvas = Canvas(figsize=(3.2 * len(pairs), 5.2), layout="constrained", facecolor="white")
+        canvas = Canvas(figsize=(3.2 * len(pairs), 2.6 * len(_VARIANTS)), layout="constrained", facecolor="white")
         panels = canvas.subplots(len(_VARIANTS), len(pairs), sharex=True, sharey=True)
         for column, pair in enumerate(pairs):
             for line, (variant, words) in enumerate(_VARIANTS.items()):
