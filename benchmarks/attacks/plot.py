@@ -23,7 +23,11 @@ def draw(results: Sequence[dict[str, Any]]) -> str:
 
     pairs = list(results[0]["attacks"])
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "attacks", "font.size": 8}):
-        canvas = Canvas(figsize=(3.2 * len(pairs), 2.6 * len(_VARIANTS)), layout="constrained", facecolor="white")
+        canvas = Canvas(
+            figsize=(3.2 * len(pairs), 2.6 * len(_VARIANTS)),
+            layout="constrained",
+            facecolor="white",
+        )
         panels = canvas.subplots(len(_VARIANTS), len(pairs), sharex=True, sharey=True)
         for column, pair in enumerate(pairs):
             for line, (variant, words) in enumerate(_VARIANTS.items()):
