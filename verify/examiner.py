@@ -301,11 +301,11 @@ def _row_verdict(case: _Case, number: int, rollout: Rollout) -> RolloutVerdict:
         logprob_diff=None if recomputed is None else logprob_diff(rollout, recomputed),
         checks=case.examination.results[number],
         fingerprints=subject.fingerprints[number] if subject.fingerprints else [],
-        counted_gap=None if recomputed is None else _counted_gap(recomputed, subject.limits),
+        gap_excess=None if recomputed is None else _gap_excess(recomputed, subject.limits),
     )
 
 
-def _counted_gap(recomputed: Recomputed, limits: Limits) -> float | None:
+def _gap_excess(recomputed: Recomputed, limits: Limits) -> float | None:
     if limits.gap_noise is None or recomputed.seeded_gap is None:
         return None
-    return limits.gap_noise.counted(recomputed.seeded_gap)
+    return limits.gap_noise.excess(recomputed.seeded_gap)

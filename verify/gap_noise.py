@@ -53,9 +53,9 @@ class GapNoise:
         spread = -math.log(self.probability) * self.cap / (self.mean * tokens)
         return min(self.cap, self.mean * _ratio(spread))
 
-    def excess(self, counted: float, tokens: int) -> float:
-        """By how much gaps exceed what a worker's may come to for ever, nats; negative: not."""
-        return counted - DRIFT * self.mean * tokens
+    def excess(self, gaps: np.ndarray) -> float:
+        """By how much f32 [n] gaps exceed what a worker's may come to for ever, nats."""
+        return self.counted(gaps) - DRIFT * self.mean * len(gaps)
 
     @property
     def largest_excess(self) -> float:

@@ -106,7 +106,7 @@ class FileAudit:
             self._check_grades(row, event, lease, table, dropped)
         if same:
             self._check_repetition(row, event, files.verdict)
-            self._check_excess(row, event, lease, table)
+            self._check_excess(row, event, table)
 
     def judge_gone(self, next_close: int) -> None:
         """Decides of missing files whether they may be: call it when the ledger is read.
@@ -177,13 +177,13 @@ class FileAudit:
         found = f"no run of tokens of {name}"
         self._report.require(bool(first & second), row, "duplicates", found, "one at least")
 
-    def _check_excess(self, row: int, event: SubmissionJudged, lease: Lease, table: bytes) -> None:
-        noise = self._policy.gap_noise.get(lease.pool)
-        if noise is None or not (event.accepted or _of_what_others_sent(event.reason)):
-            expected = None
-        else:
+    def _check_excess(self, row: int, event: SubmissionJudged, table: bytes) -> None:
+        """By the limit that the row names: profiles may have changed since."""
+        expected = None
+        by_itself = event.accepted or _of_what_others_sent(event.reason)
+        if by_itself and event.gap_limit is not None:
             try:
-                expected = excess_of(decode_verdicts(table), noise)
+                expected = excess_of(decode_verdicts(table))
             except MalformedTable as error:
                 self._report.add(row, "verdict file", error, "readable gaps")
                 return

@@ -180,8 +180,7 @@ class _Replay:
         self._files.judged(row, event, answered.lease, signers)
         if before is not None and (event.accepted or is_fault(event.reason)):
             worker = before.workers[answered.lease.worker]
-            noise = before.policy.gap_noise.get(answered.lease.pool)
-            expected = fault(worker, event.gap_excess, noise)
+            expected = fault(worker, event.gap_excess, event.gap_limit)
             self._report.require(
                 event.reason == expected, row, "gaps of the worker", event.reason, expected
             )

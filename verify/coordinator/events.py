@@ -188,8 +188,10 @@ class SubmissionJudged:
     groups: tuple[GroupGrade, ...]
     """Empty when rejected."""
     gap_excess: float | None = None
-    """By how much its gaps exceed what a worker's may be for ever, nats (`gap_history`); None where
-    its validator rejected it, its pool was not calibrated, or nothing was recomputed."""
+    """By how much its gaps exceed what a worker's may come to for ever, nats (`gap_history`); None
+    where its validator rejected it, its pool was not calibrated, or nothing was recomputed."""
+    gap_limit: float | None = None
+    """What its worker's excesses might add up to, by the profile of that time, nats."""
 
 
 @dataclass(frozen=True)

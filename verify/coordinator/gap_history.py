@@ -13,27 +13,27 @@ from collections.abc import Sequence
 from verify.coordinator.reputation import WORKERS_GAPS
 from verify.coordinator.state import Worker
 from verify.formats.verdict import RolloutVerdict
-from verify.gap_noise import GapNoise
 
 
-def excess_of(rows: Sequence[RolloutVerdict], noise: GapNoise | None) -> float | None:
+def excess_of(rows: Sequence[RolloutVerdict]) -> float | None:
     """Of a submission, nats; None where its pool was not calibrated or nothing was recomputed."""
-    counted = [(row.counted_gap, row.length) for row in rows if row.counted_gap is not None]
-    if noise is None or not counted:
-        return None
-    return noise.excess(sum(gap for gap, _ in counted), sum(length for _, length in counted))
+    found = [row.gap_excess for row in rows if row.gap_excess is not None]
+    return sum(found) if found else None
 
 
-def fault(worker: Worker, excess: float | None, noise: GapNoise | None) -> str:
-    """Why a worker's next submission is rejected, accepted as it is by itself; empty where not."""
-    if excess is None or noise is None:
-        return ""
-    total = worker.gap_excess + excess
-    if total <= noise.largest_excess:
+def fault(worker: Worker, excess: float | None, limit: float | None) -> str:
+    """Why a worker's next submission is rejected, accepted as it is by itself; empty where not.
+
+    Args:
+        worker: before it.
+        excess: of the submission.
+        limit: of its pool (`GapNoise.largest_excess`), nats; None where that was not calibrated.
+    """
+    if excess is None or limit is None or worker.gap_excess + excess <= limit:
         return ""
     return (
         f"{WORKERS_GAPS}: the gaps of its submissions together are more than rounding explains "
-        f"(excess {total:.4g} nats, limit {noise.largest_excess:.4g})"
+        f"(excess {worker.gap_excess + excess:.4g} nats, limit {limit:.4g})"
     )
 
 

@@ -60,7 +60,7 @@ def grade_groups(
 
 
 def _numbers(row: RolloutVerdict) -> tuple[float, ...]:
-    differences = (row.logprob_diff or 0.0, row.counted_gap or 0.0)
+    differences = (row.logprob_diff or 0.0, row.gap_excess or 0.0)
     return (row.task_reward, row.length_penalty, row.reward, *differences)
 
 

@@ -204,6 +204,7 @@ class Judging:
         rows: list[RolloutVerdict],
     ) -> SubmissionJudged:
         policy = self._journal.state.policy
+        limit = policy.gap_limits.get(record.lease.pool)
         groups: tuple[GroupGrade, ...] = ()
         if envelope.accepted:
             try:
@@ -226,11 +227,9 @@ class Judging:
             accepted=envelope.accepted,
             reason=envelope.reason,
             groups=groups,
-            gap_excess=self._excess(record, rows) if envelope.accepted else None,
+            gap_excess=excess_of(rows) if envelope.accepted and limit is not None else None,
+            gap_limit=limit,
         )
-
-    def _excess(self, record: LeaseRecord, rows: list[RolloutVerdict]) -> float | None:
-        return excess_of(rows, self._journal.state.policy.gap_noise.get(record.lease.pool))
 
     def _against_others(
         self, judged: SubmissionJudged, rows: list[RolloutVerdict]
@@ -245,8 +244,7 @@ class Judging:
         if not judged.accepted:
             return judged
         worker = self._journal.state.workers[record.lease.worker]
-        noise = self._journal.state.policy.gap_noise.get(record.lease.pool)
-        reason = gap_fault(worker, judged.gap_excess, noise)
+        reason = gap_fault(worker, judged.gap_excess, judged.gap_limit)
         return replace(judged, accepted=False, reason=reason, groups=()) if reason else judged
 
     def _note_rejection(self, record: LeaseRecord, reason: str) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from runspec.spec.schema import RunSpec
 from verify.calibration.lookup import limits_by_pool
-from verify.gap_noise import GapNoise
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,9 @@ class Policy:
     """What the share falls to with reputation."""
     newcomer_groups: int
     """Groups of a step that newcomers may hold together."""
-    gap_noise: Mapping[str, GapNoise] = field(default_factory=dict)
-    """For each pool that was calibrated and samples seeded."""
+    gap_limits: Mapping[str, float] = field(default_factory=dict)
+    """What the excess of a worker's gaps may come to, nats, for each pool that was calibrated and
+    samples seeded (`verify.gap_noise`)."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Policy:
@@ -48,7 +48,7 @@ class Policy:
         """
         algorithm, fill = spec.algorithm, spec.algorithm.fill
         limits = limits_by_pool(spec, dated=False)
-        noises = {pool: each.gap_noise for pool, each in limits.items()}
+        noises = {pool: each.gap_noise for pool, each in limits.items() if each.gap_noise}
         groups = algorithm.prompts_per_step
         return cls(
             steps=spec.steps,
@@ -64,5 +64,5 @@ class Policy:
             prefill_share=spec.verify.prefill_share,
             prefill_floor=spec.verify.lowest_prefill_share,
             newcomer_groups=max(1, int(spec.verify.newcomer_share * groups + 1e-9)),
-            gap_noise={pool: noise for pool, noise in noises.items() if noise is not None},
+            gap_limits={pool: noise.largest_excess for pool, noise in noises.items()},
         )

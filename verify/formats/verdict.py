@@ -44,10 +44,10 @@ SCHEMA = pa.schema(
         pa.field("logprob_diff", pa.float32()),
         pa.field("checks", pa.list_(pa.field("element", _CHECK, nullable=False)), nullable=False),
         pa.field("fingerprints", pa.list_(pa.field("element", pa.int64(), nullable=False))),
-        pa.field("counted_gap", pa.float64()),
+        pa.field("gap_excess", pa.float64()),
     ]
 )
-_NEWER_COLUMNS = ("fingerprints", "counted_gap")
+_NEWER_COLUMNS = ("fingerprints", "gap_excess")
 """A run that goes on after an upgrade reads what was judged before it."""
 
 
@@ -84,9 +84,9 @@ class RolloutVerdict:
     fingerprints: list[int] = field(default_factory=list)
     """Hashes of runs of tokens that no other rollout can share by chance, which the coordinator
     compares across submissions (`verify.checks.duplicates`); empty where nothing was accepted."""
-    counted_gap: float | None = None
-    """sum_t min(g_t, cap) over the output tokens, nats (`verify.gap_noise`); None where the pool
-    was not calibrated, or the rollout not recomputed."""
+    gap_excess: float | None = None
+    """By how much its gaps exceed what a worker's may come to for ever, nats (`verify.gap_noise`);
+    None where the pool was not calibrated, or the rollout not recomputed."""
 
 
 @dataclass(frozen=True)

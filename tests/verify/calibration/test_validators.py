@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
 from tests.verify.small_model import NumpyEngine, ParityTask, Worker, small_spec
 from tests.verify.test_validator import COORDINATOR, VALIDATOR, WORKER, QueueCoordinator
 from verify import validator
+from verify.coordinator.gap_history import excess_of
+from verify.gap_noise import DRIFT, GapNoise
+from verify.thresholds import FLOAT32
 
 LOG = logging.getLogger("test")
 
@@ -54,6 +58,29 @@ def test_a_profile_of_a_model_of_another_size_ends_the_validator(
         with pytest.raises(UserError, match="hidden_size 96; this one has 64"):
             serving.serve(threading.Event())
         assert coordinator.verdicts == []
+
+
+def test_verdicts_on_a_calibrated_pool_say_what_gaps_come_to(tmp_path: Path) -> None:
+    # given a budget of gaps, and two submissions: an honest one, and one of perturbed weights
+    noise = GapNoise(cap=0.5, mean=1e-3, probability=1e-6)
+    profile = made_profile(replace(FLOAT32, gap_noise=noise))
+    spec = with_profile(small_spec(), document(profile))
+    coordinator = QueueCoordinator()
+    for index, model in enumerate((MODEL, MODEL.perturbed(0.02))):
+        signed, lease = lease_for(WORKER, COORDINATOR, index=index)
+        rollouts = Worker(WORKER, model, spec, ParityTask()).rollouts(signed, lease)
+        coordinator.offer(*packed(rollouts, signed, lease, WORKER), signed)
+    engine = EngineOfSize({0: MODEL}, tmp_path)
+    validator.Validator(
+        spec, VALIDATOR, coordinator, engine, task_set_of=lambda folder: ParityTask(), log=LOG
+    ).serve(threading.Event())
+    # when both are judged, then each row says by how much its gaps exceed what is allowed for ever
+    (_, honest), (_, other) = coordinator.opened()
+    allowed = [DRIFT * noise.mean * row.length for row in honest]
+    assert [row.gap_excess for row in honest] == pytest.approx([-each for each in allowed])
+    excess = excess_of(other)
+    assert excess is not None
+    assert excess > -DRIFT * noise.mean * sum(row.length for row in other)
 
 
 def test_a_profile_of_another_root_ends_the_validator_at_its_start(

@@ -240,10 +240,10 @@ def verdict(
     accepted: bool = True,
     dropped: Sequence[int] = (),
     fingerprints: Sequence[int] = (),
-    counted_gap: float | None = None,
+    gap_excess: float | None = None,
 ) -> tuple[bytes, bytes]:
     """Envelope and table of a verdict; `task_rewards` are those of each group's samples, the
-    fingerprints those of the first row, the counted gap that of each."""
+    fingerprints those of the first row, the excess of gaps that of each."""
     rows = [
         RolloutVerdict(
             submission=digest,
@@ -258,7 +258,7 @@ def verdict(
             logprob_diff=0.25,
             checks=[CheckResult("logprobs", accepted, 0.25, 0.5)],
             fingerprints=list(fingerprints) if (group, sample) == (0, 0) else [],
-            counted_gap=counted_gap,
+            gap_excess=gap_excess,
         )
         for group in range(lease.groups)
         for sample in range(GROUP_SIZE)

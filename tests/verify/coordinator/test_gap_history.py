@@ -23,40 +23,40 @@ from verify.coordinator.gap_history import excess_of, fault, is_fault
 from verify.coordinator.policy import Policy
 from verify.coordinator.state import Worker
 from verify.formats.verdict import RolloutVerdict
-from verify.gap_noise import DRIFT, GapNoise
+from verify.gap_noise import GapNoise
 from verify.ledger import Ledger
 from verify.thresholds import FLOAT32
 
 NOISE = GapNoise(cap=1e-3, mean=1e-4, probability=1e-3)
-ROWS, TOKENS = 4, 5
+LIMIT = NOISE.largest_excess
+ROWS = 4
 """Of a submission of the tiny run."""
-A_THIRD = NOISE.largest_excess / 2.5 / ROWS + DRIFT * NOISE.mean * TOKENS
-"""Counted gap of a row, of which two submissions are within the worker's budget, and three not."""
+A_THIRD = LIMIT / 2.5 / ROWS
+"""Excess of a row: two submissions of such are within the worker's budget, and three not."""
 
 
-def row(counted_gap: float | None, length: int = TOKENS) -> RolloutVerdict:
+def row(gap_excess: float | None) -> RolloutVerdict:
     return RolloutVerdict(
-        *("ab" * 32, 0, 0, 0.0, 0.0, 0.0, length, None, None, None, []), counted_gap=counted_gap
+        *("ab" * 32, 0, 0, 0.0, 0.0, 0.0, 5, None, None, None, []), gap_excess=gap_excess
     )
 
 
-def test_the_excess_is_what_gaps_are_above_those_of_rounding() -> None:
-    rows = [row(0.01, 100), row(0.0, 300)]
-    assert excess_of(rows, NOISE) == pytest.approx(0.01 - DRIFT * 1e-4 * 400)
+def test_the_excess_of_a_submission_is_that_of_the_rows_that_were_recomputed() -> None:
+    assert excess_of([row(0.01), row(None), row(-0.03)]) == pytest.approx(-0.02)
+    assert excess_of([row(None)]) is None
 
 
-@pytest.mark.parametrize(("rows", "noise"), [([row(None)], NOISE), ([row(0.1)], None), ([], NOISE)])
-def test_what_was_not_recomputed_or_not_calibrated_has_none(
-    rows: list[RolloutVerdict], noise: GapNoise | None
+@pytest.mark.parametrize(("excess", "limit"), [(None, LIMIT), (0.1, None)])
+def test_what_was_not_recomputed_or_not_calibrated_is_no_fault(
+    excess: float | None, limit: float | None
 ) -> None:
-    assert excess_of(rows, noise) is None
-    assert fault(Worker(0, "near", gap_excess=1e9), None, noise) == ""
+    assert fault(Worker(0, "near", gap_excess=1e9), excess, limit) == ""
 
 
 def test_a_worker_is_at_fault_where_the_sum_is_beyond_its_limit() -> None:
-    worker = Worker(0, "near", gap_excess=NOISE.largest_excess / 2)
-    assert fault(worker, 0.49 * NOISE.largest_excess, NOISE) == ""
-    assert is_fault(fault(worker, 0.51 * NOISE.largest_excess, NOISE))
+    worker = Worker(0, "near", gap_excess=LIMIT / 2)
+    assert fault(worker, 0.49 * LIMIT, LIMIT) == ""
+    assert is_fault(fault(worker, 0.51 * LIMIT, LIMIT))
     assert not is_fault("seeded_sampling_submission: row 0: mean gap")
 
 
@@ -88,9 +88,9 @@ def of_ledger(run_dir: Path, kind: type[Any]) -> list[Any]:
         return [event for event in ledger.events() if isinstance(event, kind)]
 
 
-def test_the_policy_has_the_noise_of_calibrated_pools(site: Site) -> None:
-    assert Policy.of(calibrated(site)).gap_noise == {"near": NOISE, "far": NOISE}
-    assert Policy.of(tiny_spec()).gap_noise == {}
+def test_the_policy_has_the_limits_of_calibrated_pools(site: Site) -> None:
+    assert Policy.of(calibrated(site)).gap_limits == {"near": LIMIT, "far": LIMIT}
+    assert Policy.of(tiny_spec()).gap_limits == {}
 
 
 def test_the_sum_over_submissions_rejects_what_each_alone_does_not(site: Site) -> None:
@@ -100,21 +100,21 @@ def test_the_sum_over_submissions_rejects_what_each_alone_does_not(site: Site) -
         validator = site.client(site.validator)
         for _ in range(2):
             sample(site, *worker)
-            check(site, validator, counted_gap=A_THIRD)
+            check(site, validator, gap_excess=A_THIRD)
         honest = site.worker()
         site.publish(1)
         sample(site, *honest)
-        check(site, validator, counted_gap=0.0)
+        check(site, validator, gap_excess=0.0)
     # when it goes on after a restart
     with site.serving():
         again = site.client(worker[0])
         sample(site, worker[0], again)
-        check(site, site.client(site.validator), counted_gap=A_THIRD)
+        check(site, site.client(site.validator), gap_excess=A_THIRD)
     # then the third is rejected, with the number that decided it
     judged = of_ledger(site.run_dir, SubmissionJudged)
     assert [event.accepted for event in judged] == [True, True, True, False]
     assert is_fault(judged[-1].reason)
-    assert f"limit {NOISE.largest_excess:.4g}" in judged[-1].reason
+    assert f"limit {LIMIT:.4g}" in judged[-1].reason
     # and its worker is in quarantine at once, the honest one is not
     assert [event.worker for event in of_ledger(site.run_dir, WorkerQuarantined)] == [
         worker[0].public_hex
@@ -132,3 +132,26 @@ def test_the_sum_over_submissions_rejects_what_each_alone_does_not(site: Site) -
     # then the audit finds both the number and what did not follow from it
     found = {finding.what for finding in run.audit().findings}
     assert {"excess of gaps", "gaps of the worker"} <= found
+
+
+def test_what_was_judged_before_a_pool_was_calibrated_stays_true(tmp_path: Path) -> None:
+    # given a run whose first submission was judged under the published limits
+    site = Site(tmp_path, tiny_spec(steps=6))
+    site.publish(0)
+    with site.origin():
+        with site.serving():
+            worker = site.worker()
+            sample(site, *worker)
+            check(site, site.client(site.validator))
+        # when its pool is calibrated, and it goes on
+        write_atomic(site.run_dir / "spec.json", dump_resolved(calibrated(site)))
+        with site.serving():
+            sample(site, worker[0], site.client(worker[0]))
+            check(site, site.client(site.validator), gap_excess=0.001)
+    # then the ledger says of each by what it was judged, and the audit follows
+    judged = of_ledger(site.run_dir, SubmissionJudged)
+    assert [(event.gap_excess, event.gap_limit) for event in judged] == [
+        (None, None),
+        (pytest.approx(0.001 * ROWS), LIMIT),
+    ]
+    assert Copy(site.run_dir, site).audit().findings == []
