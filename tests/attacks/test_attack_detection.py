@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -11,11 +13,12 @@ import pytest
 from benchmarks.attack_detection import differ, judged
 from benchmarks.attacks import book
 from benchmarks.attacks.engine import Choice, Sampled, sample
-from benchmarks.attacks.measure import Rows, detection, interval, rows_of
+from benchmarks.attacks.measure import Rows, detection, found_out, interval, rows_of
 from benchmarks.attacks.policies import Weights
 from benchmarks.attacks.site import ROLLOUTS, Pair, Site
 from benchmarks.null.text_model import Size
 from learner_jax.model import init_params
+from verify.gap_noise import DRIFT, GapNoise
 from verify.thresholds import FLOAT32
 
 SUBMISSIONS = 2
@@ -84,10 +87,31 @@ def test_a_row_that_fails_rejects_the_submission_that_holds_it() -> None:
     """One row of two fails: of submissions of n rows 1 - 2^-n are rejected."""
     zeros = np.zeros(2)
     failed = np.array([[False] * 4, [False, False, True, False]])
-    rows = Rows(np.array([100, 100]), zeros, zeros, zeros, zeros, failed)
+    rows = Rows(np.array([100, 100]), *[zeros] * 5, failed)
     found = detection(rows, FLOAT32, (1, 2, 4), 4000)
     assert [entry["detected"] for entry in found] == pytest.approx([0.5, 0.75, 0.9375], abs=0.03)
     assert [entry["tokens"] for entry in found] == [100, 200, 400]
+
+
+def test_small_gaps_add_up_to_a_submissions_and_to_a_workers_limit() -> None:
+    # given rollouts of 100 tokens, whose gaps are as those of rounding, 1.4 times or four times that
+    noise = GapNoise(cap=0.02, mean=1e-4, probability=1e-6)
+    limits = replace(FLOAT32, gap=1.0, gap_mean=1.0, gap_noise=noise)
+
+    def of(times: float) -> Rows:
+        gaps = np.full(8, times * noise.mean * 100)
+        zeros = np.zeros(8)
+        return Rows(np.full(8, 100), zeros, gaps, gaps, zeros, zeros, np.zeros((8, 4), bool))
+
+    tables = {times: detection(of(times), limits, (8, 256), 100) for times in (1.0, 1.4, 4.0)}
+    # then of submissions four times is too much for 25,600 tokens, and nothing for 800
+    rejected = {times: [entry["detected"] for entry in table] for times, table in tables.items()}
+    assert rejected == {1.0: [0.0, 0.0], 1.4: [0.0, 0.0], 4.0: [0.0, 1.0]}
+    # and of a worker 1.4 times is too much, after as many tokens as its excess needs
+    assert found_out(of(1.0), noise, submissions=50, workers=10) == {"share": 0.0}
+    needed = noise.largest_excess / ((1.4 - DRIFT) * noise.mean)
+    found = found_out(of(1.4), noise, submissions=50, workers=10)
+    assert found == {"share": 1.0, "tokens": math.ceil(needed / 3200) * 3200}
 
 
 def test_the_interval_of_a_rate() -> None:
