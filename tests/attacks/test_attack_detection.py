@@ -94,7 +94,7 @@ def test_a_row_that_fails_rejects_the_submission_that_holds_it() -> None:
 
 
 def test_small_gaps_add_up_to_a_submissions_and_to_a_workers_limit() -> None:
-    # given rollouts of 100 tokens, whose gaps are as those of rounding, 1.4 times or four times that
+    # given rollouts of 100 tokens, with the gaps of rounding, and with 1.4 and four times as much
     noise = GapNoise(cap=0.02, mean=1e-4, probability=1e-6)
     limits = replace(FLOAT32, gap=1.0, gap_mean=1.0, gap_noise=noise)
 
