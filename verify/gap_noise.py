@@ -1,12 +1,13 @@
 """How far rounding alone may take the seeded choice: a budget of gaps that falls with the tokens.
 
 The gap g_t of a token (`SeededSamplingCheck`) is 0 but where rounding turned the choice. It counts
-up to a cap, x_t = min(g_t, cap), and given the tokens before an honest x_t has a mean of mu, or
-less, on average. exp is convex, so for theta > 0, whatever the distribution is,
+up to a cap, x_t = min(g_t, cap). What is assumed: given prompt and tokens before, honest x_t have
+means that are mu at most on average over the tokens of a submission. exp is convex, so for
+theta > 0, whatever the distribution is,
 
-    E exp(theta x_t) <= 1 + (mu / cap) (exp(theta cap) - 1) <= exp(mu (exp(theta cap) - 1) / cap)
+    E exp(theta x_t) <= 1 + mu_t (exp(theta cap) - 1) / cap <= exp(mu_t (exp(theta cap) - 1) / cap)
 
-No variance, no tail and no independence is assumed. Of N tokens, with the best theta (Chernoff),
+No variance, no tail and no independence is. Of N tokens, with the best theta (Chernoff),
 
     P( (1/N) sum_t x_t >= r mu ) <= p      where   r log r - r + 1 = log(1 / p) cap / (mu N)
 

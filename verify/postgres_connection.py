@@ -101,8 +101,11 @@ def connect_unbounded(url: str) -> Connection:
 def within(deadline_s: float, connection: Connection) -> Iterator[None]:
     """Around an exchange with the server: one that takes longer ends in a `psycopg.Error`, and the
     connection with it."""
-    # A duplicate: the number of a descriptor that was closed may be another's by then.
-    with closing(socket.socket(fileno=os.dup(connection.fileno()))) as line:
+    try:  # a duplicate: the number of a descriptor that was closed may be another's by then
+        duplicate = os.dup(connection.fileno())
+    except OSError as error:  # no files left
+        raise psycopg.OperationalError(str(error)) from error
+    with closing(socket.socket(fileno=duplicate)) as line:
         timer = threading.Timer(deadline_s, _cut, [line])
         timer.daemon = True
         timer.start()

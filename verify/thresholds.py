@@ -22,7 +22,7 @@ LOGPROB_CEILING = 1e-4
 
 SHORT_TAUS = 3.0
 """Gap of the one exception in a rollout too short for a share of them, in tau. Of 1,086,372 honest
-tokens in bfloat16 6 had a gap above tau (0.1), the largest of 0.2035 (`docs/attacks.md`)."""
+tokens in bfloat16 7 had a gap above tau (0.1), the largest of 0.2035 (`docs/attacks.md`)."""
 NULL_BITS = 40.0
 """Least that passing a chunk must be worth against guesses (`toploc.null`) for it to count."""
 RICH_BITS = 160.0

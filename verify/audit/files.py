@@ -13,7 +13,7 @@ from verify.audit.findings import Report
 from verify.audit.signers import Signers
 from verify.coordinator.duplicates import repeated_submission
 from verify.coordinator.events import SubmissionJudged, SubmissionReceived
-from verify.coordinator.gap_history import excess_of, is_fault
+from verify.coordinator.gap_history import AnotherCalibration, excess_of, is_fault
 from verify.coordinator.grading import VerdictMismatch, grade_groups
 from verify.coordinator.policy import Policy
 from verify.formats import submission as submission_format
@@ -178,13 +178,12 @@ class FileAudit:
         self._report.require(bool(first & second), row, "duplicates", found, "one at least")
 
     def _check_excess(self, row: int, event: SubmissionJudged, table: bytes) -> None:
-        """By the limit that the row names: profiles may have changed since."""
+        """By the noise that the row names: profiles may have changed since."""
         expected = None
-        by_itself = event.accepted or _of_what_others_sent(event.reason)
-        if by_itself and event.gap_limit is not None:
+        if event.accepted or _of_what_others_sent(event.reason):
             try:
-                expected = excess_of(decode_verdicts(table))
-            except MalformedTable as error:
+                expected = excess_of(decode_verdicts(table), event.gap_noise)
+            except (MalformedTable, AnotherCalibration) as error:
                 self._report.add(row, "verdict file", error, "readable gaps")
                 return
         found = event.gap_excess

@@ -180,7 +180,7 @@ class _Replay:
         self._files.judged(row, event, answered.lease, signers)
         if before is not None and (event.accepted or is_fault(event.reason)):
             worker = before.workers[answered.lease.worker]
-            expected = fault(worker, event.gap_excess, event.gap_limit)
+            expected = fault(worker, event.gap_excess, event.gap_noise)
             self._report.require(
                 event.reason == expected, row, "gaps of the worker", event.reason, expected
             )

@@ -9,6 +9,7 @@ from runspec.common.errors import UserError
 from runspec.common.signed import BadSignature
 from runspec.spec.schema import RunSpec, SamplerPool
 from verify.calibration.profile import Profile, open_profile
+from verify.gap_noise import GapNoise
 from verify.thresholds import Limits, limits_for, precision_of
 
 
@@ -49,6 +50,17 @@ def limits_by_pool(spec: RunSpec, *, dated: bool = True) -> dict[str, Limits]:
     """What each pool is judged by; arguments and errors are those of `profiles_of`."""
     profiles = profiles_of(spec, dated=dated)
     return {pool.name: _limits(spec, pool, profiles) for pool in spec.samplers}
+
+
+def gap_noise_by_pool(spec: RunSpec) -> dict[str, GapNoise]:
+    """For each pool that was calibrated and samples seeded. Whether a profile is still valid is the
+    validators' matter, who judge by all of it.
+
+    Raises:
+        UserError: see `profiles_of`.
+    """
+    limits = limits_by_pool(spec, dated=False)
+    return {pool: each.gap_noise for pool, each in limits.items() if each.gap_noise}
 
 
 def require_profiles(spec: RunSpec, *, root_public_key: str) -> None:

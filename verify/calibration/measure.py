@@ -37,7 +37,7 @@ class Measurements:
 
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     gaps: list[np.ndarray] = field(default_factory=list)
-    """f32 [n] of each rollout, where the pool samples seeded."""
+    """f32 [n] of each group of each submission, where the pool samples seeded."""
     submissions: int = 0
     rollouts: int = 0
     tokens: int = 0
@@ -59,7 +59,11 @@ class Measurements:
         distance = sum(logprob_diff(*pair) * len(pair[0].output_tokens) for pair in pairs)
         self._add("logprob_submission", distance / tokens)
         gaps = [found.seeded_gap for _, found in pairs if found.seeded_gap is not None]
-        self.gaps += gaps
+        groups: dict[int, list[np.ndarray]] = defaultdict(list)
+        for row, found in pairs:
+            if found.seeded_gap is not None:
+                groups[row.group].append(found.seeded_gap)
+        self.gaps += [np.concatenate(each) for each in groups.values()]
         for pair in pairs:
             self._add("logprob_rollout", logprob_diff(*pair))
             self._take_proof(pair[1].proof)

@@ -59,7 +59,7 @@ class Admission:
     def admit(
         self, state: State, key: str, pool: str, used: object, now: float, *, place: str
     ) -> str | None:
-        """The invite by which a new key comes; None where it needs none. Counts it.
+        """The invite by which a new key comes; None where it needs none.
 
         Args:
             state: of the run; counts the uses of invites.
@@ -102,6 +102,11 @@ class Admission:
             raise Refusal(403, f"pool {pool!r} is trusted, and the invite does not name it")
         return invite.key
 
+    def admitted(self, invite: str | None, key: str, place: str) -> None:
+        """Counts a key, once it is in the ledger."""
+        if invite is None and key not in self._own:
+            self._places.take(place, KEYS_PER_PLACE, self._clock())
+
     def unproven(self, state: State) -> int:
         """Keys that came by themselves and never had a submission accepted."""
         return sum(
@@ -116,7 +121,7 @@ class Admission:
                 f"{MAX_UNPROVEN} keys without accepted work are registered, as many as may be: ask "
                 "for a link with an invite",
             )
-        wait_s = self._places.take(place, KEYS_PER_PLACE, self._clock())
+        wait_s = self._places.wait_s(place, KEYS_PER_PLACE, self._clock())
         if wait_s > 0.0:
             raise Refusal(
                 429,

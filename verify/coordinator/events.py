@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verify.formats.lease import Lease
+from verify.gap_noise import GapNoise
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,8 @@ class SubmissionJudged:
     gap_excess: float | None = None
     """By how much its gaps exceed what a worker's may come to for ever, nats (`gap_history`); None
     where its validator rejected it, its pool was not calibrated, or nothing was recomputed."""
-    gap_limit: float | None = None
-    """What its worker's excesses might add up to, by the profile of that time, nats."""
+    gap_noise: GapNoise | None = None
+    """By which that was found: of the profile of that time."""
 
 
 @dataclass(frozen=True)

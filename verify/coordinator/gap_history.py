@@ -3,40 +3,74 @@
 Weights a little off, or a temperature, may hide in one submission and not in a hundred. A verdict
 says what the gaps of each rollout come to; the coordinator alone sees what all validators found and
 adds up by how much they exceed what a calibrated pool's may be for ever (`verify.gap_noise`). A
-submission that takes the sum beyond its limit is rejected, as are those after it until it falls.
+submission that takes the sum beyond its limit is rejected; what is remembered is the limit, so that
+one that brings it down again is accepted. A sum is of one calibration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from verify.coordinator.reputation import WORKERS_GAPS
 from verify.coordinator.state import Worker
 from verify.formats.verdict import RolloutVerdict
+from verify.gap_noise import GapNoise
 
 
-def excess_of(rows: Sequence[RolloutVerdict]) -> float | None:
-    """Of a submission, nats; None where its pool was not calibrated or nothing was recomputed."""
-    found = [row.gap_excess for row in rows if row.gap_excess is not None]
+class AnotherCalibration(ValueError):
+    """A verdict whose validator judges by another spec than the coordinator's."""
+
+
+def excess_of(rows: Sequence[RolloutVerdict], noise: GapNoise | None) -> float | None:
+    """Of a submission, nats; None where its pool was not calibrated or nothing was recomputed.
+
+    Raises:
+        AnotherCalibration: a row was recomputed, and says nothing of its gaps.
+    """
+    if noise is None:
+        return None
+    recomputed = [row.gap_excess for row in rows if row.logprob_diff is not None]
+    found = [excess for excess in recomputed if excess is not None]
+    if len(found) < len(recomputed):
+        raise AnotherCalibration(
+            "nothing is said of the gaps of a calibrated pool: the validator has another spec"
+        )
     return sum(found) if found else None
 
 
-def fault(worker: Worker, excess: float | None, limit: float | None) -> str:
-    """Why a worker's next submission is rejected, accepted as it is by itself; empty where not.
-
-    Args:
-        worker: before it.
-        excess: of the submission.
-        limit: of its pool (`GapNoise.largest_excess`), nats; None where that was not calibrated.
-    """
-    if excess is None or limit is None or worker.gap_excess + excess <= limit:
+def fault(worker: Worker, excess: float | None, noise: GapNoise | None) -> str:
+    """Why a worker's next submission is rejected, accepted as it is by itself; empty where not."""
+    if excess is None or noise is None:
+        return ""
+    total, limit = _sum(worker, noise) + excess, noise.largest_excess
+    if total <= limit:
         return ""
     return (
         f"{WORKERS_GAPS}: the gaps of its submissions together are more than rounding explains "
-        f"(excess {worker.gap_excess + excess:.4g} nats, limit {limit:.4g})"
+        f"(excess {total:.4g} nats, limit {limit:.4g})"
     )
+
+
+def with_gaps(worker: Worker, excess: float | None, noise: GapNoise | None) -> Worker:
+    """The worker after a submission, accepted or not."""
+    if excess is None or noise is None:
+        return worker
+    total = min(max(0.0, _sum(worker, noise) + excess), noise.largest_excess)
+    return replace(worker, gap_excess=total, gap_noise=noise)
+
+
+def stale(workers: Iterable[Worker], noise: GapNoise) -> bool:
+    """Whether half of several workers are near their limits: then rather the calibration is."""
+    sums = [worker.gap_excess for worker in workers if worker.gap_noise == noise]
+    near = sum(each > noise.largest_excess / 2 for each in sums)
+    return len(sums) > 1 and 2 * near >= len(sums)
 
 
 def is_fault(reason: str) -> bool:
     """Whether a rejection is for `fault`."""
     return reason.startswith(f"{WORKERS_GAPS}: ")
+
+
+def _sum(worker: Worker, noise: GapNoise) -> float:
+    return worker.gap_excess if worker.gap_noise == noise else 0.0

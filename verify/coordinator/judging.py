@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from verify.coordinator.claims import CLAIM_TIMEOUT_S, Claims
 from verify.coordinator.duplicates import Seen
 from verify.coordinator.events import GroupGrade, SubmissionJudged, SubmissionSetAside
-from verify.coordinator.gap_history import excess_of
+from verify.coordinator.gap_history import AnotherCalibration, excess_of, stale
 from verify.coordinator.gap_history import fault as gap_fault
 from verify.coordinator.grading import VerdictMismatch, grade_groups
 from verify.coordinator.intake import Refusal, received, write_small
@@ -27,6 +28,7 @@ from verify.formats.verdict import (
     VerdictEnvelope,
     decode_verdicts,
 )
+from verify.gap_noise import GapNoise
 
 _log = logging.getLogger(__name__)
 _RECENT_REJECTIONS = 20
@@ -38,13 +40,19 @@ class Judging:
     Args:
         journal: where events go.
         run: the run's name.
+        gap_noise: of each calibrated pool.
         claim_timeout_s: after which a claim without a verdict is offered again.
     """
 
     def __init__(
-        self, journal: Journal, run: str, *, claim_timeout_s: float = CLAIM_TIMEOUT_S
+        self,
+        journal: Journal,
+        run: str,
+        gap_noise: Mapping[str, GapNoise] = MappingProxyType({}),
+        *,
+        claim_timeout_s: float = CLAIM_TIMEOUT_S,
     ) -> None:
-        self._journal, self._run = journal, run
+        self._journal, self._run, self._gap_noise = journal, run, gap_noise
         self.claims = Claims(claim_timeout_s)
         self._seen = Seen.of(journal.run_dir, journal.state)
         self.recent_rejections: deque[dict[str, Any]] = deque(maxlen=_RECENT_REJECTIONS)
@@ -204,8 +212,8 @@ class Judging:
         rows: list[RolloutVerdict],
     ) -> SubmissionJudged:
         policy = self._journal.state.policy
-        limit = policy.gap_limits.get(record.lease.pool)
         groups: tuple[GroupGrade, ...] = ()
+        excess, noise = None, self._gap_noise.get(record.lease.pool)
         if envelope.accepted:
             try:
                 groups = grade_groups(
@@ -216,7 +224,8 @@ class Judging:
                     dropped=envelope.dropped_groups,
                     zero_variance_filter=policy.zero_variance_filter,
                 )
-            except VerdictMismatch as error:
+                excess = excess_of(rows, noise)
+            except (VerdictMismatch, AnotherCalibration) as error:
                 raise Refusal(400, f"verdict: {error}") from error
         return SubmissionJudged(
             at=self._journal.clock(),
@@ -227,8 +236,8 @@ class Judging:
             accepted=envelope.accepted,
             reason=envelope.reason,
             groups=groups,
-            gap_excess=excess_of(rows) if envelope.accepted and limit is not None else None,
-            gap_limit=limit,
+            gap_excess=excess,
+            gap_noise=noise,
         )
 
     def _against_others(
@@ -243,8 +252,14 @@ class Judging:
         """The same, rejected where its worker's submissions together are not honest."""
         if not judged.accepted:
             return judged
-        worker = self._journal.state.workers[record.lease.worker]
-        reason = gap_fault(worker, judged.gap_excess, judged.gap_limit)
+        workers, noise = self._journal.state.workers, judged.gap_noise
+        reason = gap_fault(workers[record.lease.worker], judged.gap_excess, noise)
+        if reason and noise is not None and stale(workers.values(), noise):
+            _log.error(
+                "half of the workers of pool %s are near the limit of their gaps: its calibration "
+                "may not fit its policy any more (`python -m verify calibrate`)",
+                record.lease.pool,
+            )
         return replace(judged, accepted=False, reason=reason, groups=()) if reason else judged
 
     def _note_rejection(self, record: LeaseRecord, reason: str) -> None:

@@ -83,6 +83,7 @@ class Leasing:
             state = self._journal.state
             by = self._admission.admit(state, key, pool, invite, now, place=place)
             self._journal.record(WorkerRegistered(now, key, pool, by))
+            self._admission.admitted(by, key, place)
             _log.info("worker %s of pool %s registered", key[:16], pool)
 
     async def lease(self, key: str, holding: Collection[str], wait_s: float) -> bytes | None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from runspec.spec.schema import RunSpec
-from verify.calibration.lookup import limits_by_pool
 
 
 @dataclass(frozen=True)
@@ -34,21 +33,10 @@ class Policy:
     """What the share falls to with reputation."""
     newcomer_groups: int
     """Groups of a step that newcomers may hold together."""
-    gap_limits: Mapping[str, float] = field(default_factory=dict)
-    """What the excess of a worker's gaps may come to, nats, for each pool that was calibrated and
-    samples seeded (`verify.gap_noise`)."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Policy:
-        """Of a resolved spec. Whether a profile is still valid is the validators' matter, who judge
-        by all of it.
-
-        Raises:
-            UserError: a profile is not the root key's.
-        """
         algorithm, fill = spec.algorithm, spec.algorithm.fill
-        limits = limits_by_pool(spec, dated=False)
-        noises = {pool: each.gap_noise for pool, each in limits.items() if each.gap_noise}
         groups = algorithm.prompts_per_step
         return cls(
             steps=spec.steps,
@@ -64,5 +52,4 @@ class Policy:
             prefill_share=spec.verify.prefill_share,
             prefill_floor=spec.verify.lowest_prefill_share,
             newcomer_groups=max(1, int(spec.verify.newcomer_share * groups + 1e-9)),
-            gap_limits={pool: noise.largest_excess for pool, noise in noises.items()},
         )

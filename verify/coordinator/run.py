@@ -20,6 +20,7 @@ from runspec.common.roles import Roles, open_roles
 from runspec.common.signed import BadSignature
 from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import RunSpec
+from verify.calibration.lookup import gap_noise_by_pool
 from verify.coordinator.activity import Activity
 from verify.coordinator.addresses import networks
 from verify.coordinator.admission import Admission, own_workers
@@ -81,7 +82,8 @@ async def serve(
     journal = Journal(run_dir, Policy.of(spec), ledger=ledger)
     workers, validators = Activity(), Activity()
     admission = Admission(spec, roles, own_workers(run_dir, spec))
-    judging = Judging(journal, spec.name, claim_timeout_s=claim_timeout_s)
+    noise = gap_noise_by_pool(spec)
+    judging = Judging(journal, spec.name, noise, claim_timeout_s=claim_timeout_s)
     attempts = AttemptFiles(run_dir)
     judging.claims.remember_in(attempts, attempts.load())
     backlog = Backlog(journal, judging.submitted, spec.verify.backlog)

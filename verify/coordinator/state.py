@@ -10,6 +10,7 @@ from verify.coordinator.events import FailedAttempt, GroupGrade, VersionPublishe
 from verify.coordinator.policy import Policy
 from verify.coordinator.reputation import Standing, prefill_share
 from verify.formats.lease import Lease
+from verify.gap_noise import GapNoise
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Worker:
     standing: Standing = field(default_factory=Standing)
     gap_excess: float = 0.0
     """Of its submissions together since the sum was last below 0, nats (`gap_history`)."""
+    gap_noise: GapNoise | None = None
+    """By which; the sum begins anew under another."""
 
 
 @dataclass(frozen=True)

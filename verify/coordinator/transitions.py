@@ -34,6 +34,7 @@ from verify.coordinator.events import (
     WorkerQuarantined,
     WorkerRegistered,
 )
+from verify.coordinator.gap_history import with_gaps
 from verify.coordinator.policy import Policy
 from verify.coordinator.reputation import Standing
 from verify.coordinator.state import Draw, LeaseRecord, OpenStep, State, Tally, Worker
@@ -240,8 +241,7 @@ def _judge(state: State, event: SubmissionJudged) -> State:
     worker, tally, lease = state.workers[record.lease.worker], _tally(state, record), record.lease
     recomputed = any(group.logprob_diff is not None for group in event.groups)
     standing = worker.standing.after_verdict(accepted=event.accepted, recomputed=recomputed)
-    excess = max(0.0, worker.gap_excess + (event.gap_excess or 0.0))
-    worker = replace(worker, standing=standing, gap_excess=excess)
+    worker = with_gaps(replace(worker, standing=standing), event.gap_excess, event.gap_noise)
     if not event.accepted:
         tally = replace(
             tally,

@@ -1,6 +1,8 @@
-"""The mean of honest gaps: from rollouts, with room for what they do not show."""
+"""The mean of honest gaps: from groups, with room for what they do not show."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,16 +39,29 @@ def test_the_mean_is_that_of_gaps_up_to_where_most_of_them_end() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_few_rollouts_give_a_mean_above_the_true_one(seed: int) -> None:
+def test_few_groups_give_a_mean_hardly_below_the_true_one(seed: int) -> None:
     true = 0.004 * 0.015
     assert noise_in(rounding(40, seed=seed)) > 0.9 * true
 
 
-def test_rollouts_that_differ_count_as_rollouts_and_not_as_tokens() -> None:
-    # given the same gaps, spread over all rollouts or all in every twentieth
+def test_groups_that_differ_count_as_groups_and_not_as_tokens() -> None:
+    # given the same gaps, spread over all groups or all in every twentieth
     even = rounding(400)
     uneven = [each * (number % 20 == 0) for number, each in enumerate(rounding(400, share=0.08))]
     assert noise_in(uneven) > 1.2 * noise_in(even)
+
+
+def test_every_group_that_was_measured_keeps_its_budget() -> None:
+    # given prompts of which few have ten times the gaps of the others, in long outputs
+    calm = rounding(400, tokens=2000)
+    hard = rounding(8, tokens=20_000, share=0.04, seed=1)
+    found = noise_of(calm + hard, tau=TAU, least=LEAST, probability=1e-6)
+    # then none of them is rejected by itself, as one would be by the mean of all
+    means = [found.counted(each) / len(each) for each in hard]
+    assert max(means) <= found.largest_mean(20_000)
+    sums = sum(found.counted(each) for each in calm + hard)
+    tokens = sum(map(len, calm + hard))
+    assert max(means) > replace(found, mean=ROOM * sums / tokens).largest_mean(20_000)
 
 
 def test_the_part_of_the_run_with_the_most_counts() -> None:

@@ -17,10 +17,25 @@ from tests.verify.audit.tampering import Copy
 from tests.verify.calibration.profiles import document as signed
 from tests.verify.calibration.profiles import made_profile
 from tests.verify.coordinator.deployment import Site, tiny_spec
+from tests.verify.coordinator.filled import Filled, key, policy
 from tests.verify.coordinator.over_http import check, sample
-from verify.coordinator.events import SubmissionJudged, WorkerQuarantined
-from verify.coordinator.gap_history import excess_of, fault, is_fault
-from verify.coordinator.policy import Policy
+from verify.calibration.lookup import gap_noise_by_pool
+from verify.coordinator.events import (
+    BY_COORDINATOR,
+    BY_OPERATOR,
+    BanLifted,
+    KeyBanned,
+    SubmissionJudged,
+    WorkerQuarantined,
+)
+from verify.coordinator.gap_history import (
+    AnotherCalibration,
+    excess_of,
+    fault,
+    is_fault,
+    stale,
+    with_gaps,
+)
 from verify.coordinator.state import Worker
 from verify.formats.verdict import RolloutVerdict
 from verify.gap_noise import GapNoise
@@ -35,35 +50,92 @@ A_THIRD = LIMIT / 2.5 / ROWS
 """Excess of a row: two submissions of such are within the worker's budget, and three not."""
 
 
-def row(gap_excess: float | None) -> RolloutVerdict:
+def row(gap_excess: float | None, *, recomputed: bool = True) -> RolloutVerdict:
+    diff = 0.001 if recomputed else None
     return RolloutVerdict(
-        *("ab" * 32, 0, 0, 0.0, 0.0, 0.0, 5, None, None, None, []), gap_excess=gap_excess
+        *("ab" * 32, 0, 0, 0.0, 0.0, 0.0, 5, None, None, diff, []), gap_excess=gap_excess
     )
 
 
+def worker(gap_excess: float) -> Worker:
+    return Worker(0, "near", gap_excess=gap_excess, gap_noise=NOISE)
+
+
 def test_the_excess_of_a_submission_is_that_of_the_rows_that_were_recomputed() -> None:
-    assert excess_of([row(0.01), row(None), row(-0.03)]) == pytest.approx(-0.02)
-    assert excess_of([row(None)]) is None
+    rows = [row(0.01), row(None, recomputed=False), row(-0.03)]
+    assert excess_of(rows, NOISE) == pytest.approx(-0.02)
+    assert excess_of([row(None, recomputed=False)], NOISE) is None
+    assert excess_of(rows, None) is None
 
 
-@pytest.mark.parametrize(("excess", "limit"), [(None, LIMIT), (0.1, None)])
+def test_a_validator_that_says_nothing_of_gaps_judges_by_another_spec() -> None:
+    with pytest.raises(AnotherCalibration, match="another spec"):
+        excess_of([row(0.01), row(None)], NOISE)
+
+
+@pytest.mark.parametrize(("excess", "noise"), [(None, NOISE), (0.1, None)])
 def test_what_was_not_recomputed_or_not_calibrated_is_no_fault(
-    excess: float | None, limit: float | None
+    excess: float | None, noise: GapNoise | None
 ) -> None:
-    assert fault(Worker(0, "near", gap_excess=1e9), excess, limit) == ""
+    assert fault(worker(LIMIT), excess, noise) == ""
+    assert with_gaps(worker(0.1), excess, noise) == worker(0.1)
 
 
 def test_a_worker_is_at_fault_where_the_sum_is_beyond_its_limit() -> None:
-    worker = Worker(0, "near", gap_excess=LIMIT / 2)
-    assert fault(worker, 0.49 * LIMIT, LIMIT) == ""
-    assert is_fault(fault(worker, 0.51 * LIMIT, LIMIT))
+    assert fault(worker(LIMIT / 2), 0.49 * LIMIT, NOISE) == ""
+    assert is_fault(fault(worker(LIMIT / 2), 0.51 * LIMIT, NOISE))
     assert not is_fault("seeded_sampling_submission: row 0: mean gap")
 
 
-def calibrated(site: Site) -> RunSpec:
+@pytest.mark.parametrize(
+    ("before", "excess", "after"),
+    [
+        (0.5, 0.2, 0.7),
+        (0.5, -0.2, 0.3),
+        (0.1, -7.0, 0.0),  # honest work is no credit to cheat on
+        (0.9, 7.0, 1.0),  # one rejection, and the next honest submission is accepted
+    ],
+)
+def test_a_sum_stays_between_nothing_and_its_limit(
+    before: float, excess: float, after: float
+) -> None:
+    found = with_gaps(worker(before * LIMIT), excess * LIMIT, NOISE)
+    assert found.gap_excess == pytest.approx(after * LIMIT)
+    assert fault(found, -1e-9, NOISE) == ""
+
+
+def test_a_sum_is_of_one_calibration() -> None:
+    # given a worker near its limit, when its pool is calibrated again
+    again = replace(NOISE, cap=NOISE.cap / 4)
+    found = with_gaps(worker(0.9 * LIMIT), 0.001, again)
+    # then its sum begins anew
+    assert (found.gap_excess, found.gap_noise) == (0.001, again)
+    assert fault(worker(0.9 * LIMIT), 0.9 * again.largest_excess, again) == ""
+
+
+def test_a_pardon_begins_a_sum_anew() -> None:
+    run = Filled(policy())
+    run.register("x")
+    of_x = replace(run.state.workers[key("x")], gap_excess=0.5 * LIMIT, gap_noise=NOISE)
+    run.state = replace(run.state, workers={key("x"): of_x})
+    run.record(KeyBanned(run.now, key("x"), "six rejections", BY_COORDINATOR))
+    assert run.state.workers[key("x")].gap_excess == 0.5 * LIMIT
+    run.record(BanLifted(run.now, key("x"), "a broken GPU", BY_OPERATOR))
+    assert run.state.workers[key("x")].gap_excess == 0.0
+
+
+def test_where_half_of_several_workers_are_near_their_limits_the_calibration_is_doubted() -> None:
+    near, far, other = worker(0.8 * LIMIT), worker(0.1 * LIMIT), Worker(0, "far")
+    assert stale([near, far, other], NOISE)
+    assert stale([near, near, far], NOISE)
+    assert not stale([near, far, far], NOISE)
+    assert not stale([near, other], NOISE)
+
+
+def calibrated(site: Site, **changes: Any) -> RunSpec:
     """The tiny run, with limits that its root has signed for it."""
     spec = tiny_spec(steps=6)
-    profile = made_profile(replace(FLOAT32, gap_noise=NOISE))
+    profile = made_profile(replace(FLOAT32, gap_noise=NOISE), **changes)
     item = CalibrationProfile(name="measured", document=signed(profile, site.root))
     learner = spec.learner.model_copy(update={"compute_dtype": "float32"})
     samplers = [pool.model_copy(update={"dtype": "float32"}) for pool in spec.samplers]
@@ -88,18 +160,19 @@ def of_ledger(run_dir: Path, kind: type[Any]) -> list[Any]:
         return [event for event in ledger.events() if isinstance(event, kind)]
 
 
-def test_the_policy_has_the_limits_of_calibrated_pools(site: Site) -> None:
-    assert Policy.of(calibrated(site)).gap_limits == {"near": LIMIT, "far": LIMIT}
-    assert Policy.of(tiny_spec()).gap_limits == {}
+def test_calibrated_pools_have_their_noise_after_their_profile_has_expired_too(site: Site) -> None:
+    assert gap_noise_by_pool(calibrated(site)) == {"near": NOISE, "far": NOISE}
+    assert gap_noise_by_pool(calibrated(site, expires=1.0)) == {"near": NOISE, "far": NOISE}
+    assert gap_noise_by_pool(tiny_spec()) == {}
 
 
 def test_the_sum_over_submissions_rejects_what_each_alone_does_not(site: Site) -> None:
     # given a worker whose gaps exceed rounding in each submission, and one whose gaps do not
     with site.serving():
-        worker = site.worker()
+        doubtful = site.worker()
         validator = site.client(site.validator)
         for _ in range(2):
-            sample(site, *worker)
+            sample(site, *doubtful)
             check(site, validator, gap_excess=A_THIRD)
         honest = site.worker()
         site.publish(1)
@@ -107,8 +180,8 @@ def test_the_sum_over_submissions_rejects_what_each_alone_does_not(site: Site) -
         check(site, validator, gap_excess=0.0)
     # when it goes on after a restart
     with site.serving():
-        again = site.client(worker[0])
-        sample(site, worker[0], again)
+        again = site.client(doubtful[0])
+        sample(site, doubtful[0], again)
         check(site, site.client(site.validator), gap_excess=A_THIRD)
     # then the third is rejected, with the number that decided it
     judged = of_ledger(site.run_dir, SubmissionJudged)
@@ -117,7 +190,7 @@ def test_the_sum_over_submissions_rejects_what_each_alone_does_not(site: Site) -
     assert f"limit {LIMIT:.4g}" in judged[-1].reason
     # and its worker is in quarantine at once, the honest one is not
     assert [event.worker for event in of_ledger(site.run_dir, WorkerQuarantined)] == [
-        worker[0].public_hex
+        doubtful[0].public_hex
     ]
     # and whoever audits the ledger comes to the same
     run = Copy(site.run_dir, site)
@@ -140,18 +213,18 @@ def test_what_was_judged_before_a_pool_was_calibrated_stays_true(tmp_path: Path)
     site.publish(0)
     with site.origin():
         with site.serving():
-            worker = site.worker()
-            sample(site, *worker)
+            doubtful = site.worker()
+            sample(site, *doubtful)
             check(site, site.client(site.validator))
         # when its pool is calibrated, and it goes on
         write_atomic(site.run_dir / "spec.json", dump_resolved(calibrated(site)))
         with site.serving():
-            sample(site, worker[0], site.client(worker[0]))
+            sample(site, doubtful[0], site.client(doubtful[0]))
             check(site, site.client(site.validator), gap_excess=0.001)
     # then the ledger says of each by what it was judged, and the audit follows
     judged = of_ledger(site.run_dir, SubmissionJudged)
-    assert [(event.gap_excess, event.gap_limit) for event in judged] == [
+    assert [(event.gap_excess, event.gap_noise) for event in judged] == [
         (None, None),
-        (pytest.approx(0.001 * ROWS), LIMIT),
+        (pytest.approx(0.001 * ROWS), NOISE),
     ]
     assert Copy(site.run_dir, site).audit().findings == []
