@@ -62,21 +62,21 @@ def train(
     full_float32(spec.learner.compute_dtype)
 
     # The model, the mesh, and where to go on.
-    config, decoder = load_config(initial_model(run_dir)), Decoder()
+    config = load_config(initial_model(run_dir))
     needed = prod(getattr(spec.learner.mesh, axis) for axis in AXES)
     mesh = make_mesh(spec.learner.mesh, mesh_devices(peers.count, needed))
     programs = build_programs(spec, config, mesh)
     here = peers.json_from_first(lambda: fingerprint(spec, mesh))
-    reader = (
-        BatchReader(run_dir, spec, _root_public_key(run_dir, spec), decode=decoder.decode)
-        if peers.first
-        else None
-    )
-    start = find_start(run_dir, spec, config, mesh, programs, peers, reader, here, log)
-    state, base, step, trained = start.state, start.base, start.step, start.batch
-    log.info("version %d on %d devices, %d steps to go", step, mesh.size, spec.steps - step)
+    with closing(Decoder()) as decoder, Saver(log) as saver:
+        reader = (
+            BatchReader(run_dir, spec, _root_public_key(run_dir, spec), decode=decoder.decode)
+            if peers.first
+            else None
+        )
+        start = find_start(run_dir, spec, config, mesh, programs, peers, reader, here, log)
+        state, base, step, trained = start.state, start.base, start.step, start.batch
+        log.info("version %d on %d devices, %d steps to go", step, mesh.size, spec.steps - step)
 
-    with Saver(log) as saver, closing(decoder):
         # What is written and read.
         probe = build_probe(spec, config, mesh)
         versions = VersionWriter(run_dir, spec, config, mesh, here, probe, peers, saver, log)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import jax
 import numpy as np
@@ -27,7 +28,7 @@ class Shape:
     """Of a part. Few are used, for each is compiled."""
 
     positions: int
-    """U, a multiple of `tokens`; also the most output tokens."""
+    """U, of full parts a multiple of `tokens`; also the most output tokens."""
     rows: int
     """R."""
     tokens: int
@@ -81,8 +82,10 @@ def shape_for(inputs: Sequence[PrefillInput], *, tokens: int, rows: int) -> Shap
     prompts = {each.prompt_tokens.tobytes(): len(each.prompt_tokens) for each in inputs}
     outputs = sum(len(each.output_tokens) - 1 for each in inputs)
     laid_out = sum(len(each.prompt_tokens) for each in inputs) + outputs
-    repeats = min(MOST_REPEATS, -(-laid_out // (sum(prompts.values()) + outputs)))
-    return Shape(rows * tokens, repeats * rows, tokens)
+    # In halves, and a quarter of the rows may be missing: a part that runs out of rows ends there.
+    shared = laid_out / (sum(prompts.values()) + outputs)
+    halves = min(2 * MOST_REPEATS, max(2, ceil(2 * shared - 0.5)))
+    return Shape(rows * tokens, -(-halves * rows // 2), tokens)
 
 
 def divide(inputs: Sequence[PrefillInput], shape: Shape) -> list[list[Place]]:

@@ -135,7 +135,7 @@ class LiveRun:
 
     def pids(self) -> dict[str, int | None]:
         """Of each role there is: what `status` says, without a process for every look."""
-        return {role.name: role.pid for role in look_at(self.dir).roles}
+        return {role.name: role.pid for role in look_at(self.dir, events=0, ledger=False).roles}
 
     def output(self) -> str:
         """The end of what `apply` printed and of every role's log."""

@@ -119,7 +119,19 @@ def test_shared_prompts_take_fewer_positions() -> None:
     inputs = rollouts([(16, [8] * 8)])
     shape = shape_for(inputs, tokens=T, rows=4)
     assert len(divide(inputs, shape)) == 1
-    assert shape == Shape(4 * T, 12, T)  # 184 tokens in rows, 72 positions: 2.6 times, so 3
+    assert shape == Shape(4 * T, 10, T)  # 184 tokens in rows, 72 positions: 2.6 times, so 2.5
+
+
+def test_a_little_sharing_takes_no_more_rows_than_none() -> None:
+    # given 16 long outputs of a short prompt: 0.9 % fewer positions than tokens in rows
+    prompts = [np.full(40, 0, np.int32)] * 16, [np.full(40, n, np.int32) for n in range(16)]
+    output = np.arange(4000, dtype=np.int32)
+    shared, apart = ([PrefillInput(each, output, None) for each in some] for some in prompts)
+    # when their parts are shaped
+    shape = shape_for(shared, tokens=4096, rows=8)
+    # then they have the rows that no sharing has, and are full of rollouts, one a row
+    assert shape == shape_for(apart, tokens=4096, rows=8) == Shape(8 * 4096, 8, 4096)
+    assert [len(part) for part in divide(shared, shape)] == [8, 8]
 
 
 def test_parts_that_are_half_empty_are_halved() -> None:
