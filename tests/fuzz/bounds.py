@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from hypothesis import settings
 
@@ -68,5 +70,9 @@ def bounded(memory: int) -> Iterator[None]:
 
 
 def _most() -> int:
-    """Bytes of memory that this process has had at most (Linux counts them in KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Bytes of memory that this process has had at most."""
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # There `ru_maxrss` begins at what the parent had when it started the process.
+    words = Path("/proc/self/status").read_text().split()
+    return int(words[words.index("VmHWM:") + 1]) * 1024

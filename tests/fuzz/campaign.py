@@ -1,4 +1,4 @@
-"""Campaigns: properties over drawn inputs, 500 seeded cases each, a million in `make fuzz`.
+"""Campaigns: properties over drawn inputs, 500 seeded cases each, others with FUZZ_CASES.
 
 No profile: one that is loaded counts for all modules that are imported after it.
 """
@@ -13,7 +13,7 @@ CASES = int(os.environ.get("FUZZ_CASES", "500"))
 campaign = settings(
     max_examples=CASES,
     deadline=None,
-    # In `make test` the same cases every time; `make fuzz` names a new seed for each batch.
+    # In `make test` the same cases every time; with FUZZ_CASES those of `--hypothesis-seed`.
     derandomize="FUZZ_CASES" not in os.environ,
     database=None,
     suppress_health_check=list(HealthCheck),

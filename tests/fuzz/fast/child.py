@@ -19,15 +19,20 @@ PLACE = struct.Struct("<QQd")
 """What the parent sees: the number of the case, how many so far were taken for sound, and the
 processor time of all, in seconds."""
 LOOK_EVERY = 256
-"""Cases, of which one is traced; where the others took too much, it was one of the last so many."""
+"""Cases, of which one is traced. Where the others took too much memory, it was one of so many."""
 _MEMORY = 8 << 30
 _CASES = 1 << 40
 
 
-def run(lane: Lane, seed: int, first: int, end: int, seen: Path) -> None:
-    """Cases `first` to `end` of a lane.
+class Grown(Exception):
+    """Some cases, or all of them together, took too much memory."""
+
+
+def run(lane: Lane, seed: int, first: int, end: int, seen: Path, *, trace: bool = False) -> None:
+    """Cases `first` to `end` of a lane; with `trace` memory is looked at after each.
 
     Raises:
+        Grown: cases since the last look took too much; the number of the first is in `seen`.
         Exception: what a case raised; the number is in `seen`.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -37,16 +42,22 @@ def run(lane: Lane, seed: int, first: int, end: int, seen: Path) -> None:
         case = started(lane)
         gc.freeze()
         rng, taken, began, spent = Random(), 0, time.process_time(), 0.0
+        WATCH.look()
+        looked = first
         for number in range(first, end):
             PLACE.pack_into(place, 0, number, taken, spent)
             rng.seed(seed * _CASES + number)
-            WATCH.traced = number % LOOK_EVERY == 0 or end - first == 1
-            if WATCH.traced:
-                WATCH.look()
-                spent = time.process_time() - began
+            WATCH.traced = trace or number % LOOK_EVERY == 0
             taken += case(rng)
-        WATCH.look()
-        PLACE.pack_into(place, 0, end, taken, time.process_time() - began)
+            if trace or (number + 1) % LOOK_EVERY == 0 or number + 1 == end:
+                spent = time.process_time() - began
+                try:
+                    WATCH.look()
+                except AssertionError as error:
+                    PLACE.pack_into(place, 0, looked, taken, spent)
+                    raise Grown(f"cases {looked} to {number}: {error}") from error
+                looked = number + 1
+        PLACE.pack_into(place, 0, end, taken, spent)
 
 
 def started(lane: Lane) -> Callable[[Random], bool]:
