@@ -79,7 +79,7 @@ test-runs: install  ## whole runs of real processes, dishonest workers among the
 test: lint $(AOT_STAMP) $(SHARDCAST_STAMP)  ## everything that must hold
 	$(BIN)/pytest $(WORKERS)
 
-fuzz: install  ## each parser with a million inputs, hours
+fuzz: install  ## each lane of tests/fuzz with a million inputs, hours
 	$(BIN)/python -m tests.fuzz
 
 bench: install  ## benchmarks, each prints JSON
