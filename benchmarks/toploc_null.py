@@ -27,13 +27,18 @@ import numpy as np
 
 from benchmarks.null import collisions
 from benchmarks.null.honest import agreement, decided_by_rows
-from benchmarks.null.judging import ANOTHERS_TABLE, GRANTED, Forgers, chunks_of
+from benchmarks.null.judging import ANOTHERS_TABLE, FEW, GRANTED, Forgers, chunks_of
 from benchmarks.null.models import Model, pretrained, text_model
 from benchmarks.null.summary import explained, summary
 from benchmarks.null.text_model import Size, read_text
+from runspec.common.hashing import hash_parts
+from verify.thresholds import BFLOAT16, NULL_BITS, RICH_BITS
+from verify.toploc.null import GRANTED_CELLS, RADII
 
 _PORTION = 256
 _PRETRAINED = (60, 400)
+_COLLIDING = (200, 1000)
+"""Windows of each side of `collisions.bound`, at least and at most: else as many as a library's."""
 MODELS: dict[str, tuple[Size, int, int, int]] = {
     "64": (Size(64, 2, 150, 8, 3e-3), 0, 2000, 9500),
     "128": (Size(128, 4, 120, 16, 2e-3), 0, 600, 3000),
@@ -46,15 +51,21 @@ judged."""
 
 
 def judgements(model: Model, library: int, count: int, keep: Path | None) -> dict[str, np.ndarray]:
-    """Of all forgeries: i16 [windows, 7, 3] each, `count` windows or a tenth of them."""
-    path = keep and keep / f"judged-{model.name}-{library}.npz"
+    """Of all forgeries: i16 [windows, 7, 3] each, `count` windows or a tenth of them.
+
+    They are kept under a name that changes with the model, its text, the limits and the library.
+    """
+    limits = repr((BFLOAT16, NULL_BITS, RICH_BITS, RADII, GRANTED_CELLS))
+    digest = hash_parts(model.source, limits).hex()[:16]
+    path = keep and keep / f"judged-{model.name}-{library}-{digest}.npz"
     rows: dict[str, np.ndarray] = {}
     if path and path.exists():
         with np.load(path, allow_pickle=False) as kept:
             rows = {name: kept[name] for name in kept.files}
     done = len(rows[GRANTED]) if rows else 0
     if done >= count:
-        return rows
+        tenth = -(-count // FEW)
+        return {name: each[: count if len(each) == done else tenth] for name, each in rows.items()}
     known, others = (
         chunks_of(model.states(tokens), tokens)
         for tokens in (model.windows(0, library), model.windows(library, library))
@@ -77,9 +88,9 @@ def measure(
     model: Model, library: int, count: int, honest: int, keep: Path | None
 ) -> dict[str, Any]:
     rows = judgements(model, library, count, keep)
-    sample = model.windows(0, min(library, 300))
-    other = model.windows(library, min(library, 300))
-    left, right = (chunks_of(model.states(t), t).hidden for t in (sample, other))
+    each = max(_COLLIDING[0], min(library, _COLLIDING[1]))
+    sample = model.windows(0, each)
+    sides = [chunks_of(model.states(t), t).hidden for t in (sample, model.windows(each, each))]
     table = rows[ANOTHERS_TABLE]
     return {
         "model": model.name,
@@ -87,9 +98,11 @@ def measure(
         "layers": model.layers,
         "loss": model.loss,
         "library": library,
-        "decided_by_rows": decided_by_rows(left),
+        "decided_by_rows": decided_by_rows(sides[0]),
         "forgeries": {name: summary(found) for name, found in rows.items()},
-        "any_fixed_proof": collisions.bound(left, right),
+        "any_fixed_proof": collisions.bound(
+            *(side.reshape(each, -1, *side.shape[1:]) for side in sides)
+        ),
         "if_a_table_were_guessable": {
             name: explained(found, table)
             for name, found in rows.items()

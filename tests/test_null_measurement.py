@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import comb
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import toploc_null
 from benchmarks.null import collisions
 from benchmarks.null.forgeries import Library, TokenTable
 from benchmarks.null.judging import ACCEPTED, DECIDED, NullTests, chunks_of, compared, judged
@@ -115,7 +117,9 @@ class TestJudging:
 
 
 class TestRuns:
-    def test_a_run_that_goes_on_judges_what_one_run_does(self, tmp_path: Path) -> None:
+    def test_a_run_that_goes_on_judges_what_one_run_does(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         # given a model whose states follow from the tokens
         table = np.random.default_rng(11).normal(size=(256, WIDTH)).astype(ml_dtypes.bfloat16)
 
@@ -126,7 +130,7 @@ class TestRuns:
         def hidden(read: np.ndarray) -> np.ndarray:
             return (table[read[:, 32:]] + table[read[:, 31:-1]]).view(np.uint16)
 
-        model = Model("tiny", WIDTH, 1, None, tokens, hidden, lambda _: iter(()))
+        model = Model("tiny", WIDTH, 1, None, tokens, hidden, lambda _: iter(()), b"tiny")
 
         # when twelve windows are judged at once, or three of them first
         whole = judgements(model, 3, 12, None)
@@ -140,6 +144,18 @@ class TestRuns:
         }
         assert whole.keys() == parts.keys()
         assert all((whole[name] == parts[name]).all() for name in whole)
+
+        # and fewer windows than are kept are those that so many would have been
+        fewer = judgements(model, 3, 11, None)
+        cut = judgements(model, 3, 11, tmp_path)
+        assert all(np.array_equal(cut[name], fewer[name]) for name in whole)
+
+        # and what was kept of another text, or under other limits, is not taken for these
+        assert len(list(tmp_path.iterdir())) == 1
+        judgements(replace(model, source=b"another"), 3, 3, tmp_path)
+        monkeypatch.setattr(toploc_null, "BFLOAT16", replace(BFLOAT16, miss_share=0.01))
+        judgements(model, 3, 3, tmp_path)
+        assert len(list(tmp_path.iterdir())) == 3
 
     def test_a_rollout_is_sampled_from_the_models_own_logits(self) -> None:
         # given a model and prompts of all but eight tokens
@@ -199,9 +215,9 @@ class TestCollisions:
             alike = rng.random(count) < 1 / 3
             return np.where(alike[:, None, None], near, states(count, int(rng.integers(1 << 30))))
 
-        # when the bound is measured, and the proof of that chunk is tried
+        # when the bound is measured, a chunk a window, and the proof of that chunk is tried
         left, right = sample(150), sample(150)
-        found = collisions.bound(left, right)
+        found = collisions.bound(left[:, None], right[:, None])
         proof = [
             p for [p] in build_proofs_batch([base[0].astype(ml_dtypes.bfloat16).view(np.uint16)])
         ]
@@ -211,9 +227,31 @@ class TestCollisions:
         assert 0.2 < accepted.mean() <= float(found["pass_below"]) <= float(found["pass_below_95"])
 
     def test_chunks_that_have_nothing_in_common_leave_next_to_nothing(self) -> None:
-        found = collisions.bound(states(200, seed=9), states(200, seed=10))
+        found = collisions.bound(*(states(200, seed=n)[:, None] for n in (9, 10)))
         assert found["required_least"] >= 90 and float(found["pass_below"]) < 0.01
 
+    def test_a_window_counts_once_however_many_chunks_it_has(self) -> None:
+        # given windows of one chunk, and those where it stands three times
+        windows = [states(60, seed=n)[:, None] for n in (9, 10)]
+        once = collisions.bound(*windows)
+        thrice = collisions.bound(*(np.repeat(each, 3, axis=1) for each in windows))
+
+        # then there are nine times the pairs of chunks and as many of windows, and the same bound
+        assert once["window_pairs"] == 30
+        assert thrice == {**once, "pairs": 9 * once["pairs"]}
+
+    def test_what_the_bound_is_measured_on_fixes_nothing(self) -> None:
+        # given second halves of windows that have nothing in common, or are one and the same
+        left, right = (states(60, seed=n)[:, None] for n in (9, 10))
+        alike = np.repeat(states(1, seed=11)[None], 30, axis=0)
+        halves = (np.concatenate([each[:30], alike]) for each in (left, right))
+        apart, same = collisions.bound(left, right), collisions.bound(*halves)
+
+        # then as many agreements are asked for, and where all are alike the bound says nothing
+        assert all(apart[name] == same[name] for name in ("required_least", "t_95", "pass_below"))
+        assert (same["window_pairs_agree"], float(same["pass_below_95"])) == (30, 1.0)
+        assert apart["window_pairs_agree"] == 0 and float(apart["pass_below_95"]) < 1
+
     def test_where_nothing_is_decided_nothing_is_said(self) -> None:
-        alike = np.full((50, 32, WIDTH), 0x3F80, np.uint16)
+        alike = np.full((50, 1, 32, WIDTH), 0x3F80, np.uint16)
         assert collisions.bound(alike, alike) == {}

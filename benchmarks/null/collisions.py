@@ -12,12 +12,17 @@ Agreements are at most 128, so that at least t come with (m^2 / 256 - t) / (128 
     p <= sqrt(q_t (128 - t) / (m^2 / 256 - t)),  q_t = P(A and B agree in at least t cells),
 
 for every t below m^2 / 256. q_t says nothing of a forger: it is measured on honest chunks alone.
+
+The chunks of a window depend on each other, so that windows are the unit. m and t are fixed on one
+half of them, by all pairs of chunks there; on the other half one decided chunk is drawn from each
+window, and each enters one pair. Those pairs are independent, and Clopper and Pearson's bound of
+q_t holds. `share of decided chunks` thereby means: of a random window, then a random one of its.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,31 +33,54 @@ from verify.thresholds import NULL_BITS
 from verify.toploc import TOP_K, build_proofs_batch
 from verify.toploc.null import GRANTED_CELLS, RADII
 
-_REFERENCES = 1000
+_PAIRED = 2000
 _FEWEST = 20
 _NOWHERE = 1 << 20
 
 
-def bound(left: np.ndarray, right: np.ndarray) -> dict[str, Any]:
-    """From u16 [N, 32, D] and u16 [M, 32, D], chunks of windows drawn at random.
+class _Decided(NamedTuple):
+    """Of n decided chunks."""
 
-    `pass_below` is of all pairs of a left and a right chunk, as they were measured;
-    `pass_below_95` of pairs that share no chunk, with Clopper and Pearson's bound of q_t. Nothing
-    where few chunks are decided.
+    window: np.ndarray
+    """i64 [n]: its number."""
+    cells: np.ndarray
+    """[n, 128]: of the largest activations."""
+    values: np.ndarray
+    """[n, 128]."""
+    radius: np.ndarray
+    """[n]."""
+    required: np.ndarray
+    """[n]: positions, to pass."""
+
+    def some(self, chosen: Any) -> _Decided:
+        return _Decided(*(column[chosen] for column in self))
+
+
+def bound(left: np.ndarray, right: np.ndarray) -> dict[str, Any]:
+    """From u16 [N, C, 32, D] and u16 [M, C, 32, D], the chunks of windows drawn at random.
+
+    `pass_below` is of all pairs of chunks of the first half, as they were measured;
+    `pass_below_95` of one pair for two windows of the second half, with Clopper and Pearson's bound
+    of q_t, for chunks that require at least m. Nothing where few are decided.
     """
-    one, other = _decided(left), _decided(right)
-    if min(len(one[1]), len(other[1])) < _FEWEST:
+    half = min(len(left), len(right)) // 2
+    one, other = (_decided(each[:half]) for each in (left, right))
+    if min(len(one.cells), len(other.cells)) < _FEWEST:
         return {}
     counts = np.zeros(TOP_K + 1, np.int64)
-    for chunk in range(min(_REFERENCES, len(one[1]))):
-        counts += np.bincount(_agreements(one, chunk, other), minlength=TOP_K + 1)
-    paired = range(min(len(one[1]), len(other[1])))
-    single = np.array([_agreements(one, n, other, slice(n, n + 1))[0] for n in paired])
-    least = int(min(one[3].min(), other[3].min()))
+    others = other.some(slice(_PAIRED))
+    for chunk in range(min(_PAIRED, len(one.cells))):
+        counts += np.bincount(_agreements(one, chunk, others), minlength=TOP_K + 1)
+    least = int(min(one.required.min(), other.required.min()))
     shares = counts[::-1].cumsum()[::-1] / counts.sum()  # q_t
     rates = {t: _rate(shares[t], t, least) for t in range(1, math.ceil(least**2 / GRANTED_CELLS))}
     best = min(rates, key=rates.__getitem__)
-    sure = upper_bound(int((single >= best).sum()), len(single))
+    likely = {  # what the other half will say, if it is like this one
+        t: _rate(upper_bound(round(shares[t] * half), half), t, least) for t in rates
+    }
+    fixed = min(likely, key=likely.__getitem__)
+    pairs = _pairs(*(_decided(each[half : 2 * half]) for each in (left, right)), least)
+    agree = int((pairs >= fixed).sum())
     return {
         "pairs": int(counts.sum()),
         "agreements_mean": round(float(counts @ np.arange(TOP_K + 1)) / counts.sum(), 2),
@@ -60,33 +88,47 @@ def bound(left: np.ndarray, right: np.ndarray) -> dict[str, Any]:
         "t": best,
         "q": f"{shares[best]:.1e}",
         "pass_below": f"{rates[best]:.1e}",
-        "independent_pairs": len(single),
-        "pass_below_95": f"{_rate(sure, best, least):.1e}",
+        "t_95": fixed,
+        "window_pairs": len(pairs),
+        "window_pairs_agree": agree,
+        "pass_below_95": f"{_rate(upper_bound(agree, len(pairs)), fixed, least):.1e}",
     }
+
+
+def _pairs(one: _Decided, other: _Decided, least: int) -> np.ndarray:
+    """Agreements of pairs that share no window: one chunk of each that requires `least` or more."""
+    rng = np.random.default_rng(0)
+
+    def drawn(found: _Decided) -> _Decided:
+        order = rng.permutation(np.flatnonzero(found.required >= least))
+        return found.some(order[np.unique(found.window[order], return_index=True)[1]])
+
+    one, other = drawn(one), drawn(other)
+    paired = range(min(len(one.cells), len(other.cells)))
+    return np.array([_agreements(one, n, other.some([n]))[0] for n in paired], np.int64)
 
 
 def _rate(share: float, t: int, least: int) -> float:
     return min(1.0, math.sqrt(share * (TOP_K - t) / (least**2 / GRANTED_CELLS - t)))
 
 
-_Decided = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-
-
-def _decided(hidden: np.ndarray) -> _Decided:
-    """Of the decided chunks: positions, values, radius and positions required."""
+def _decided(windows: np.ndarray) -> _Decided:
+    """Of u16 [N, C, 32, D]."""
+    hidden = windows.reshape(-1, *windows.shape[2:])
     found = selected(hidden)
     tests, proofs = NullTests(), [p for [p] in build_proofs_batch(list(hidden))]
     judged = [tests.of(s) for s in compared(hidden, proofs)]
-    told = np.array([test.bits >= NULL_BITS for test in judged])
+    told = np.flatnonzero([test.bits >= NULL_BITS for test in judged])
     radius = np.array([RADII[test.radius] for test in judged])
     required = TOP_K - np.array([test.allowed for test in judged])
-    return found.indices[told], ordered(found.bits)[told], radius[told], required[told]
+    window = np.arange(len(hidden)) // windows.shape[1]
+    return _Decided(window, found.indices, ordered(found.bits), radius, required).some(told)
 
 
-def _agreements(one: _Decided, chunk: int, other: _Decided, some: slice = slice(None)) -> Any:
-    """i64 [M]: positions where a chunk and each of some others are large and near."""
-    cells, values, radius, _ = (each[some] for each in other)
-    table = np.full(max(int(cells.max()), int(one[0][chunk].max())) + 1, _NOWHERE)
-    table[one[0][chunk]] = one[1][chunk]
-    near = np.abs(table[cells] - values) <= (radius + one[2][chunk])[:, None]
-    return near.sum(axis=1)
+def _agreements(one: _Decided, chunk: int, others: _Decided) -> Any:
+    """i64 [M]: positions where a chunk and each of the others are large and near."""
+    mine = one.cells[chunk]
+    table = np.full(max(int(others.cells.max()), int(mine.max())) + 1, _NOWHERE)
+    table[mine] = one.values[chunk]
+    near = np.abs(table[others.cells] - others.values)
+    return (near <= (others.radius + one.radius[chunk])[:, None]).sum(axis=1)

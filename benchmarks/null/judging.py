@@ -28,8 +28,9 @@ LONGEST = (12, 8, 6, 5, 4, 3, 2, 1)
 ANOTHERS_TABLE = "table of three tokens, another's"
 GRANTED = "256 cells granted"
 DECIDED, ACCEPTED, PUBLISHED, RATIO = 1, 2, 4, 8
+FEW = 10
+"""Forgeries that modulus, degree or width refuse meet a tenth of the windows."""
 _REPLAYED = 2000
-_FEW = 10  # forgeries that modulus, degree or width refuse meet a tenth of the windows
 
 
 def chunks_of(hidden: np.ndarray, tokens: np.ndarray) -> Library:
@@ -121,10 +122,10 @@ class Forgers:
     def against(self, real: Library, first: int) -> Iterator[tuple[str, np.ndarray]]:
         """Forgeries by name, i16 [windows, 7, 3] as `judged`, where the first window has a number.
 
-        Those of `_FEW` meet every tenth window: where there is none, an empty array.
+        Those of `FEW` meet every tenth window: where there is none, an empty array.
         """
         count = len(real.hidden) // CHUNKS_A_SEQUENCE
-        few = np.flatnonzero((first + np.arange(count)) % _FEW == 0)
+        few = np.flatnonzero((first + np.arange(count)) % FEW == 0)
         tenth = real.hidden.reshape(count, CHUNKS_A_SEQUENCE, CHUNK_ROWS, -1)[few]
         tenth = tenth.reshape(-1, CHUNK_ROWS, real.width)
         for name, proof in self._few.items():

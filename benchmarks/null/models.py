@@ -28,6 +28,7 @@ from benchmarks.null.text_model import (
     windows,
     with_outliers,
 )
+from runspec.common.hashing import hash_parts
 from verify.thresholds import BFLOAT16, FLOAT32, Limits
 
 Pair = tuple[str, np.ndarray, np.ndarray, Limits]
@@ -50,6 +51,8 @@ class Model:
     """Tokens -> u16 [count, 224, D]: final hidden states of the output positions, bf16 bits."""
     pairs: Callable[[np.ndarray], Iterator[Pair]]
     """Tokens -> two sides' states. Pairs named after int8 or an older checkpoint are not honest."""
+    source: bytes
+    """Digest of what windows and states follow from: the size or the configuration, the text."""
 
 
 def text_model(
@@ -75,6 +78,7 @@ def text_model(
         outputs if sampled else partial(windows, text),
         partial(hidden_states, params, size),
         partial(_pairs, params, older, size),
+        hash_parts(repr((size, outliers, sampled)), text.tobytes()),
     )
 
 
@@ -115,6 +119,7 @@ def pretrained(directory: Path, text: np.ndarray) -> Model:
         tokens,
         partial(_torch_states, model, rows=8),
         pairs,
+        hash_parts(str(directory.resolve()), model.config.to_json_string(), text.tobytes()),
     )
 
 
