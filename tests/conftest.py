@@ -7,6 +7,7 @@ Hypothesis under test: no example is too slow, for machines are busy.
 """
 
 import gc
+import logging
 import os
 from collections.abc import Generator
 
@@ -33,6 +34,16 @@ for library in ("OMP", "OPENBLAS"):  # read when torch and numpy are first impor
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Generator[None]:
+    """A command that is called in this process sets logging up, on a stream that ends with it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -78,7 +78,7 @@ def test_verdicts_on_a_calibrated_pool_say_what_gaps_come_to(tmp_path: Path) -> 
     (_, honest), (_, other) = coordinator.opened()
     allowed = [DRIFT * noise.mean * row.length for row in honest]
     assert [row.gap_excess for row in honest] == pytest.approx([-each for each in allowed])
-    excess = excess_of(other)
+    excess = excess_of(other, noise)
     assert excess is not None
     assert excess > -DRIFT * noise.mean * sum(row.length for row in other)
 
