@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from verify.coordinator.reputation import WORKERS_GAPS
 from verify.coordinator.state import Worker
-from verify.formats.verdict import RolloutVerdict
 from verify.gap_noise import GapNoise
+
+if TYPE_CHECKING:  # the state machine is read by commands that need no arrays
+    from verify.formats.verdict import RolloutVerdict
 
 
 class AnotherCalibration(ValueError):

@@ -36,6 +36,7 @@ class Gatekeeper:
         except Refusal as refusal:
             return refusal
         self.run.record(WorkerRegistered(self.run.now, key(name), "a", by))
+        self.admission.admitted(by, key(name), place)
         return None
 
 
