@@ -26,6 +26,7 @@ from broadcast.server import DEFAULT_OPTIONS, ServerOptions
 from broadcast.store import publish
 from runspec.common.hashing import digest_bytes
 from runspec.common.keys import SigningKey
+from tests.broadcast.scripted import Peer, Scripted, Serve
 
 CHUNK_BYTES = 1000
 LOG = logging.getLogger("test")
@@ -227,6 +228,19 @@ class Run:
         """Finished ones; what is still coming has another name."""
         found = (self.folder / folder / self.name / "chunks").iterdir()
         return sorted(path for path in found if not path.name.startswith("."))
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    started: list[Scripted] = []
+
+    def start(script: Callable[[Peer], None]) -> Scripted:
+        started.append(Scripted(script))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
 
 
 @pytest.fixture

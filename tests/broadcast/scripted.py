@@ -119,3 +119,7 @@ class Scripted:
             with sock:
                 self._script(Peer(sock, self._stopping))
         self.ended += 1
+
+
+Serve = Callable[[Callable[[Peer], None]], Scripted]
+"""Starts a server that does to each connection what a script says."""

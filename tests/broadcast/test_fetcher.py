@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,26 +19,12 @@ from runspec.common.hashing import digest_bytes
 from tests.waiting import eventually
 
 from .conftest import Run, weights
-from .scripted import Peer, Scripted
+from .scripted import Peer, Serve
 
 BODIES = [bytes([i]) * 50_000 for i in range(12)]
 CHUNKS = [Chunk(digest_bytes(body), len(body)) for body in BODIES]
 BY_DIGEST = {chunk.blake3: body for chunk, body in zip(CHUNKS, BODIES, strict=True)}
-Serve = Callable[[Callable[[Peer], None]], Scripted]
 MakeFetcher = Callable[..., Fetcher]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    started: list[Scripted] = []
-
-    def start(script: Callable[[Peer], None]) -> Scripted:
-        started.append(Scripted(script))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.stop()
 
 
 @pytest.fixture

@@ -1,16 +1,14 @@
-"""A pool of connections, scripted servers, and a file that chunks go into."""
+"""A pool of connections, and a file that chunks go into."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from broadcast.chunk_pool import ChunkPool
 from broadcast.transport import Access
-from tests.broadcast.chunks.fetching import Serve
-from tests.broadcast.scripted import Peer, Scripted
 
 
 @pytest.fixture
@@ -18,19 +16,6 @@ async def pool() -> AsyncIterator[ChunkPool]:
     made = ChunkPool(Access())
     yield made
     made.close()
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    started: list[Scripted] = []
-
-    def start(script: Callable[[Peer], None]) -> Scripted:
-        started.append(Scripted(script))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.stop()
 
 
 @pytest.fixture

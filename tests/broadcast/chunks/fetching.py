@@ -9,12 +9,11 @@ from broadcast.chunk_pool import ChunkPool
 from broadcast.connection import Transfer
 from broadcast.manifest import Chunk
 from runspec.common.hashing import digest_bytes
-from tests.broadcast.scripted import Peer, Scripted
+from tests.broadcast.scripted import Peer
 
 BODY = bytes(range(256)) * 12_000
 """Three megabytes: several buffers full, and more than a socket holds."""
 CHUNK = Chunk(digest_bytes(BODY), len(BODY))
-Serve = Callable[[Callable[[Peer], None]], Scripted]
 
 
 async def fetch(

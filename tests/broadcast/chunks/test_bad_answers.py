@@ -9,8 +9,8 @@ import pytest
 
 from broadcast.chunk_pool import ChunkPool
 from broadcast.transport import Busy, Fault, Lie, NotThere
-from tests.broadcast.chunks.fetching import BODY, Serve, fetch, honest
-from tests.broadcast.scripted import Peer
+from tests.broadcast.chunks.fetching import BODY, fetch, honest
+from tests.broadcast.scripted import Peer, Serve
 from tests.waiting import eventually
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from broadcast.chunk_pool import ChunkPool
 from broadcast.transport import Fault, TooSlow
-from tests.broadcast.chunks.fetching import BODY, Serve, fetch, honest, silent
-from tests.broadcast.scripted import Peer
+from tests.broadcast.chunks.fetching import BODY, fetch, honest, silent
+from tests.broadcast.scripted import Peer, Serve
 from tests.waiting import eventually
 
 
