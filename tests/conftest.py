@@ -4,11 +4,14 @@ Torch and numpy under test, here and in what tests start: one thread. Test proce
 cores; where threads wait for each other on a busy core, torch takes up to six times as long.
 
 Hypothesis under test: no example is too slow, for machines are busy.
+
+Ctrl-C under test: what tests start hears it, also where the shell that started them ignores it.
 """
 
 import gc
 import logging
 import os
+import signal
 from collections.abc import Generator
 
 import pytest
@@ -32,6 +35,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 for library in ("OMP", "OPENBLAS"):  # read when torch and numpy are first imported
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's job in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 

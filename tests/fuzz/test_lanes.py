@@ -156,17 +156,10 @@ def test_too_much_memory_is_blamed_on_all_cases_since_the_last_look(
     )
 
 
-UNDER_CTRL_C = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-from tests.fuzz.__main__ import main
-sys.exit(main(["--only", "proof", "--only", "roles", "--jobs", "1"]))
-"""
-
-
 def test_ctrl_c_ends_every_lane_at_once() -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", UNDER_CTRL_C],
+        [sys.executable, "-m", "tests.fuzz", "--only", "proof", "--only", "roles", "--jobs", "1"],
+        cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -233,7 +233,7 @@ def test_ctrl_c_ends_the_command_at_once_and_the_program_that_runs() -> None:
         # When it is interrupted
         command.send_signal(signal.SIGINT)
         # Then it says so, and nothing of the program is left
-        assert command.wait(120) == 130
+        assert command.wait(30) == 130
         assert command.stderr.read() == b"interrupted\n"
     eventually(lambda: not running(name), "the end of the program")
 
