@@ -58,6 +58,8 @@ def test_fields_of_another_form_are_refused(changed: dict[str, object]):
     [
         {"ledger_rows": 3},
         {"ledger_chain": "ef" * 32},
+        {"ledger_rows": None},
+        {"ledger_rows": None, "ledger_chain": None},
         {"ledger_rows": 0, "ledger_chain": "ef" * 32},
         {"ledger_rows": True, "ledger_chain": "ef" * 32},
         {"ledger_rows": 3, "ledger_chain": "EF" * 32},

@@ -15,7 +15,7 @@ recomputed follows from it,
 Strikes are the rejections since the last `CLEAR_AFTER` accepted submissions in a row. A rejection
 that no honest worker meets by accident (`EXACT_CHECKS` compare with what was assigned, without
 floating point; `WORKERS_GAPS`, with a stated chance) puts a worker into quarantine, as do
-`QUARANTINE_AFTER` strikes; `CLEAR_AFTER` accepted submissions in a row end it. `BAN_AFTER` strikes
+`QUARANTINE_AFTER` strikes; `CLEAR_AFTER` recomputed ones in a row that are accepted end it. `BAN_AFTER` strikes
 are a ban, which only a person lifts. A submission at which validators failed
 (`SubmissionSetAside`) is a strike and no rejection: one says little of its worker, who may have met
 a fault of ours, and many of one worker's must not go on.
@@ -51,7 +51,7 @@ class Standing:
     withheld: int = 0
     """Leases."""
     in_a_row: int = 0
-    """Accepted since the last rejection, or since a quarantine began."""
+    """Accepted since the last rejection; in quarantine accepted *and recomputed* since it began."""
     recomputed_in_a_row: int = 0
     """Accepted and recomputed since the last rejection."""
     strikes: int = 0
@@ -73,7 +73,8 @@ class Standing:
                 in_a_row=0,
                 recomputed_in_a_row=0,
             )
-        row = self.in_a_row + 1
+        # What was handed in before the quarantine, and nobody recomputed, does not lead out of it.
+        row = self.in_a_row + (recomputed or self.quarantine is None)
         return replace(
             self,
             accepted=self.accepted + 1,
@@ -91,7 +92,7 @@ class Standing:
         return replace(self, withheld=self.withheld + 1)
 
     def quarantined(self, reason: str) -> Standing:
-        """From now on `CLEAR_AFTER` accepted submissions in a row are needed."""
+        """From now on `CLEAR_AFTER` in a row are needed that are recomputed and accepted."""
         return replace(self, quarantine=reason, in_a_row=0)
 
     def pardoned(self, reason: str) -> Standing:

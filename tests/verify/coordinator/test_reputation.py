@@ -156,6 +156,23 @@ def test_quarantine_ends_with_enough_good_work_in_a_row():
     assert sum(isinstance(e, WorkerQuarantined) for e in run.events) == 1
 
 
+def test_what_nobody_recomputed_does_not_lead_out_of_quarantine():
+    # given submissions handed in before a worker is caught, of which none is drawn
+    run = started()
+    earlier = []
+    for _ in range(CLEAR_AFTER + 1):
+        record = run.lease("x")
+        assert record is not None
+        run.submit(record)
+        earlier.append(record)
+    run.judge(earlier.pop(), None, reason=EXACT)
+
+    for record in earlier:
+        run.judge(record, ["usable", "usable"], recomputed=False)
+
+    assert standing(run).quarantine is not None and standing(run).strikes == 1
+
+
 def test_too_many_strikes_are_a_ban_that_names_them():
     run = started()
     for _ in range(BAN_AFTER):
