@@ -11,7 +11,7 @@ from tests.fuzz.test_delta import make_setting, try_changed, try_made_up
 
 
 def delta() -> Callable[[Random], bool]:
-    """Changed deltas, and made-up segments beneath a sound header; each traced."""
+    """Changed deltas, and made-up segments beneath a sound header."""
     folder = tempfile.TemporaryDirectory()
     setting = make_setting(Path(folder.name))
 
