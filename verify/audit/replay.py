@@ -142,7 +142,7 @@ class _Replay:
                 "the state machine refused a row; of those after it, filling was not replayed"
             )
             return
-        for key, worker in self._state.workers.items():
+        for key, worker in sorted(self._state.workers.items()):
             found = Credit(worker.accepted_rollouts, worker.accepted_tokens)
             expected = self._credits.setdefault(key, Credit())
             report.require(found == expected, None, f"credit of {key}", found, expected)

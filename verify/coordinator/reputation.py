@@ -15,8 +15,8 @@ recomputed follows from it,
 Strikes are the rejections since the last `CLEAR_AFTER` accepted submissions in a row. A rejection
 that no honest worker meets by accident (`EXACT_CHECKS` compare with what was assigned, without
 floating point; `WORKERS_GAPS`, with a stated chance) puts a worker into quarantine, as do
-`QUARANTINE_AFTER` strikes; `CLEAR_AFTER` recomputed ones in a row that are accepted end it. `BAN_AFTER` strikes
-are a ban, which only a person lifts. A submission at which validators failed
+`QUARANTINE_AFTER` strikes; `CLEAR_AFTER` in a row that are recomputed and accepted end it.
+`BAN_AFTER` strikes are a ban, which only a person lifts. A submission at which validators failed
 (`SubmissionSetAside`) is a strike and no rejection: one says little of its worker, who may have met
 a fault of ours, and many of one worker's must not go on.
 """

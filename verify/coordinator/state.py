@@ -1,10 +1,16 @@
-"""What is true of a run: plain frozen data, which `transitions.apply` makes from events."""
+"""What is true of a run: plain frozen data, which `transitions.apply` makes from events.
+
+What has an entry for each key is a `HashTrieMap`: one with an entry more shares the others, where a
+copied `dict` would make a start with so many keys take the square of the time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from rpds import HashTrieMap
 
 from verify.coordinator.events import FailedAttempt, GroupGrade, VersionPublished
 from verify.coordinator.policy import Policy
@@ -49,8 +55,8 @@ class OpenStep:
     """Groups, failed ones included; without those that were given back."""
     given_back: int = 0
     """Groups whose holders left, and did not come back."""
-    next_index: Mapping[str, int] = field(default_factory=dict)
-    rejected: Mapping[str, int] = field(default_factory=dict)
+    next_index: HashTrieMap[str, int] = field(default_factory=HashTrieMap)
+    rejected: HashTrieMap[str, int] = field(default_factory=HashTrieMap)
     """For each worker the groups of its rejected submissions."""
 
     def nonce_for(self, worker: Worker) -> str | None:
@@ -111,12 +117,12 @@ class Tally:
 class State:
     policy: Policy
     newest: VersionPublished | None = None
-    workers: Mapping[str, Worker] = field(default_factory=dict)
-    bans: Mapping[str, str] = field(default_factory=dict)
+    workers: HashTrieMap[str, Worker] = field(default_factory=HashTrieMap)
+    bans: HashTrieMap[str, str] = field(default_factory=HashTrieMap)
     """Why a key is banned, whether it is a worker's yet or not."""
-    invited: Mapping[str, int] = field(default_factory=dict)
+    invited: HashTrieMap[str, int] = field(default_factory=HashTrieMap)
     """How many keys were registered with an invite, by its public key."""
-    revoked: Mapping[str, str] = field(default_factory=dict)
+    revoked: HashTrieMap[str, str] = field(default_factory=HashTrieMap)
     """Why an invite was revoked, by its public key, whether anybody came with it or not."""
     steps: Mapping[int, OpenStep] = field(default_factory=dict)
     """The open ones, in order."""

@@ -87,14 +87,14 @@ class Status:
                     **_worker(state, key, open_leases[key]),
                     **_peer(self._workers.peers.get(key), now),
                 }
-                for key in state.workers
+                for key in sorted(state.workers, key=lambda key: state.workers[key].number)
             ],
             "unproven": {
                 "registered": self._admission.unproven(state),
                 "may_register": MAX_UNPROVEN,
             },
-            "banned": dict(state.bans),
-            "invites": [_invite(state, key) for key in {**state.invited, **state.revoked}],
+            "banned": dict(sorted(state.bans.items())),
+            "invites": [_invite(state, key) for key in sorted({*state.invited, *state.revoked})],
             "leases_of_dead_workers": self._leases_of_the_dead(state, now),
             "validators": [
                 {"key": key, **_peer(peer, now)} for key, peer in self._validators.peers.items()

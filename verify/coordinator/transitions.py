@@ -70,8 +70,8 @@ def apply(state: State, event: Event) -> State:
             worker = Worker(len(state.workers), event.pool, event.invite)
             if event.invite is not None:
                 uses = state.invited.get(event.invite, 0) + 1
-                state = replace(state, invited={**state.invited, event.invite: uses})
-            return replace(state, workers={**state.workers, event.worker: worker})
+                state = replace(state, invited=state.invited.insert(event.invite, uses))
+            return _with_worker(state, event.worker, worker)
         case WorkerQuarantined():
             worker = _known(state, event.worker)
             state = _strike_unproven(state, event.worker)
@@ -87,7 +87,7 @@ def apply(state: State, event: Event) -> State:
             return _lift_ban(state, event)
         case InviteRevoked():
             _require(event.invite not in state.revoked, "an invite is revoked twice")
-            return replace(state, revoked={**state.revoked, event.invite: event.reason})
+            return replace(state, revoked=state.revoked.insert(event.invite, event.reason))
         case VersionPublished():
             newer = state.newest is None or event.version > state.newest.version
             _require(newer, f"version {event.version} is not newer")
@@ -125,7 +125,7 @@ def apply(state: State, event: Event) -> State:
 def _ban(state: State, event: KeyBanned) -> State:
     """Its open leases end at once, for it can answer them no more."""
     _require(event.key not in state.bans, "a key is banned twice")
-    state = replace(state, bans={**state.bans, event.key: event.reason})
+    state = replace(state, bans=state.bans.insert(event.key, event.reason))
     for record in list(state.leases.values()):
         if record.lease.worker == event.key and record.status in ("open", "released"):
             state = _end_lease(state, record)
@@ -142,7 +142,7 @@ def _strike_unproven(state: State, worker: str) -> State:
 
 def _lift_ban(state: State, event: BanLifted) -> State:
     _require(event.key in state.bans, "a key that is not banned")
-    state = replace(state, bans={k: r for k, r in state.bans.items() if k != event.key})
+    state = replace(state, bans=state.bans.remove(event.key))
     worker = state.workers.get(event.key)
     if worker is None:
         return state
@@ -175,7 +175,7 @@ def _grant(state: State, event: LeaseGranted) -> State:
     step = replace(
         step,
         leased=step.leased + lease.groups,
-        next_index={**step.next_index, lease.worker: lease.index + 1},
+        next_index=step.next_index.insert(lease.worker, lease.index + 1),
     )
     record = LeaseRecord(lease, event.digest, event.document, newcomer=worker.standing.newcomer)
     state = _with_lease(replace(state, steps={**state.steps, lease.step: step}), record)
@@ -334,8 +334,8 @@ def _with_rejected_groups(state: State, record: LeaseRecord) -> State:
     if step is None:
         return state
     worker = record.lease.worker
-    rejected = {**step.rejected, worker: step.rejected.get(worker, 0) + record.lease.groups}
-    step = replace(step, rejected=rejected)
+    groups = step.rejected.get(worker, 0) + record.lease.groups
+    step = replace(step, rejected=step.rejected.insert(worker, groups))
     return replace(state, steps={**state.steps, record.lease.step: step})
 
 
@@ -360,7 +360,7 @@ def _with_lease(state: State, record: LeaseRecord) -> State:
 
 
 def _with_worker(state: State, key: str, worker: Worker) -> State:
-    return replace(state, workers={**state.workers, key: worker})
+    return replace(state, workers=state.workers.insert(key, worker))
 
 
 def _with_standing(state: State, key: str, standing: Standing) -> State:

@@ -147,7 +147,7 @@ def test_the_coordinator_goes_on_at_that_step(tmp_path: Path) -> None:
     journal = Journal(run_dir, Policy.of(load_resolved(run_dir)))
     # then the next step to open and to close is that one, and no batch has come back
     assert (journal.state.next_step, journal.state.next_close) == (2, 2)
-    assert journal.state.workers == {} and journal.state.newest is None
+    assert not journal.state.workers and journal.state.newest is None
     assert not step_folder(run_dir, 5).exists()
     # and the newest version may be published anew, under whatever manifest
     journal.record(VersionPublished(3.0, 2, "another"))

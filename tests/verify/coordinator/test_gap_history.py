@@ -117,7 +117,7 @@ def test_a_pardon_begins_a_sum_anew() -> None:
     run = Filled(policy())
     run.register("x")
     of_x = replace(run.state.workers[key("x")], gap_excess=0.5 * LIMIT, gap_noise=NOISE)
-    run.state = replace(run.state, workers={key("x"): of_x})
+    run.state = replace(run.state, workers=run.state.workers.insert(key("x"), of_x))
     run.record(KeyBanned(run.now, key("x"), "six rejections", BY_COORDINATOR))
     assert run.state.workers[key("x")].gap_excess == 0.5 * LIMIT
     run.record(BanLifted(run.now, key("x"), "a broken GPU", BY_OPERATOR))

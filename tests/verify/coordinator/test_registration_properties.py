@@ -132,7 +132,7 @@ class Registering(RuleBasedStateMachine):
         before = self.run.state
         self.run.record(RolledBack(self.run.now, 0))
         after = self.run.state
-        assert after.workers == {}
+        assert not after.workers
         assert (after.bans, after.invited, after.revoked) == (
             *(before.bans, before.invited, before.revoked),
         )

@@ -176,13 +176,13 @@ def test_what_nobody_recomputed_does_not_lead_out_of_quarantine():
 def test_too_many_strikes_are_a_ban_that_names_them():
     run = started()
     for _ in range(BAN_AFTER):
-        assert run.state.bans == {}
+        assert not run.state.bans
         reject(run)
 
     banned = run.events[-1]
     assert isinstance(banned, KeyBanned) and banned.by == BY_COORDINATOR
     reason = f"6 submissions rejected, the last one for {named(run, NOISY)}"
-    assert run.state.bans == {key("x"): reason}
+    assert dict(run.state.bans) == {key("x"): reason}
     assert run.lease("x") is None
     assert run.lease("y") is not None
 
@@ -236,7 +236,7 @@ def test_an_appeal_leads_into_quarantine_with_a_clean_slate():
 
     run.record(BanLifted(run.now, key("x"), "a broken GPU, replaced", BY_OPERATOR))
 
-    assert run.state.bans == {}
+    assert not run.state.bans
     assert standing(run).quarantine == "its ban was lifted: a broken GPU, replaced"
     assert (standing(run).strikes, standing(run).rejected) == (0, BAN_AFTER)
     for _ in range(CLEAR_AFTER):
@@ -251,9 +251,9 @@ def test_a_key_is_banned_before_it_ever_registers_and_bans_and_invites_outlive_a
     run.record(WorkerRegistered(run.now, key("i"), "a", invite=key("invite")))
     run.record(KeyBanned(run.now, key("z"), "known from another run", BY_OPERATOR))
     run.record(RolledBack(run.now, 0))
-    assert run.state.bans == {key("z"): "known from another run"}
-    assert run.state.invited == {key("invite"): 1}
-    assert run.state.workers == {}
+    assert dict(run.state.bans) == {key("z"): "known from another run"}
+    assert dict(run.state.invited) == {key("invite"): 1}
+    assert not run.state.workers
 
 
 def test_a_ledger_in_which_a_ban_cannot_follow_is_refused():
