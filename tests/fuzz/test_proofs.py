@@ -58,9 +58,12 @@ HEADER_PIECES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("fuzz-proofs")
-    np.save(made / "activations.npy", VALUES)
-    return made
+    return with_activations(tmp_path_factory.mktemp("fuzz-proofs"))
+
+
+def with_activations(folder: Path) -> Path:
+    np.save(folder / "activations.npy", VALUES)
+    return folder
 
 
 def a_proof(rng: random.Random) -> bytes:
@@ -155,10 +158,8 @@ def test_a_proof_of_any_bytes(data: bytes, k: int) -> None:
         check_proof(proof, k)
 
 
-@costly
-@given(seed=st.integers(0, 2**48))
-def test_lines_of_proofs(folder: Path, seed: int) -> None:
-    rng = random.Random(seed)
+def check_lines(folder: Path, rng: random.Random) -> bool:
+    """What `python -m verify check` reads: a verdict with a reason, whatever the lines are."""
     lines = b"".join(
         base64.b64encode(proof) + b"\n"
         for proof in (PROOFS if rng.random() < 0.5 else [a_proof(rng) for _ in range(2)])
@@ -177,6 +178,13 @@ def test_lines_of_proofs(folder: Path, seed: int) -> None:
         assert len(verdict.chunks) == 2
         assert all(chunk.error_median == 0 for chunk in verdict.chunks)
     assert verdict.reason and len(verdict.reason) < 500
+    return verdict.accepted
+
+
+@costly
+@given(seed=st.integers(0, 2**48))
+def test_lines_of_proofs(folder: Path, seed: int) -> None:
+    check_lines(folder, random.Random(seed))
 
 
 def a_file(rng: random.Random, valid: bytes) -> bytes:
@@ -203,10 +211,8 @@ def a_file(rng: random.Random, valid: bytes) -> bytes:
     return bytes(made)
 
 
-@costly
-@given(seed=st.integers(0, 2**48))
-def test_files_of_activations(folder: Path, seed: int) -> None:
-    rng = random.Random(seed)
+def check_activations(folder: Path, rng: random.Random) -> bool:
+    """A damaged file: activations of the sizes that may be, or `UserError`."""
     path = folder / "under-test.npy"
     path.write_bytes(a_file(rng, (folder / "activations.npy").read_bytes()))
     with bounded(MEMORY):
@@ -215,12 +221,19 @@ def test_files_of_activations(folder: Path, seed: int) -> None:
             pieces = list(bf16_pieces(activations, place="x"))
         except UserError as error:
             assert error.place and error.remedy and len(str(error)) < 1000
-            return
+            return False
     tokens, hidden = activations.shape
     assert 0 < tokens <= MAX_TOKENS and 0 < hidden <= MAX_HIDDEN
     assert activations.dtype.name in ("uint16", "float32")
     assert sum(len(piece) for piece in pieces) == tokens
     assert all(piece.dtype == np.uint16 and piece.shape[1] == hidden for piece in pieces)
+    return True
+
+
+@costly
+@given(seed=st.integers(0, 2**48))
+def test_files_of_activations(folder: Path, seed: int) -> None:
+    check_activations(folder, random.Random(seed))
 
 
 @costly

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -173,16 +174,12 @@ def test_damaged_files(kind: Kind, seed: int) -> None:
     decoded(kind, damaged(rng.choice(kind.files), rng, EVERY_FILE))
 
 
-@costly
-@given(seed=st.integers(0, 2**48))
-def test_fingerprints_of_damaged_verdicts(tmp_path_factory: TempPathFactory, seed: int) -> None:
+def check_fingerprints(path: Path, rng: random.Random) -> bool:
     """A restart reads of an accepted file what was compared when it came, whatever that is."""
-    rng = random.Random(seed)
     data = damaged(rng.choice(VERDICT.files), rng, VERDICT.files)
     rows = decoded(VERDICT, data)
     if rows is None:
-        return
-    path = tmp_path_factory.getbasetemp() / "verdict.parquet"
+        return False
     path.write_bytes(data)
     with bounded(MEMORY):
         found = read_fingerprints(path)
@@ -193,13 +190,19 @@ def test_fingerprints_of_damaged_verdicts(tmp_path_factory: TempPathFactory, see
         fault = seen.fault(rows)
     assert bool(fault) == any(found)
     assert not fault or repeated_submission(fault) == "ab" * 32
+    return True
 
 
 @costly
-@given(seed=st.integers(0, 2**48), dropped=st.lists(st.integers(-1, 3), max_size=2))
-def test_grades_of_damaged_verdicts(seed: int, dropped: list[int]) -> None:
+@given(seed=st.integers(0, 2**48))
+def test_fingerprints_of_damaged_verdicts(tmp_path_factory: TempPathFactory, seed: int) -> None:
+    path = tmp_path_factory.getbasetemp() / "verdict.parquet"
+    check_fingerprints(path, random.Random(seed))
+
+
+def check_grades(rng: random.Random, dropped: list[int]) -> bool:
     """Whatever rows a verdict's sound file has: a grade of each group, or `VerdictMismatch`."""
-    rng = random.Random(seed)
+    graded = False
     rows = decoded(VERDICT, damaged(VERDICT.files[1], rng, VERDICT.files))
     for made in (rows, [replace(row, group=n // 2, row=n) for n, row in enumerate(rows or [])]):
         with bounded(MEMORY):
@@ -217,6 +220,14 @@ def test_grades_of_damaged_verdicts(seed: int, dropped: list[int]) -> None:
         assert [grade.group for grade in grades] == [0]
         assert set(dropped) <= {0} and grades[0].rollouts == 2
         assert math.isfinite(grades[0].task_reward) and math.isfinite(grades[0].reward)
+        graded = True
+    return graded
+
+
+@costly
+@given(seed=st.integers(0, 2**48), dropped=st.lists(st.integers(-1, 3), max_size=2))
+def test_grades_of_damaged_verdicts(seed: int, dropped: list[int]) -> None:
+    check_grades(random.Random(seed), dropped)
 
 
 @each_kind

@@ -28,7 +28,9 @@ class Lane:
 
 def _of(module: str, *names: str, cheap: bool = False, may_die: bool = False) -> list[Lane]:
     path = f"tests.fuzz.fast.{module}"
-    return [Lane(name, path, name.replace(" ", "_"), cheap, may_die) for name in names]
+    return [
+        Lane(name, path, name.replace(" ", "_").replace("-", "_"), cheap, may_die) for name in names
+    ]
 
 
 LANES = [
@@ -48,8 +50,9 @@ LANES = [
     *_of("text", "request headers"),
     *_of("documents", "envelope"),
     *_of("documents", "spec", cheap=True),
-    *_of("text", "proofs of a rollout"),
+    *_of("text", "proofs of a rollout", "activations", "proof lines"),
     *_of("deltas", "delta"),
-    *_of("parquet", "parquet footer", "decoder answer", "verdict file"),
+    *_of("parquet", "parquet footer", "decoder answer", "verdict file", "fingerprints"),
+    *_of("parquet", "grades", "made-up tables"),
     *_of("parquet", "parquet file", "parquet pages", may_die=True),
 ]

@@ -7,7 +7,9 @@ little as Arrow does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 
@@ -15,9 +17,9 @@ from tests.fuzz import test_decoder, test_tables
 from tests.fuzz.bounds import bounded
 from tests.fuzz.fast.mutate import damaged
 from tests.fuzz.pages import damaged_pages, paged
-from tests.fuzz.tables import FOOTER_BYTES, VARINTS, written
+from tests.fuzz.tables import FOOTER_BYTES, VARINTS, made_up, written
 from tests.fuzz.tables import damaged as damaged_file
-from tests.fuzz.test_tables import MAX_BYTES, MAX_ROWS, VERDICT, decoded
+from tests.fuzz.test_tables import KINDS, MAX_BYTES, MAX_ROWS, VERDICT, decoded
 from verify.decoder.__main__ import _answer
 from verify.decoder.confine import Limits
 from verify.decoder.parent import CPU_S
@@ -112,3 +114,33 @@ def verdict_file() -> Case:
     return lambda rng: (
         decoded(VERDICT, damaged_file(rng.choice(VERDICT.files), rng, VERDICT.files)) is not None
     )
+
+
+def fingerprints() -> Case:
+    """Of a validator's table, as a restart reads them again."""
+    folder = TemporaryDirectory()
+
+    def case(rng: Random) -> bool:
+        return test_tables.check_fingerprints(Path(folder.name) / "verdict.parquet", rng)
+
+    return case
+
+
+def grades() -> Case:
+    """Of the rows of a validator's table."""
+
+    def case(rng: Random) -> bool:
+        dropped = [rng.randint(-1, 3) for _ in range(rng.choice((0, 0, 0, 1, 2)))]
+        return test_tables.check_grades(rng, dropped)
+
+    return case
+
+
+def made_up_tables() -> Case:
+    """Sound files of nearly the right columns."""
+
+    def case(rng: Random) -> bool:
+        kind = rng.choice(KINDS)
+        return decoded(kind, made_up(kind.schema, rng)) is not None
+
+    return case

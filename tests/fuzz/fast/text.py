@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ipaddress import ip_network
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qsl
@@ -25,9 +27,12 @@ from tests.fuzz.fast.mutate import EDGES, Changer, damaged, damaged_json
 from tests.fuzz.test_proofs import (
     PROOFS,
     WORDS,
+    check_activations,
+    check_lines,
     check_proof,
     check_proofs_from_outside,
     check_proofs_together,
+    with_activations,
 )
 from tests.fuzz.test_requests import (
     BODIES,
@@ -137,6 +142,22 @@ def proofs_together() -> Case:
 def proofs_of_a_rollout() -> Case:
     """Proofs of all chunks, and the statistics of those that are well formed."""
     return check_proofs_from_outside
+
+
+def proof_lines() -> Case:
+    """A file of them, a line of base64 a chunk, for `python -m verify check`."""
+    return _in_folder(check_lines)
+
+
+def activations() -> Case:
+    """An .npy file of them."""
+    return _in_folder(check_activations)
+
+
+def _in_folder(check: Callable[[Path, Random], bool]) -> Case:
+    folder = TemporaryDirectory()
+    with_activations(Path(folder.name))
+    return lambda rng: check(Path(folder.name), rng)
 
 
 def chunk_range() -> Case:
