@@ -6,9 +6,7 @@ import argparse
 import base64
 import binascii
 import json
-import logging
 import math
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,12 +16,12 @@ from pathlib import Path
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 from runspec.common.hashing import is_digest
-from runspec.common.process import EXIT_INTERNAL
 from runspec.spec.profile_files import MAX_BYTES as MAX_PROFILE_BYTES
 from verify.activations import bf16_pieces, open_activations
 from verify.calibration.profile import open_profile
 from verify.checks.prefill import judge_proofs, nearest_to_failing
 from verify.formats.verdict import CheckResult
+from verify.one_shot import run_once, say
 from verify.thresholds import BFLOAT16, FLOAT32, Limits
 from verify.toploc import (
     CHUNK_ROWS,
@@ -35,7 +33,7 @@ from verify.toploc import (
     verify_proofs,
 )
 
-ACCEPTED, REJECTED, UNREADABLE = 0, 1, 2
+ACCEPTED, REJECTED = 0, 1
 PROFILES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 DEFAULT_PROFILE = "bfloat16"
 """The strictest that the published figures allow; float32 is for engines that sum alike."""
@@ -82,50 +80,40 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `prove` or `check`; a fault of our own is 3, so that it is no verdict."""
-    try:
-        return COMMANDS[options.command](options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return UNREADABLE
-    except BrokenPipeError:
-        # Whoever read our output has gone. Python would say so again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNREADABLE
-    except Exception:
-        logging.getLogger("verify").exception("internal error")
-        return EXIT_INTERNAL
+    """Runs `prove` or `check`."""
+    return run_once(lambda: COMMANDS[options.command](options))
 
 
 def _prove(options: argparse.Namespace) -> int:
     activations = open_activations(options.activations)
-    for bits in bf16_pieces(activations, place=str(options.activations)):
-        for proof in build_proofs(bits):
-            print(base64.b64encode(proof).decode())
-    sys.stdout.flush()
+    pieces = bf16_pieces(activations, place=str(options.activations))
+    proofs = [proof for bits in pieces for proof in build_proofs(bits)]  # all, or none is printed
+    say("\n".join(base64.b64encode(proof).decode() for proof in proofs))
     return ACCEPTED
 
 
 def _check(options: argparse.Namespace) -> int:
-    limits = limits_of(options.profile, root_public_key=options.root_key)
+    hidden_size = open_activations(options.activations).shape[1]
+    limits = limits_of(options.profile, hidden_size, root_public_key=options.root_key)
     verdict = check_proofs(options.activations, options.proofs, limits)
-    print(_as_json(verdict, options.profile) if options.json else _as_text(verdict))
-    sys.stdout.flush()
+    say(_as_json(verdict, options.profile) if options.json else _as_text(verdict))
     return ACCEPTED if verdict.accepted else REJECTED
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"prove": _prove, "check": _check}
 
 
-def limits_of(profile: str, *, root_public_key: str | None = None) -> Limits:
+def limits_of(profile: str, hidden_size: int, *, root_public_key: str | None = None) -> Limits:
     """The limits that a profile names.
 
     Args:
         profile: one of `PROFILES`, or the file of a calibrated one.
+        hidden_size: of the activations that are to be judged.
         root_public_key: who must have signed that file (hex).
 
     Raises:
-        UserError: there is no such name or file, or the file is not to be believed.
+        UserError: there is no such name or file, the file is not to be believed, or it was measured
+            on a model of another hidden size.
     """
     if profile in PROFILES:
         return PROFILES[profile]
@@ -140,13 +128,21 @@ def limits_of(profile: str, *, root_public_key: str | None = None) -> Limits:
         )
     try:
         data = read_bounded(Path(profile), MAX_PROFILE_BYTES)
-        return open_profile(data, root_public_key=root_public_key).as_limits()
+        found = open_profile(data, root_public_key=root_public_key)
     except (OSError, ValueError) as error:  # ValueError: a bad signature too, or no path
         raise UserError(
             f"not to be believed: {getattr(error, 'strerror', None) or error}",
             place=profile[:200],
             remedy="name a file of `python -m verify calibrate`, and the key that signed it",
         ) from error
+    if found.model.hidden_size != hidden_size:
+        raise UserError(
+            f"measured on a model with hidden_size {found.model.hidden_size}; the activations have "
+            f"{hidden_size}",
+            place=profile[:200],
+            remedy="name the profile of their model",
+        )
+    return found.as_limits()
 
 
 @dataclass(frozen=True)
@@ -198,6 +194,8 @@ def _read_proofs(name: str, tokens: int, hidden: int) -> list[bytes]:
     """
     expected = -(-tokens // CHUNK_ROWS)
     found: list[bytes] = []
+    if name == "-" and sys.stdin is None:
+        raise UserError("is closed", place="standard input", remedy="name a file of base64 lines")
     try:
         with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
             while line := file.readline(_MAX_LINE_BYTES + 1):

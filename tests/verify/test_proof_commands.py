@@ -333,3 +333,17 @@ def test_a_profile_that_is_not_the_roots_is_no_verdict(
     profile = signed_profile(tmp_path / "profile.json", key)
     assert main(["check", activations, str(proofs), "--profile", profile, *named]) == UNREADABLE
     assert words in capsys.readouterr().err
+
+
+def test_a_profile_of_another_hidden_size_is_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given a profile that was measured at hidden size 64, and activations of 32
+    profile = signed_profile(tmp_path / "profile.json")
+    narrow = saved(tmp_path / "narrow.npy", hidden_states(hidden=32))
+    sent = tmp_path / "proofs"
+    sent.write_text(lines_of(build_proofs(bf16_bits(hidden_states(hidden=32)))))
+    named = ["--profile", profile, "--root-key", ROOT.public_hex]
+
+    assert main(["check", narrow, str(sent), *named]) == UNREADABLE
+    assert "hidden_size 64; the activations have 32" in capsys.readouterr().err

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-from runspec.common.errors import UserError
 from runspec.common.hashing import is_digest
 from verify.audit.replay import audit
+from verify.one_shot import run_once, say
 
 COMMAND = "audit"
-CLEAN, FINDINGS, UNREADABLE = 0, 1, 2
+CLEAN, FINDINGS = 0, 1
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,15 +37,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(options: argparse.Namespace) -> int:
     """Audits; prints the report, or to standard error why there is none."""
-    try:
-        report = audit(options.run_dir, root_key=options.root_key, heads=dict(options.head))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return UNREADABLE
-    if options.json:
-        print(json.dumps(report.as_json(), sort_keys=True))
-    else:
-        print("\n".join(report.lines()))
+    return run_once(lambda: _audit(options))
+
+
+def _audit(options: argparse.Namespace) -> int:
+    report = audit(options.run_dir, root_key=options.root_key, heads=dict(options.head))
+    lines = [json.dumps(report.as_json(), sort_keys=True)] if options.json else report.lines()
+    say("\n".join(lines))
     return FINDINGS if report.findings else CLEAN
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -344,3 +346,17 @@ def test_a_copy_that_cannot_be_written_is_audited(run: Copy):
         assert run.audit().findings == []
     finally:
         run.run_dir.chmod(0o755)
+
+
+def test_what_keeps_an_audit_from_its_report_is_no_finding(
+    run: Copy, monkeypatch: pytest.MonkeyPatch
+):
+    # given a clean run whose report nobody can read, or whose audit breaks
+    root = run.site.root.public_hex
+    words = f"{sys.executable} -m verify audit {run.run_dir} --root-key {root}"
+    gone = subprocess.run(["bash", "-c", f"{words} | true; exit ${{PIPESTATUS[0]}}"], timeout=120)
+    full = subprocess.run(["bash", "-c", f"{words} > /dev/full"], timeout=120)
+    monkeypatch.setattr("verify.audit.command.audit", lambda *_, **__: 1 // 0)
+    broken = main(["audit", str(run.run_dir)])
+
+    assert (gone.returncode, full.returncode, broken) == (141, 2, 3)
