@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
+import os
+import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +20,7 @@ from runspec.common.files import read_bounded, write_atomic
 from runspec.common.keys import SigningKey
 from runspec.common.process import run_role
 from runspec.common.signed import BadSignature
+from verify.one_shot import INTERRUPTED, say
 
 if TYPE_CHECKING:
     from verify.calibration.profile import Profile
@@ -86,7 +92,11 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `calibrate` or `sign-profile`."""
-    return run_role(options.command, lambda log: COMMANDS[options.command](options, log))
+    try:
+        return run_role(options.command, lambda log: COMMANDS[options.command](options, log))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _calibrate(options: argparse.Namespace, log: logging.Logger) -> None:
@@ -95,6 +105,7 @@ def _calibrate(options: argparse.Namespace, log: logging.Logger) -> None:
     from verify.calibration.spoilt import int8, noise
 
     key = SigningKey.load(options.key)
+    _require_writable(options.out)
     spoilt = [(f"weights off by {100 * share:g}%", noise(share)) for share in _NOISES]
     outcome = calibrate(
         Order(
@@ -113,7 +124,8 @@ def _calibrate(options: argparse.Namespace, log: logging.Logger) -> None:
     document = sign_profile(outcome.profile, key)
     _reopened(document)
     write_atomic(options.out, document)
-    print(json.dumps(_as_json(outcome)) if options.json else _as_text(outcome))
+    with suppress(BrokenPipeError):  # the profile is written
+        say(json.dumps(_as_json(outcome)) if options.json else _as_text(outcome))
     log.info("%s: signed by %s", options.out, key.public_hex[:16])
 
 
@@ -131,7 +143,8 @@ def _sign(options: argparse.Namespace, log: logging.Logger) -> None:
         raise UserError(str(error), place=str(options.profile), remedy="calibrate again") from error
     key = SigningKey.load(options.key)
     write_atomic(options.out, sign_profile(profile, key))
-    print(_profile_text(profile))
+    with suppress(BrokenPipeError):  # as above
+        say(_profile_text(profile))
     log.info("%s: signed by %s", options.out, key.public_hex[:16])
 
 
@@ -139,6 +152,21 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, logging.Logger], None]] = {
     "calibrate": _calibrate,
     "sign-profile": _sign,
 }
+
+
+def _require_writable(path: Path) -> None:
+    """Says so before hours of measuring, not after, that the profile could not be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        raise UserError(
+            f"no profile can be written here: {error.strerror or error}",
+            place=str(path),
+            remedy="name with --out a file in a folder that you may write",
+        ) from error
 
 
 def _reopened(document: bytes) -> None:

@@ -173,6 +173,37 @@ def test_what_cannot_be_measured_is_said(
     assert not out.exists()
 
 
+@pytest.mark.parametrize("where", ["a file/profile.json", "a folder"])
+def test_where_no_profile_can_be_written_nothing_is_measured(
+    where: str,
+    run_dir: Path,
+    key: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (key.parent / "a file").write_text("")
+    (key.parent / "a folder").mkdir()
+    measured: list[object] = []
+    monkeypatch.setattr("verify.calibration.run.calibrate", lambda *order: measured.append(order))
+
+    code, _ = calibrated(run_dir, key, "--out", str(key.parent / where))
+
+    assert (code, measured) == (1, [])
+    assert f"{key.parent / where}: no profile can be written here" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_no_fault(
+    run_dir: Path, key: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("verify.calibration.run.calibrate", interrupted)
+    code, out = calibrated(run_dir, key)
+    assert (code, out.exists()) == (130, False)
+    assert capsys.readouterr().err.endswith("interrupted\n")
+
+
 def test_weights_that_are_not_those_published_are_refused(
     run_dir: Path, key: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
