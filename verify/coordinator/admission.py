@@ -109,13 +109,11 @@ class Admission:
 
     def unproven(self, state: State) -> int:
         """Keys that came by themselves and never had a submission accepted."""
-        return sum(
-            worker.standing.accepted == 0 and worker.invite is None and key not in self._own
-            for key, worker in state.workers.items()
-        )
+        own = (state.workers.get(key) for key in self._own)
+        return state.unproven - sum(worker is not None and worker.unproven for worker in own)
 
     def _must_have_room(self, state: State, place: str) -> None:
-        if len(state.workers) >= MAX_UNPROVEN and self.unproven(state) >= MAX_UNPROVEN:
+        if self.unproven(state) >= MAX_UNPROVEN:
             raise Refusal(
                 403,
                 f"{MAX_UNPROVEN} keys without accepted work are registered, as many as may be: ask "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Backlog:
     def __init__(
         self,
         journal: Journal,
-        waiting: Callable[[], list[LeaseRecord]],
+        waiting: Callable[[], Sequence[LeaseRecord]],
         limits: Limits,
         *,
         free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,

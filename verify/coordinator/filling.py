@@ -112,10 +112,8 @@ def decide_lease(
         return None
     mine = [
         record
-        for record in state.leases.values()
-        if record.lease.worker == key
-        and record.status in ("open", "released")
-        and record.expires > now
+        for record in state.unsettled.get(key, ())
+        if record.status in ("open", "released") and record.expires > now
     ]
     in_time = [record for record in mine if record.lease.expires > now]  # not deferred past it
     for record in in_time:
@@ -159,12 +157,9 @@ def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Grant | None
 
 def needed_groups(state: State, number: int) -> int:
     """Groups that an open step has neither trainable nor outstanding."""
-    held = 0
-    for record in state.leases.values():
-        if record.lease.step == number and record.outstanding:
-            held += record.lease.groups
-        elif record.lease.step == number or number == state.next_close > record.lease.step:
-            held += len(record.usable)  # its own, and late ones of closed steps
+    held = state.outstanding[number] + state.usable[number]
+    if number == state.next_close:  # late ones of closed steps too
+        held += sum(groups for step, groups in state.usable.items() if step < number)
     return max(0, state.policy.groups - held)
 
 
@@ -177,8 +172,7 @@ def leasable_groups(state: State, number: int) -> int:
 def newcomer_room(state: State, number: int, now: float) -> int:
     """Groups of an open step that newcomers may be leased now; 0 or less: none."""
     policy = state.policy
-    named = (k for k, worker in state.workers.items() if not worker.standing.newcomer)
-    if policy.newcomer_groups >= policy.groups or all(key in state.bans for key in named):
+    if policy.newcomer_groups >= policy.groups or all(key in state.bans for key in state.named):
         return policy.groups
     held, failed = newcomer_groups(state, number, now)
     return min(policy.newcomer_groups - held - failed, leasable_groups(state, number) - failed)
@@ -200,10 +194,8 @@ def newcomer_groups(state: State, number: int, now: float) -> tuple[int, int]:
 def _unjudged(state: State, key: str) -> bool:
     """Whether a worker waits for a verdict that is still to come."""
     return any(
-        record.lease.worker == key
-        and record.status == "submitted"
-        and state.lag(record) <= state.policy.async_level
-        for record in state.leases.values()
+        record.status == "submitted" and state.lag(record) <= state.policy.async_level
+        for record in state.unsettled.get(key, ())
     )
 
 
@@ -281,8 +273,7 @@ def _groups_in_lease_order(state: State, *, past_outstanding: bool) -> tuple[Tra
 
 def _exhausted(state: State, number: int) -> bool:
     """Whether all that may be leased was leased and decided, and was not enough."""
-    outstanding = any(r.outstanding for r in state.leases.values() if r.lease.step == number)
-    return not outstanding and state.steps[number].leased >= state.policy.max_groups
+    return not state.outstanding[number] and state.steps[number].leased >= state.policy.max_groups
 
 
 def waited_for(state: State) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -97,15 +97,13 @@ class Judging:
             else:
                 self.claims.give_back(validator, submission)
 
-    def submitted(self) -> list[LeaseRecord]:
+    def submitted(self) -> Sequence[LeaseRecord]:
         """What waits for a verdict, in lease order.
 
         Not what no step can train any more: the weights that it takes to judge that, and the files,
         may be gone, and a validator that waits for them judges nothing else.
         """
-        state = self._journal.state
-        submitted = (r for r in state.leases.values() if r.status == "submitted")
-        return [r for r in submitted if state.lag(r) <= state.policy.async_level]
+        return self._journal.state.to_judge
 
     def share_of(self, record: LeaseRecord) -> float:
         """How likely a submission is to be recomputed: one that is to show that a validator works,

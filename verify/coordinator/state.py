@@ -1,16 +1,19 @@
 """What is true of a run: plain frozen data, which `transitions.apply` makes from events.
 
 What has an entry for each key is a `HashTrieMap`: one with an entry more shares the others, where a
-copied `dict` would make a start with so many keys take the square of the time.
+copied `dict` would make a start with so many keys take the square of the time. An event wakes all
+who wait for a lease; what each of them would look through keys or leases for is counted once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
-from rpds import HashTrieMap
+from rpds import HashTrieMap, HashTrieSet
 
 from verify.coordinator.events import FailedAttempt, GroupGrade, VersionPublished
 from verify.coordinator.policy import Policy
@@ -36,6 +39,11 @@ class Worker:
     """Of its submissions together since the sum was last below 0, nats (`gap_history`)."""
     gap_noise: GapNoise | None = None
     """By which; the sum begins anew under another."""
+
+    @property
+    def unproven(self) -> bool:
+        """Whether it came without an invite and never had a submission accepted."""
+        return self.invite is None and self.standing.accepted == 0
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,10 @@ class State:
     policy: Policy
     newest: VersionPublished | None = None
     workers: HashTrieMap[str, Worker] = field(default_factory=HashTrieMap)
+    named: HashTrieSet[str] = field(default_factory=HashTrieSet)
+    """The keys of `workers` that are no newcomers, banned ones included."""
+    unproven: int = 0
+    """How many of `workers` are."""
     bans: HashTrieMap[str, str] = field(default_factory=HashTrieMap)
     """Why a key is banned, whether it is a worker's yet or not."""
     invited: HashTrieMap[str, int] = field(default_factory=HashTrieMap)
@@ -147,6 +159,39 @@ class State:
         submission that is sent again finds its lease.
         """
         return self.next_close - self.policy.async_level - 1
+
+    @cached_property
+    def unsettled(self) -> Mapping[str, Sequence[LeaseRecord]]:
+        """By worker, in lease order, the leases that still can or did bring a submission to judge:
+        open, released and submitted ones."""
+        found: dict[str, list[LeaseRecord]] = defaultdict(list)
+        for record in self.leases.values():
+            if record.status in ("open", "released", "submitted"):
+                found[record.lease.worker].append(record)
+        return found
+
+    @cached_property
+    def to_judge(self) -> Sequence[LeaseRecord]:
+        """What waits for a verdict, in lease order, and can still train."""
+        submitted = (r for r in self.leases.values() if r.status == "submitted")
+        return [r for r in submitted if self.lag(r) <= self.policy.async_level]
+
+    @cached_property
+    def outstanding(self) -> Counter[int]:
+        """Groups that nobody has decided, by the step of their leases."""
+        groups: Counter[int] = Counter()
+        for records in self.unsettled.values():
+            for record in records:
+                groups[record.lease.step] += record.lease.groups if record.outstanding else 0
+        return groups
+
+    @cached_property
+    def usable(self) -> Counter[int]:
+        """Groups that may be trained on and have not been, by the step of their leases."""
+        groups: Counter[int] = Counter()
+        for record in self.leases.values():
+            groups[record.lease.step] += len(record.usable)
+        return groups
 
     def share_of(self, worker: str) -> float:
         """How likely a submission of a worker's is to be recomputed."""

@@ -360,7 +360,12 @@ def _with_lease(state: State, record: LeaseRecord) -> State:
 
 
 def _with_worker(state: State, key: str, worker: Worker) -> State:
-    return replace(state, workers=state.workers.insert(key, worker))
+    before, named = state.workers.get(key), state.named
+    if before is None or before.standing.newcomer != worker.standing.newcomer:
+        named = named.discard(key) if worker.standing.newcomer else named.insert(key)
+    unproven = state.unproven + worker.unproven - (before is not None and before.unproven)
+    workers = state.workers.insert(key, worker)
+    return replace(state, workers=workers, named=named, unproven=unproven)
 
 
 def _with_standing(state: State, key: str, standing: Standing) -> State:

@@ -221,6 +221,9 @@ class Filling(RuleBasedStateMachine):
             own = [r for r in self.run.state.leases.values() if r.lease.step == number]
             held = sum(r.lease.groups if r.outstanding else len(r.usable) for r in own)
             assert held <= policy.groups
+            late = sum(len(r.usable) for r in self.late()) if number == self.next_close() else 0
+            needed = filling.needed_groups(self.run.state, number)
+            assert needed == max(0, policy.groups - held - late)
 
     @invariant()
     def indices_have_no_holes_and_no_two_leases_share_a_seed(self):
@@ -263,6 +266,13 @@ class Filling(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "run"):
             assert replay(self.run.state.policy, self.run.events) == self.run.state
+
+    def next_close(self):
+        return self.run.state.next_close
+
+    def late(self):
+        """Of closed steps."""
+        return [r for r in self.run.state.leases.values() if r.lease.step < self.next_close()]
 
     def leases(self):
         return {e.digest: e.lease for e in self.run.events if isinstance(e, LeaseGranted)}

@@ -150,6 +150,13 @@ class Discipline(RuleBasedStateMachine):
             assert worker.standing.withheld >= sum(leases[e.lease].worker == name for e in withheld)
 
     @invariant()
+    def keys_with_a_name_and_keys_without_work_are_counted_as_they_are(self):
+        state = self.run.state
+        with_a_name = {name for name, w in state.workers.items() if not w.standing.newcomer}
+        assert set(state.named) == with_a_name
+        assert state.unproven == sum(worker.unproven for worker in state.workers.values())
+
+    @invariant()
     def nobody_with_too_many_strikes_goes_on(self):
         for name, worker in self.run.state.workers.items():
             strikes = worker.standing.strikes

@@ -1,0 +1,59 @@
+"""An event wakes all who wait for a lease: what they are told may not take the loop's time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from tests.verify.coordinator.filled import Filled, digest, key, policy
+from verify.coordinator import filling
+from verify.coordinator.admission import MAX_UNPROVEN
+from verify.coordinator.rates import MAX_NEWCOMER_POLLS
+from verify.coordinator.state import State
+
+LEASES = 6000
+LONG_S = 0.5
+"""For what takes 0.01 s, and took seconds where each looked through all keys or all leases."""
+
+
+def with_leases(run: Filled) -> State:
+    """All that the step needs is leased, to two workers whose leases nobody answered."""
+    record = run.lease("w0")
+    assert record is not None
+    leases = {}
+    for number in range(LEASES):
+        lease = replace(record.lease, worker=key(f"w{number % 2}"), index=number, groups=1)
+        name = digest("many", number)
+        leases[name] = replace(record, lease=lease, digest=name)
+    return replace(run.state, leases=leases)
+
+
+def test_as_many_newcomers_as_may_wait_and_as_many_keys_as_may_register():
+    run = Filled(policy(groups=LEASES, newcomer_groups=LEASES // 2, max_groups=4 * LEASES))
+    for number in range(MAX_UNPROVEN):
+        run.register(f"w{number}")
+    run.publish(0)
+    state = with_leases(run)
+
+    begun = time.monotonic()
+    for number in range(2, 2 + MAX_NEWCOMER_POLLS):
+        filling.decide_lease(state, key(f"w{number}"), run.now)
+    assert time.monotonic() - begun < LONG_S
+
+
+def test_a_thousand_workers_with_a_name():
+    run = Filled(policy(groups=LEASES, newcomer_groups=LEASES // 2, max_groups=4 * LEASES))
+    for number in range(1000):
+        run.register(f"w{number}")
+    run.publish(0)
+    run.work("w0")
+    state = with_leases(run)
+    named = state.workers[key("w0")].standing
+    assert not named.newcomer
+    for name, worker in list(state.workers.items()):
+        state = replace(state, workers=state.workers.insert(name, replace(worker, standing=named)))
+
+    begun = time.monotonic()
+    for number in range(2, 1000):
+        filling.decide_lease(state, key(f"w{number}"), run.now)
+    assert time.monotonic() - begun < LONG_S
