@@ -16,8 +16,7 @@ import numpy as np
 
 from learner_jax.arrays import Data
 from learner_jax.attention.rows import Rows
-from runspec.common.errors import UserError
-from verify.plugins import PrefillInput
+from verify.plugins import PrefillInput, by_prompt, require_fits
 
 MOST_REPEATS = 4
 """Rows of a part, at most, of those that its positions would fill if each stood in one."""
@@ -78,12 +77,14 @@ def shape_for(inputs: Sequence[PrefillInput], *, tokens: int, rows: int) -> Shap
         UserError: a rollout is longer than a row.
         ValueError: a rollout without prompt or output.
     """
-    _check(inputs, tokens)
-    prompts = {each.prompt_tokens.tobytes(): len(each.prompt_tokens) for each in inputs}
+    if not all(len(each.prompt_tokens) and len(each.output_tokens) for each in inputs):
+        raise ValueError("a rollout needs a prompt token and an output token")
+    require_fits(inputs, tokens)
+    prompts = sum(len(inputs[members[0]].prompt_tokens) for members in by_prompt(inputs))
     outputs = sum(len(each.output_tokens) - 1 for each in inputs)
     laid_out = sum(len(each.prompt_tokens) for each in inputs) + outputs
     # In halves, and a quarter of the rows may be missing: a part that runs out of rows ends there.
-    shared = laid_out / (sum(prompts.values()) + outputs)
+    shared = laid_out / (prompts + outputs)
     halves = min(2 * MOST_REPEATS, max(2, ceil(2 * shared - 0.5)))
     return Shape(rows * tokens, -(-halves * rows // 2), tokens)
 
@@ -98,7 +99,7 @@ def divide(inputs: Sequence[PrefillInput], shape: Shape) -> list[list[Place]]:
     parts: list[list[Place]] = []
     room: list[int] = []  # of each row of the part
     used = predicted = 0
-    for members in _by_prompt(inputs):
+    for members in _longest_first(inputs):
         length, prompt = len(inputs[members[0]].prompt_tokens), -1
         for member in members:
             count = len(inputs[member].output_tokens)
@@ -168,26 +169,11 @@ def halved(shape: Shape, parts: Sequence[Sequence[Place]], inputs: Sequence[Pref
     return half
 
 
-def _check(inputs: Sequence[PrefillInput], tokens: int) -> None:
-    if not all(len(each.prompt_tokens) and len(each.output_tokens) for each in inputs):
-        raise ValueError("a rollout needs a prompt token and an output token")
-    longest = max(len(each.prompt_tokens) + len(each.output_tokens) for each in inputs)
-    if longest > tokens:
-        raise UserError(
-            f"a rollout has {longest} tokens, the learner's rows {tokens}",
-            place="learner.packing.tokens",
-            remedy=f"raise it to at least {longest}",
-        )
-
-
-def _by_prompt(inputs: Sequence[PrefillInput]) -> list[list[int]]:
+def _longest_first(inputs: Sequence[PrefillInput]) -> list[list[int]]:
     """The rollouts of each prompt, the longest first; so the prompts."""
-    found: dict[bytes, list[int]] = {}
-    for number in sorted(range(len(inputs)), key=lambda n: -len(inputs[n].output_tokens)):
-        found.setdefault(inputs[number].prompt_tokens.tobytes(), []).append(number)
 
-    def longest(members: list[int]) -> int:
-        first = inputs[members[0]]
-        return len(first.prompt_tokens) + len(first.output_tokens)
+    def length(member: int) -> int:
+        return len(inputs[member].prompt_tokens) + len(inputs[member].output_tokens)
 
-    return sorted(found.values(), key=longest, reverse=True)
+    groups = [sorted(members, key=length, reverse=True) for members in by_prompt(inputs)]
+    return sorted(groups, key=lambda members: length(members[0]), reverse=True)

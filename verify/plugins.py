@@ -152,6 +152,33 @@ class PrefillInput:
     """Where it was not: the end token, and `PrefillOutput.choices` is wanted."""
 
 
+def by_prompt(inputs: Sequence[PrefillInput]) -> list[list[int]]:
+    """The rollouts that begin with each prompt, by number; both in the order of the inputs."""
+    found: dict[bytes, list[int]] = {}
+    for number, each in enumerate(inputs):
+        found.setdefault(each.prompt_tokens.astype(np.int32).tobytes(), []).append(number)
+    return list(found.values())
+
+
+def require_fits(inputs: Sequence[PrefillInput], row_tokens: int) -> None:
+    """Refuses rollouts longer than the learner's rows, for which engines are made.
+
+    Args:
+        inputs: at least one.
+        row_tokens: `learner.packing.tokens`.
+
+    Raises:
+        UserError: one is.
+    """
+    longest = max(len(each.prompt_tokens) + len(each.output_tokens) for each in inputs)
+    if longest > row_tokens:
+        raise UserError(
+            f"a rollout has {longest} tokens, the learner's rows {row_tokens}",
+            place="learner.packing.tokens",
+            remedy=f"raise it to at least {longest}",
+        )
+
+
 @dataclass(frozen=True)
 class PrefillOutput:
     """What the policy version says of each output token."""

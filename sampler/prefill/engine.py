@@ -26,7 +26,7 @@ from runspec.common.errors import UserError
 from runspec.spec.schema import Learner, RunSpec
 from sampler.prefill.states import hidden_states, spans
 from verify.choices import Choices
-from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
+from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, require_fits
 from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of
 from verify.truncation import Truncation
 
@@ -134,13 +134,7 @@ def prefill(
     if not inputs:
         return []
     wanted, device = Wanted.of(inputs, truncation), policy.head.device
-    longest = max(len(each.prompt_tokens) + len(each.output_tokens) for each in inputs)
-    if longest > policy.longest:
-        raise UserError(
-            f"a rollout has {longest} tokens, the learner's rows {policy.longest}",
-            place="learner.packing.tokens",
-            remedy=f"raise it to at least {longest}",
-        )
+    require_fits(inputs, policy.longest)
     outputs: dict[int, PrefillOutput] = {}
     most = _positions(policy.head.shape[1], device)
     with torch.inference_mode():

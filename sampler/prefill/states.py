@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from sampler.prefill.batches import batches_by_length
-from verify.plugins import PrefillInput
+from verify.plugins import PrefillInput, by_prompt
 
 WORTH_SHARING = 0.15
 """Share of all positions that must be repeated prompts; less pays for no mask."""
@@ -44,10 +44,10 @@ def hidden_states(
         device: where the model is.
     """
     lengths = [len(each.prompt_tokens) + len(each.output_tokens) for each in inputs]
-    by_prompt = _by_prompt(inputs)
-    repeated = sum(len(prompt) * (len(same) - 1) for prompt, same in by_prompt)
+    groups = by_prompt(inputs)
+    repeated = sum(len(inputs[same[0]].prompt_tokens) * (len(same) - 1) for same in groups)
     if repeated >= WORTH_SHARING * sum(lengths):
-        yield from _continued(body, inputs, by_prompt, positions, device)
+        yield from _continued(body, inputs, groups, positions, device)
         return
     for members in batches_by_length(lengths, positions=positions):
         yield Batch(members, _whole(body, [inputs[member] for member in members], device))
@@ -61,21 +61,18 @@ def _whole(body: Any, batch: Sequence[PrefillInput], device: torch.device) -> to
     return _rows(states, starts, [len(each.output_tokens) for each in batch])
 
 
-Prompt = tuple[np.ndarray, list[int]]
-"""A prompt, and the numbers of the rollouts that begin with it."""
-
-
 def _continued(
     body: Any,
     inputs: Sequence[PrefillInput],
-    by_prompt: Sequence[Prompt],
+    groups: Sequence[list[int]],
     positions: int,
     device: torch.device,
 ) -> Iterator[Batch]:
-    lengths = [len(prompt) for prompt, _ in by_prompt]
+    """Rollouts in groups of one prompt each."""
+    lengths = [len(inputs[same[0]].prompt_tokens) for same in groups]
     for portion in batches_by_length(lengths, positions=positions):
-        prompts = [by_prompt[number][0] for number in portion]
-        same = [by_prompt[number][1] for number in portion]
+        same = [groups[number] for number in portion]
+        prompts = [inputs[numbers[0]].prompt_tokens for numbers in same]
         cache = DynamicCache()
         states = body(
             input_ids=_padded(prompts, device), past_key_values=cache, use_cache=True
@@ -131,14 +128,6 @@ def _outputs(
         use_cache=True,
     ).last_hidden_state
     return _rows(torch.cat([firsts[:, None], states], 1), [0] * len(batch), counts)
-
-
-def _by_prompt(inputs: Sequence[PrefillInput]) -> list[Prompt]:
-    found: dict[bytes, Prompt] = {}
-    for number, each in enumerate(inputs):
-        prompt = each.prompt_tokens.astype(np.int32)
-        found.setdefault(prompt.tobytes(), (prompt, []))[1].append(number)
-    return list(found.values())
 
 
 def _padded(texts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
