@@ -61,16 +61,24 @@ class Backlog:
         """By lease, until when a worker that was told to come again is awaited."""
 
     @contextmanager
-    def admitted(self, record: LeaseRecord, envelope: SubmissionEnvelope) -> Iterator[None]:
+    def admitted(
+        self, record: LeaseRecord, envelope: SubmissionEnvelope, now: float
+    ) -> Iterator[None]:
         """Keeps room for a submission while it is uploaded.
+
+        Args:
+            record: of its lease, which is open to it at `now`.
+            envelope: of the submission.
+            now: when that was found. A lease that ends between two looks at the clock would be
+                deferred after its end, which is no event that can follow.
 
         Raises:
             Refusal: 429, there is none now.
         """
         reason = self.full(envelope.bytes)
         if reason is not None:
-            retry_after_s = self._retry_after_s()
-            self._defer(record, envelope.digest, retry_after_s)
+            retry_after_s = self._retry_after_s(now)
+            self._defer(record, envelope.digest, retry_after_s, now)
             raise Refusal(429, reason, retry_after_s=retry_after_s)
         self._told.pop(record.digest, None)
         self._uploading[record.digest] = envelope.bytes
@@ -117,17 +125,16 @@ class Backlog:
         size = sum(self._journal.history.bytes_of(record.digest) for record in waiting)
         return len(waiting) + len(self._uploading), size + sum(self._uploading.values())
 
-    def _retry_after_s(self) -> int:
+    def _retry_after_s(self, now: float) -> int:
         """Seconds until it is this caller's turn, by the rate of verdicts so far."""
-        now = self._journal.clock()
         self._told = {lease: until for lease, until in self._told.items() if until > now}
         rate = self._journal.history.verdicts_per_s(now)
         if rate <= 0.0:
             return FIRST_RETRY_S
         return max(1, min(LONGEST_RETRY_S, math.ceil((len(self._told) + 1) / rate)))
 
-    def _defer(self, record: LeaseRecord, submission: str, retry_after_s: int) -> None:
-        state, now = self._journal.state, self._journal.clock()
+    def _defer(self, record: LeaseRecord, submission: str, retry_after_s: int, now: float) -> None:
+        state = self._journal.state
         comes_again = now + retry_after_s
         self._told[record.digest] = comes_again + GRACE_S
         # A row only where the lease needs it: who asks all the time must not fill the ledger.

@@ -178,10 +178,10 @@ class Leasing:
             signed: the envelope's bytes.
             chunks: the body.
         """
-        record = self._lease_of(envelope)
+        record, now = self._lease_of(envelope), self._journal.clock()
         if record.submission == envelope.digest:
             return
-        self._must_be_open(record, envelope)
+        self._must_be_open(record, envelope, now)
         if any(r.submission == envelope.digest for r in self._journal.state.leases.values()):
             raise Refusal(409, "the same bytes were submitted for another lease")
         limit = max_submission_bytes(self._spec, self._pools[record.lease.pool])
@@ -192,7 +192,7 @@ class Leasing:
             raise Refusal(503, "this submission is being uploaded already")
         self._uploading |= names
         try:
-            with self._backlog.admitted(record, envelope):
+            with self._backlog.admitted(record, envelope, now):
                 await self._take_in(record, envelope, signed, chunks)
         finally:
             self._uploading -= names
@@ -210,12 +210,11 @@ class Leasing:
         ) as body:
             await asyncio.to_thread(write_small, files.submission_envelope, signed)
             try:
-                self._must_be_open(self._lease_of(envelope), envelope)
+                now = self._journal.clock()
+                self._must_be_open(self._lease_of(envelope), envelope, now)
                 body.rename(files.submission)
                 self._journal.record(
-                    SubmissionReceived(
-                        self._journal.clock(), record.digest, envelope.digest, envelope.bytes
-                    )
+                    SubmissionReceived(now, record.digest, envelope.digest, envelope.bytes)
                 )
             except BaseException:  # without its row, no file either
                 files.submission.unlink(missing_ok=True)
@@ -233,10 +232,9 @@ class Leasing:
             raise Refusal(400, "run, step or index are not the lease's")
         return record
 
-    def _must_be_open(self, record: LeaseRecord, envelope: SubmissionEnvelope) -> None:
+    def _must_be_open(self, record: LeaseRecord, envelope: SubmissionEnvelope, now: float) -> None:
         if self._journal.state.finished:
             raise Finished
-        now = self._journal.clock()
         if record.status == "expired" or record.expires <= now:
             raise Refusal(409, "the lease has expired")
         if record.lease.expires <= now and record.deferred != envelope.digest:

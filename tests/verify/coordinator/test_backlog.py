@@ -187,7 +187,7 @@ class Desk:
             *("run", 0, record.lease.worker, index, record.digest, digest("s", record.digest), size)
         )
         try:
-            with self.backlog.admitted(record, envelope):
+            with self.backlog.admitted(record, envelope, self.now):
                 return None
         except Refusal as refusal:
             return refusal
@@ -230,7 +230,7 @@ def test_what_is_being_uploaded_counts(desk: Desk):
     envelope = SubmissionEnvelope(
         *("run", 0, record.lease.worker, 0, record.digest, digest("s", record.digest), 700)
     )
-    with desk.backlog.admitted(record, envelope):
+    with desk.backlog.admitted(record, envelope, desk.now):
         assert desk.ask(1, 301) is not None
         assert desk.ask(1, 300) is None
     assert desk.ask(1, 1000) is None

@@ -139,7 +139,7 @@ class Intake(RuleBasedStateMachine):
             *(digest("s", record.digest), size),
         )
         try:
-            with self.backlog.admitted(record, envelope):
+            with self.backlog.admitted(record, envelope, self.run.now):
                 self.run.record(
                     SubmissionReceived(
                         self.run.now, record.digest, digest("s", record.digest), size
