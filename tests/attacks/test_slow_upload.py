@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +23,7 @@ from tests.attacks.impatient import (
 )
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission
 from tests.waiting import eventually
-from verify.coordinator import connections
+from verify.coordinator import connections, intake, leasing
 
 
 @pytest.fixture
@@ -75,6 +77,31 @@ class TestSlowUpload:
         with connected(site) as stream:
             stream.sendall(head(site, key, "/v1/submissions", table, envelope) + table[:-1])
         eventually(lambda: stored(site) == [], "the half file is removed")
+        worker.submit(envelope, table)
+
+    def test_that_breaks_off_once_all_has_come(
+        self, site: Site, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """While its envelope is being written: neither that nor the file may stay, for there would
+        be more of them each time, and no row that knows of them."""
+        writing, written = threading.Event(), threading.Event()
+
+        def slowly(path: Path, data: bytes) -> None:
+            writing.set()
+            time.sleep(0.5)  # in which the server hears that its caller is gone
+            intake.write_small(path, data)
+            written.set()
+
+        key, worker = site.worker()
+        data, lease = granted(site, worker)
+        envelope, table = submission(data, lease, key)
+        with monkeypatch.context() as patched:
+            patched.setattr(leasing, "write_small", slowly)
+            with connected(site) as stream:
+                stream.sendall(head(site, key, "/v1/submissions", table, envelope) + table)
+                assert writing.wait(DEADLINE_S)
+            assert written.wait(DEADLINE_S)
+        eventually(lambda: stored(site) == [], "nothing of it is left")
         worker.submit(envelope, table)
 
     def test_others_are_served_meanwhile(self, site: Site) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -38,21 +38,30 @@ class Refusal(Exception):
 
 @asynccontextmanager
 async def received(
-    chunks: AsyncIterator[bytes], folder: Path, *, digest: str, max_bytes: int
+    chunks: AsyncIterator[bytes], folder: Path, *, digest: str, size: int
 ) -> AsyncIterator[Path]:
     """Yields a temporary file in `folder` that holds the whole body, synced to disk.
 
     The block renames it into place; a file that is still there at its end is removed.
 
+    Args:
+        chunks: the body.
+        folder: is made where there is none.
+        digest: of the body.
+        size: its bytes, no fewer either: room is kept for what was announced.
+
     Raises:
-        Refusal: too large, too slow, not the bytes that `digest` names, or no room on the disk.
+        Refusal: too large or small, too slow, not the bytes that `digest` names, or no room on the
+            disk.
     """
     path = folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with path.open("xb") as file:
             async with asyncio.timeout(UPLOAD_TIMEOUT_S):
-                found = await _copy(chunks, file, max_bytes)
+                found, copied = await _copy(chunks, file, size)
+            if copied < size:
+                raise Refusal(400, f"the body has {copied} bytes, and {size} were announced")
             if found != digest:
                 raise Refusal(400, f"the body's digest is {found}, not {digest}")
             await asyncio.to_thread(_sync, file)
@@ -77,7 +86,18 @@ def write_small(path: Path, data: bytes) -> None:
         raise Refusal(507, f"cannot store the file: {error.thing}") from error
 
 
-async def _copy(chunks: AsyncIterator[bytes], file: BinaryIO, max_bytes: int) -> str:
+async def to_the_end(work: Callable[[], None]) -> None:
+    """Does something in a thread, and ends no earlier than it: `asyncio.to_thread` leaves it to
+    itself where the caller goes away, and a file would come after the hand that removes it."""
+    doing = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        await asyncio.shield(doing)
+    except asyncio.CancelledError:
+        await asyncio.wait([doing])
+        raise
+
+
+async def _copy(chunks: AsyncIterator[bytes], file: BinaryIO, max_bytes: int) -> tuple[str, int]:
     hasher, size = blake3(), 0
     async for chunk in chunks:
         size += len(chunk)
@@ -85,7 +105,7 @@ async def _copy(chunks: AsyncIterator[bytes], file: BinaryIO, max_bytes: int) ->
             raise Refusal(413, f"larger than the {max_bytes} bytes allowed")
         hasher.update(chunk)
         file.write(chunk)
-    return hasher.hexdigest()
+    return hasher.hexdigest(), size
 
 
 def _sync(file: BinaryIO) -> None:

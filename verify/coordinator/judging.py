@@ -149,9 +149,11 @@ class Judging:
             self.claims.settle(validator, envelope.submission)
             self._set_aside()
             return
+        if envelope.bytes > MAX_BYTES:
+            raise Refusal(413, f"{envelope.bytes} bytes, more than the {MAX_BYTES} allowed")
         files = submission_files(self._journal.run_dir, record.lease.step, envelope.submission)
         async with received(
-            chunks, files.verdict.parent, digest=envelope.digest, max_bytes=MAX_BYTES
+            chunks, files.verdict.parent, digest=envelope.digest, size=envelope.bytes
         ) as body:
             rows = await asyncio.to_thread(_read_verdicts, body)
             judged = self._judged(validator, envelope, record, rows)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Collection
+from functools import partial
 
 from runspec.common.keys import SigningKey
 from runspec.common.roles import Roles
@@ -21,7 +21,7 @@ from verify.coordinator.events import (
     SubmissionReceived,
     WorkerRegistered,
 )
-from verify.coordinator.intake import Refusal, received, write_small
+from verify.coordinator.intake import Refusal, received, to_the_end, write_small
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.state import LeaseRecord
 from verify.formats.layout import submission_files
@@ -206,10 +206,10 @@ class Leasing:
     ) -> None:
         files = submission_files(self._journal.run_dir, envelope.step, envelope.digest)
         async with received(
-            chunks, files.submission.parent, digest=envelope.digest, max_bytes=envelope.bytes
+            chunks, files.submission.parent, digest=envelope.digest, size=envelope.bytes
         ) as body:
-            await asyncio.to_thread(write_small, files.submission_envelope, signed)
             try:
+                await to_the_end(partial(write_small, files.submission_envelope, signed))
                 now = self._journal.clock()
                 self._must_be_open(self._lease_of(envelope), envelope, now)
                 body.rename(files.submission)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import httpx
 import pytest
 
 from runspec.common.errors import UserError
+from runspec.common.signed import sign_document
 from tests.verify.coordinator.deployment import (
     RUN,
     Site,
@@ -19,7 +21,7 @@ from tests.verify.coordinator.over_http import granted, post
 from tests.waiting import eventually
 from verify.client import SubmissionRefused
 from verify.formats.lease import lease_digest
-from verify.formats.submission import sign_submission
+from verify.formats.submission import KIND, open_submission, sign_submission
 from verify.limits import max_submission_bytes
 from verify.request_auth import ENVELOPE, sign_request
 
@@ -98,6 +100,8 @@ def test_malformed_submissions_are_refused_and_leave_no_file(site: Site):
             large, run=RUN, step=0, index=0, lease=lease_digest(data), key=key
         )
         unknown = sign_submission(table, run=RUN, step=0, index=0, lease="0" * 64, key=key)
+        more = replace(open_submission(envelope), bytes=limit)  # room would be kept for it
+        less_than_announced = sign_document(KIND, asdict(more), key)
 
         for signed, body, status, words in (
             ("", table, 400, "is missing"),
@@ -107,6 +111,7 @@ def test_malformed_submissions_are_refused_and_leave_no_file(site: Site):
             (wrong_step, table, 400, "not the lease's"),
             (envelope, table + b"x", 400, "names another body"),
             (too_large, large, 413, "allowed"),
+            (less_than_announced, table, 400, f"and {limit} were announced"),
             (unknown, table, 409, "no such lease"),
         ):
             answer = post(site, key, "/v1/submissions", body, envelope=signed)
