@@ -15,6 +15,7 @@ import pytest
 from runspec.common.canonical import canonical_json
 from runspec.common.invite import make_invite
 from runspec.common.keys import SigningKey
+from runspec.spec.role_names import worker_names
 from tests.attacks.impatient import (
     LINES,
     connected,
@@ -25,6 +26,7 @@ from tests.attacks.impatient import (
     stored,
 )
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
+from tests.verify.coordinator.over_http import post as requested
 from tests.waiting import eventually
 from verify.coordinator import admission, rates, server
 from verify.coordinator.events import WorkerRegistered
@@ -145,6 +147,21 @@ class TestFlooding:
             assert refused[-1].headers["Retry-After"] == "5"
             assert [each.result(DEADLINE_S).status_code for each in asked] == [204, 204]
         assert post(late, "/v1/leases", ASK).status_code == 204
+
+    def test_new_keys_that_wait_do_not_keep_the_runs_own_from_its_first_lease(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """At a run's start nobody has accepted work: then a few strangers' keys were all who may
+        ask."""
+        monkeypatch.setattr(rates, "MAX_NEWCOMER_POLLS", 0)
+        site, own = Site(tmp_path, tiny_spec()), SigningKey.generate()
+        own.save(site.run_dir / "keys" / f"{next(iter(worker_names(tiny_spec())))}.key")
+        site.publish(0)
+        with site.origin(), site.serving():
+            (stranger, _), worker = site.worker(), site.client(own)
+            worker.register("near", {})
+            assert requested(site, stranger, "/v1/leases", ASK).status_code == 429
+            assert granted(site, worker)[1].index == 0
 
     def test_leases_given_back_again_and_again(self, site: Site) -> None:
         """Each return is a row of the ledger, and each grant of it again: one of both a lease."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -24,13 +24,20 @@ class Gate:
         journal: knows the workers and the bans.
         checker: of signatures.
         roles: whose keys are not counted.
+        own: public keys of the run's own workers.
         proxies: address ranges that are believed of whom they ask for.
     """
 
     def __init__(
-        self, journal: Journal, checker: RequestChecker, roles: Roles, proxies: Sequence[Network]
+        self,
+        journal: Journal,
+        checker: RequestChecker,
+        roles: Roles,
+        own: Collection[str],
+        proxies: Sequence[Network],
     ) -> None:
         self._journal, self._checker, self._roles = journal, checker, roles
+        self._own = frozenset(own)
         self._proxies, self._rates = proxies, RateLimits()
 
     def anybody(self, request: web.Request) -> None:
@@ -92,8 +99,8 @@ class Gate:
             yield
 
     @contextmanager
-    def poll(self, key: str) -> Iterator[None]:
-        """Counts a request that is kept waiting.
+    def poll(self, key: str, request: web.Request) -> Iterator[None]:
+        """Counts a request of a key that is kept waiting.
 
         Raises:
             Refusal: 429, as many of the key's are waiting as may, or of newcomers'.
@@ -103,10 +110,11 @@ class Gate:
             if not allowed:
                 words = f"{MAX_POLLS} requests of this key are waiting for a lease already"
                 raise Refusal(429, words, retry_after_s=1.0)
-            if worker is not None and not worker.standing.newcomer:
+            if key in self._own or (worker is not None and not worker.standing.newcomer):
                 yield
                 return
-            with self._rates.newcomer_poll() as allowed:
+            invited = worker is not None and worker.invite is not None
+            with self._rates.newcomer_poll(self.place(request), invited=invited) as allowed:
                 if not allowed:
                     words = "too many new keys are waiting for a lease already: come again"
                     raise Refusal(429, words, retry_after_s=5.0)

@@ -25,9 +25,11 @@ MAX_DOWNLOADS, MAX_DOWNLOADS_PER_PLACE = 256, 32
 MAX_POLLS = 4
 """Requests for a lease that one key may keep waiting: a worker has one, and another where a lost
 connection has not been noticed."""
-MAX_NEWCOMER_POLLS = 256
-"""The same of all keys without accepted work together. Each event wakes all who wait, and each
-looks through the leases: thousands would keep the coordinator from everything else."""
+MAX_NEWCOMER_POLLS, MAX_NEWCOMER_POLLS_PER_PLACE = 256, 64
+"""The same of all keys without accepted work together, but for the run's own: each event wakes all
+who wait, and thousands would keep the coordinator from everything else. Those who were invited are
+counted apart, and a place has a part only: else one that lets many keys wait keeps out all others,
+and a run that nobody has done any work for would never have any."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class RateLimits:
     def __init__(self) -> None:
         self._keys, self._places = Buckets(), Buckets()
         self._polls: Counter[str] = Counter()
-        self._newcomer_polls = 0
+        self._newcomer_polls: Counter[str] = Counter()
         self._downloads: Counter[str] = Counter()
 
     def of_worker(self, key: str, kind: str, now: float) -> float:
@@ -165,10 +167,17 @@ class RateLimits:
                 del self._polls[key]
 
     @contextmanager
-    def newcomer_poll(self) -> Iterator[bool]:
+    def newcomer_poll(self, place: str, *, invited: bool) -> Iterator[bool]:
         """The same of a key without accepted work, beside all others of them."""
-        self._newcomer_polls += 1
+        all_ = "invited" if invited else "by themselves"
+        here = f"{all_} {place}"
+        self._newcomer_polls.update((all_, here))
         try:
-            yield self._newcomer_polls <= MAX_NEWCOMER_POLLS
+            yield (
+                self._newcomer_polls[here] <= MAX_NEWCOMER_POLLS_PER_PLACE
+                and self._newcomer_polls[all_] <= MAX_NEWCOMER_POLLS
+            )
         finally:
-            self._newcomer_polls -= 1
+            self._newcomer_polls.subtract((all_, here))
+            if not self._newcomer_polls[here]:
+                del self._newcomer_polls[here]

@@ -81,7 +81,8 @@ async def serve(
     ledger = await asyncio.to_thread(open_ledger, run_dir, spec)
     journal = Journal(run_dir, Policy.of(spec), ledger=ledger)
     workers, validators = Activity(), Activity()
-    admission = Admission(spec, roles, own_workers(run_dir, spec))
+    own = own_workers(run_dir, spec)
+    admission = Admission(spec, roles, own)
     noise = gap_noise_by_pool(spec)
     judging = Judging(journal, spec.name, noise, claim_timeout_s=claim_timeout_s)
     attempts = AttemptFiles(run_dir)
@@ -99,7 +100,7 @@ async def serve(
         status=Status(spec.name, journal, judging, backlog, workers, validators, admission),
         workers=workers,
         validators=validators,
-        gate=Gate(journal, RequestChecker(spec.name), roles, networks(spec.verify.proxies)),
+        gate=Gate(journal, RequestChecker(spec.name), roles, own, networks(spec.verify.proxies)),
         roles=roles,
         roles_document=roles_document,
         spec_document=sign_spec(spec, key),

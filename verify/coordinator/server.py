@@ -193,7 +193,7 @@ class Api:
         wait_s, holding = _wait_and_holding(await _json(request, caller, {"wait", "holding"}))
         if caller.key in self._journal.state.workers:
             self._workers.seen(caller.key, self._journal.clock())
-        with self._gate.poll(caller.key):
+        with self._gate.poll(caller.key, request):
             lease = await self._leasing.lease(caller.key, holding, wait_s)
         if lease is None:
             return web.Response(status=204)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verify.coordinator.rates import (
+    MAX_NEWCOMER_POLLS,
+    MAX_NEWCOMER_POLLS_PER_PLACE,
     MAX_POLLS,
     PER_PLACE,
     TOGETHER,
@@ -113,3 +117,23 @@ def test_only_so_many_requests_of_a_key_are_kept_waiting():
         each.__exit__(None, None, None)
     with limits.poll("a") as allowed:
         assert allowed
+
+
+@pytest.mark.parametrize("invited", [True, False])
+def test_of_newcomers_that_wait_a_place_has_a_part(invited):
+    limits = RateLimits()
+    with ExitStack() as held:
+        mine = [limits.newcomer_poll("flood", invited=invited) for _ in range(MAX_NEWCOMER_POLLS)]
+        allowed = [held.enter_context(each) for each in mine]
+        assert sum(allowed) == MAX_NEWCOMER_POLLS_PER_PLACE
+    with limits.newcomer_poll("flood", invited=invited) as allowed_again:
+        assert allowed_again
+
+
+def test_strangers_that_wait_take_no_place_of_the_invited():
+    limits = RateLimits()
+    with ExitStack() as held:
+        for number in range(MAX_NEWCOMER_POLLS + 1):
+            allowed = held.enter_context(limits.newcomer_poll(f"p{number}", invited=False))
+            assert allowed == (number < MAX_NEWCOMER_POLLS)
+        assert held.enter_context(limits.newcomer_poll("p0", invited=True))
