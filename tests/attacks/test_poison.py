@@ -130,8 +130,8 @@ class TestFileThatStalls:
     def test_pages_that_decompress_without_end(self, decoding: Decoding) -> None:
         """70 kB of them keep a processor busy for a minute, and what is legal for hours."""
         assert decoding.refuses(inflating_pages(1 << 16, 1 << 24)) == (
-            "format: the decoder came to no answer twice: it was ended by SIGXCPU and then it was "
-            "ended by SIGXCPU"
+            "format: the decoder came to no answer twice: it was ended by SIGPROF and then it was "
+            "ended by SIGPROF"
         )
 
     def test_pages_that_are_passed_over(self, decoding: Decoding) -> None:

@@ -79,7 +79,7 @@ def test_a_death_is_counted_where_the_parser_has_a_process_of_its_own(tmp_path: 
     [
         (IN_OURS, ABORTS),
         *((lane, "raise SystemExit(1)") for lane in (IN_OURS, IN_ITS_OWN)),
-        *((IN_ITS_OWN, dies(name)) for name in ("SIGXCPU", "SIGKILL", "SIGINT", "SIGTERM")),
+        *((IN_ITS_OWN, dies(name)) for name in ("SIGPROF", "SIGKILL", "SIGINT", "SIGTERM")),
     ],
 )
 def test_a_fault_names_its_case_and_how_to_make_it_again(
