@@ -28,6 +28,8 @@ _GRACE_S, _KILL_S = 5.0, 10.0
 """How long a core with ranks below it may take to leave when asked, and any when killed."""
 _CODE_S = 1.0
 """From the end of a core to its exit code."""
+_KILL_EVERY_S = 0.1
+"""Between two looks for what a start that is to end has started yet."""
 
 
 class EngineDied(UserError):
@@ -55,19 +57,28 @@ class Start:
 
     def __init__(self, seconds: float = START_S) -> None:
         self._before = set(multiprocessing.active_children())
-        self._watchdog = threading.Timer(seconds, self.kill)
-        self._watchdog.daemon = True
+        self._told, self._over = threading.Event(), threading.Event()
+        self._watchdog = threading.Thread(target=self._watch, args=(seconds,), daemon=True)
 
     def kill(self) -> None:
-        for process in set(multiprocessing.active_children()) - self._before:
-            process.kill()
+        """What has been started, and what is started yet."""
+        self._told.set()
+
+    def _watch(self, seconds: float) -> None:
+        self._told.wait(seconds)
+        while not self._over.is_set():
+            for process in set(multiprocessing.active_children()) - self._before:
+                process.kill()
+            self._over.wait(_KILL_EVERY_S)  # a process is a child a moment after it is started
 
     def __enter__(self) -> Start:
         self._watchdog.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._watchdog.cancel()
+        self._over.set()
+        self._told.set()
+        self._watchdog.join()
 
 
 class Core:

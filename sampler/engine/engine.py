@@ -67,6 +67,7 @@ class Engine:
         self._core: Core | None = None
         self._front: Front | None = None
         self._starting: Start | None = None
+        self._closing = False
         self._loading = threading.Lock()
         self._counting = threading.Lock()
         self._loads = 0
@@ -201,6 +202,7 @@ class Engine:
         """
         if self._loop.closed:
             return
+        self._closing = True
         if (starting := self._starting) is not None:
             starting.kill()
         self._loop.run(self._stop(GenerationAborted()), CLOSE_S)
@@ -268,6 +270,8 @@ class Engine:
         arguments = engine_arguments(self._pool, weights_dir, self._options)
         try:
             with Start() as self._starting:
+                if self._closing:  # before `close` could see that it starts
+                    raise EngineDied("the engine was closed")
                 self._core = core = Core(arguments, self._fail)
         except StartFailed as error:
             raise lack_of_room(error.cause, self._pool) or error from error

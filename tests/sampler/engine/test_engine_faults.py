@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runspec.common.errors import UserError
+from sampler.engine import engine as engine_module
 from sampler.engine.core import Start
 from sampler.engine.engine import Engine, EngineDied
 from sampler.engine.sockets import SocketFolder
@@ -114,6 +116,40 @@ def test_an_engine_is_closed_while_it_starts(
         with pytest.raises(EngineDied, match="does not start"):
             loading.result(WAIT_S)
     assert set(descendants()) - before <= _trackers()
+
+
+def test_an_engine_is_closed_just_before_it_starts(
+    new_engine: Callable[..., Engine], untied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given an engine that is closed after its load has begun, and before it starts a process
+    before, engine = set(descendants()), new_engine()
+    with ThreadPoolExecutor(2) as threads:
+        arguments = engine_module.engine_arguments
+
+        def closed_first(*args: Any) -> dict[str, Any]:
+            threads.submit(engine.close)
+            time.sleep(0.5)
+            return arguments(*args)
+
+        monkeypatch.setattr(engine_module, "engine_arguments", closed_first)
+        # when it loads, then nothing is started
+        with pytest.raises(EngineDied, match="the engine was closed"):
+            engine.load(untied, 0)
+    assert set(descendants()) - before <= _trackers()
+
+
+def test_a_start_that_is_to_end_ends_what_it_starts_yet() -> None:
+    # given a start that is to end before it has a process
+    spawn = multiprocessing.get_context("spawn")
+    with Start() as start:
+        start.kill()
+        time.sleep(0.3)
+        # when it starts one
+        process = spawn.Process(target=time.sleep, args=(600,), daemon=True)
+        process.start()
+        # then that ends
+        process.join(WAIT_S)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_a_start_that_hangs_ends_by_itself() -> None:
