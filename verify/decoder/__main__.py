@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from verify.decoder.confine import Limits, confine, die_with_parent
+from verify.decoder.confine import Limits, confine, die_with_parent, set_signals
 from verify.decoder.pack import pack
 from verify.decoder.wire import (
     ANSWER,
@@ -35,6 +35,7 @@ _PIPE_BYTES = 1 << 20
 def main(cpu_s: int) -> int:
     """Serves until its input ends."""
     die_with_parent()
+    set_signals()
     limits = Limits()
     if _answer(encode_table([_example(), _example()], SCHEMA), 2, 1 << 20)[0] != COLUMNS:
         print("the decoder cannot read what it writes", file=sys.stderr)

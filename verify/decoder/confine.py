@@ -49,6 +49,16 @@ class Limits:
             _lower(resource.RLIMIT_AS, pages * _PAGE + memory)
 
 
+def set_signals() -> None:
+    """Whoever ends all of a group (Ctrl-C, a service that is stopped) means the parent, which ends
+    this process as it ends. The timer of `Limits` is heard whatever was ignored where it started.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+
+
 def confine() -> None:
     """Gives up everything else; there is no way back."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -107,9 +107,12 @@ class Decoder:
             self._child = _Child(self._command)
         until = time.monotonic() + self._deadline_s
         largest = largest_answer(max_rows, max_bytes)
-        kind, body = self._child.ask(
-            REQUEST.pack(len(data), max_rows, max_bytes), data, largest=largest, until=until
-        )
+        request = REQUEST.pack(len(data), max_rows, max_bytes)
+        try:
+            kind, body = self._child.ask(request, data, largest=largest, until=until)
+        except BaseException:  # what is left of an answer is none to the next file
+            self.close()
+            raise
         if kind == MALFORMED:
             raise MalformedTable(_printable(body))
         try:

@@ -14,10 +14,12 @@ import pyarrow as pa
 import pytest
 
 from runspec.common.errors import UserError
+from tests.poison import inflating_pages
 from tests.verify.coordinator.deployment import rollouts
 from tests.verify.decoder.pretended import BEGIN
 from verify.decoder import Decoder, DecoderKilled
 from verify.decoder.pack import most_pieces, pack
+from verify.decoder.parent import _Child
 from verify.decoder.unpack import BadAnswer, unpack
 from verify.formats.lease import Lease
 from verify.formats.submission import SCHEMA, decode_rollouts
@@ -49,6 +51,16 @@ def decoder() -> Iterator[Decoder]:
 
 def decoded(decoder: Decoder, data: bytes = FILE) -> str:
     return repr(decoder.decode(data, **LIMITS))
+
+
+def _no_memory(*_: object) -> None:
+    raise MemoryError
+
+
+def _processor_s(process: int | None) -> float:
+    """User and system time of a process, seconds."""
+    times = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
 
 
 def test_one_process_reads_file_after_file_as_this_one_does(decoder: Decoder) -> None:
@@ -105,6 +117,54 @@ def test_a_process_that_was_killed_is_replaced(decoder: Decoder) -> None:
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
     assert decoded(decoder) == EXPECTED and decoder.pid != killed
+
+
+def test_what_all_of_a_group_are_told_is_the_parents_to_answer(decoder: Decoder) -> None:
+    """Ctrl-C twice, or a service that is stopped, must not look like two files at which it ends."""
+    decoded(decoder)
+    process = decoder.pid
+    assert process is not None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(process, number)
+    assert decoded(decoder) == EXPECTED and decoder.pid == process
+
+
+INHERITED = """
+import os, signal, sys
+signal.signal(signal.SIGPROF, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+os.execv(sys.executable, [sys.executable, "-m", "verify.decoder", sys.argv[1]])
+"""
+
+
+def test_its_limit_of_processor_time_holds_whatever_signals_its_parent_ignores() -> None:
+    command = [sys.executable, "-c", INHERITED]
+    decoder = Decoder(cpu_s=1, deadline_s=60.0, command=command)
+    with pytest.raises(MalformedTable, match="by SIGPROF and then it was ended by SIGPROF"):
+        decoded(decoder, inflating_pages(1 << 14, 1 << 24))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processor_time_is_counted_for_each_file_anew() -> None:
+    decoder = Decoder(cpu_s=1)
+    decoded(decoder)
+    process = decoder.pid
+    while _processor_s(process) < 2.5:
+        assert decoded(decoder) == EXPECTED
+    assert decoder.pid == process
+    decoder.close()
+
+
+def test_half_an_answer_is_not_the_answer_to_the_next_file(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded(decoder)
+    process = decoder.pid
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(_Child, "_answer", _no_memory)
+        decoded(decoder)
+    assert decoder.pid is None
+    assert decoded(decoder) == EXPECTED and decoder.pid != process
 
 
 def test_a_process_that_hangs_is_replaced() -> None:
