@@ -30,7 +30,7 @@ _CODECS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(kind) for name, kind
 
 
 class NotNow(UserError):
-    """Nothing could be written just now (the disk is full, say), and nothing has changed."""
+    """Nothing could be written just now (the disk is full, say): this process goes on as before."""
 
 
 class BadRow(ValueError):
@@ -103,6 +103,9 @@ class Ledger:
             raise _unusable(name, error) from error
         self._seq: int = last[0] if last else 0
         self._chain: str = last[3] if last else FIRST_CHAIN
+        self.in_doubt = False
+        """Whether there may be rows that `append` could not vouch for; until it can again, or the
+        ledger is read anew."""
 
     @property
     def head(self) -> tuple[int, str]:
@@ -134,8 +137,9 @@ class Ledger:
         try:
             self._store.append(rows)
         except StoreError as error:
+            self.in_doubt |= error.in_doubt or not error.passing
             raise _unusable(self.place, error) from error
-        self._seq, self._chain = seq, chain
+        self._seq, self._chain, self.in_doubt = seq, chain, False
 
     def events(self) -> Iterator[Event]:
         """All events from the first, each checked against the chain."""

@@ -34,14 +34,21 @@ class StoreError(Exception):
 
     Args:
         words: why.
-        passing: whether a later try may do; then nothing was changed.
+        passing: whether a later try may do.
         remedy: what a person can do.
+        in_doubt: whether what was to be written may be there all the same.
     """
 
     def __init__(
-        self, words: str, *, passing: bool, remedy: str = "free disk space or mend the permissions"
+        self,
+        words: str,
+        *,
+        passing: bool,
+        remedy: str = "free disk space or mend the permissions",
+        in_doubt: bool = False,
     ) -> None:
         self.words, self.passing, self.remedy = words, passing, remedy
+        self.in_doubt = in_doubt
         super().__init__(words)
 
 
@@ -178,4 +185,6 @@ def another_writes() -> StoreError:
 
 def _store_error(error: OSError | sqlite3.Error) -> StoreError:
     code = error.sqlite_errorcode if isinstance(error, sqlite3.Error) else sqlite3.SQLITE_OK
-    return StoreError(str(error), passing=code & _PRIMARY in _PASSING)
+    # The log has the row then, and recovery after a crash may read it from there.
+    in_doubt = code == sqlite3.SQLITE_IOERR_FSYNC
+    return StoreError(str(error), passing=code & _PRIMARY in _PASSING, in_doubt=in_doubt)

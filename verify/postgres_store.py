@@ -117,7 +117,8 @@ class PostgresStore:
                     [(self._run, *row) for row in rows],
                 )
         except psycopg.Error as error:
-            raise store_error(error) from error
+            # One that broke may have done so after the server had committed.
+            raise store_error(error, in_doubt=self._connection.closed) from error
 
     def rows(self) -> Iterator[StoredRow]:
         try:
@@ -187,11 +188,12 @@ def place(url: str, run: str) -> str:
     return f"postgresql://{parts.get('host', '')}/{parts.get('dbname', '')}, run {run}"
 
 
-def store_error(error: psycopg.Error) -> StoreError:
+def store_error(error: psycopg.Error, *, in_doubt: bool = False) -> StoreError:
     """What went wrong; a server that is away, or has no room, may come back."""
     passing = isinstance(error, psycopg.OperationalError)
     return StoreError(
         str(error).strip() or type(error).__name__,
         passing=passing,
         remedy=_REMEDY,
+        in_doubt=in_doubt,
     )

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runspec.common.errors import UserError
@@ -93,6 +93,20 @@ class Journal:
             _log.warning("%s", follows)
         waiting, self._changed = self._changed, asyncio.Event()
         waiting.set()
+
+    @contextmanager
+    def recording(self, *files: Path) -> Iterator[None]:
+        """Around the making of files and the record of their row: without the row, no file either.
+
+        Where nobody can say whether there is a row, they stay: the next start knows.
+        """
+        try:
+            yield
+        except BaseException:
+            if not self.ledger.in_doubt:
+                for path in files:
+                    path.unlink(missing_ok=True)
+            raise
 
     def put_off(self, error: NotNow) -> None:
         """Something could not be written, and is to be tried again.

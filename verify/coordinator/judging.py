@@ -160,14 +160,10 @@ class Judging:
             if self._to_judge(envelope) is None:
                 return  # another validator was quicker
             judged = self._against_its_past(record, self._against_others(judged, rows))
-            try:
+            with self._journal.recording(files.verdict, files.verdict_envelope):
                 body.rename(files.verdict)
                 write_small(files.verdict_envelope, signed)
                 self._journal.record(judged)
-            except BaseException:  # without its row, no file either
-                files.verdict.unlink(missing_ok=True)
-                files.verdict_envelope.unlink(missing_ok=True)
-                raise
         if judged.accepted:
             self._seen.add(record.lease.step, judged.submission, [r.fingerprints for r in rows])
         else:

@@ -208,7 +208,7 @@ class Leasing:
         async with received(
             chunks, files.submission.parent, digest=envelope.digest, size=envelope.bytes
         ) as body:
-            try:
+            with self._journal.recording(files.submission, files.submission_envelope):
                 await to_the_end(partial(write_small, files.submission_envelope, signed))
                 now = self._journal.clock()
                 self._must_be_open(self._lease_of(envelope), envelope, now)
@@ -216,10 +216,6 @@ class Leasing:
                 self._journal.record(
                     SubmissionReceived(now, record.digest, envelope.digest, envelope.bytes)
                 )
-            except BaseException:  # without its row, no file either
-                files.submission.unlink(missing_ok=True)
-                files.submission_envelope.unlink(missing_ok=True)
-                raise
 
     def _lease_of(self, envelope: SubmissionEnvelope) -> LeaseRecord:
         record = self._journal.state.leases.get(envelope.lease)
