@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -43,6 +45,13 @@ def test_in_float32_none_may() -> None:
     assert judged(FLOAT32, 1000, 0.9e-3, 0.9e-3).passed
     assert judged(FLOAT32, 50, 1.1e-3).value == pytest.approx(1.1e-3)
     assert not judged(FLOAT32, 1000, 1.1e-3).passed
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1])
+def test_none_may_exceed_the_largest_gap_whatever_tau_is(share: float) -> None:
+    limits = replace(BFLOAT16, gap=0.1, gap_share=share, gap_max=0.05)
+    assert judged(limits, 50, 0.04).passed
+    assert not judged(limits, 50, 0.06).passed
 
 
 def test_one_token_repeated_without_end_is_honest() -> None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from runspec.common.errors import UserError
 from verify.calibration.gaps import ROOM, noise_of
-from verify.calibration.measure import SHORT_BELOW, UNITS, Measurements, key_of
+from verify.calibration.measure import SHORT_BELOW, Measurements, key_of
 from verify.calibration.profile import LimitTable, Number
 from verify.calibration.tails import Bound, samples_needed, tail_bound
 from verify.gap_noise import GapNoise
@@ -72,15 +72,12 @@ def derive(
     work = _Work(measured, published, probability, allow_looser)
     limits = replace(
         published,
-        logprob_submission=work.limit("logprob_submission"),
-        logprob_rollout=work.limit("logprob_rollout"),
+        **work.logprobs(),
         **work.gaps(),
         **work.chunks(None),
         short=tuple(ChunkLimits(below=below, **work.chunks(below)) for below in SHORT_BELOW),
     )
-    # A mean over a submission spreads less than over a rollout; few submissions may not show it.
-    submission = min(limits.logprob_submission, limits.logprob_rollout)
-    return Derived(replace(limits, logprob_submission=submission), work.numbers, work.looser)
+    return Derived(limits, work.numbers, work.looser)
 
 
 def _count(measured: Measurements) -> int:
@@ -96,6 +93,7 @@ class _Work:
         self, measured: Measurements, published: Limits, probability: float, allow_looser: bool
     ) -> None:
         self._values = {key: np.array(found) for key, found in measured.values.items()}
+        self._unit = measured.unit
         self._published, self._probability = published, probability
         self._allow_looser, self._gaps = allow_looser, measured.gaps
         self.numbers: dict[str, Number] = {}
@@ -109,16 +107,30 @@ class _Work:
         published = getattr(_of_class(self._published, below), name)
         if values is None:
             return float(published)
-        bound = self._bound(values, UNITS.get(measured))
+        bound = self._bound(values, self._unit(measured, below))
         limit, note = self._chosen(key, bound, published, getattr(FLOOR, name))
         self._note(key, values, bound, published, limit, note)
         return limit
+
+    def logprobs(self) -> dict[str, Any]:
+        """Of a submission and of a rollout."""
+        rollout, submission = self.limit("logprob_rollout"), self.limit("logprob_submission")
+        if submission > rollout:
+            # A mean over a submission spreads less; few submissions may not show it.
+            submission = self._set("logprob_submission", rollout, "that of logprob_rollout")
+        return {"logprob_submission": submission, "logprob_rollout": rollout}
 
     def gaps(self) -> dict[str, Any]:
         """tau, the largest gap, and what gaps may come to together."""
         published, gaps = self._published, self._gaps
         if not gaps:
             return {}
+        if len(gaps) == 1:
+            raise UserError(
+                "the gaps of one group say nothing of how groups differ",
+                place="calibrate",
+                remedy="measure more submissions",
+            )
         tau = self._at_least("gap", published.gap, "tau, which is never lowered")
         short = _rounded_up(min(SHORT_TAUS * tau, published.gap_max))
         largest = self._at_least("gap_max", short, "what a short rollout may have")
@@ -128,10 +140,13 @@ class _Work:
 
     def _at_least(self, name: str, least: float, note: str) -> float:
         limit = self.limit(name)
-        if limit >= least:
-            return limit
-        self.numbers[name] = self.numbers[name].model_copy(update={"limit": least, "note": note})
-        return least
+        return limit if limit >= least else self._set(name, least, note)
+
+    def _set(self, key: str, limit: float, note: str) -> float:
+        """Judges by another limit than `limit` gave."""
+        if key in self.numbers:  # else nothing was measured of it, and nothing is said
+            self.numbers[key] = self.numbers[key].model_copy(update={"limit": limit, "note": note})
+        return limit
 
     def _note_noise(self, noise: GapNoise) -> None:
         means = np.array([noise.counted(each) / len(each) for each in self._gaps])
@@ -153,10 +168,12 @@ class _Work:
                 remedy="choose a precision or an engine nearer to the sampler's",
             )
         mismatch = self.limit("mismatch_share", below)
+        miss = self.limit("miss_share", below, radius)
+        if miss > mismatch:  # the null test allows the one at least, and the other at most
+            miss = self._set(key_of("miss_share", below), mismatch, "that of mismatch_share")
         return {
             "mismatch_share": mismatch,
-            # The null test allows the share of misses at least, and of mismatches at most.
-            "miss_share": min(self.limit("miss_share", below, radius), mismatch),
+            "miss_share": miss,
             "mantissa_mean": self.limit("mantissa_mean", below),
             "mantissa_median": median,
         }

@@ -42,6 +42,8 @@ class Measurements:
     rollouts: int = 0
     tokens: int = 0
     chunks: int = 0
+    fewest_judged: int = TOP_K
+    """k of the smallest chunk."""
     constant_ratio: float = 0.0
     """Largest median error over the least that a constant proof could reach."""
 
@@ -72,12 +74,23 @@ class Measurements:
             self._add("gap", float(ordered[int(limits.gap_share * len(each))]))
             self._add("gap_max", float(ordered[0]))
 
+    def unit(self, name: str, below: int | None) -> float | None:
+        """Distance between two neighbouring values of what is counted; None of other numbers.
+
+        Where chunks have fewer than 128 activations their shares come in longer steps; those of the
+        smallest are the longest, and a tail of shorter ones would fall off too fast.
+        """
+        if "_share" in name:
+            return 1.0 / (self.fewest_judged if below == TOP_K else TOP_K)
+        return 1.0 if name == "mantissa_median" else None
+
     def _take_proof(self, proof: object) -> None:
         """The worst chunk of a rollout in each class, by each number."""
         assert isinstance(proof, list), "malformed proofs were refused before"
         classes: dict[int | None, list[ChunkStatistics]] = defaultdict(list)
         for chunk in proof:
             classes[chunk_class(chunk.elements)].append(chunk)
+            self.fewest_judged = min(self.fewest_judged, chunk.k)
             constant = max(chunk.constant_error, 1e-9)
             self.constant_ratio = max(self.constant_ratio, chunk.error_median / constant)
         self.chunks += len(proof)
@@ -100,11 +113,3 @@ def _of_chunk(chunk: ChunkStatistics) -> Iterator[tuple[str, float]]:
         yield f"miss_share {radius}", misses / chunk.k
     yield "mantissa_mean", chunk.mantissa_error_mean
     yield "mantissa_median", chunk.mantissa_error_median
-
-
-UNITS = {
-    "mismatch_share": 1.0 / TOP_K,
-    "mantissa_median": 1.0,
-    **{f"miss_share {radius}": 1.0 / TOP_K for radius in RADII},
-}
-"""Distance between two neighbouring values of what is counted."""

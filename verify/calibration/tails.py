@@ -70,6 +70,8 @@ def _continuous(ordered: np.ndarray, m: int, probability: float) -> Bound:
     if m < _LEAST_EXCESSES // 2:
         return Bound(None, f"only {m} of {len(ordered)} differ from the least")
     excess = ordered[:m] - ordered[m]
+    if not excess.any():
+        return Bound(None, f"the {m + 1} largest of {len(ordered)} are all alike")
     spread = float(excess.std() / excess.mean())
     if spread > 1.0 + _SPREAD_SIGMAS / math.sqrt(m):
         return Bound(None, f"a heavier tail than exponential (spread {spread:.2f} of {m})")

@@ -26,9 +26,10 @@ def few_exceptions(
         over: names the number of exceptions.
     """
     allowed, worst = int(limits.gap_share * len(values)), int(np.argmax(values))
-    most = limits.gap_max if allowed else min(SHORT_TAUS * limits.gap, limits.gap_max)
-    if not limits.gap_share:
-        most = limits.gap
+    most = limits.gap_max
+    if not allowed:
+        taus = SHORT_TAUS if limits.gap_share else 1.0
+        most = min(taus * limits.gap, limits.gap_max)
     found = at_most(check, float(values[worst]), most, largest.format(token=worst))
     if not found.passed or not limits.gap_share:
         return found

@@ -14,6 +14,7 @@ from verify.calibration.measure import Measurements
 from verify.calibration.profile import looser_than_published
 from verify.checks.prefill import judge_all_gaps, judge_gaps
 from verify.thresholds import BFLOAT16, Limits
+from verify.toploc import build_proofs, verify_proofs
 
 ROLLOUTS = 400
 
@@ -121,6 +122,57 @@ def test_classes_of_chunks_that_were_not_seen_keep_the_published_limits() -> Non
     assert limits.for_chunk(200).mantissa_mean == np.inf
     assert limits.for_chunk(1023).mantissa_mean == BFLOAT16.mantissa_mean
     assert limits.for_chunk(1024) == limits
+
+
+def test_a_profile_says_the_limit_that_is_judged_by() -> None:
+    # given too few submissions for a bound of their own, and misses whose bound is above that of
+    # mismatches
+    rng = np.random.default_rng(7)
+    found = measured(
+        logprob_submission=np.full(8, 0.006),
+        mismatch_share=rng.binomial(128, 0.005, ROLLOUTS) / 128,
+        **{"miss_share 8": rng.binomial(128, 0.01, ROLLOUTS) / 128},
+    )
+    derived = derive(found, BFLOAT16, rate=1e-6, allow_looser=False)
+    limits, numbers = derived.limits, derived.numbers
+    # then what rollouts and mismatches may have is their limit, and the profile says so
+    assert limits.logprob_submission == limits.logprob_rollout < BFLOAT16.logprob_submission
+    assert numbers["logprob_submission"].limit == limits.logprob_submission
+    assert numbers["logprob_submission"].note == "that of logprob_rollout"
+    assert numbers["miss_share"].bound > limits.miss_share == limits.mismatch_share
+    assert numbers["miss_share"].limit == limits.miss_share
+    assert numbers["miss_share"].note == "that of mismatch_share"
+
+
+def test_shares_of_chunks_with_few_activations_are_counted_in_their_own_steps() -> None:
+    # given chunks of 64 activations, of which single ones mismatch
+    counts = np.random.default_rng(8).geometric(0.75, ROLLOUTS) - 1
+    found = measured(**{"mismatch_share < 128": counts / 64})
+    found.fewest_judged = 64
+    limits, _ = limits_of(found)
+    # then this number's part of the rate is kept on those to come; in steps of 1 in 128, of which
+    # every other is never seen, the tail would seem to fall off faster than it does
+    allowed = int(limits.for_chunk(64).mismatch_share * 64)
+    assert 0.25 ** (allowed + 1) < 1e-6 / 10
+
+
+def test_steps_are_those_of_the_smallest_chunk() -> None:
+    found = Measurements()
+    assert found.unit("mismatch_share", 128) == 1 / 128
+    # given a full chunk and one of three rows, 48 activations
+    states = np.random.default_rng(9).integers(0x3E00, 0x4000, (35, 16)).astype(np.uint16)
+    found._take_proof(verify_proofs(states, build_proofs(states)))
+    assert found.unit("miss_share 8", 128) == found.unit("mismatch_share", 128) == 1 / 48
+    assert found.unit("mismatch_share", 256) == found.unit("mismatch_share", None) == 1 / 128
+    assert (found.unit("mantissa_median", 128), found.unit("mantissa_mean", 128)) == (1.0, None)
+
+
+def test_one_group_is_refused_where_gaps_are_measured() -> None:
+    # given a single group: nothing says how groups differ
+    found = measured()
+    found.gaps[:] = [np.concatenate(found.gaps)]
+    with pytest.raises(UserError, match="one group"):
+        limits_of(found)
 
 
 def test_unseeded_pools_keep_the_limits_of_gaps() -> None:

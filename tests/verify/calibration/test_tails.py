@@ -85,6 +85,13 @@ def test_what_says_nothing_has_no_bound(values: np.ndarray) -> None:
     assert tail_bound(values, RATE).value is None
 
 
+def test_the_same_number_again_and_again_is_no_tail() -> None:
+    # given mantissa errors of which one in 128 is the only one above 0
+    values = np.repeat([0.0, 1 / 128], [470, 30])
+    found = tail_bound(values, RATE)
+    assert (found.value, found.why) == (None, "the 21 largest of 500 are all alike")
+
+
 def test_a_bound_is_never_below_what_was_seen() -> None:
     values = np.random.default_rng(3).exponential(size=200)
     bound = tail_bound(values, 0.05).value
