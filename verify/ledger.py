@@ -120,6 +120,17 @@ class Ledger:
     def close(self) -> None:
         self._store.close()
 
+    def own(self) -> None:
+        """Sees to it that no other process writes from now on.
+
+        Raises:
+            UserError: another does.
+        """
+        try:
+            self._store.own()
+        except StoreError as error:
+            raise _unusable(self.place, error) from error
+
     def append(self, events: Sequence[Event]) -> None:
         """Stores events, all or none, durably.
 

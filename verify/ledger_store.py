@@ -68,6 +68,10 @@ class LedgerStore(Protocol):
         """The newest row."""
         ...
 
+    def own(self) -> None:
+        """Refuses another writer from now on, as the first `append` does at the latest."""
+        ...
+
     def append(self, rows: Sequence[StoredRow]) -> None:
         """Adds rows that follow the newest, all or none, durably."""
         ...
@@ -82,7 +86,7 @@ class LedgerStore(Protocol):
 class SqliteStore:
     """A table in a run's state.db, in WAL mode, synced at every commit.
 
-    From its first row on a writer holds the lock `state.db.lock` beside it, which the kernel
+    From `own` or its first row on a writer holds the lock `state.db.lock` beside it, which the kernel
     lets go when the writer dies. Readers need no lock.
     """
 
@@ -122,7 +126,7 @@ class SqliteStore:
     def append(self, rows: Sequence[StoredRow]) -> None:
         if not rows:
             return
-        self._own()
+        self.own()
         try:
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -144,7 +148,7 @@ class SqliteStore:
         except sqlite3.Error as error:
             raise _store_error(error) from error
 
-    def _own(self) -> None:
+    def own(self) -> None:
         if self._lock is not None:
             return
         try:

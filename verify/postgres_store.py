@@ -98,6 +98,9 @@ class PostgresStore:
             raise store_error(error) from error
         return row
 
+    def own(self) -> None:
+        """It does since it was opened."""
+
     def append(self, rows: Sequence[StoredRow]) -> None:
         if not rows:
             return

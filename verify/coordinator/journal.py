@@ -64,6 +64,7 @@ class Journal:
         self._changed = asyncio.Event()
         self._stopping = False
         self._trouble_since: float | None = None
+        self.ledger.own()  # first: another's files on their way look like those of a killed process
         self._recover()
         self.record(CoordinatorStarted(self.clock()))
 

@@ -7,14 +7,18 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 
 from runspec.common.errors import UserError
+from runspec.common.files import write_atomic
 from runspec.common.hashing import digest_bytes
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, tiny_spec, verdict
+from tests.verify.coordinator.filled import POLICY, Filled
 from verify.coordinator.events import CoordinatorStarted
+from verify.coordinator.journal import Journal
 from verify.coordinator.policy import Policy
 from verify.coordinator.transitions import replay
 from verify.formats.layout import STATE_FILE, step_folder, submission_files
@@ -134,6 +138,27 @@ def test_a_second_coordinator_of_a_run_is_refused_and_the_first_goes_on(site: Si
         worker.submit(*submission(data, lease, key))
     with site.serving():  # its lock went with it
         site.client(key).heartbeat({})
+
+
+def test_a_second_coordinator_touches_no_file_of_the_first(tmp_path: Path):
+    # given a coordinator that has a body on its way, and a file whose row is about to be written
+    run = Filled()
+    run.register("x")
+    run.publish(0)
+    run.lease("x")
+    with closing(Journal(tmp_path, POLICY)) as first:
+        for event in run.events:
+            first.record(event)
+        files = [step_folder(tmp_path, 0) / name for name in (".tmp-on-its-way", "new.parquet")]
+        for file in files:
+            write_atomic(file, b"rollouts")
+        # when somebody starts a second one
+        with pytest.raises(UserError, match="another process writes this run's ledger"):
+            Journal(tmp_path, POLICY)
+        assert all(file.exists() for file in files)
+    # then only one that is alone tidies up
+    with closing(Journal(tmp_path, POLICY)):
+        assert not any(file.exists() for file in files)
 
 
 def test_the_state_is_what_the_ledger_says(site: Site):
