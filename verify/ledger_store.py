@@ -86,8 +86,8 @@ class LedgerStore(Protocol):
 class SqliteStore:
     """A table in a run's state.db, in WAL mode, synced at every commit.
 
-    From `own` or its first row on a writer holds the lock `state.db.lock` beside it, which the kernel
-    lets go when the writer dies. Readers need no lock.
+    From `own` or its first row on a writer holds the lock `state.db.lock` beside it, which the
+    kernel lets go when the writer dies. Readers need no lock.
     """
 
     def __init__(self, path: Path) -> None:

@@ -39,6 +39,9 @@ class Memory:
     def last(self) -> StoredRow | None:
         return self._rows[-1] if self._rows else None
 
+    def own(self) -> None:
+        """Nobody else sees it."""
+
     def append(self, rows: Sequence[StoredRow]) -> None:
         self._rows += rows
 
