@@ -300,6 +300,12 @@ class CoordinatorClient:
         for submission in submissions:
             self._forget(self._claims, submission)
 
+    @property
+    def claims(self) -> list[str]:
+        """Digests of the submissions that this process has claimed and not answered."""
+        with self._held:
+            return sorted(self._claims)
+
     def _forget(self, held: set[str], digest: str) -> None:
         with self._held:
             held.discard(digest)

@@ -11,11 +11,10 @@ and what it had claimed is offered again.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +24,7 @@ from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 from runspec.common.hashing import hash_parts
 from runspec.common.keys import SigningKey
-from runspec.common.process import EXIT_INTERNAL, stop_event
+from runspec.common.process import stop_event
 from runspec.common.roles import Roles
 from runspec.common.signed import BadSignature
 from runspec.spec.schema import RunSpec
@@ -47,13 +46,13 @@ from verify.plugins import (
     require_graders,
 )
 from verify.recompute import PrefillNotFinite
-from verify.stages import Stage, Stages
+from verify.stages import Stages
+from verify.watchdog import heartbeats, leaving
 
 MAX_CLAIMS = 8
 """Submissions held at once: those of one policy version share a prefill."""
 WAIT_S = 5.0
 """Length of one long-poll, and so the longest that a polite end takes while idle."""
-HEARTBEAT_S = 10.0
 MAX_FAULTS = 3
 """Submissions in a row at which a check breaks: then it is the validator that is broken."""
 _CONFIG = "config.json"
@@ -324,9 +323,10 @@ def run(
     """
     stop = stop_event()
     key = SigningKey.load(key_file)
-    with closing(
-        CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)
-    ) as client:
+    with (
+        closing(CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)) as client,
+        leaving(stop, client, log),
+    ):
         spec = client.spec()
         require_graders(spec)
         require_profiles(spec, root_public_key=public_key)
@@ -345,46 +345,5 @@ def run(
             )
             who = key.public_hex[:12]
             log.info("validator %s serves run %s, engine %s", who, run, spec.verify.engine)
-            with closing(validator), _heartbeat(client, validator, log):
+            with closing(validator), heartbeats(client, validator, log):
                 validator.serve(stop)
-
-
-@contextmanager
-def _heartbeat(
-    client: CoordinatorClient, validator: Validator, log: logging.Logger
-) -> Iterator[None]:
-    """Tells the coordinator every few seconds that this process lives, long prefills included, and
-    ends it where a check does not."""
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.is_set():
-            if stage := validator.stages.overdue():
-                _end_stalled(client, stage, log)
-            try:
-                client.heartbeat({"busy_s": validator.busy_s, "checked": validator.checked})
-            except RunFinished:
-                return
-            except UserError as error:  # the main thread meets it too, and ends the process
-                log.warning("no heartbeat: %s", error)
-            ended.wait(HEARTBEAT_S)
-
-    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-
-
-def _end_stalled(client: CoordinatorClient, stage: Stage, log: logging.Logger) -> None:
-    """Names what a check hangs at, and ends the process: a thread cannot be ended."""
-    seconds = time.monotonic() - stage.begun
-    log.error(
-        "%s has taken %.0f s at submission %s: this process ends, and is to be started again",
-        *(stage.name, seconds, ", ".join(digest[:12] for digest in stage.submissions)),
-    )
-    with suppress(UserError, RunFinished):
-        client.release_claims(stage.submissions, f"{stage.name} did not end after {seconds:.0f} s")
-    logging.shutdown()
-    os._exit(EXIT_INTERNAL)

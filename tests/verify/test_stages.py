@@ -38,26 +38,32 @@ def test_a_stage_that_fails_is_over() -> None:
 
 HANGS = """
 import logging, sys, time
-from verify import stages, validator
+from verify import stages, watchdog
+from verify.client import RunFinished
 
 class Client:
-    def heartbeat(self, state): print("beat", flush=True)
+    def heartbeat(self, state):
+        print("beat", flush=True)
+        {after}
     def release_claims(self, submissions, fault=""): print(*submissions, fault, flush=True)
 
 class Hanging:
     busy_s, checked, stages = 0.0, 0, stages.Stages()
 
 logging.basicConfig()
-stages.DEADLINES_S["prefill checks"], validator.HEARTBEAT_S = 0.2, 0.05
-with validator._heartbeat(Client(), Hanging, logging.getLogger("validator")):
+stages.DEADLINES_S["prefill checks"], watchdog.HEARTBEAT_S = 0.2, 0.05
+with watchdog.heartbeats(Client(), Hanging, logging.getLogger("validator")):
     with Hanging.stages.of("prefill checks", "ab" * 32):
-        time.sleep(60)
+        time.sleep(600)
 """
 
 
-def test_a_validator_whose_check_hangs_names_the_submission_and_ends() -> None:
+@pytest.mark.parametrize("after", ["pass", "raise RunFinished"])
+def test_a_validator_whose_check_hangs_names_the_submission_and_ends(after: str) -> None:
+    """Also where the run is finished meanwhile."""
+    script = HANGS.format(after=after)
     ended = subprocess.run(
-        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False
     )
     assert ended.returncode == EXIT_INTERNAL
     *beats, released = ended.stdout.splitlines()
