@@ -11,9 +11,9 @@ from runspec.common.hashing import digest_bytes, digest_file, is_digest
 from runspec.common.signed import BadSignature
 from verify.audit.findings import Report
 from verify.audit.signers import Signers
-from verify.coordinator.duplicates import repeated_submission
+from verify.coordinator.duplicates import by_coordinator, repeated_submission
 from verify.coordinator.events import SubmissionJudged, SubmissionReceived
-from verify.coordinator.gap_history import AnotherCalibration, excess_of, is_fault
+from verify.coordinator.gap_history import AnotherCalibration, excess_of
 from verify.coordinator.grading import VerdictMismatch, grade_groups
 from verify.coordinator.policy import Policy
 from verify.formats import submission as submission_format
@@ -146,13 +146,13 @@ class FileAudit:
         except BadSignature as error:
             self._report.add(row, "verdict signature", error, f"validator {event.validator}'s")
             return None
-        by_coordinator = not event.accepted and _of_what_others_sent(event.reason)
+        overruled = not event.accepted and by_coordinator(event.reason)
         expected = {
             "run": self._run,
             "step": lease.step,
             "submission": event.submission,
-            "accepted": event.accepted or by_coordinator,
-            "reason": "" if by_coordinator else event.reason,
+            "accepted": event.accepted or overruled,
+            "reason": "" if overruled else event.reason,
             "digest": event.verdict,
         }
         self._compare(row, "verdict envelope", asdict(envelope), expected)
@@ -180,7 +180,7 @@ class FileAudit:
     def _check_excess(self, row: int, event: SubmissionJudged, table: bytes) -> None:
         """By the noise that the row names: profiles may have changed since."""
         expected = None
-        if event.accepted or _of_what_others_sent(event.reason):
+        if event.accepted or by_coordinator(event.reason):
             try:
                 expected = excess_of(decode_verdicts(table), event.gap_noise)
             except (MalformedTable, AnotherCalibration) as error:
@@ -242,8 +242,3 @@ class FileAudit:
             return None
         self._report.files_read += 1
         return data
-
-
-def _of_what_others_sent(reason: str) -> bool:
-    """Whether the coordinator alone rejected it, for what no validator sees of one submission."""
-    return repeated_submission(reason) is not None or is_fault(reason)

@@ -17,6 +17,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from verify.coordinator.gap_history import is_fault
 from verify.coordinator.state import State
 from verify.formats.layout import submission_files
 from verify.formats.tables import MalformedTable
@@ -33,6 +34,11 @@ def repeated_submission(reason: str) -> str | None:
     """The submission that `Seen.fault` named; None for a rejection of another kind."""
     found = _REASON.fullmatch(reason)
     return found["submission"] if found else None
+
+
+def by_coordinator(reason: str) -> bool:
+    """Whether the coordinator alone rejects for that: what no validator sees of one submission."""
+    return repeated_submission(reason) is not None or is_fault(reason)
 
 
 class Seen:

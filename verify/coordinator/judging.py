@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from verify.coordinator.claims import CLAIM_TIMEOUT_S, Claims
-from verify.coordinator.duplicates import Seen
+from verify.coordinator.duplicates import Seen, by_coordinator
 from verify.coordinator.events import GroupGrade, SubmissionJudged, SubmissionSetAside
 from verify.coordinator.gap_history import AnotherCalibration, excess_of, stale
 from verify.coordinator.gap_history import fault as gap_fault
@@ -210,6 +210,8 @@ class Judging:
         policy = self._journal.state.policy
         groups: tuple[GroupGrade, ...] = ()
         excess, noise = None, self._gap_noise.get(record.lease.pool)
+        if by_coordinator(envelope.reason):
+            raise Refusal(400, "verdict: the coordinator alone rejects for that")
         if envelope.accepted:
             try:
                 groups = grade_groups(

@@ -187,4 +187,6 @@ def open_verdict(data: bytes, *, validators: frozenset[str]) -> VerdictEnvelope:
         raise BadSignature("verdict: run must be a name, reason a text")
     if not isinstance(envelope.accepted, bool):
         raise BadSignature("verdict: accepted must be true or false")
+    if envelope.accepted == bool(envelope.reason):
+        raise BadSignature("verdict: a rejection has a reason, and nothing else has one")
     return envelope

@@ -241,6 +241,7 @@ def verdict(
     dropped: Sequence[int] = (),
     fingerprints: Sequence[int] = (),
     gap_excess: float | None = None,
+    reason: str | None = None,
 ) -> tuple[bytes, bytes]:
     """Envelope and table of a verdict; `task_rewards` are those of each group's samples, the
     fingerprints those of the first row, the excess of gaps that of each."""
@@ -270,7 +271,7 @@ def verdict(
         step=lease.step,
         submission=digest,
         accepted=accepted,
-        reason="" if accepted else "logprobs: row 0: 0.25 > 0.1",
+        reason=("" if accepted else "logprobs: row 0: 0.25 > 0.1") if reason is None else reason,
         dropped_groups=list(dropped),
         key=key,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,8 @@ from tests.verify.coordinator.deployment import (
     verdict,
 )
 from tests.verify.coordinator.over_http import check, post, sample
+from verify.coordinator.reputation import WORKERS_GAPS
+from verify.formats.lease import Lease
 
 
 def test_a_validator_that_dies_loses_no_submission(site: Site):
@@ -50,6 +53,13 @@ def test_a_claim_without_a_verdict_is_offered_to_another_validator(tmp_path: Pat
         assert status["workers"][0]["accepted_rollouts"] == 4
 
 
+REPEATED = f"duplicates: row 0: 3 runs of tokens of submission {'ab' * 32}, which was judged before"
+
+
+def _rejected(digest: str, lease: Lease, site: Site, reason: str) -> tuple[bytes, bytes]:
+    return verdict(digest, lease, site.validator, accepted=False, reason=reason)
+
+
 def test_verdicts_that_do_not_fit_are_refused(site: Site):
     with site.serving():
         key, worker = site.worker()
@@ -58,6 +68,8 @@ def test_verdicts_that_do_not_fit_are_refused(site: Site):
         envelope, table = verdict(digest, lease, site.validator)
         _, half = verdict(digest, replace(lease, groups=1), site.validator)
         other_step = replace(lease, step=1)
+        rejected = partial(_rejected, digest, lease, site)
+        huge = verdict(digest, lease, site.validator, gap_excess=1e308)  # each is finite
         nan = verdict(digest, lease, site.validator, task_rewards=(float("nan"), 1.0))
 
         for signed, body, words in (
@@ -66,6 +78,12 @@ def test_verdicts_that_do_not_fit_are_refused(site: Site):
             (*verdict(digest, other_step, site.validator), "not the submission's"),
             (*verdict(digest, lease, site.validator, dropped=(2,)), "dropped_groups"),
             (*nan, "finite"),
+            (*huge, "finite"),
+            # what would not be the ledger's own words, so that an audit would find fault with it
+            (*verdict(digest, lease, site.validator, reason="looks good"), "reason"),
+            (*rejected(""), "reason"),
+            (*rejected(f"{WORKERS_GAPS}: excess 2 nats"), "coordinator"),
+            (*rejected(REPEATED), "coordinator"),
         ):
             answer = post(site, site.validator, "/v1/verdicts", body, envelope=signed)
             assert (answer.status_code, words in answer.json()["error"]) == (400, True), words
