@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec.spec.resolved import load_resolved
+from runspec.spec.schema import RunSpec
 from verify.audit.batches import BatchAudit, batches_on_disk
 from verify.audit.chain import ChainAudit
 from verify.audit.files import FileAudit
@@ -34,6 +35,8 @@ from verify.coordinator.transitions import IllegalTransition, apply
 from verify.formats.batch import BatchGroup
 from verify.formats.lease import Lease
 from verify.ledger import BadRow, decode_event
+
+_CLOSING = StepClosed.__name__
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,26 @@ def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | Non
                 report.require(not pinned, row.seq, "rollback", "one", "none: the root is pinned")
             report.rows += 1
         chain.end()
+        closings, _ = snapshot.of_kind(_CLOSING)
     report.head = chain.head
-    replay.end(on_disk)
+    replay.end(on_disk, _closed_since(run_dir, spec, closings))
     return report
+
+
+def _closed_since(run_dir: Path, spec: RunSpec, closings: int) -> int:
+    """The step that closes next by what a run at work has closed since; 0 where it has not.
+
+    Files that were needed when its rows were read may have been dropped since.
+    """
+    with closing(open_snapshot(run_dir, spec)) as now:
+        count, newest = now.of_kind(_CLOSING)
+    if count == closings or newest is None:
+        return 0
+    try:
+        event = decode_event(_CLOSING.encode(), newest)
+    except BadRow:  # the next audit says so
+        return 0
+    return event.step + 1 if isinstance(event, StepClosed) else 0
 
 
 class _Replay:
@@ -130,12 +150,17 @@ class _Replay:
             case RolledBack():
                 self._rolled_back(event)
 
-    def end(self, on_disk: dict[int, Path]) -> None:
-        """Every row is read: what only the whole ledger can say."""
+    def end(self, on_disk: dict[int, Path], closed_since: int) -> None:
+        """Every row is read: what only the whole ledger can say.
+
+        Args:
+            on_disk: the batch manifests, as they lay there before.
+            closed_since: the step that closes next by rows that came after; 0 without any.
+        """
         report = self._report
         report.steps_closed = self._next_close
         self._batches.check_files(on_disk)
-        self._files.judge_gone(self._next_close)
+        self._files.judge_gone(max(self._next_close, closed_since))
         report.credits = self._credits
         if self._broken:
             report.notes.append(

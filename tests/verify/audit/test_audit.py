@@ -18,13 +18,17 @@ from hypothesis import strategies as st
 
 from runspec.common.errors import UserError
 from runspec.common.keys import SigningKey
+from runspec.common.roles import Roles
 from tests.verify.audit.tampering import Copy, work
 from tests.verify.coordinator.deployment import Site, tiny_spec, verdict
 from verify.__main__ import main
+from verify.audit import replay
 from verify.audit.findings import Credit
 from verify.audit.replay import audit
+from verify.audit.signers import read_roles
 from verify.coordinator.events import RolledBack
 from verify.formats.batch import open_batch, sign_batch
+from verify.formats.layout import step_folder
 from verify.formats.lease import Lease, open_lease, sign_lease
 from verify.ledger import Ledger
 
@@ -59,6 +63,41 @@ def test_a_ledger_at_work_is_read_while_it_is_written(run: Copy):
 
     assert before.findings == []
     assert after.rows == before.rows + 1
+
+
+def test_a_run_that_drops_files_while_it_is_audited_is_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    site = Site(tmp_path, tiny_spec(steps=4))
+    site.publish(0)
+    with site.origin(), site.serving():
+        worker = site.worker()
+
+        def one_step(step: int) -> None:
+            work(site, worker), work(site, worker)
+            site.batch(step)
+            site.publish(step + 1)
+
+        def drop(step: int) -> None:
+            for file in step_folder(site.run_dir, step).glob("*.parquet"):
+                file.unlink()
+
+        def while_it_is_read(*arguments: Any) -> Roles:
+            """Its rows are a snapshot's by now; another step closes, and a checkpoint passes."""
+            one_step(2)
+            drop(1)
+            return read_roles(*arguments)
+
+        one_step(0), one_step(1)
+        monkeypatch.setattr(replay, "read_roles", while_it_is_read)
+        report = audit(site.run_dir, root_key=site.root.public_hex)
+        assert (report.findings, report.steps_closed, report.files_gone) == ([], 2, 4)
+
+        # given that nothing closes meanwhile, then what is missing is found
+        monkeypatch.undo()
+        drop(2)
+        findings = audit(site.run_dir, root_key=site.root.public_hex).findings
+        assert {finding.what for finding in findings} == {"file"}
 
 
 # -- The chain ---------------------------------------------------------------------------------
