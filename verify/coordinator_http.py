@@ -45,12 +45,15 @@ class CoordinatorHttp:
         run: the run's name.
         deadline_s: how long one call goes on trying while the coordinator cannot be reached,
             answers 429 or 5xx, or does not come to the end of its answer; then UserError.
+
+    Raises:
+        UserError: the URL is none.
     """
 
     def __init__(self, url: str, key: SigningKey, *, run: str, deadline_s: float) -> None:
         self.url = url.rstrip("/")
         self._key, self._run, self._deadline_s = key, run, deadline_s
-        self._http = httpx.Client(base_url=self.url, timeout=_TIMEOUT_S, trust_env=False)
+        self._http = httpx.Client(base_url=_address(self.url), timeout=_TIMEOUT_S, trust_env=False)
 
     def close(self) -> None:
         """Closes the connections."""
@@ -202,6 +205,20 @@ class CoordinatorHttp:
             place=f"coordinator {self.url}",
             remedy="check --coordinator, --run and --public-key",
         )
+
+
+def _address(url: str) -> httpx.URL:
+    try:
+        address = httpx.URL(url)
+    except httpx.InvalidURL:
+        address = httpx.URL()
+    if address.scheme not in ("http", "https") or not address.host:
+        raise UserError(
+            f"{url[:200]!r} is no address of a coordinator",
+            place="coordinator",
+            remedy="write for example http://127.0.0.1:8000",
+        )
+    return address
 
 
 def _retry_after(answer: httpx.Response) -> float:

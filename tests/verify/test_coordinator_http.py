@@ -161,6 +161,16 @@ def test_whoever_waited_in_vain_is_told_for_what(status: int, body: bytes, remed
     assert (out.value.place or "").startswith("coordinator http://127.0.0.1:")
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000", "127.0.0.1:8000", "http://[::1", "http://a:b", "ftp://a", "http://"],
+)
+def test_what_is_no_address_is_refused_before_anything_waits_for_it(url: str) -> None:
+    with pytest.raises(UserError, match="is no address of a coordinator") as out:
+        CoordinatorHttp(url, SigningKey.generate(), run="demo", deadline_s=1000.0)
+    assert "http://127.0.0.1:8000" in (out.value.remedy or "")
+
+
 def test_a_coordinator_that_is_not_there_is_named() -> None:
     client = CoordinatorHttp(
         "http://127.0.0.1:9", SigningKey.generate(), run="demo", deadline_s=0.1
