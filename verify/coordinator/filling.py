@@ -180,15 +180,10 @@ def newcomer_room(state: State, number: int, now: float) -> int:
 
 def newcomer_groups(state: State, number: int, now: float) -> tuple[int, int]:
     """Groups of an open step that newcomers hold, and those that they failed to deliver lately."""
-    held = failed = 0
-    for record in state.leases.values():
-        if record.lease.step != number or not record.newcomer or record.status == "accepted":
-            continue
-        if record.outstanding:
-            held += record.lease.groups
-        elif now < record.expires + state.policy.lease_timeout_s:
-            failed += record.lease.groups
-    return held, failed
+    of_step = state.newcomers.get(number)
+    if of_step is None:
+        return 0, 0
+    return of_step.held, sum(groups for until, groups in of_step.failed if now < until)
 
 
 def _unjudged(state: State, key: str) -> bool:

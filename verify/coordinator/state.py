@@ -121,6 +121,16 @@ class Tally:
     grades: tuple[GroupGrade, ...] = ()
 
 
+@dataclass
+class NewcomerGroups:
+    """Groups of a step that were leased to newcomers, and not accepted."""
+
+    held: int = 0
+    """That are still to be decided."""
+    failed: list[tuple[float, int]] = field(default_factory=list)
+    """Not delivered: until when that counts, and how many."""
+
+
 @dataclass(frozen=True)
 class State:
     policy: Policy
@@ -192,6 +202,20 @@ class State:
         for record in self.leases.values():
             groups[record.lease.step] += len(record.usable)
         return groups
+
+    @cached_property
+    def newcomers(self) -> Mapping[int, NewcomerGroups]:
+        """What newcomers have of each step."""
+        found: dict[int, NewcomerGroups] = defaultdict(NewcomerGroups)
+        for record in self.leases.values():
+            if record.newcomer and record.status != "accepted":
+                of_step = found[record.lease.step]
+                if record.outstanding:
+                    of_step.held += record.lease.groups
+                else:
+                    until = record.expires + self.policy.lease_timeout_s
+                    of_step.failed.append((until, record.lease.groups))
+        return found
 
     def share_of(self, worker: str) -> float:
         """How likely a submission of a worker's is to be recomputed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Literal
 
 from tests.verify.coordinator.filled import Filled, digest, key, policy
 from verify.coordinator import filling
@@ -16,16 +17,19 @@ LONG_S = 0.5
 """For what takes 0.01 s, and took seconds where each looked through all keys or all leases."""
 
 
-def with_leases(run: Filled) -> State:
-    """All that the step needs is leased, to two workers whose leases nobody answered."""
-    record = run.lease("w0")
+def with_leases(
+    run: Filled, *, of: str = "w0", status: Literal["open", "expired"] = "open", steps: int = 1
+) -> State:
+    """All that the steps need is leased, to two workers whose leases nobody answered."""
+    record = run.lease(of)
     assert record is not None
     leases = {}
     for number in range(LEASES):
         lease = replace(record.lease, worker=key(f"w{number % 2}"), index=number, groups=1)
         name = digest("many", number)
-        leases[name] = replace(record, lease=lease, digest=name)
-    return replace(run.state, leases=leases)
+        lease = replace(lease, step=number % steps)
+        leases[name] = replace(record, lease=lease, digest=name, status=status)
+    return replace(run.state, leases=leases, steps=dict.fromkeys(range(steps), run.state.steps[0]))
 
 
 def test_as_many_newcomers_as_may_wait_and_as_many_keys_as_may_register():
@@ -38,6 +42,21 @@ def test_as_many_newcomers_as_may_wait_and_as_many_keys_as_may_register():
     begun = time.monotonic()
     for number in range(2, 2 + MAX_NEWCOMER_POLLS):
         filling.decide_lease(state, key(f"w{number}"), run.now)
+    assert time.monotonic() - begun < LONG_S
+
+
+def test_as_many_newcomers_as_may_wait_and_as_many_leases_that_newcomers_failed_to_answer():
+    # given three open steps, of which newcomers are leased nothing for a while
+    run = Filled(policy(groups=LEASES, newcomer_groups=LEASES // 6, max_groups=4 * LEASES))
+    for number in range(MAX_NEWCOMER_POLLS):
+        run.register(f"w{number}")
+    run.publish(0)
+    run.work("w0")
+    state = with_leases(run, of="w1", status="expired", steps=3)
+
+    begun = time.monotonic()
+    for number in range(2, MAX_NEWCOMER_POLLS):
+        assert filling.decide_lease(state, key(f"w{number}"), run.now) is None
     assert time.monotonic() - begun < LONG_S
 
 
