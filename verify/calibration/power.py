@@ -9,7 +9,13 @@ import numpy as np
 
 from verify.calibration.measure import PAIR
 from verify.checks.base import at_most
-from verify.checks.prefill import judge_all_gaps, judge_gaps, judge_proofs, logprob_diff
+from verify.checks.prefill import (
+    judge_all_gaps,
+    judge_gaps,
+    judge_proofs,
+    logprob_diff,
+    logprob_limit,
+)
 from verify.thresholds import Limits
 
 CHECKS = ("log-probs", "seeded choice", "TOPLOC")
@@ -47,8 +53,9 @@ class Rejections:
 
 def _failed(pair: PAIR, limits: Limits) -> list[bool]:
     """Of one rollout, by check."""
-    found = pair[1]
-    logprobs = at_most("", logprob_diff(*pair), limits.logprob_rollout, "").passed
+    row, found = pair
+    most = logprob_limit(limits.logprob_rollout, [row])
+    logprobs = at_most("", logprob_diff(*pair), most, "").passed
     gaps = found.seeded_gap is None or judge_gaps(found.seeded_gap, limits).passed
     assert isinstance(found.proof, list), "malformed proofs were refused before"
     proofs = all(result.passed for result in judge_proofs(found.proof, limits))
@@ -59,7 +66,8 @@ def _failed_together(pairs: Sequence[PAIR], limits: Limits) -> list[bool]:
     """Of the submission as a whole, by check."""
     lengths = [len(row.output_tokens) for row, _ in pairs]
     mean = float(np.average([logprob_diff(*pair) for pair in pairs], weights=lengths))
-    logprobs = at_most("", mean, limits.logprob_submission, "").passed
+    most = logprob_limit(limits.logprob_submission, [row for row, _ in pairs])
+    logprobs = at_most("", mean, most, "").passed
     gaps = [found.seeded_gap for _, found in pairs if found.seeded_gap is not None]
     choices = not gaps or judge_all_gaps(np.concatenate(gaps), limits).passed
     return [not logprobs, not choices, False]

@@ -6,6 +6,7 @@ They give a result for each rollout that was recomputed (`Subject.prefilled`), i
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +26,23 @@ def logprob_diff(row: Rollout, recomputed: Recomputed) -> float:
     return float(_distances(row, recomputed).mean())
 
 
+def logprob_limit(limit: float, rows: Sequence[Rollout]) -> float:
+    """What the mean |claimed - recomputed| log-prob over some rollouts of a submission may be.
+
+    Where rounding moves the edge of top-p, sampler and validator keep other sets. Each has top_p of
+    the probability at least and all of it at most, so that log-probs differ by -log top_p at most
+    besides rounding. One edge may: it is that of as many tokens as a group has, whose first tokens
+    all follow the same prompt.
+
+    Args:
+        limit: `Limits.logprob_submission` or `logprob_rollout`.
+        rows: of one pool.
+    """
+    alike = max(Counter(row.group for row in rows).values())
+    tokens = sum(len(row.output_tokens) for row in rows)
+    return limit - alike * math.log(rows[0].top_p) / tokens
+
+
 def several_versions(row: Rollout) -> CheckResult:
     """Says of a rollout that no prefill of the lease's version reproduces why none was tried.
 
@@ -41,15 +59,16 @@ def several_versions(row: Rollout) -> CheckResult:
 
 
 class RolloutLogprobCheck:
-    """(1/n) sum_t |log mu_claimed(o_t) - log pi_v(o_t)| over a rollout."""
+    """(1/n) sum_t |log mu_claimed(o_t) - log pi_v(o_t)| over a rollout; see `logprob_limit`."""
 
     name = "logprobs"
 
     def run(self, subject: Subject) -> list[CheckResult]:
         limit = subject.limits.logprob_rollout
+        said = "claimed against recomputed log-probs"
         return [
-            at_most(self.name, logprob_diff(*pair), limit, "claimed against recomputed log-probs")
-            for pair in subject.prefilled
+            at_most(self.name, logprob_diff(row, found), logprob_limit(limit, [row]), said)
+            for row, found in subject.prefilled
         ]
 
 
@@ -60,9 +79,9 @@ class SubmissionLogprobCheck:
 
     def run(self, subject: Subject) -> list[CheckResult]:
         mean = float(np.concatenate([_distances(*pair) for pair in subject.prefilled]).mean())
-        result = at_most(
-            self.name, mean, subject.limits.logprob_submission, "mean over the submission"
-        )
+        rows = [row for row, _ in subject.prefilled]
+        limit = logprob_limit(subject.limits.logprob_submission, rows)
+        result = at_most(self.name, mean, limit, "mean over the submission")
         return [result] * len(subject.prefilled)
 
 
