@@ -27,6 +27,7 @@ class LeaseAudit:
     def rolled_back(self) -> None:
         """Keys, nonces and indices begin anew; seeds that were used stay used."""
         self._numbers: dict[str, int] = {}
+        self._nonces: set[str] = set()
         self._draws: dict[int, list[tuple[str, int]]] = defaultdict(list)
         self._indices: dict[tuple[int, str], int] = defaultdict(int)
 
@@ -34,8 +35,9 @@ class LeaseAudit:
         self._numbers.setdefault(event.worker, len(self._numbers))
 
     def drawn(self, row: int, event: NonceDrawn) -> None:
-        known = any(event.nonce == n for draws in self._draws.values() for n, _ in draws)
-        self._report.require(not known, row, "nonce", "one drawn before", "32 fresh bytes")
+        fresh = event.nonce not in self._nonces
+        self._report.require(fresh, row, "nonce", "one drawn before", "32 fresh bytes")
+        self._nonces.add(event.nonce)
         self._draws[event.step].append((event.nonce, event.workers))
 
     def granted(self, row: int, event: LeaseGranted, signers: Signers) -> None:

@@ -50,7 +50,8 @@ def grade_groups(
     for row in rows:
         by_group[row.group].append(row)
     sizes = {group: len(members) for group, members in by_group.items()}
-    if sizes != dict.fromkeys(range(lease.groups), group_size):
+    # By number first: in the ledger that an audit reads, a lease may claim any.
+    if len(sizes) != lease.groups or sizes != dict.fromkeys(range(lease.groups), group_size):
         raise VerdictMismatch(f"{lease.groups} groups of {group_size} rows are needed")
     if not set(dropped) <= set(by_group):
         raise VerdictMismatch("dropped_groups names a group that is not there")

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +24,11 @@ from tests.verify.audit.tampering import Copy, work
 from tests.verify.coordinator.deployment import Site, tiny_spec, verdict
 from verify.__main__ import main
 from verify.audit import replay
-from verify.audit.findings import Credit
+from verify.audit.findings import Credit, Report
+from verify.audit.leases import LeaseAudit
 from verify.audit.replay import audit
 from verify.audit.signers import read_roles
-from verify.coordinator.events import RolledBack
+from verify.coordinator.events import NonceDrawn, RolledBack
 from verify.formats.batch import open_batch, sign_batch
 from verify.formats.layout import step_folder
 from verify.formats.lease import Lease, open_lease, sign_lease
@@ -176,6 +178,29 @@ def test_any_byte_of_any_row_is_found(audited: Site, data: st.DataObject):
 
     expected = {"rows"} if column == "seq" else {"chain"}
     assert expected <= whats(copy)
+
+
+def test_a_run_that_many_came_to_is_audited_in_a_moment():
+    """A draw for each key that registered: 300 steps of a hundred."""
+    report = Report()
+    leases = LeaseAudit("tiny", report)
+    begun = time.monotonic()
+    for number in range(30_000):
+        leases.drawn(number, NonceDrawn(1.0, number // 100, f"{number:064x}", number + 1))
+    assert time.monotonic() - begun < 5.0  # it takes 0.1 s, and took 20 where each met all others
+    assert report.findings == []
+    leases.drawn(30_000, NonceDrawn(1.0, 300, f"{7:064x}", 30_001))
+    assert [finding.what for finding in report.findings] == ["nonce"]
+
+
+def test_a_lease_of_more_groups_than_memory_holds_is_a_finding(run: Copy):
+    def change(rows: list[tuple[str, dict[str, Any]]]) -> None:
+        for kind, fields in rows:
+            if kind == "LeaseGranted":
+                fields["lease"]["groups"] = 10**12
+
+    run.rewrite(change)
+    assert {"lease", "verdict file"} <= whats(run)
 
 
 # -- Documents and files -------------------------------------------------------------------------
