@@ -18,11 +18,12 @@ The rules (DESIGN, "Filling a step"):
 - What is given back does not count against `max_groups`, so that passing volunteers cannot stall a
   step. But a step takes back no more groups than it needs: what is given back beyond that stays
   open until it expires, so that many keys cannot look at more leases than that any faster either.
-- Newcomers are workers without an accepted submission, and those in quarantine. Once others have
-  work accepted, newcomers hold at most `newcomer_groups` of a step together. What one of them
-  failed to deliver counts for one lease_timeout more, and in that time is leased to the others
-  only. So many new keys delay a step by one lease_timeout at most, while a worker with a name asks
-  for work; and without such a worker newcomers are leased it again after that time.
+- Newcomers are workers without an accepted submission, those in quarantine, and those that withheld
+  `SILENT_AFTER` leases since their last accepted one. Once others have work accepted, newcomers
+  hold at most `newcomer_groups` of a step together. What one of them failed to deliver counts for
+  one lease_timeout more, and in that time is leased to the others only. So many new keys delay a
+  step by one lease_timeout at most, while a worker with a name asks for work; and without such a
+  worker newcomers are leased it again after that time.
 - A worker in quarantine holds one lease at most, and is leased no other before its verdict. A
   banned key is leased nothing.
 - A worker that had a whole step's worth of groups rejected is leased no more of that step, so that

@@ -36,6 +36,9 @@ WORKERS_GAPS = "seeded_sampling_worker"
 QUARANTINE_AFTER = 2
 BAN_AFTER = 6
 CLEAR_AFTER = 5
+SILENT_AFTER = 4
+"""Leases withheld with nothing accepted since: more than a machine leaves behind that goes down
+with all that it may hold (`filling.MAX_OPEN_LEASES`)."""
 _PRIOR = 20.0
 _REJECTION = 20.0
 """A rejection weighs as much as all that a new key has to prove."""
@@ -54,14 +57,17 @@ class Standing:
     """Accepted since the last rejection; in quarantine accepted *and recomputed* since it began."""
     recomputed_in_a_row: int = 0
     """Accepted and recomputed since the last rejection."""
+    silent: int = 0
+    """Withheld since the last accepted submission."""
     strikes: int = 0
     quarantine: str | None = None
     """Why all its work is recomputed and it holds one lease at most; None: it is free."""
 
     @property
     def newcomer(self) -> bool:
-        """Whether nothing speaks for it: no accepted work yet, or reason to doubt it."""
-        return self.accepted == 0 or self.quarantine is not None
+        """Whether nothing speaks for it: no accepted work yet, reason to doubt it, or silence."""
+        silent = self.silent >= SILENT_AFTER
+        return self.accepted == 0 or self.quarantine is not None or silent
 
     def after_verdict(self, *, accepted: bool, recomputed: bool) -> Standing:
         """After a verdict on one of its submissions."""
@@ -78,6 +84,7 @@ class Standing:
         return replace(
             self,
             accepted=self.accepted + 1,
+            silent=0,
             in_a_row=row,
             recomputed_in_a_row=self.recomputed_in_a_row + recomputed,
             strikes=0 if row >= CLEAR_AFTER else self.strikes,
@@ -89,7 +96,7 @@ class Standing:
 
     def after_withholding(self) -> Standing:
         """After a lease that was not answered."""
-        return replace(self, withheld=self.withheld + 1)
+        return replace(self, withheld=self.withheld + 1, silent=self.silent + 1)
 
     def quarantined(self, reason: str) -> Standing:
         """From now on `CLEAR_AFTER` in a row are needed that are recomputed and accepted."""

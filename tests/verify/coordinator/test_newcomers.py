@@ -157,3 +157,44 @@ def fill(run: Filled) -> list[filling.Close]:
         if closed := run.advance():
             return closed
     return []
+
+
+def test_who_worked_once_and_then_withholds_all_that_it_gets_is_a_newcomer_again():
+    """Else a few keys with one honest submission each would hold every step for ever."""
+    run = started(groups=6, newcomer_groups=2)
+    for name in SYBILS:
+        run.work(name)
+    assert len(run.advance()) == 1
+    run.publish(2)
+    # when they take all there is and never answer, and a worker that does asks after them
+    begun = run.now
+    while not (closed := run.advance()) and run.now < begun + 1000.0:
+        for name in SYBILS:
+            for _ in range(filling.MAX_OPEN_LEASES):
+                ask(run, name)
+        record = run.lease("k")
+        if record is not None:
+            run.answer(record)
+        else:
+            run.now = filling.next_due(run.state)
+    # then an honest submission has bought them no more than twice the leases that each may hold
+    assert [each.step for each in closed] == [2] and closed[0].complete
+    bought = len(SYBILS) * 2 * filling.MAX_OPEN_LEASES
+    rounds = bought // run.state.policy.groups + 1
+    assert run.now - begun <= rounds * run.state.policy.lease_timeout_s
+    # and one that answers again has its name again
+    assert run.state.workers[key("s1")].standing.newcomer
+    run.publish(3)
+    run.work("s1")
+    assert not run.state.workers[key("s1")].standing.newcomer
+
+
+def test_a_machine_that_went_down_with_all_that_it_held_keeps_its_name():
+    run = started(groups=6, newcomer_groups=2)
+    run.register("other")
+    for _ in range(filling.MAX_OPEN_LEASES):
+        ask(run, "k")
+    run.now += run.state.policy.lease_timeout_s
+    run.advance()
+    assert run.state.workers[key("k")].standing.withheld == filling.MAX_OPEN_LEASES
+    assert not run.state.workers[key("k")].standing.newcomer
