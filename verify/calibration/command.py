@@ -23,7 +23,7 @@ from runspec.common.signed import BadSignature
 from verify.one_shot import INTERRUPTED, say
 
 if TYPE_CHECKING:
-    from verify.calibration.profile import Profile
+    from verify.calibration.profile import Profile, SamplingSide
     from verify.calibration.run import Outcome
 
 _NOISES = (0.005, 0.01, 0.02, 0.04)
@@ -192,7 +192,7 @@ def _profile_text(profile: Profile) -> str:
     s, v, m, seen = profile.sampler, profile.validator, profile.model, profile.measured
     releases = ", ".join(f"{name} {release}" for name, release in v.releases.items())
     lines = [
-        f"sampler: {s.engine}, {s.precision}, {s.hardware}",
+        f"sampler: {s.engine}, {s.precision}, {s.hardware}{_drawn(s.sampling)}",
         f"validator: {v.engine}, {v.precision}, {v.hardware} ({releases})",
         f"model: hidden size {m.hidden_size}, {m.num_hidden_layers} layers, "
         f"vocabulary {m.vocab_size}",
@@ -212,6 +212,14 @@ def _profile_text(profile: Profile) -> str:
     if profile.looser:
         lines.append(f"LOOSER than published: {', '.join(profile.looser)}")
     return "\n".join(lines)
+
+
+def _drawn(sampling: SamplingSide | None) -> str:
+    if sampling is None:
+        return ""
+    return (
+        f"; temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
+    )
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:

@@ -40,12 +40,22 @@ class _Part(BaseModel):
     )
 
 
+class SamplingSide(_Part):
+    """How tokens were drawn: log-probs and gaps are of logits / T, top-k and top-p have edges."""
+
+    temperature: Annotated[float, Field(gt=0.0)]
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)]
+    top_k: int
+
+
 class SamplerSide(_Part):
     """Who sampled, as the spec says of the pool."""
 
     engine: Name
     precision: Precision
     hardware: Name
+    sampling: SamplingSide | None = None
+    """None in profiles of before it was said, which hold for any."""
 
 
 class ValidatorSide(_Part):
@@ -171,7 +181,7 @@ class Profile(_Part):
 
     def differences(self, spec: RunSpec, pool: SamplerPool) -> list[str]:
         """In what a pool and its validators are others than those measured; empty: in nothing."""
-        here = {
+        here: dict[str, tuple[object, object]] = {
             "sampler engine": (self.sampler.engine, pool.engine),
             "sampler precision": (self.sampler.precision, precision_of(pool)),
             "sampler hardware": (self.sampler.hardware, pool.hardware.kind),
@@ -179,6 +189,8 @@ class Profile(_Part):
             "validator precision": (self.validator.precision, spec.learner.compute_dtype),
             "validator hardware": (self.validator.hardware, validator_hardware(spec)),
         }
+        if (drawn := self.sampler.sampling) is not None:
+            here |= {what: (then, getattr(pool.sampling, what)) for what, then in drawn}
         return [f"{what} {then}, not {now}" for what, (then, now) in here.items() if then != now]
 
 

@@ -175,7 +175,14 @@ def _profile(
         expires=now + order.valid_s,
         rate=order.rate,
         sampler=form.SamplerSide(
-            engine=pool.engine, precision=precision_of(pool), hardware=pool.hardware.kind
+            engine=pool.engine,
+            precision=precision_of(pool),
+            hardware=pool.hardware.kind,
+            sampling=form.SamplingSide(
+                temperature=pool.sampling.temperature,
+                top_p=pool.sampling.top_p,
+                top_k=pool.sampling.top_k,
+            ),
         ),
         validator=form.ValidatorSide(
             engine=spec.verify.engine,

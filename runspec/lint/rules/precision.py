@@ -60,9 +60,9 @@ def calibration_profile(context: Context) -> Iterator[Violation]:
 
     A profile says by which limits strangers are judged (docs/verify.md, "Calibration"), so nobody
     but the root may sign one. It holds for the engine, precision and hardware of samplers and
-    validators that it was measured with, and for models of that size: where any of these differs,
-    the numbers of honest rollouts do too. One that covers no pool is never read, which is a
-    warning: the pools have the published limits.
+    validators that it was measured with, for its temperature, top-p and top-k, and for models of
+    that size: where any of these differs, the numbers of honest rollouts do too. One that covers no
+    pool is never read, which is a warning: the pools have the published limits.
     """
     covered: dict[str, str] = {}
     for name, profile in _profiles(context).items():
@@ -92,7 +92,7 @@ def _misplaced(
             f"covers no pool; for {nearest} it was measured with {differences[nearest][0]}",
             numbers={"pools": 0},
             requires="pools >= 1",
-            suggestion="calibrate with the pool's engine, precision and hardware, or take it out",
+            suggestion="calibrate with the pool as it is, or take it out",
             severity="warning",
         )
     for name in pools:

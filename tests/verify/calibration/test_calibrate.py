@@ -89,6 +89,8 @@ def test_a_pool_is_measured_and_its_profile_signed(
     assert code == 0
     profile = opened(out, key)
     assert (profile.sampler.precision, profile.validator.precision) == ("bfloat16", "float32")
+    drawn = profile.sampler.sampling
+    assert drawn is not None and (drawn.temperature, drawn.top_p, drawn.top_k) == (0.8, 1.0, -1)
     assert profile.measured.submissions == SUBMISSIONS
     assert profile.measured.rollouts == 8 * SUBMISSIONS
     assert profile.measured.versions == [0, 1]

@@ -140,6 +140,21 @@ def test_a_profile_of_another_pool_leaves_the_published_limits(tmp_path: Path) -
     assert limits_by_pool(with_profile(spec, document(same)))["home"].gap_mean == 1e-6
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"temperature": 0.2}, {"top_p": 0.9}, {"top_k": 20}],
+    ids=lambda each: next(iter(each)),
+)
+def test_a_profile_of_other_sampling_leaves_the_published_limits(
+    tmp_path: Path, change: dict[str, float]
+) -> None:
+    drawn = {"temperature": 0.8, "top_p": 1.0, "top_k": -1}
+    profile = document(made_profile(replace(FLOAT32, gap_mean=1e-6), sampler={"sampling": drawn}))
+    for sampling, gap_mean in ((drawn, 1e-6), ({**drawn, **change}, FLOAT32.gap_mean)):
+        spec = Bench(tmp_path, sampling=sampling).spec
+        assert limits_by_pool(with_profile(spec, profile))["home"].gap_mean == gap_mean
+
+
 def test_a_validator_refuses_profiles_of_another_root_or_model(tmp_path: Path) -> None:
     spec = with_profile(Bench(tmp_path).spec, document(PROFILE))
     require_profiles(spec, root_public_key=ROOT.public_hex)
