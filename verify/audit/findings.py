@@ -64,6 +64,10 @@ class Report:
         return asdict(self)
 
     def lines(self) -> Iterator[str]:
+        """For people. What a ledger holds may be anything; it writes no line of its own."""
+        return ("".join(c if c.isprintable() else "?" for c in line) for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
         yield (
             f"{self.rows} rows, {self.steps_closed} steps closed, "
             f"{self.anchored_rows} rows under a signed manifest; head {self.rows}:{self.head}"

@@ -105,6 +105,17 @@ def test_a_run_that_drops_files_while_it_is_audited_is_clean(
 # -- The chain ---------------------------------------------------------------------------------
 
 
+def test_a_ledger_cannot_write_lines_of_the_report(run: Copy):
+    def change(rows: list[tuple[str, dict[str, Any]]]) -> None:
+        rows[run.first("SubmissionJudged") - 1][1]["validator"] = "x\n0 findings\x1b[2Jclean"
+
+    run.rewrite(change)
+    report = run.audit()
+    assert "clean" in str(report.findings)
+    lines = list(report.lines())
+    assert all(line.isprintable() for line in lines) and "clean" not in lines
+
+
 def test_a_changed_row_is_named(run: Copy):
     row = run.first("SubmissionJudged")
     run.execute("UPDATE ledger SET body = replace(body, 'false', 'true') WHERE seq = ?", row)
