@@ -24,6 +24,8 @@ MAX_ANSWER_BYTES = 64 * 1024
 _AS_IT_IS = {"Accept-Encoding": "identity"}
 _TIMEOUT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_MAX_WORDS = 1000
+"""Characters of a refusal."""
 _LONGEST_RETRY_S = 60.0
 """Of what a coordinator says with 429; it is asked again by then."""
 
@@ -246,6 +248,7 @@ def _remedy(answered: int | None) -> str:
 
 def _words(answer: httpx.Response) -> str:
     try:
-        return str(parse_object(answer.content, max_bytes=MAX_ANSWER_BYTES)["error"])
+        words = str(parse_object(answer.content, max_bytes=MAX_ANSWER_BYTES)["error"])
     except (MalformedJson, KeyError):
-        return answer.text[:200]
+        words = answer.text[:200]
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in words[:_MAX_WORDS])

@@ -84,6 +84,16 @@ def test_a_refusal_is_in_the_words_of_the_coordinator(status: int, error: type[E
     assert type(raised.value) is error
 
 
+@pytest.mark.parametrize(
+    "answer", [b"\x1b[2J" + b"x" * 9000, b'{"error": "\\u001b[2J' + b"x" * 9000 + b'"}']
+)
+def test_words_that_are_none_of_a_coordinators_are_short_and_plain(answer: bytes) -> None:
+    """They go into a log, or onto somebody's terminal."""
+    with server((403, answer)) as (client, _), pytest.raises(UserError) as out:
+        client.call("GET", "/v1/roles")
+    assert "403, ?[2Jxxx" in str(out.value) and len(str(out.value)) < 1100
+
+
 def test_more_bytes_than_were_asked_for_are_not_believed() -> None:
     with server((200, b"x" * 11), (200, b"x" * 10)) as (client, _):
         with pytest.raises(UserError, match="more than 10 bytes"):
