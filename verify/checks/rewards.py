@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from verify.checks.base import Subject, at_most, no_faults
 from verify.formats.verdict import CheckResult
 from verify.thresholds import REWARD_TOLERANCE
@@ -23,8 +25,8 @@ class RewardCheck:
             if graded is None:  # the grader's fault, not the worker's
                 results.append(no_faults(self.name, []))
                 continue
-            task = abs(row.task_reward - graded.task_reward)
-            length = abs(row.length_penalty - graded.length_penalty)
+            task = _distance(row.task_reward, graded.task_reward)
+            length = _distance(row.length_penalty, graded.length_penalty)
             if not graded.repeatable and task > REWARD_TOLERANCE:
                 results.append(
                     CheckResult(self.name, True, 0.0, REWARD_TOLERANCE, "not repeatable")
@@ -34,3 +36,8 @@ class RewardCheck:
                 at_most(self.name, max(task, length), REWARD_TOLERANCE, "claimed against re-graded")
             )
         return results
+
+
+def _distance(claimed: float, graded: float) -> float:
+    """Claims are written in float32; large ones would be off by that alone."""
+    return abs(claimed - float(np.float32(graded)))
