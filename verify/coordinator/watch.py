@@ -72,10 +72,13 @@ async def _ask(
 ) -> Latest | None:
     """What latest.json says; None where nothing is published yet."""
     query = {} if known is None else {"after": str(known), "wait": str(_WAIT_S)}
-    async with session.get(f"{url.rstrip('/')}/{run}/latest.json", params=query) as answer:
+    address = f"{url.rstrip('/')}/{run}/latest.json"
+    # A relay sends nobody anywhere else, as in `broadcast`: some places no address can be made of.
+    async with session.get(address, params=query, allow_redirects=False) as answer:
         if answer.status == 404:
             return None
-        answer.raise_for_status()
+        if answer.status != 200:
+            raise BadSignature(f"latest: HTTP {answer.status}")
         data = b""
         async for piece in answer.content.iter_chunked(MAX_BYTES):
             data += piece
