@@ -1,7 +1,7 @@
 """A sampler in JAX: decodes with a cache of keys and values, in an engine's own shapes.
 
 It shares no code with the validator's prefill but RoPE and the noise. Honest with `Choice()`;
-attackers choose otherwise. In bfloat16 the logits are rounded too, as vLLM does.
+attackers choose otherwise. In bfloat16 the logits are rounded too, as vLLM does by default.
 """
 
 from __future__ import annotations
