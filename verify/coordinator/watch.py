@@ -41,7 +41,7 @@ async def watch_latest(
         newest: the newest version known so far.
         published: told of what is new.
     """
-    pause, trouble_since, reminded = _LEAST_PERIOD_S, 0.0, 0.0
+    pause, trouble_since, reminded, said = _LEAST_PERIOD_S, 0.0, -_REMIND_EVERY_S, False
     async with aiohttp.ClientSession(timeout=_TIMEOUT, trust_env=False) as session:
         while True:
             asked, known = time.monotonic(), newest()
@@ -52,7 +52,7 @@ async def watch_latest(
             except (aiohttp.ClientError, TimeoutError, BadSignature, NotNow) as error:
                 trouble_since = trouble_since or asked
                 if time.monotonic() - reminded > _REMIND_EVERY_S:
-                    reminded = time.monotonic()
+                    reminded, said = time.monotonic(), True
                     _log.warning(
                         "waiting for latest.json at %s for %.0f s: %s",
                         *(url, reminded - trouble_since, error or type(error).__name__),
@@ -60,10 +60,10 @@ async def watch_latest(
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
                 continue
-            if trouble_since:
+            if said:
                 _log.info("latest.json at %s can be read again", url)
-            pause, trouble_since, reminded = _LEAST_PERIOD_S, 0.0, 0.0
-            if latest is None or latest.version == known:
+            pause, trouble_since, said = _LEAST_PERIOD_S, 0.0, False
+            if latest is None or (known is not None and latest.version <= known):
                 await asyncio.sleep(max(0.0, asked + _LEAST_PERIOD_S - time.monotonic()))
 
 

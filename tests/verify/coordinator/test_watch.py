@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -26,39 +28,84 @@ ANSWERS = [
 ]
 
 
+class Relay:
+    """Serves answers in turn, the last for ever, to a coordinator that watches it."""
+
+    def __init__(self) -> None:
+        self.publisher, nobody = SigningKey.generate(), frozenset[str]()
+        key = frozenset({self.publisher.public_hex})
+        self.roles = Roles(RUN, 0.0, 1e12, key, nobody, nobody)
+        self.asked = 0
+
+    def latest(self, version: int) -> bytes:
+        document = sign_latest(RUN, version, digest("manifest"), self.publisher)
+        return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(document) + document
+
+    @asynccontextmanager
+    async def watched(
+        self, *answers: bytes, newest: Callable[[], int | None], published: Callable[[Latest], None]
+    ) -> AsyncIterator[asyncio.Task[None]]:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with suppress(ConnectionError, asyncio.IncompleteReadError):
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(answers[min(self.asked, len(answers) - 1)])
+                self.asked += 1
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+
+        async with await asyncio.start_server(serve, "127.0.0.1") as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            watching = asyncio.create_task(
+                watch.watch_latest(
+                    url, run=RUN, roles=self.roles, newest=newest, published=published
+                )
+            )
+            yield watching
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+
 @pytest.mark.parametrize("answer", ANSWERS)
 async def test_what_it_says_ends_nothing(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "_LEAST_PERIOD_S", 0.01)
-    publisher = SigningKey.generate()
-    nobody = frozenset[str]()
-    roles = Roles(RUN, 0.0, 1e12, frozenset({publisher.public_hex}), nobody, nobody)
-    document = sign_latest(RUN, 0, digest("manifest"), publisher)
-    good = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(document) + document
-    answers = [answer.encode("latin-1"), good]
-    found: asyncio.Future[Latest] = asyncio.get_running_loop().create_future()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(answers.pop(0) if len(answers) > 1 else answers[0])
-            await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(serve, "127.0.0.1") as server:
-        port = server.sockets[0].getsockname()[1]
-        watching = asyncio.create_task(
-            watch.watch_latest(
-                f"http://127.0.0.1:{port}",
-                run=RUN,
-                roles=roles,
-                newest=lambda: found.result().version if found.done() else None,
-                published=found.set_result,
-            )
-        )
+    relay, found = Relay(), asyncio.get_running_loop().create_future()
+    async with relay.watched(
+        answer.encode("latin-1"),
+        relay.latest(0),
+        newest=lambda: 0 if found.done() else None,
+        published=found.set_result,
+    ) as watching:
         either = {watching, found}
         await asyncio.wait(either, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         assert not watching.done(), watching.exception()
         assert found.result().version == 0
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
+
+
+async def test_one_that_shows_an_older_version_is_not_asked_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "_LEAST_PERIOD_S", 0.1)
+    relay, seen = Relay(), list[Latest]()
+    async with relay.watched(relay.latest(3), newest=lambda: 5, published=seen.append):
+        await asyncio.sleep(0.35)
+    assert 1 <= relay.asked <= 4
+
+
+async def test_one_that_is_there_and_away_in_turn_does_not_fill_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch, "_LEAST_PERIOD_S", 0.001)
+    relay, seen = Relay(), list[Latest]()
+    away = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"
+    with caplog.at_level(logging.INFO, logger="verify"):
+        async with relay.watched(
+            *[away, relay.latest(0)] * 10, newest=lambda: 0, published=seen.append
+        ):
+            async with asyncio.timeout(DEADLINE_S):
+                while relay.asked < 20:
+                    await asyncio.sleep(0.01)
+    words = [record.getMessage() for record in caplog.records]
+    assert ["waiting for" in line for line in words] == [True, False]
+    assert "can be read again" in words[1]
