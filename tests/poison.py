@@ -13,6 +13,7 @@ from verify.formats.submission_columns import SCHEMA
 _STOP = b"\x00"
 _CODEC = "brotli"
 """Some fifty bytes hold megabytes of zeros."""
+_LEAST_FILLER = 11
 
 
 def submission_row(**changes: Any) -> dict[str, Any]:
@@ -74,9 +75,16 @@ def _with_pages(column: str, page: bytes, size: int, *, first: bytes = b"") -> b
         chunk = group.column(index)
         if chunk.path_in_schema.startswith(column):
             start, length = chunk.data_page_offset, chunk.total_compressed_size
-            pages = first + page * ((length - len(first)) // len(page))
-            made[start : start + len(pages)] = pages
+            pages = first + page * ((length - len(first) - _LEAST_FILLER) // len(page))
+            made[start : start + length] = pages + _filler(length - len(pages))
     return bytes(made)
+
+
+def _filler(size: int) -> bytes:
+    """A page of so many bytes in the file that is passed over."""
+    left = 2 * (size - _LEAST_FILLER)  # zigzag, then in five bytes whatever it is
+    digits = bytes(left >> shift & 127 | 128 * (shift < 28) for shift in range(0, 35, 7))
+    return b"\x15\x02" + b"\x15\x00" + b"\x15" + digits + _STOP + bytes(size - _LEAST_FILLER)
 
 
 def _page_header(size: int, packed: int) -> bytes:

@@ -225,8 +225,8 @@ class TestPoisonThatWasAccepted:
         ("file", "words"),
         [
             (ends_arrow, "a value of unknown type"),
-            (lambda: lying_page(2**31 - 1), "malloc of size 2147483648 failed"),
-            (lambda: inflating_pages(1 << 14, 1 << 24), "ended by SIGPROF and then it was ended"),
+            (lambda: lying_page(2**31 - 1), r"\d+ bytes decoded, more than the \d+ allowed"),
+            (lambda: inflating_pages(1 << 14, 1 << 24), r"\d+ bytes decoded, more than the"),
             (lambda: bytes(1 << 20), r"1048576 bytes, more than the \d+ allowed"),
         ],
         ids=["ends Arrow", "allocates", "never ends", "larger than any of the run"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,7 +119,7 @@ for group in range(meta.num_row_groups):
 class TestFileThatAllocates:
     def test_a_page_that_claims_two_gigabytes(self, decoding: Decoding) -> None:
         reason = decoding.refuses(lying_page(2**31 - 1))
-        assert reason == ("format: not a readable Parquet file: malloc of size 2147483648 failed")
+        assert re.fullmatch(r"format: \d+ bytes decoded, more than the \d+ allowed", reason)
 
     def test_proofs_of_no_bytes_without_number(self, decoding: Decoding) -> None:
         rows = decoding.bench.honest()
@@ -129,10 +130,8 @@ class TestFileThatAllocates:
 class TestFileThatStalls:
     def test_pages_that_decompress_without_end(self, decoding: Decoding) -> None:
         """70 kB of them keep a processor busy for a minute, and what is legal for hours."""
-        assert decoding.refuses(inflating_pages(1 << 16, 1 << 24)) == (
-            "format: the decoder came to no answer twice: it was ended by SIGPROF and then it was "
-            "ended by SIGPROF"
-        )
+        reason = decoding.refuses(inflating_pages(1 << 16, 1 << 24))
+        assert re.fullmatch(r"format: \d+ bytes decoded, more than the \d+ allowed", reason)
 
     def test_pages_that_are_passed_over(self, decoding: Decoding) -> None:
         assert decoding.refuses(skipped_pages(1 << 18)).startswith("format: ")

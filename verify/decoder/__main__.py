@@ -53,7 +53,12 @@ def main(cpu_s: int) -> int:
 def _answer(data: bytes | bytearray, max_rows: int, max_bytes: int) -> tuple[int, bytes]:
     try:
         table = decode_table(
-            bytes(data), SCHEMA, max_rows=max_rows, max_bytes=max_bytes, newer=NEWER_COLUMNS
+            bytes(data),
+            SCHEMA,
+            max_rows=max_rows,
+            max_bytes=max_bytes,
+            newer=NEWER_COLUMNS,
+            confined=True,
         )
         return COLUMNS, pack(table)
     except MalformedTable as error:

@@ -10,19 +10,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from verify.formats.thrift import MalformedThrift, Reader, as_struct, count_of, list_of
+
 MAGIC = b"PAR1"
 _TAIL = 8  # the footer's length, then the magic
-_MAX_DEPTH = 16
-_MAX_VALUES = 1 << 20
-"""Numbers, texts and structures in a footer; one of 20 columns and 64 row groups has 60,000."""
-_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
-_INTEGERS = (4, 5, 6)
-_LARGEST = 1 << 40
-"""Bytes and values that a count may name; each is compared with the caller's bounds after."""
+_READ_PAST_THE_END = b"parquet-mr"
+"""Of its old releases Arrow takes 100 bytes after a column for its pages too."""
 
 
 class MalformedFooter(ValueError):
     """Bytes that are not the footer of a Parquet file."""
+
+
+@dataclass(frozen=True)
+class ColumnChunk:
+    """What a column says of itself in a row group."""
+
+    values: int
+    """Nulls included."""
+    start: int
+    """Of its first page, in the file."""
+    bytes: int
+    """Of its pages, as they are in the file."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,7 @@ class RowGroup:
     rows: int
     bytes: int
     """Decoded, of all columns."""
-    values: tuple[int, ...]
-    """Of each column, nulls included."""
+    chunks: tuple[ColumnChunk, ...]
 
 
 def read_row_groups(data: bytes) -> list[RowGroup]:
@@ -51,107 +59,30 @@ def read_row_groups(data: bytes) -> list[RowGroup]:
     start = end - int.from_bytes(data[end : end + 4], "little")
     if start < len(MAGIC):
         raise MalformedFooter("the footer is longer than the file")
-    footer = _Reader(data, start, end).struct(0)
-    leaves = sum(not _struct(element).get(5) for element in _list(footer, 2))  # 5: its children
-    groups = [_row_group(_struct(group), leaves) for group in _list(footer, 4)]
-    if sum(group.rows for group in groups) != _count(footer, 3):
+    try:
+        footer = Reader(data, start, end).struct()
+        leaves = sum(not as_struct(element).get(5) for element in list_of(footer, 2))  # 5: children
+        groups = [_row_group(as_struct(group), leaves) for group in list_of(footer, 4)]
+        rows, writer = count_of(footer, 3), footer.get(6)
+    except MalformedThrift as error:
+        raise MalformedFooter(str(error)) from error
+    if isinstance(writer, bytes) and _READ_PAST_THE_END in writer.lower():
+        raise MalformedFooter("written by a library whose files are read past a column's end")
+    if sum(group.rows for group in groups) != rows:
         raise MalformedFooter("the rows of the row groups are not those of the file")
     return groups
 
 
 def _row_group(group: dict[int, Any], leaves: int) -> RowGroup:
-    columns = [_struct(_struct(chunk).get(3)) for chunk in _list(group, 1)]
+    columns = [as_struct(as_struct(chunk).get(3)) for chunk in list_of(group, 1)]
     if len(columns) != leaves:
         raise MalformedFooter(f"{len(columns)} columns in a row group of {leaves}")
-    values = tuple(_count(column, 5) for column in columns)
-    size = max(_count(group, 2), sum(_count(column, 6) for column in columns))
-    return RowGroup(_count(group, 3), size, values)
+    size = max(count_of(group, 2), sum(count_of(column, 6) for column in columns))
+    return RowGroup(count_of(group, 3), size, tuple(_chunk(column) for column in columns))
 
 
-def _struct(value: Any) -> dict[int, Any]:
-    if not isinstance(value, dict):
-        raise MalformedFooter("a structure is missing")
-    return value
-
-
-def _list(struct: dict[int, Any], field: int) -> list[Any]:
-    value = struct.get(field)
-    if not isinstance(value, list):
-        raise MalformedFooter(f"field {field} is not a list")
-    return value
-
-
-def _count(struct: dict[int, Any], field: int) -> int:
-    value = struct.get(field)
-    if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise MalformedFooter(f"field {field} is not a count")
-    return value
-
-
-class _Reader:
-    """Values of Thrift's compact protocol from bytes, as far as a footer has them."""
-
-    def __init__(self, data: bytes, at: int, end: int) -> None:
-        self._data, self._at, self._end = data, at, end
-        self._left = _MAX_VALUES
-
-    def struct(self, depth: int) -> dict[int, Any]:
-        """Fields by number."""
-        if depth > _MAX_DEPTH:
-            raise MalformedFooter("nested too deeply")
-        fields: dict[int, Any] = {}
-        number = 0
-        while head := self._byte():
-            number = number + (head >> 4) if head >> 4 else self._integer()
-            if number in fields:
-                raise MalformedFooter(f"field {number} comes twice")
-            kind = head & 15
-            fields[number] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind, depth)
-        return fields
-
-    def _value(self, kind: int, depth: int) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise MalformedFooter("too many values")
-        if kind in _INTEGERS:
-            return self._integer()
-        if kind in (_TRUE, _FALSE, _BYTE):  # in a list a truth value is a byte too
-            return self._byte()
-        if kind == _DOUBLE:
-            return self._bytes(8)
-        if kind == _BINARY:
-            return self._bytes(self._number())
-        if kind == _STRUCT:
-            return self.struct(depth + 1)
-        if kind in (_LIST, _SET):
-            head = self._byte()
-            count = head >> 4 if head >> 4 != 15 else self._number()
-            if count > self._left:
-                raise MalformedFooter("too many values")
-            if depth > _MAX_DEPTH:
-                raise MalformedFooter("nested too deeply")
-            return [self._value(head & 15, depth + 1) for _ in range(count)]
-        raise MalformedFooter(f"a value of unknown type {kind}")
-
-    def _integer(self) -> int:
-        number = self._number()
-        return number >> 1 ^ -(number & 1)
-
-    def _number(self) -> int:
-        number = 0
-        for shift in range(0, 70, 7):
-            byte = self._byte()
-            number |= (byte & 127) << shift
-            if byte < 128:
-                return number
-        raise MalformedFooter("a number without an end")
-
-    def _byte(self) -> int:
-        return self._bytes(1)[0]
-
-    def _bytes(self, count: int) -> bytes:
-        end = self._at + count
-        if end > self._end:
-            raise MalformedFooter("ends within a value")
-        found, self._at = self._data[self._at : end], end
-        return found
+def _chunk(column: dict[int, Any]) -> ColumnChunk:
+    start = count_of(column, 9)
+    if column.get(11):  # a dictionary comes before the data, and where it is no page may say so
+        start = min(start, count_of(column, 11))
+    return ColumnChunk(count_of(column, 5), start, count_of(column, 7))

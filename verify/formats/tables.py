@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from verify.formats.parquet_footer import RowGroup, read_row_groups
+from verify.formats.parquet_pages import decompressed_bytes
 
 _SMALLEST_VALUE = 4  # bytes: i32 and f32; flags are fewer than would matter
 
@@ -32,6 +34,7 @@ def decode_table(
     max_rows: int,
     max_bytes: int,
     newer: Collection[str] = (),
+    confined: bool = False,
 ) -> pa.Table:
     """Reads Parquet bytes from outside.
 
@@ -41,6 +44,8 @@ def decode_table(
         max_rows: rows allowed.
         max_bytes: bytes allowed, of the file and of its decoded columns.
         newer: columns that files of older releases lack; they are read as nulls.
+        confined: the process has a limit of memory. Else texts may be plain or of a dictionary, and
+            not in Parquet's other encodings, of which Arrow makes a plain column at once.
 
     Raises:
         MalformedTable: anything else than such a table.
@@ -48,12 +53,9 @@ def decode_table(
     if len(data) > max_bytes:
         raise MalformedTable(f"{len(data)} bytes, more than the {max_bytes} allowed")
     try:
-        declared = sum(_declared_bytes(group) for group in read_row_groups(data))
-        file = pq.ParquetFile(
-            pa.BufferReader(data),
-            thrift_string_size_limit=1 << 20,
-            thrift_container_size_limit=1 << 16,
-        )
+        groups = read_row_groups(data)
+        declared = max(sum(map(_declared_bytes, groups)), decompressed_bytes(data, groups))
+        file = _open(data)
         found = file.schema_arrow.remove_metadata()
         lacking = set(newer) - set(found.names)
         expected = pa.schema([field for field in schema if field.name not in lacking])
@@ -65,12 +67,14 @@ def decode_table(
         if declared > max_bytes:
             raise MalformedTable(f"{declared} bytes decoded, more than the {max_bytes} allowed")
         batches, size = [], 0
-        for batch in file.iter_batches(batch_size=64, use_threads=False):
-            size += batch.nbytes
+        file = _open(data, metadata=meta, read_dictionary=None if confined else _texts(file))
+        for batch in _batches(file):
+            size += sum(map(_plain_bytes, batch.columns))
             if size > max_bytes:
                 raise MalformedTable(f"decodes to more than the {max_bytes} bytes allowed")
             batches.append(batch.replace_schema_metadata(None))
-        table = pa.Table.from_batches(batches, schema=expected)
+        schema_read = file.schema_arrow.remove_metadata()
+        table = pa.Table.from_batches(batches, schema=schema_read).cast(expected)
         for index, field in enumerate(schema):
             if field.name in lacking:
                 table = table.add_column(index, field, pa.nulls(len(table), field.type))
@@ -84,4 +88,37 @@ def decode_table(
 
 def _declared_bytes(group: RowGroup) -> int:
     """What a row group says it decodes to: runs of equal values are small in a file, not here."""
-    return max(group.bytes, _SMALLEST_VALUE * sum(group.values))
+    return max(group.bytes, _SMALLEST_VALUE * sum(chunk.values for chunk in group.chunks))
+
+
+def _open(data: bytes, **options: Any) -> pq.ParquetFile:
+    return pq.ParquetFile(
+        pa.BufferReader(data),
+        thrift_string_size_limit=1 << 20,
+        thrift_container_size_limit=1 << 16,
+        **options,
+    )
+
+
+def _texts(file: pq.ParquetFile) -> list[str]:
+    """The paths of columns of texts. They are read as numbers of a dictionary: one long text that a
+    million rows name is a few bytes in the file, and would be many in a plain column."""
+    columns = (file.schema.column(index) for index in range(len(file.schema)))
+    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+
+
+def _batches(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
+    for group in range(file.num_row_groups):  # in one of two groups Arrow joins no dictionaries
+        yield from file.iter_batches(batch_size=64, row_groups=[group], use_threads=False)
+
+
+def _plain_bytes(array: pa.Array) -> int:
+    """What an array takes when its texts are no numbers of a dictionary any more."""
+    if pa.types.is_list(array.type):
+        return array.offsets.nbytes + _plain_bytes(array.flatten())
+    if pa.types.is_struct(array.type):
+        return sum(map(_plain_bytes, array.flatten()))
+    if pa.types.is_dictionary(array.type):
+        lengths = pc.binary_length(array.dictionary).take(array.indices)
+        return array.indices.nbytes + (pc.sum(lengths).as_py() or 0)
+    return int(array.nbytes)

@@ -68,7 +68,7 @@ def parquet_footer() -> Case:
                 return False
         for group in groups:
             assert 0 <= group.rows <= 1 << 40 and 0 <= group.bytes <= 1 << 50
-            assert all(0 <= count <= 1 << 40 for count in group.values)
+            assert all(0 <= chunk.values <= 1 << 40 for chunk in group.chunks)
         return True
 
     return case
