@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runspec.common.process import SUPERVISOR, die_with_parent
 from tests.fuzz.fast.child import LOOK_EVERY, PLACE, Grown, run
 from tests.fuzz.fast.lanes import LANES, Lane
 
@@ -93,7 +94,8 @@ def fuzz(progress: Progress, end: int, seconds: float, stop: threading.Event) ->
             command = [sys.executable, "-m", "tests.fuzz", "--only", progress.lane.name]
             command += [str(part) for number in numbers.items() for part in number]
             command += ["--seen", seen.name, *["--trace"][: progress.trace]]
-            child = subprocess.Popen(command, env={**os.environ, **_ENVIRONMENT})
+            environment = {**os.environ, **_ENVIRONMENT, SUPERVISOR: str(os.getpid())}
+            child = subprocess.Popen(command, env=environment)
             try:
                 watch(child, progress, Path(seen.name), before, over)
             finally:
@@ -201,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--case is the number of a case of one lane: name it with --only")
     end = options.first + options.cases
     if options.seen is not None:
+        die_with_parent()
         return _run(lanes[0], options.seed, options.first, end, options.seen, options.trace)
     if options.case is not None:
         with tempfile.NamedTemporaryFile() as seen:

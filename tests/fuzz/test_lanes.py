@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -19,6 +20,7 @@ from tests.fuzz.__main__ import Fault, Progress, watch
 from tests.fuzz.bounds import costly
 from tests.fuzz.fast.child import PLACE
 from tests.fuzz.fast.lanes import LANES, Lane
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -156,15 +158,44 @@ def test_too_much_memory_is_blamed_on_all_cases_since_the_last_look(
     )
 
 
-def test_ctrl_c_ends_every_lane_at_once() -> None:
-    with subprocess.Popen(
+def two_lanes() -> subprocess.Popen[str]:
+    """In a process group of their own."""
+    return subprocess.Popen(
         [sys.executable, "-m", "tests.fuzz", "--only", "proof", "--only", "roles", "--jobs", "1"],
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    ) as running:
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends them")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_lane_outlives_what_watches_it(number: signal.Signals) -> None:
+    with two_lanes() as running:
+        try:
+            eventually(lambda: len(of_group(running.pid)) == 2, "its first lane")
+            running.send_signal(number)
+            running.communicate(timeout=30)  # until nobody has its standard output any more
+            assert running.returncode == -number
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+
+
+def of_group(group: int) -> list[int]:
+    """The processes of a process group."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError):
+            if os.getpgid(int(process.name)) == group:
+                found.append(int(process.name))
+    return found
+
+
+def test_ctrl_c_ends_every_lane_at_once() -> None:
+    with two_lanes() as running:
         assert running.stdout is not None
         assert running.stdout.readline() == "2 lanes, 1 at a time\n"
         os.killpg(running.pid, signal.SIGINT)  # all processes, as a terminal does
