@@ -22,7 +22,7 @@ from runspec.common.hashing import hash_parts
 from runspec.spec.schema import RunSpec
 from verify.coordinator.events import Event
 from verify.formats.layout import STATE_FILE
-from verify.ledger_store import LedgerStore, SqliteStore, StoredRow, StoreError
+from verify.ledger_store import LedgerStore, SqliteStore, StoredRow, StoreError, must_follow
 
 FIRST_CHAIN = bytes(32).hex()
 _KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
@@ -104,8 +104,7 @@ class Ledger:
         self._seq: int = last[0] if last else 0
         self._chain: str = last[3] if last else FIRST_CHAIN
         self.in_doubt = False
-        """Whether there may be rows that `append` could not vouch for; until it can again, or the
-        ledger is read anew."""
+        """Whether there may be rows that `append` could not vouch for; see `settle`."""
 
     @property
     def head(self) -> tuple[int, str]:
@@ -130,6 +129,21 @@ class Ledger:
             self._store.own()
         except StoreError as error:
             raise _unusable(self.place, error) from error
+
+    def settle(self) -> None:
+        """Ends a doubt: no row came after the newest that this process knows of.
+
+        Raises:
+            NotNow: that cannot be seen just now.
+            UserError: one did; the next start reads it.
+        """
+        if not self.in_doubt:
+            return
+        try:
+            must_follow(self._store.last(), (self._seq + 1, "", "", ""))
+        except StoreError as error:
+            raise _unusable(self.place, error) from error
+        self.in_doubt = False
 
     def append(self, events: Sequence[Event]) -> None:
         """Stores events, all or none, durably.

@@ -91,6 +91,8 @@ class PostgresStore:
             self._connecting.forget()
 
     def last(self) -> StoredRow | None:
+        if self._connection.closed:
+            self._reconnect()
         try:
             with within(self._exchange_s, self._connection):
                 row: StoredRow | None = self._connection.execute(_LAST, (self._run,)).fetchone()

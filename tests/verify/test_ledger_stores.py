@@ -158,16 +158,20 @@ def test_a_lost_connection_is_opened_again_and_a_ledger_that_went_on_is_refused(
 
 
 def append_in_time(ledger: Ledger, *events: Event) -> None:
+    in_time(lambda: ledger.append(events))
+
+
+def in_time(act: Callable[[], None]) -> None:
     """As clients do: again until the connection is there again."""
 
-    def appended() -> bool:
+    def done() -> bool:
         try:
-            ledger.append(events)
+            act()
         except NotNow:
             return False
         return True
 
-    eventually(appended, "a connection")
+    eventually(done, "a connection")
 
 
 class Silent:
@@ -254,7 +258,11 @@ def test_a_server_that_dies_in_a_transaction_has_all_or_nothing_of_it(postgres: 
             eventually(refused, "that it cannot be had")
             assert all("PostgreSQL server answers" in (each.remedy or "") for each in away)
             postgres.start()
-        # then nothing of it is there, and it can be tried again
+        # then there is a doubt, which ends once it can be seen that nothing of it is there
+        assert ledger.in_doubt
+        in_time(ledger.settle)
+        assert not ledger.in_doubt
+        # and it can be tried again
         assert [event.at for event in read_ledger(postgres.url, "died")] == [1.0]
         append_in_time(ledger, *[CoordinatorStarted(2.0)] * 2)
         assert [event.at for event in ledger.events()] == [1.0, 2.0, 2.0]

@@ -99,8 +99,17 @@ class Journal:
     def recording(self, *files: Path) -> Iterator[None]:
         """Around the making of files and the record of their row: without the row, no file either.
 
-        Where nobody can say whether there is a row, they stay: the next start knows.
+        Where nobody can say whether there is a row, they stay: the next start knows. Nor are they
+        written over until it is known.
+
+        Raises:
+            NotNow, UserError: as of `record`.
         """
+        try:
+            self.ledger.settle()
+        except NotNow as error:
+            self.put_off(error)
+            raise
         try:
             yield
         except BaseException:

@@ -16,6 +16,7 @@ from tests.verify.coordinator.deployment import RUN, tiny_spec, verdict
 from tests.verify.coordinator.filled import Filled, policy
 from verify.coordinator.admission import Admission
 from verify.coordinator.backlog import Backlog
+from verify.coordinator.events import SubmissionJudged
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
@@ -93,9 +94,10 @@ class Desks:
         )
         await self.leasing.submit(envelope, b"signed", chunks(body))
 
-    async def judge(self) -> None:
-        signed, rows = verdict(digest_bytes(TABLE), self.lease.lease, self.validator)
-        key = self.validator.public_hex
+    async def judge(self, validator: SigningKey | None = None) -> None:
+        validator = validator or self.validator
+        signed, rows = verdict(digest_bytes(TABLE), self.lease.lease, validator)
+        key = validator.public_hex
         envelope = open_verdict(signed, validators=frozenset({key}))
         await self.judging.judge(key, envelope, signed, chunks(rows))
 
@@ -152,6 +154,28 @@ async def test_who_brings_it_again_does_not_take_away_what_may_have_a_row(desks:
     with desks.at_work():
         assert desks.lease.status == "submitted"
         assert desks.files.submission.read_bytes() == TABLE
+
+
+@pytest.mark.parametrize("committed", [True, False])
+async def test_another_validators_verdict_is_not_put_in_the_place_of_one_that_may_have_a_row(
+    desks: Desks, committed: bool
+) -> None:
+    other = SigningKey.generate()
+    with desks.at_work():
+        await desks.submit()
+        desks.store.committed = committed
+        with pytest.raises(NotNow):
+            await desks.judge()
+        if committed:
+            with pytest.raises(UserError, match="another process wrote"):
+                await desks.judge(other)
+        else:
+            await desks.judge(other)
+    with desks.at_work():
+        (judged,) = (e for e in desks.at.ledger.events() if isinstance(e, SubmissionJudged))
+        assert judged.validator == (desks.validator if committed else other).public_hex
+        signed = desks.files.verdict_envelope.read_bytes()
+        assert open_verdict(signed, validators=frozenset({judged.validator})).accepted
 
 
 async def test_where_the_row_was_not_written_it_is_taken_in_when_it_is_brought_again(
