@@ -45,13 +45,17 @@ class Relay:
     async def watched(
         self, *answers: bytes, newest: Callable[[], int | None], published: Callable[[Latest], None]
     ) -> AsyncIterator[asyncio.Task[None]]:
+        serving = set[asyncio.Task[None] | None]()
+
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            serving.add(asyncio.current_task())
             with suppress(ConnectionError, asyncio.IncompleteReadError):
                 await reader.readuntil(b"\r\n\r\n")
                 writer.write(answers[min(self.asked, len(answers) - 1)])
                 self.asked += 1
                 await writer.drain()
-                writer.close()
+            writer.close()
+            with suppress(ConnectionError):
                 await writer.wait_closed()
 
         async with await asyncio.start_server(serve, "127.0.0.1") as server:
@@ -65,6 +69,7 @@ class Relay:
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
+            await asyncio.gather(*(task for task in serving if task))
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
