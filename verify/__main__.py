@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from runspec.common.address import parse_address
-from runspec.common.process import run_role
+from runspec.common.process import run_role, stop_event
 from verify import proof_commands
 from verify.audit import command as audit
 from verify.calibration import command as calibration
@@ -72,7 +72,8 @@ def _coordinator(options: argparse.Namespace, log: logging.Logger) -> None:
 
 
 def _validator(options: argparse.Namespace, log: logging.Logger) -> None:
-    from verify.validator import run  # its imports take seconds
+    stop = stop_event()
+    from verify.validator import run  # after the signals: its imports take seconds
 
     run(
         run=options.run,
@@ -81,6 +82,7 @@ def _validator(options: argparse.Namespace, log: logging.Logger) -> None:
         public_key=options.public_key,
         key_file=options.key,
         directory=options.dir,
+        stop=stop,
         log=log,
     )
 

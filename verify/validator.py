@@ -24,7 +24,6 @@ from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 from runspec.common.hashing import hash_parts
 from runspec.common.keys import SigningKey
-from runspec.common.process import stop_event
 from runspec.common.roles import Roles
 from runspec.common.signed import BadSignature
 from runspec.spec.schema import RunSpec
@@ -309,9 +308,10 @@ def run(
     public_key: str,
     key_file: Path,
     directory: Path,
+    stop: threading.Event,
     log: logging.Logger,
 ) -> None:
-    """Body of `python -m verify validator`; returns when the run is finished or on SIGTERM.
+    """Body of `python -m verify validator`; returns when the run is finished or `stop` is set.
 
     Args:
         run: name of the run.
@@ -320,8 +320,9 @@ def run(
         public_key: the pinned root key (hex).
         key_file: the validator's private key.
         directory: weights are cached below it.
+        stop: where what it is at then takes long, the process ends all the same.
+        log: what happens, for people.
     """
-    stop = stop_event()
     key = SigningKey.load(key_file)
     with (
         closing(CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)) as client,

@@ -23,7 +23,6 @@ def test_a_validator_with_other_data_ends_at_its_start_and_says_so(
     source = spec.data.sources[0].model_copy(update={"uri": str(rows)})
     data = spec.data.model_copy(update={"sources": [source]})
     site = Site(tmp_path, spec.model_copy(update={"data": data}))
-    monkeypatch.setattr(validator, "stop_event", threading.Event)
     monkeypatch.setattr(validator, "require_graders", lambda spec: None)
     with site.origin(), site.serving():
         site.worker()[1].site()
@@ -40,6 +39,7 @@ def test_a_validator_with_other_data_ends_at_its_start_and_says_so(
                 public_key=site.root.public_hex,
                 key_file=key,
                 directory=tmp_path / "validator",
+                stop=threading.Event(),
                 log=logging.getLogger("test"),
             )
 

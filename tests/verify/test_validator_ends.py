@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from runspec.common.keys import SigningKey
 from verify.watchdog import GRACE_S, RELEASE_S
 
@@ -28,10 +30,14 @@ def end(process: subprocess.Popen[str], after: str) -> tuple[int, str]:
     return process.returncode, said + rest
 
 
-def test_one_that_waits_for_a_coordinator_that_is_away_ends_within_the_grace(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("options", "after"),
+    [((), "waiting for the coordinator"), (("-X", "importtime"), "verify.decoder.wire")],
+    ids=["it waits for a quarter of an hour", "it is still importing"],
+)
+def test_one_that_finds_no_coordinator_ends_within_the_grace(
+    tmp_path: Path, options: tuple[str, ...], after: str
 ) -> None:
-    """It would wait for a quarter of an hour."""
     key = tmp_path / "validator.key"
     SigningKey.generate().save(key)
     with socket.socket() as nobody:  # bound and not listening: whoever connects is refused
@@ -39,14 +45,21 @@ def test_one_that_waits_for_a_coordinator_that_is_away_ends_within_the_grace(
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "verify", "validator", "--run", "tiny", "--weights", url),
-                *("--coordinator", url, "--public-key", SigningKey.generate().public_hex),
+                *(sys.executable, *options, "-m", "verify", "validator", "--run", "tiny"),
+                *(
+                    "--coordinator",
+                    url,
+                    "--weights",
+                    url,
+                    "--public-key",
+                    SigningKey.generate().public_hex,
+                ),
                 *("--key", str(key), "--dir", str(tmp_path / "validator")),
             ],
             stderr=subprocess.PIPE,
             text=True,
         )
-        code, said = end(process, "waiting for the coordinator")
+        code, said = end(process, after)
     assert code == 0 and "Traceback" not in said
 
 

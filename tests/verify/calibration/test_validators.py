@@ -87,7 +87,6 @@ def test_a_profile_of_another_root_ends_the_validator_at_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = Site(tmp_path, with_profile(tiny_spec(), document(made_profile()), ROOT.public_hex))
-    monkeypatch.setattr(validator, "stop_event", threading.Event)
     monkeypatch.setattr(validator, "require_graders", lambda spec: None)
     key = tmp_path / "validator.key"
     site.validator.save(key)
@@ -99,5 +98,6 @@ def test_a_profile_of_another_root_ends_the_validator_at_its_start(
             public_key=site.root.public_hex,
             key_file=key,
             directory=tmp_path / "validator",
+            stop=threading.Event(),
             log=LOG,
         )
