@@ -73,7 +73,7 @@ def leaving(
         stop.wait()
         if ended.wait(GRACE_S):
             return
-        log.info("told to end: submissions that were claimed are given back")
+        log.info("told to end; gives back %d submissions", len(client.claims))
         releasing = threading.Thread(target=_give_back, args=(client,), daemon=True)
         releasing.start()
         releasing.join(RELEASE_S)
@@ -88,8 +88,9 @@ def leaving(
 
 
 def _give_back(client: CoordinatorClient) -> None:
-    with suppress(UserError, RunFinished):
-        client.release_claims(client.claims)
+    if claims := client.claims:
+        with suppress(UserError, RunFinished):
+            client.release_claims(claims)
 
 
 def _end_stalled(client: CoordinatorClient, stage: Stage, log: logging.Logger) -> None:
