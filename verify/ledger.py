@@ -159,10 +159,11 @@ class Ledger:
             seq += 1
             chain = _link(chain, seq, kind, body)
             rows.append((seq, kind, body, chain))
+        doubted, self.in_doubt = self.in_doubt, True  # until the store says what became of it
         try:
             self._store.append(rows)
         except StoreError as error:
-            self.in_doubt |= error.in_doubt or not error.passing
+            self.in_doubt = doubted or error.in_doubt or not error.passing
             raise _unusable(self.place, error) from error
         self._seq, self._chain, self.in_doubt = seq, chain, False
 

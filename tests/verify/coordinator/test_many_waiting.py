@@ -14,7 +14,8 @@ from verify.coordinator.state import State
 
 LEASES = 6000
 LONG_S = 0.5
-"""For what takes 0.01 s, and took seconds where each looked through all keys or all leases."""
+"""Of processor time, for what takes 0.1 s at most, and took seconds where each looked through all
+keys or all leases."""
 
 
 def with_leases(
@@ -39,10 +40,10 @@ def test_as_many_newcomers_as_may_wait_and_as_many_keys_as_may_register():
     run.publish(0)
     state = with_leases(run)
 
-    begun = time.monotonic()
+    begun = time.process_time()
     for number in range(2, 2 + MAX_NEWCOMER_POLLS):
         filling.decide_lease(state, key(f"w{number}"), run.now)
-    assert time.monotonic() - begun < LONG_S
+    assert time.process_time() - begun < LONG_S
 
 
 def test_as_many_newcomers_as_may_wait_and_as_many_leases_that_newcomers_failed_to_answer():
@@ -54,10 +55,10 @@ def test_as_many_newcomers_as_may_wait_and_as_many_leases_that_newcomers_failed_
     run.work("w0")
     state = with_leases(run, of="w1", status="expired", steps=3)
 
-    begun = time.monotonic()
+    begun = time.process_time()
     for number in range(2, MAX_NEWCOMER_POLLS):
         assert filling.decide_lease(state, key(f"w{number}"), run.now) is None
-    assert time.monotonic() - begun < LONG_S
+    assert time.process_time() - begun < LONG_S
 
 
 def test_a_thousand_workers_with_a_name():
@@ -72,7 +73,7 @@ def test_a_thousand_workers_with_a_name():
     for name, worker in list(state.workers.items()):
         state = replace(state, workers=state.workers.insert(name, replace(worker, standing=named)))
 
-    begun = time.monotonic()
+    begun = time.process_time()
     for number in range(2, 1000):
         filling.decide_lease(state, key(f"w{number}"), run.now)
-    assert time.monotonic() - begun < LONG_S
+    assert time.process_time() - begun < LONG_S
