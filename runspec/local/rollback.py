@@ -147,8 +147,10 @@ def _require_state(run_dir: Path, spec: RunSpec, version: int) -> None:
 
 
 def _require_trained(run_dir: Path, spec: RunSpec, version: int) -> None:
-    """The ledger agrees that the steps below were closed, or the coordinator would never start."""
+    """The ledger agrees that the steps below were closed, or the coordinator would never start; and
+    no coordinator is at work on it."""
     with closing(open_ledger(run_dir, spec)) as ledger:
+        ledger.own()
         closed = replay(Policy.of(spec), ledger.events()).next_close
     if version > closed:
         raise UserError(

@@ -263,6 +263,16 @@ def test_a_damaged_state_is_refused_before_anything_goes(tmp_path: Path) -> None
     assert tree(run_dir) == before
 
 
+def test_a_coordinator_that_still_writes_is_refused_before_anything_goes(tmp_path: Path) -> None:
+    """One that somebody started by hand, or that has not ended yet."""
+    run_dir = small_run(tmp_path)
+    with closing(Journal(run_dir, Policy.of(load_resolved(run_dir)))):
+        before = set(tree(run_dir))
+        with pytest.raises(UserError, match="another process writes this run's ledger"):
+            roll_back(run_dir, 2)
+        assert set(tree(run_dir)) == before
+
+
 def test_a_run_whose_root_others_pin_is_refused_with_the_remedy(tmp_path: Path) -> None:
     run_dir = small_run(tmp_path, f"identity.root_public_key={'ab' * 32}")
     before = tree(run_dir)
