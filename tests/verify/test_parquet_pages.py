@@ -107,3 +107,18 @@ def test_texts_in_several_row_groups_are_those_that_were_written() -> None:
     pq.write_table(written, sink, row_group_size=30, dictionary_pagesize_limit=64)
     # when it is read, then they are its own
     assert [row.checks for row in decode_verdicts(sink.getvalue())] == [row.checks for row in rows]
+
+
+def test_a_column_that_ends_early_does_not_shorten_the_table() -> None:
+    # given a column whose page says that it has no values, where there are three rows
+    sink = io.BytesIO()
+    table = pa.table({"a": [1, 2, 3], "b": [1.0, None, 2.0]})
+    pq.write_table(table, sink, compression="none", use_dictionary=False, write_statistics=False)
+    file = bytearray(sink.getvalue())
+    page = pq.ParquetFile(sink).metadata.row_group(0).column(1).data_page_offset
+    file[file.index(b"\x15\x06", page) + 1] = 0  # its values, zigzag
+    # when Arrow reads it, then it has no rows, and says nothing
+    assert list(pq.ParquetFile(pa.BufferReader(bytes(file))).iter_batches()) == []
+    # and we say something
+    with pytest.raises(MalformedTable, match="other rows than the file says"):
+        decode_table(bytes(file), table.schema, max_rows=3, max_bytes=1 << 20)

@@ -73,6 +73,8 @@ def decode_table(
             if size > max_bytes:
                 raise MalformedTable(f"decodes to more than the {max_bytes} bytes allowed")
             batches.append(batch.replace_schema_metadata(None))
+        if sum(map(len, batches)) != meta.num_rows:  # Arrow ends with the shortest column
+            raise MalformedTable("the columns have other rows than the file says")
         schema_read = file.schema_arrow.remove_metadata()
         table = pa.Table.from_batches(batches, schema=schema_read).cast(expected)
         for index, field in enumerate(schema):
