@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from runspec.common.errors import UserError
@@ -28,6 +29,7 @@ _GRACE_S, _KILL_S = 5.0, 10.0
 """How long a core with ranks below it may take to leave when asked, and any when killed."""
 _CODE_S = 1.0
 """From the end of a core to its exit code."""
+_POLL_S = 0.01
 _KILL_EVERY_S = 0.1
 """Between two looks for what a start that is to end has started yet."""
 
@@ -49,6 +51,15 @@ class StartFailed(EngineDied):
     def __init__(self, cause: str, error: Exception) -> None:
         super().__init__(f"the engine does not start: {cause or error}")
         self.cause = cause
+
+
+def exit_code(process: BaseProcess) -> int | None:
+    """Of a child that has ended. vLLM's watch asks too, and while one thread is told by the kernel
+    the other is told that there is no such child: so it is asked for again, for a second."""
+    end = time.monotonic() + _CODE_S
+    while (code := process.exitcode) is None and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    return code
 
 
 class Start:
@@ -265,8 +276,7 @@ class Core:
             self._end(error)
 
     def _ended(self, process: Any) -> None:
-        process.join(_CODE_S)
-        code = process.exitcode
+        code = exit_code(process)
         how = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
         self._end(EngineDied(f"the engine core ended ({how})"))
 

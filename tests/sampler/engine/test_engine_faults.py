@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 
 from runspec.common.errors import UserError
 from sampler.engine import engine as engine_module
-from sampler.engine.core import Start
+from sampler.engine.core import Start, exit_code
 from sampler.engine.engine import Engine, EngineDied
 from sampler.engine.sockets import SocketFolder
 from tests.sampler.engine.processes import alive, cpu_seconds, descendants
@@ -150,6 +151,30 @@ def test_a_start_that_is_to_end_ends_what_it_starts_yet() -> None:
         # then that ends
         process.join(WAIT_S)
     assert process.exitcode == -signal.SIGKILL
+
+
+def test_a_core_that_ended_has_its_exit_code_whoever_else_asks_for_it() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            # given a child whose end another thread waits for too
+            process = spawn.Process(target=time.sleep, args=(600,), daemon=True)
+            process.start()
+            watch = threading.Thread(target=_ask_until_it_ends, args=(process,))
+            watch.start()
+            # when it is killed, then both are told how it ended
+            process.kill()
+            assert exit_code(process) == -signal.SIGKILL
+            watch.join()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _ask_until_it_ends(process: BaseProcess) -> None:
+    while process.exitcode is None:
+        pass
 
 
 def test_a_start_that_hangs_ends_by_itself() -> None:
