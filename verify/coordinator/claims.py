@@ -26,9 +26,13 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from verify.coordinator.events import FailedAttempt
+from verify.stages import DEADLINES_S
 
 CLAIM_TIMEOUT_S = 300.0
-"""A claim without a verdict after this long is offered to the next validator that asks."""
+"""A claim without a verdict, whose validator has not been heard of for this long, is offered to the
+next that asks."""
+LONGEST_CLAIM_S = sum(DEADLINES_S.values())
+"""And one whose validator says that it lives, after what it lets itself be at one batch."""
 ATTEMPTS = 3
 """One beside others, whose fault it may have been, and two alone."""
 ASKED_LATELY_S = 60.0
@@ -44,6 +48,8 @@ _MAX_FAILURES = 16
 class Claim:
     validator: str
     until: float
+    end: float
+    """Beyond which nothing prolongs it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class Memory(Protocol):
 
 class Claims:
     """Args:
-    timeout_s: after which a claim without a verdict has failed.
+    timeout_s: after which a claim has failed whose validator is silent.
     """
 
     def __init__(self, timeout_s: float = CLAIM_TIMEOUT_S) -> None:
@@ -103,6 +109,13 @@ class Claims:
         for submission in self._held_by(validator):
             if submission not in holding:
                 self.fail(validator, submission, "the validator's process ended", now)
+
+    def prolong(self, validator: str, now: float) -> None:
+        """The validator says that it lives: a long prefill is no reason to have it done twice."""
+        for submission in self._held_by(validator):
+            claim = self._claims[submission]
+            until = max(claim.until, min(now + self._timeout_s, claim.end))
+            self._claims[submission] = replace(claim, until=until)
 
     def fail(self, validator: str, submission: str, reason: str, now: float) -> None:
         """An attempt ended without a verdict; nothing where the validator has no claim."""
@@ -150,7 +163,7 @@ class Claims:
             self._proving[validator] = judged
             return judged
         if chosen is not None:
-            self._claims[chosen] = Claim(validator, now + self._timeout_s)
+            self._claims[chosen] = Claim(validator, now + self._timeout_s, now + LONGEST_CLAIM_S)
         return chosen
 
     def settle(self, validator: str, submission: str) -> None:
@@ -203,7 +216,8 @@ class Claims:
     def _expire(self, now: float) -> None:
         for submission, claim in list(self._claims.items()):
             if claim.until <= now:
-                words = f"no verdict after {self._timeout_s:.0f} s"
+                since = now - claim.end + LONGEST_CLAIM_S
+                words = f"no verdict after {since:.0f} s"
                 self.fail(claim.validator, submission, words, now)
 
     def _suspects_for(self, validator: str, free: list[str], now: float) -> list[str]:

@@ -186,6 +186,7 @@ class Api:
             peers.heartbeat(caller.key, dict(body["state"]), self._journal.clock())
         except (TypeError, ValueError) as error:
             raise Refusal(400, f"state: {error}") from error
+        self._judging.claims.prolong(caller.key, self._journal.clock())
         return web.json_response({})
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:

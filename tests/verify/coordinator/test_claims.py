@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from verify.coordinator.claims import (
     ASKED_LATELY_S,
     ATTEMPTS,
+    LONGEST_CLAIM_S,
     SUSPECT_WAIT_S,
     Claims,
     Failure,
@@ -155,6 +156,28 @@ def test_a_claim_whose_time_has_run_out_has_failed() -> None:
     assert claims.suspects == 1
     claims.settle("hangs", "x")  # it was slow after all: the first verdict counts
     assert claims.suspects == len(claims) == 0
+
+
+def test_a_claim_lasts_as_long_as_its_validator_says_that_it_lives_but_not_for_ever() -> None:
+    claims = Claims(TIMEOUT_S)
+    assert batch(claims, "long prefill", ["x"], 0.0) == ["x"]
+    now = 0.0
+    while now < LONGEST_CLAIM_S - TIMEOUT_S:
+        claims.prolong("v", now)  # another's word says nothing of it
+        claims.prolong("long prefill", now)
+        now += 10.0
+        assert batch(claims, "v", ["x"], now) == []
+    while now < LONGEST_CLAIM_S:
+        claims.prolong("long prefill", now)
+        now += 10.0
+
+    assert batch(claims, "v", ["x"], LONGEST_CLAIM_S) == ["x"]
+
+    claims = Claims(TIMEOUT_S)
+    assert batch(claims, "dies", ["x"], 0.0) == ["x"]
+    claims.prolong("dies", 100.0)
+    assert batch(claims, "v", ["x"], 99.0 + TIMEOUT_S) == []
+    assert batch(claims, "v", ["x"], 100.0 + TIMEOUT_S) == ["x"]
 
 
 def test_suspects_take_turns_with_work_that_never_ends() -> None:

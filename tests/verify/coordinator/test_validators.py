@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,25 @@ def test_a_claim_without_a_verdict_is_offered_to_another_validator(tmp_path: Pat
         status = httpx.get(f"{site.url}/v1/status", trust_env=False).json()
         assert status["rejected_submissions"] == 0
         assert status["workers"][0]["accepted_rollouts"] == 4
+
+
+def test_a_validator_that_is_at_a_long_prefill_keeps_its_claim_while_it_is_heard_of(tmp_path: Path):
+    site = Site(tmp_path, tiny_spec())
+    site.publish(0)
+    other = SigningKey.generate()
+    site.sign_roles(site.validator, other)
+    with site.origin(), site.serving(claim_timeout_s=2.0):
+        key, worker = site.worker()
+        digest, _ = sample(site, key, worker)
+        slow, idle = site.client(site.validator), site.client(other)
+        assert slow.next_submission(DEADLINE_S).submission == digest
+
+        for _ in range(6):
+            time.sleep(0.5)
+            slow.heartbeat({"busy_s": 0.0, "checked": 0})
+            assert idle.next_submission(0.0) is None
+
+        assert idle.next_submission(DEADLINE_S).submission == digest  # it is heard of no more
 
 
 REPEATED = f"duplicates: row 0: 3 runs of tokens of submission {'ab' * 32}, which was judged before"
