@@ -72,12 +72,12 @@ class Seen:
 
     def fault(self, rows: Sequence[RolloutVerdict]) -> str:
         """The first row that shares a run of tokens with what was accepted; empty where none."""
-        for row in rows:
+        for number, row in enumerate(rows):
             for known in self._steps.values():
                 shared = [known[f] for f in row.fingerprints if f in known]
                 if shared:
                     return (
-                        f"duplicates: row {row.row}: {len(shared)} runs of tokens of submission "
+                        f"duplicates: row {number}: {len(shared)} runs of tokens of submission "
                         f"{shared[0]}, which was judged before"
                     )
         return ""

@@ -28,6 +28,7 @@ def test_the_first_row_that_repeats_is_named() -> None:
     reason = seen.fault([row(0, 5), row(1, 7, 2, 1)])
     assert repeated_submission(reason) == "cd" * 32
     assert reason.startswith("duplicates: row 1: 2 runs of tokens of submission cdcd")
+    assert seen.fault([row(-7, 5), row(-9, 7, 2, 1)]) == reason  # counted, whatever a row says
 
 
 def test_a_validators_own_finding_names_no_other_submission() -> None:
