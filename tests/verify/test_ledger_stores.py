@@ -314,6 +314,7 @@ def ledger_place(site: Site) -> str:
     return place(spec.verify.ledger, spec.name)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_its_server_was_started_again(
     postgres: Server, site: Site, caplog: pytest.LogCaptureFixture
 ):

@@ -14,6 +14,8 @@ import pytest
 from runspec.common.keys import SigningKey
 from verify.watchdog import GRACE_S, RELEASE_S
 
+pytestmark = pytest.mark.slow
+
 ROOM_S = 20.0
 """For a machine that others use too."""
 

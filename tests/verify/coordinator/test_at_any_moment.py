@@ -165,6 +165,7 @@ async def chunks(body: bytes) -> AsyncIterator[bytes]:
     yield body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 async def test_whatever_comes_in_whatever_order(tmp_path: Path, seed: int) -> None:
     run = Coordinator(tmp_path, seed)

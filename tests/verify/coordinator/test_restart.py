@@ -42,6 +42,7 @@ def running(site: Site, port: int) -> Iterator[subprocess.Popen[str]]:
         drain.join(DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_kill_at_every_stage_of_a_step_loses_nothing(site: Site, free_port: int):
     with running(site, free_port) as process:
         key, worker = site.worker()
