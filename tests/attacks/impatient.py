@@ -31,6 +31,7 @@ def impatient_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Si
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 24)
     monkeypatch.setattr(log_limits, "LINES", rates.Rate(0.1, LINES))
     monkeypatch.setattr(server, "BODY_S", 1.5)
+    monkeypatch.setattr(server, "HURRIED_BODY_S", 0.1)
     monkeypatch.setattr(intake, "UPLOAD_TIMEOUT_S", 1.5)
     spec = tiny_spec()
     backlog = Backlog.model_validate({"submissions": WAITING})

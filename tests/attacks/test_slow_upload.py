@@ -23,7 +23,7 @@ from tests.attacks.impatient import (
 )
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission
 from tests.waiting import eventually
-from verify.coordinator import connections, intake, leasing
+from verify.coordinator import connections, intake, leasing, server
 
 
 @pytest.fixture
@@ -115,6 +115,18 @@ class TestSlowUpload:
                 stream.sendall(head(site, key, "/v1/leases", b"{" + b" " * 100) + b"{")
             assert granted(site, worker)[1].index == 0
             worker.heartbeat({"version": 0})
+
+    def test_of_one_key_on_every_connection_that_there_may_be(self, site: Site) -> None:
+        """They are being answered, and so make no room: there are few of them."""
+        (key, _), worker = site.worker(), site.worker()[1]
+        body = b"{" + b" " * 100
+        with ExitStack() as held:
+            for _ in range(connections.MAX_CONNECTIONS + 8):
+                stream = held.enter_context(connected(site))
+                stream.sendall(head(site, key, "/v1/leases", body) + b"{")
+            began = time.monotonic()
+            worker.heartbeat({"version": 0})
+            assert time.monotonic() - began < server.BODY_S / 2
 
     async def test_of_an_answer_that_is_not_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Asks for more than sockets hold, and reads none of it."""

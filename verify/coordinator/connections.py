@@ -47,6 +47,11 @@ class Connections:
         self._listeners: list[socket.socket] = []
         self._told = -_FULL_EVERY_S
 
+    @property
+    def most(self) -> int:
+        """That may be open at once."""
+        return self._bounds.connections
+
     def __len__(self) -> int:
         return 0 if self._door is None else len(self._door)
 

@@ -13,7 +13,7 @@ from runspec.common.roles import Roles
 from verify.coordinator.addresses import FORWARDED, Network, place_of
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
-from verify.coordinator.rates import MAX_POLLS, RateLimits
+from verify.coordinator.rates import MAX_BODIES, MAX_POLLS, RateLimits
 from verify.request_auth import RequestChecker, SignedRequest, TooManyRequests, Unauthorised
 
 
@@ -26,6 +26,7 @@ class Gate:
         roles: whose keys are not counted.
         own: public keys of the run's own workers.
         proxies: address ranges that are believed of whom they ask for.
+        connections: that may be open at once.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class Gate:
         roles: Roles,
         own: Collection[str],
         proxies: Sequence[Network],
+        connections: int,
     ) -> None:
         self._journal, self._checker, self._roles = journal, checker, roles
         self._own = frozenset(own)
-        self._proxies, self._rates = proxies, RateLimits()
+        self._proxies = proxies
+        self._rates = RateLimits(max_bodies=min(MAX_BODIES, connections // 4))
 
     def anybody(self, request: web.Request) -> None:
         """Lets in what need not be signed.
@@ -105,14 +108,14 @@ class Gate:
         Raises:
             Refusal: 429, as many of the key's are waiting as may, or of newcomers'.
         """
-        worker = self._journal.state.workers.get(key)
         with self._rates.poll(key) as allowed:
             if not allowed:
                 words = f"{MAX_POLLS} requests of this key are waiting for a lease already"
                 raise Refusal(429, words, retry_after_s=1.0)
-            if key in self._own or (worker is not None and not worker.standing.newcomer):
+            if self._has_a_name(key):
                 yield
                 return
+            worker = self._journal.state.workers.get(key)
             invited = worker is not None and worker.invite is not None
             with self._rates.newcomer_poll(self.place(request), invited=invited) as allowed:
                 if not allowed:
@@ -120,8 +123,26 @@ class Gate:
                     raise Refusal(429, words, retry_after_s=5.0)
                 yield
 
+    @contextmanager
+    def body(self, key: str, request: web.Request) -> Iterator[bool]:
+        """Counts a body that is on its way; yields whether it may take its time."""
+        if self._has_a_role(key):
+            yield True
+            return
+        named = key if self._has_a_name(key) else None
+        with self._rates.body(named, self.place(request)) as room:
+            yield room
+
+    def _has_a_role(self, key: str) -> bool:
+        return key in self._roles.coordinator or key in self._roles.validator
+
+    def _has_a_name(self, key: str) -> bool:
+        """Whether it is the run's own, or one that has had work accepted."""
+        worker = self._journal.state.workers.get(key)
+        return key in self._own or (worker is not None and not worker.standing.newcomer)
+
     def _admit(self, kind: str | None, place: str, key: str) -> None:
-        if key in self._roles.coordinator or key in self._roles.validator:
+        if self._has_a_role(key):
             return
         now = time.monotonic()
         if kind is not None and key in self._journal.state.workers:

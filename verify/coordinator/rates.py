@@ -22,6 +22,10 @@ from dataclasses import dataclass
 MAX_BUCKETS = 100_000
 MAX_DOWNLOADS, MAX_DOWNLOADS_PER_PLACE = 256, 32
 """Files of the data that are being sent: to whoever takes them slowly, for long."""
+MAX_BODIES, MAX_BODIES_PER_PLACE, MAX_BODIES_PER_KEY = 1024, 64, 8
+"""Bodies of JSON requests that are on their way: by key of those with accepted work, of all others
+by place and together. While one is waited for its connection makes no room, so those beyond have to
+hurry."""
 MAX_POLLS = 4
 """Requests for a lease that one key may keep waiting: a worker has one, and another where a lost
 connection has not been noticed."""
@@ -108,10 +112,16 @@ class Buckets:
 
 
 class RateLimits:
-    """Which buckets a request draws from."""
+    """Which buckets a request draws from.
 
-    def __init__(self) -> None:
+    Args:
+        max_bodies: of `MAX_BODIES`, where there are few connections.
+    """
+
+    def __init__(self, max_bodies: int = MAX_BODIES) -> None:
         self._keys, self._places = Buckets(), Buckets()
+        self._max_bodies = max_bodies
+        self._bodies: Counter[str] = Counter()
         self._polls: Counter[str] = Counter()
         self._newcomer_polls: Counter[str] = Counter()
         self._downloads: Counter[str] = Counter()
@@ -154,6 +164,29 @@ class RateLimits:
             self._downloads[place] -= 1
             if not self._downloads[place]:
                 del self._downloads[place]
+
+    @contextmanager
+    def body(self, key: str | None, place: str) -> Iterator[bool]:
+        """Counts a body that is on its way; yields whether it may take its time.
+
+        Args:
+            key: of a worker with accepted work; None of anybody else's.
+            place: which it comes from.
+        """
+        names = [key] if key is not None else [f"from {place}", "together"]
+        self._bodies.update(names)
+        here = self._bodies[names[0]]
+        try:
+            if key is not None:
+                yield here <= MAX_BODIES_PER_KEY
+            else:
+                yield (
+                    here <= MAX_BODIES_PER_PLACE and self._bodies["together"] <= self._max_bodies
+                )
+        finally:
+            self._bodies.subtract(names)
+            if not self._bodies[names[0]]:
+                del self._bodies[names[0]]
 
     @contextmanager
     def poll(self, key: str) -> Iterator[bool]:

@@ -90,6 +90,7 @@ async def serve(
     backlog = Backlog(journal, judging.submitted, spec.verify.backlog)
     leasing = Leasing(journal, spec, key, roles, admission, backlog)
     closing = Closing(journal, spec.name, key, workers)
+    callers = Connections()
     site = SiteDesk(spec, key, public_weights or [weights])
     api = Api(
         journal=journal,
@@ -100,12 +101,15 @@ async def serve(
         status=Status(spec.name, journal, judging, backlog, workers, validators, admission),
         workers=workers,
         validators=validators,
-        gate=Gate(journal, RequestChecker(spec.name), roles, own, networks(spec.verify.proxies)),
+        gate=Gate(
+            *(journal, RequestChecker(spec.name), roles, own, networks(spec.verify.proxies)),
+            connections=callers.most,
+        ),
         roles=roles,
         roles_document=roles_document,
         spec_document=sign_spec(spec, key),
     )
-    callers, application = Connections(), api.application()
+    application = api.application()
     application.middlewares.insert(0, callers.answering)
     runner = web.AppRunner(
         application,

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -43,6 +44,8 @@ MAX_BODY_BYTES = 64 * 1024
 """Of the JSON requests."""
 BODY_S = 30.0
 """Within which they must be there."""
+HURRIED_BODY_S = 1.0
+"""And of whom too many are on their way."""
 MAX_HEADER_BYTES = 32 * 1024
 """A verdict's envelope, the largest header, is at most 16 KiB before base64."""
 _MAX_HOLDING = 64
@@ -161,7 +164,7 @@ class Api:
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
         caller = self._gate.caller(request, "registration")
-        body = await _json(request, caller, {"pool", "info"}, {"invite"})
+        body = await self._json(request, caller, {"pool", "info"}, {"invite"})
         if not isinstance(body["pool"], str) or not isinstance(body["info"], dict):
             raise Refusal(400, "pool must be a name and info a map")
         try:
@@ -175,7 +178,7 @@ class Api:
 
     async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
         caller = self._gate.caller(request, "heartbeat")
-        body = await _json(request, caller, {"state"})
+        body = await self._json(request, caller, {"state"})
         if caller.key in self._roles.validator:
             peers = self._validators
         elif caller.key in self._journal.state.workers:
@@ -191,7 +194,7 @@ class Api:
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
         caller = self._gate.caller(request, "lease")
-        wait_s, holding = _wait_and_holding(await _json(request, caller, {"wait", "holding"}))
+        wait_s, holding = _wait_and_holding(await self._json(request, caller, {"wait", "holding"}))
         if caller.key in self._journal.state.workers:
             self._workers.seen(caller.key, self._journal.clock())
         with self._gate.poll(caller.key, request):
@@ -202,7 +205,7 @@ class Api:
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
         caller = self._gate.caller(request, "release")
-        leases = _digests("leases", (await _json(request, caller, {"leases"}))["leases"])
+        leases = _digests("leases", (await self._json(request, caller, {"leases"}))["leases"])
         self._leasing.release(caller.key, leases)
         return web.json_response({})
 
@@ -224,7 +227,7 @@ class Api:
 
     async def _next(self, request: web.Request) -> web.StreamResponse:
         caller = self._validator(request)
-        wait_s, holding = _wait_and_holding(await _json(request, caller, {"wait", "holding"}))
+        wait_s, holding = _wait_and_holding(await self._json(request, caller, {"wait", "holding"}))
         found = await self._judging.next_submission(caller.key, holding, wait_s)
         if found is None:
             return web.Response(status=204)
@@ -241,7 +244,7 @@ class Api:
 
     async def _release_claims(self, request: web.Request) -> web.StreamResponse:
         caller = self._validator(request)
-        body = await _json(request, caller, {"submissions", "fault"})
+        body = await self._json(request, caller, {"submissions", "fault"})
         submissions = _digests("submissions", body["submissions"])
         if not isinstance(body["fault"], str):
             raise Refusal(400, "fault must be a text")
@@ -286,7 +289,32 @@ class Api:
         """What the operator wants of which key, and why."""
         caller = self._gate.caller(request)
         self._operator.must_be_operator(caller.key)
-        return await _json(request, caller, {"key", "reason"})
+        return await self._json(request, caller, {"key", "reason"})
+
+    async def _json(
+        self,
+        request: web.Request,
+        caller: SignedRequest,
+        fields: set[str],
+        optional: AbstractSet[str] = frozenset(),
+    ) -> dict[str, Any]:
+        """The body of a request, with exactly these fields but for the optional ones."""
+        with self._gate.body(caller.key, request) as room:
+            data = await _read(request, BODY_S if room else HURRIED_BODY_S)
+        if data is None and not room:
+            words = "too many requests are on their way, and this one is slow: come again"
+            raise Refusal(429, words, retry_after_s=5.0)
+        if data is None:
+            raise Refusal(408, f"the body took longer than {BODY_S:.0f} s")
+        if digest_bytes(data) != caller.body_digest:
+            raise Unauthorised("the body is not the one that was signed")
+        try:
+            body = parse_object(data, max_bytes=MAX_BODY_BYTES)
+        except MalformedJson as error:
+            raise Refusal(400, str(error)) from error
+        if set(body) - optional != fields:
+            raise Refusal(400, f"fields {sorted(body)} instead of {sorted(fields)}")
+        return body
 
     # -- Validators' keys, and what goes wrong ---------------------------------------------------
 
@@ -324,31 +352,21 @@ def _error(status: int, words: str, retry_after_s: float | None = None) -> web.R
     return web.json_response({"error": words}, status=status, headers=headers)
 
 
-async def _json(
-    request: web.Request,
-    caller: SignedRequest,
-    fields: set[str],
-    optional: AbstractSet[str] = frozenset(),
-) -> dict[str, Any]:
-    """The body of a request, with exactly these fields but for the optional ones."""
+async def _read(request: web.Request, within_s: float) -> bytes | None:
+    """A body; None where it did not come in time.
+
+    Raises:
+        Refusal: it is too large.
+    """
     data = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
             async for chunk in request.content.iter_chunked(MAX_BODY_BYTES):
                 data += chunk
                 if len(data) > MAX_BODY_BYTES:
                     raise Refusal(413, f"larger than the {MAX_BODY_BYTES} bytes allowed")
-    except TimeoutError:
-        raise Refusal(408, f"the body took longer than {BODY_S:.0f} s") from None
-    if digest_bytes(bytes(data)) != caller.body_digest:
-        raise Unauthorised("the body is not the one that was signed")
-    try:
-        body = parse_object(bytes(data), max_bytes=MAX_BODY_BYTES)
-    except MalformedJson as error:
-        raise Refusal(400, str(error)) from error
-    if set(body) - optional != fields:
-        raise Refusal(400, f"fields {sorted(body)} instead of {sorted(fields)}")
-    return body
+            return bytes(data)
+    return None
 
 
 def _wait_and_holding(body: dict[str, Any]) -> tuple[float, list[str]]:
