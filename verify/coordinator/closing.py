@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from runspec.common.errors import UserError
@@ -12,7 +14,7 @@ from runspec.common.latest import Latest
 from runspec.common.process import RunStopped
 from verify.coordinator import filling
 from verify.coordinator.activity import Activity
-from verify.coordinator.events import LeaseExpired, StepClosed, VersionPublished
+from verify.coordinator.events import CoordinatorStarted, LeaseExpired, StepClosed, VersionPublished
 from verify.coordinator.grading import batch_stats
 from verify.coordinator.journal import Journal
 from verify.coordinator.state import Tally
@@ -23,6 +25,8 @@ from verify.ledger import NotNow
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
 """Between two tries to write what could not be written."""
+_JUMP_S = 60.0
+"""By which the clock that people see may move against a steady one, between two looks."""
 
 
 class Closing:
@@ -33,10 +37,21 @@ class Closing:
         run: the run's name.
         key: signs the batch manifests.
         workers: how busy the samplers are, for the manifests' statistics.
+        steady: seconds, by a clock that nobody sets and that stands while the machine sleeps.
     """
 
-    def __init__(self, journal: Journal, run: str, key: SigningKey, workers: Activity) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        run: str,
+        key: SigningKey,
+        workers: Activity,
+        *,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._journal, self._run, self._key, self._workers = journal, run, key, workers
+        self._steady = steady
+        self._ahead = journal.clock() - steady()
         self._unwritten: tuple[Path, bytes] | None = None
 
     def published(self, latest: Latest) -> None:
@@ -85,6 +100,7 @@ class Closing:
 
     def _advance(self) -> None:
         now = self._journal.clock()
+        self._notice_jump(now)
         self._write_batch()
         for record in filling.expired_leases(self._journal.state, now):
             self._journal.record(LeaseExpired(now, record.digest))
@@ -100,6 +116,14 @@ class Closing:
                     remedy="mend what was waited for (or algorithm.fill), then apply again",
                 )
             self._close_step(decision, now)
+
+    def _notice_jump(self, now: float) -> None:
+        """While the machine slept nobody could work, nor in time by which its clock was set."""
+        ahead = now - self._steady()
+        if abs(ahead - self._ahead) > _JUMP_S:
+            _log.warning("the clock jumped by %.0f s: deadlines begin anew", ahead - self._ahead)
+            self._journal.record(CoordinatorStarted(now))
+        self._ahead = ahead
 
     def _close_step(self, decision: filling.Close, now: float) -> None:
         step, tally = decision.step, self._journal.state.tallies.get(decision.step, Tally())

@@ -16,7 +16,8 @@ from verify.gap_noise import GapNoise
 
 @dataclass(frozen=True)
 class CoordinatorStarted:
-    """The process began (again). Deadlines do not count the time in which nobody could work."""
+    """The process began (again), or its clock jumped, as of a machine that slept. Deadlines do not
+    count the time in which nobody could work."""
 
     at: float
 
