@@ -66,6 +66,15 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         file.write(data)
 
 
+def sync_folder(folder: Path) -> None:
+    """Puts on the disk what was renamed into a folder: a loss of power may take it back before."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Yields a temporary directory that becomes `path` by one rename when the block succeeds.

@@ -159,16 +159,16 @@ class Journal:
 
     def _recover(self) -> None:
         """Folds the ledger; it has the last word on what the files must be."""
-        last_batch: StepClosed | None = None
+        lost: dict[int, str] = {}
         for event in self.ledger.events():
             self.state = apply(self.state, event)
             self.history.take(event, self.state.leases)
-            if isinstance(event, StepClosed):
-                last_batch = event
+            if isinstance(event, StepClosed) and not self.batch_path(event.step).exists():
+                lost[event.step] = event.document
             elif isinstance(event, RolledBack):  # the files that it took away stay away
-                last_batch = None
-        if last_batch is not None and not self.batch_path(last_batch.step).exists():
-            write_atomic(self.batch_path(last_batch.step), last_batch.document.encode())
+                lost = {s: document for s, document in lost.items() if s < event.version}
+        for step, document in lost.items():
+            write_atomic(self.batch_path(step), document.encode())
         unknown = self.batch_path(self.state.next_close)
         if unknown.exists():
             raise RunStopped(

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from runspec.common.files import sync_folder
 from verify.coordinator.claims import CLAIM_TIMEOUT_S, Claims
 from verify.coordinator.duplicates import Seen, by_coordinator
 from verify.coordinator.events import GroupGrade, SubmissionJudged, SubmissionSetAside
@@ -163,6 +164,7 @@ class Judging:
             with self._journal.recording(files.verdict, files.verdict_envelope):
                 body.rename(files.verdict)
                 write_small(files.verdict_envelope, signed)
+                sync_folder(files.verdict.parent)
                 self._journal.record(judged)
         if judged.accepted:
             self._seen.add(record.lease.step, judged.submission, [r.fingerprints for r in rows])

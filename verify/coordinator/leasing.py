@@ -6,7 +6,9 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Collection
 from functools import partial
+from pathlib import Path
 
+from runspec.common.files import sync_folder
 from runspec.common.keys import SigningKey
 from runspec.common.roles import Roles
 from runspec.spec.schema import RunSpec
@@ -24,7 +26,7 @@ from verify.coordinator.events import (
 from verify.coordinator.intake import Refusal, received, to_the_end, write_small
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.state import LeaseRecord
-from verify.formats.layout import submission_files
+from verify.formats.layout import SubmissionFiles, submission_files
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope
 from verify.limits import max_submission_bytes
@@ -209,10 +211,9 @@ class Leasing:
             chunks, files.submission.parent, digest=envelope.digest, size=envelope.bytes
         ) as body:
             with self._journal.recording(files.submission, files.submission_envelope):
-                await to_the_end(partial(write_small, files.submission_envelope, signed))
+                await to_the_end(partial(_place, body, files, signed))
                 now = self._journal.clock()
                 self._must_be_open(self._lease_of(envelope), envelope, now)
-                body.rename(files.submission)
                 self._journal.record(
                     SubmissionReceived(now, record.digest, envelope.digest, envelope.bytes)
                 )
@@ -239,3 +240,9 @@ class Leasing:
             raise Refusal(409, "the lease was given back")
         if record.status != "open":
             raise Refusal(409, "the lease was answered already, with other bytes")
+
+
+def _place(body: Path, files: SubmissionFiles, signed: bytes) -> None:
+    write_small(files.submission_envelope, signed)
+    body.rename(files.submission)
+    sync_folder(files.submission.parent)
