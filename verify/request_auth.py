@@ -15,10 +15,10 @@ a stranger before it has read a byte of the body.
 
 from __future__ import annotations
 
+import heapq
 import re
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -119,8 +119,8 @@ class RequestChecker:
         self._max_of_a_key, self._max = max_of_a_key, max_remembered
         self._seen: dict[str, dict[str, float]] = {}
         """By key and nonce, when a request is stale."""
-        self._order: deque[tuple[str, str]] = deque()
-        """Key and nonce, by arrival."""
+        self._order: list[tuple[float, str, str]] = []
+        """A heap: when it is stale, key and nonce."""
 
     def __len__(self) -> int:
         """Requests remembered."""
@@ -169,18 +169,15 @@ class RequestChecker:
             raise Unauthorised("this request was made before; sign each attempt anew")
         admit(key)
         self._must_have_room(key, now)
-        self._seen.setdefault(key, {})[nonce] = int(moment) + self._skew_s
-        self._order.append((key, nonce))
+        stale = int(moment) + self._skew_s
+        self._seen.setdefault(key, {})[nonce] = stale
+        heapq.heappush(self._order, (stale, key, nonce))
         return SignedRequest(key, body_digest)
 
     def _forget_stale(self, now: float) -> None:
-        # By arrival, and times may be a little out of order: some then stay longer.
-        while self._order:
-            key, nonce = self._order[0]
+        while self._order and self._order[0][0] < now:
+            _, key, nonce = heapq.heappop(self._order)
             of_key = self._seen[key]
-            if of_key[nonce] >= now:
-                return
-            self._order.popleft()
             del of_key[nonce]
             if not of_key:
                 del self._seen[key]

@@ -180,3 +180,16 @@ def test_what_is_not_admitted_takes_no_room():
             checker.check(signed(key), method="POST", path="/v1/leases?a=1", now=NOW, admit=refuse)
     assert len(checker) == 0
     check(checker, signed(key))
+
+
+def test_a_clock_that_was_ahead_for_a_moment_does_not_fill_the_memory():
+    """What came then is stale in a day; what came after is forgotten as ever."""
+    key, checker = SigningKey.generate(), RequestChecker("run", max_of_a_key=10)
+    later = NOW + 86400.0
+    check(checker, signed(key, at=later), now=later)
+
+    for n in range(40):  # one a minute, of which six are remembered
+        now = NOW + 60.0 * n
+        check(checker, signed(key, at=now), now=now)
+
+    assert len(checker) <= 7
