@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ DEAD_AFTER_S = 30.0
 _LEAST_INTERVAL_S = 5.0
 """Half of a heartbeat's. Rates over less, as when a load is told at once, would be noise."""
 _MAX_FIELDS, _MAX_TEXT, _MAX_NUMBER = 16, 120, 10**15
+_MAX_BYTES = 1024
+"""As the status says it."""
 Scalars = dict[str, str | float | int | None]
 
 
@@ -99,6 +102,8 @@ def scalars(state: Mapping[str, Any]) -> Scalars:
             raise ValueError(f"{name[:40]!r}: longer than {_MAX_TEXT} characters")
         if isinstance(value, int) and abs(value) > _MAX_NUMBER:
             raise ValueError(f"{name[:40]!r}: beyond {_MAX_NUMBER:g}")
+    if len(json.dumps(state)) > _MAX_BYTES:
+        raise ValueError(f"longer than {_MAX_BYTES} bytes of JSON")
     return dict(state)
 
 

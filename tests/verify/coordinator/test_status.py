@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
+from runspec.cli.desk import _MAX_STATUS_BYTES
 from runspec.common.roles import Roles
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import POLICY, Filled, key, policy
-from verify.coordinator.activity import DEAD_AFTER_S, Activity
+from verify.coordinator.activity import DEAD_AFTER_S, Activity, scalars
 from verify.coordinator.admission import MAX_UNPROVEN, Admission
 from verify.coordinator.backlog import Backlog
 from verify.coordinator.journal import Journal
@@ -81,3 +85,29 @@ def test_why_newcomers_are_held_back_is_told(tmp_path):
         assert told.report()["unproven"] == {"registered": 1, "may_register": MAX_UNPROVEN}
         workers = {w["key"]: w for w in told.report()["workers"]}
         assert workers[key("known")]["reputation"] == round(1 / 21, 4)
+
+
+def the_most(letter: str) -> dict:
+    """The largest map that a worker may send of itself, in this letter."""
+    text, found = "", {}
+    while len(text) < 120:
+        text += letter
+        tried = {f"{n:x}{text[1:]}": text for n in range(16)}
+        try:
+            found = dict(scalars(tried))
+        except ValueError:
+            break
+    return found
+
+
+@pytest.mark.parametrize("letter", ["a", "\u00e9", "\N{GRINNING FACE}"])
+def test_a_command_reads_the_status_of_as_many_keys_as_may_come(tmp_path, letter: str):
+    """Who registers 10,000 of them, and says of each what it may, must not take the operator's
+    commands away."""
+    run = Filled()
+    run.register("x")
+    with closing(Told(tmp_path, run)) as told:
+        told.workers.registered(key("x"), the_most(letter), run.now)
+        told.workers.heartbeat(key("x"), the_most(letter), run.now)
+        (worker,) = told.report()["workers"]
+    assert MAX_UNPROVEN * len(json.dumps(worker)) < _MAX_STATUS_BYTES / 2
