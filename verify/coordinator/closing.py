@@ -171,3 +171,4 @@ class Closing:
         except UserError as error:
             raise NotNow(error.thing, place=error.place, remedy=error.remedy) from error
         self._unwritten = None
+        self._journal.written(str(path))

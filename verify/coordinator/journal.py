@@ -63,7 +63,8 @@ class Journal:
         self.ledger = ledger or Ledger(run_dir / STATE_FILE)
         self._changed = asyncio.Event()
         self._stopping = False
-        self._trouble_since: float | None = None
+        self._trouble: dict[str, float] = {}
+        """By place, since when it cannot be written."""
         self.ledger.own()  # first: another's files on their way look like those of a killed process
         self._recover()
         self.record(CoordinatorStarted(self.clock()))
@@ -84,9 +85,7 @@ class Journal:
         except NotNow as error:
             self.put_off(error)
             raise
-        if self._trouble_since is not None:
-            _log.info("%s can be written again", self.ledger.place)
-        self._trouble_since = None
+        self.written(self.ledger.place)
         self.state = state
         for recorded in events:
             self.history.take(recorded, state.leases)
@@ -124,12 +123,17 @@ class Journal:
         Raises:
             UserError: that has gone on for longer than `STORAGE_S`.
         """
-        now = self.clock()
-        if self._trouble_since is None:
-            self._trouble_since = now
-            _log.warning("waiting for %s to be written: %s", error.place, error.thing)
-        elif now - self._trouble_since > STORAGE_S:
+        now, place = self.clock(), error.place
+        if place not in self._trouble:
+            self._trouble[place] = now
+            _log.warning("waiting for %s to be written: %s", place, error.thing)
+        elif now - self._trouble[place] > STORAGE_S:
             raise UserError(error.thing, place=error.place, remedy=error.remedy) from error
+
+    def written(self, place: str) -> None:
+        """What was put off there is done."""
+        if self._trouble.pop(place, None) is not None:
+            _log.info("%s can be written again", place)
 
     async def change(self, deadline: float | None, *, due: float | None = None) -> bool:
         """Waits for the next event, until `deadline` or `due` at the latest.

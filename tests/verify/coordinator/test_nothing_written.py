@@ -105,6 +105,31 @@ async def test_a_step_closes_once_it_can_be_written(tmp_path: Path):
         await keeping
 
 
+async def test_a_batch_that_cannot_be_written_is_not_waited_for_without_end(tmp_path: Path):
+    """Though the ledger can, and all others go on: the learner waits for it."""
+    run = Filled()
+    run.register("x")
+    run.publish(0)
+    run.work("x"), run.work("x")
+    now = [run.now]
+    with closing_journal(tmp_path, now) as journal:
+        for event in run.events:
+            journal.record(event)
+        (tmp_path / "rollouts").write_bytes(b"")
+        desk = Closing(*(journal, "run", SigningKey.generate(), Activity()), steady=lambda: now[0])
+        keeping = asyncio.create_task(desk.keep_time())
+        while journal.state.next_close == 0:
+            await asyncio.sleep(0.01)
+        for _ in range(3):
+            now[0] += STORAGE_S / 2 + 1.0
+            journal.record(CoordinatorStarted(now[0]))  # any event
+            await asyncio.sleep(0.05)
+        assert keeping.done()
+        with pytest.raises(UserError, match="cannot write") as raised:
+            await keeping
+        assert raised.value.place == str(journal.batch_path(0))
+
+
 def limit(process: subprocess.Popen[str], size: int) -> None:
     """The largest file that a process may write from now on."""
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
