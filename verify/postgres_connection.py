@@ -93,7 +93,11 @@ def connect(url: str, deadline_s: float = CONNECT_S) -> Connection:
 def connect_unbounded(url: str) -> Connection:
     """The same, but the look-up of a name takes as long as the resolver lets it."""
     return psycopg.connect(
-        url, autocommit=True, connect_timeout=_CONNECT_ADDRESS_S, options=_OPTIONS
+        url,
+        autocommit=True,
+        connect_timeout=_CONNECT_ADDRESS_S,
+        options=_OPTIONS,
+        client_encoding="UTF8",  # else that of the database, which may say nothing of letters
     )
 
 

@@ -173,6 +173,7 @@ class PostgresStore:
     def _open(self) -> Connection:
         connection = connect_unbounded(self._url)
         try:
+            _must_hold_every_letter(connection)
             with within(EXCHANGE_S, connection):
                 mine = connection.execute(
                     "SELECT pg_try_advisory_lock(hashtextextended(%s, 0))",
@@ -185,6 +186,16 @@ class PostgresStore:
             connection.close()
             raise
         return connection
+
+
+def _must_hold_every_letter(connection: Connection) -> None:
+    encoding = connection.info.parameter_status("server_encoding")
+    if encoding not in ("UTF8", "SQL_ASCII"):  # the latter keeps bytes as they are
+        raise StoreError(
+            f"the database is encoded as {encoding}, which has not every letter",
+            passing=False,
+            remedy="make a database WITH ENCODING 'UTF8' TEMPLATE template0",
+        )
 
 
 def place(url: str, run: str) -> str:

@@ -23,7 +23,13 @@ from tests.verify.postgres import Server, postgres_server
 from tests.verify.test_ledger import eventful
 from tests.waiting import eventually
 from verify.audit.replay import audit
-from verify.coordinator.events import CoordinatorStarted, Event, WorkerRegistered
+from verify.coordinator.events import (
+    BY_OPERATOR,
+    CoordinatorStarted,
+    Event,
+    KeyBanned,
+    WorkerRegistered,
+)
 from verify.coordinator.transitions import replay
 from verify.formats.lease import open_lease
 from verify.ledger import Ledger, NotNow, decode_event, open_ledger
@@ -114,6 +120,59 @@ def test_what_json_may_hold_comes_back(opened: Open):
 
 
 # -- PostgreSQL alone ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encoded(postgres: Server) -> Callable[[str], str]:
+    """Makes a database of an encoding; its address."""
+    psycopg = pytest.importorskip("psycopg")
+
+    def made(encoding: str) -> str:
+        name = encoding.lower()
+        with psycopg.connect(postgres.url, autocommit=True) as connection:
+            connection.execute(
+                f"CREATE DATABASE {name} ENCODING '{encoding}' TEMPLATE template0 "
+                "LC_COLLATE 'C' LC_CTYPE 'C'"
+            )
+        return postgres.url.replace("/postgres?", f"/{name}?")
+
+    return made
+
+
+WITH_LETTERS = KeyBanned(1.0, key("x"), "\u2713 \u00e9", BY_OPERATOR)
+
+
+def test_a_database_that_says_nothing_of_letters_is_read_as_it_was_written(
+    encoded: Callable[[str], str],
+):
+    """`initdb` makes them so where no language is set."""
+    from verify.postgres_store import PostgresStore
+
+    url = encoded("SQL_ASCII")
+    for rows in (1, 2):
+        with closing(Ledger(PostgresStore(url, "tiny"))) as ledger:
+            ledger.append([WITH_LETTERS])
+            assert list(ledger.events()) == [WITH_LETTERS] * rows
+            assert list(decoded(url)) == [WITH_LETTERS] * rows
+
+
+def decoded(url: str) -> Iterator[Event]:
+    """As an audit reads them."""
+    from verify.audit.postgres_snapshot import PostgresSnapshot
+
+    with closing(PostgresSnapshot(url, "tiny")) as snapshot:
+        for row in snapshot.rows():
+            yield decode_event(row.kind, row.body)
+
+
+def test_a_database_that_has_not_every_letter_is_refused_before_a_row_is_written(
+    encoded: Callable[[str], str],
+):
+    from verify.postgres_store import PostgresStore
+
+    with pytest.raises(StoreError, match="LATIN1") as raised:
+        PostgresStore(encoded("LATIN1"), "tiny")
+    assert "UTF8" in raised.value.remedy and not raised.value.passing
 
 
 def test_one_process_at_a_time_writes_a_run(postgres_url: str):
