@@ -76,3 +76,14 @@ def test_task_needs_rewards_that_are_a_sum() -> None:
     # given `max` rewards: task times a factor of the length
     with pytest.raises(ValueError, match="task reward"):
         advantages("task", reward=[0.5, 0.0, 0.0, 0.7])
+
+
+def test_rewards_that_verdict_files_round_are_still_a_sum() -> None:
+    """R, T and P are float32 there, each rounded by itself: in the hundreds by more than 1e-5."""
+    task = np.array([0.3, 0.05, 1.0, 0.0])  # partial credit
+    penalty = -0.02 * np.array([15_999.0, 9_001.0, 40.0, 15_000.0])  # off by thousands of tokens
+    rounded = (np.float32(x) for x in (task, penalty, task + penalty))
+    exact = group_advantages(task, penalty, task + penalty, normalize="task")
+    np.testing.assert_allclose(group_advantages(*rounded, normalize="task"), exact, atol=1e-4)
+    with pytest.raises(ValueError, match="task reward"):
+        group_advantages(task, penalty, task + penalty + 1e-3, normalize="task")
