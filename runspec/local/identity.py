@@ -40,6 +40,8 @@ def make_identity(
 ) -> Identity:
     """Makes the keys that are missing, and signs roles.json where it is missing or half expired.
 
+    Validators that the spec asks for no more stay in it, for what they signed.
+
     A spec that pins a root brings its own keys: the publisher's, the coordinator's and the
     validators', and the roles.json in which that root names them. Workers' keys are always made.
 
@@ -60,7 +62,7 @@ def make_identity(
         held = {
             "publisher": [_key(identity.key("publisher")).public_hex],
             "coordinator": [_key(identity.key("coordinator")).public_hex],
-            "validator": [_key(identity.key(name)).public_hex for name in validator_names(spec)],
+            "validator": [_key(path).public_hex for path in _validator_keys(identity, spec)],
         }
         hours = spec.budget.max_hours
         valid_s = YEAR_S if hours is None else max(_SHORTEST_S, hours * 3600.0)
@@ -116,6 +118,13 @@ def _still_good(
     named = {name: frozenset(keys) for name, keys in held.items()}
     same = named == {name: getattr(roles, name) for name in named}
     return same and roles.expires >= until
+
+
+def _validator_keys(identity: Identity, spec: RunSpec) -> list[Path]:
+    """Of all that the run ever had: what one judged is trained, and audited, after it is gone."""
+    had = (path.stem for path in identity.folder.glob("validator-*.key"))
+    ours = (name for name in had if name.removeprefix("validator-").isdecimal())
+    return [identity.key(name) for name in dict.fromkeys([*validator_names(spec), *sorted(ours)])]
 
 
 def _key(path: Path) -> SigningKey:

@@ -46,6 +46,21 @@ def test_keys_and_roles_are_kept_over_restarts(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in first.folder.iterdir()} == files
 
 
+def test_a_validator_that_is_started_no_more_may_still_have_signed(tmp_path: Path) -> None:
+    """What it judged before is still to be trained, and audited."""
+    # given a run of two validators
+    make_identity(tmp_path, small_spec("small", 5, "verify.validators=2"))
+    # when it goes on with one, and with three
+    for count in (1, 3):
+        identity = make_identity(tmp_path, small_spec("small", 5, f"verify.validators={count}"))
+        # then roles.json names all that there ever were
+        roles = open_roles(
+            identity.roles_file.read_bytes(), root_public_key=identity.root_public_key, run="small"
+        )
+        held = {public(identity, f"validator-{i}") for i in range(max(2, count))}
+        assert roles.validator == held
+
+
 def test_roles_are_signed_again_when_half_expired(tmp_path: Path) -> None:
     spec = small_spec("small", 5, "budget.max_hours=null")
 
