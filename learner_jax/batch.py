@@ -35,7 +35,12 @@ from verify.formats.batch import BatchGroup, BatchManifest, open_batch
 from verify.formats.layout import SubmissionFiles, step_folder, submission_files
 from verify.formats.submission import Rollout, open_submission
 from verify.formats.tables import MalformedTable
-from verify.formats.verdict import RolloutVerdict, decode_verdicts, open_verdict
+from verify.formats.verdict import (
+    RolloutVerdict,
+    VerdictEnvelope,
+    decode_verdicts,
+    open_verdict,
+)
 from verify.limits import largest_accepted_bytes
 
 POLL_S = 0.02
@@ -128,7 +133,8 @@ class BatchReader:
         self._run_dir, self._spec, self._decode = run_dir, spec, decode
         self._max_bytes = min(MAX_TABLE_BYTES, largest_accepted_bytes(spec))
         self._limit_s = spec.algorithm.fill.deadline + slack_s
-        self._roles = _read_roles(run_dir, spec.name, root_public_key)
+        self._root_public_key = root_public_key
+        self._roles = self._read_roles()
 
     def wait(self, step: int, stop: StopSignal, log: logging.Logger) -> BatchManifest | None:
         """Waits for the manifest of a step; None when `stop` was set meanwhile.
@@ -215,7 +221,7 @@ class BatchReader:
                 read_bounded(files.submission_envelope, submission_format.MAX_ENVELOPE_BYTES)
             )
             signed_verdict = read_bounded(files.verdict_envelope, verdict_format.MAX_ENVELOPE_BYTES)
-            judgement = open_verdict(signed_verdict, validators=self._roles.validator)
+            judgement = self._judgement(signed_verdict, files)
             table = read_bounded(files.submission, MAX_TABLE_BYTES)
             verdict_table = read_bounded(files.verdict, MAX_TABLE_BYTES)
             for what, found, expected in (
@@ -254,6 +260,33 @@ class BatchReader:
                 )
             by_group.setdefault(verdict.group, []).append(_Row(rollouts[verdict.row], verdict))
         return by_group
+
+    def _judgement(self, signed: bytes, files: SubmissionFiles) -> VerdictEnvelope:
+        """The envelope of a verdict, by the roles as they are now: validators may be added."""
+        try:
+            return open_verdict(signed, validators=self._roles.validator)
+        except BadSignature:
+            self._roles = self._read_roles()
+        try:
+            return open_verdict(signed, validators=self._roles.validator)
+        except BadSignature as error:
+            raise UserError(
+                str(error),
+                place=str(files.verdict_envelope),
+                remedy=f"{_REMEDY}; keys/roles.json must name whoever judged what is to be trained",
+            ) from error
+
+    def _read_roles(self) -> Roles:
+        path = self._run_dir / "keys" / "roles.json"
+        try:
+            data = read_bounded(path, MAX_ROLES_BYTES)
+            return open_roles(data, root_public_key=self._root_public_key, run=self._spec.name)
+        except (OSError, BadSignature) as error:
+            raise UserError(
+                f"cannot read the run's roles: {error}",
+                place=str(path),
+                remedy="`runspec apply` makes it anew",
+            ) from error
 
     def _check_group(self, named: BatchGroup, rows: list[_Row]) -> None:
         """A whole group: every sample once, each of the version named, verdict beside rollout."""
@@ -348,16 +381,3 @@ def _undecoded(
         f"`runspec ban {run} {worker[:12]}` who sent it, `runspec rollback {run} --to "
         f"{named.step}` or further back, then `runspec resume {run}`",
     )
-
-
-def _read_roles(run_dir: Path, run: str, root_public_key: str) -> Roles:
-    path = run_dir / "keys" / "roles.json"
-    try:
-        data = read_bounded(path, MAX_ROLES_BYTES)
-        return open_roles(data, root_public_key=root_public_key, run=run)
-    except (OSError, BadSignature) as error:
-        raise UserError(
-            f"cannot read the run's roles: {error}",
-            place=str(path),
-            remedy="`runspec apply` makes it anew",
-        ) from error

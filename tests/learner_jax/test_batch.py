@@ -217,6 +217,29 @@ def test_files_that_are_not_what_the_manifest_names_are_refused(
     assert "rollouts/step_0/" in caught.value.place
 
 
+def test_a_validator_that_was_named_after_the_learner_began_counts(run: Any) -> None:
+    # given a learner that is at work
+    named, reader = run.add_step(0, version=0), reader_of(run)
+    # when the root names another validator, and that one judges
+    run.validator = SigningKey.generate()
+    run.sign_roles()
+    table = submission_files(run.path, 0, named[0].submission).verdict.read_bytes()
+    refile_verdict(run, named, table)
+    # then what it judged is trained
+    assert len(reader.read(reader.manifest(0)).rollouts) == 16
+
+
+def test_a_verdict_whose_validator_is_named_no_more_says_so(run: Any) -> None:
+    run.add_step(0, version=0)
+    run.validator = SigningKey.generate()
+    run.sign_roles()
+    reader = reader_of(run)
+    with pytest.raises(UserError, match="may not sign") as caught:
+        reader.read(reader.manifest(0))
+    assert caught.value.place.endswith(".verdict.json")
+    assert "keys/roles.json" in caught.value.remedy
+
+
 def test_a_manifest_counts_only_with_the_coordinators_signature(run: Any) -> None:
     run.add_batch(0, run.add_step(0, version=0), key=SigningKey.generate())
     with pytest.raises(UserError, match="may not sign"):
