@@ -41,7 +41,7 @@ from verify.formats.verdict import (
     decode_verdicts,
     open_verdict,
 )
-from verify.limits import largest_accepted_bytes
+from verify.limits import largest_accepted_bytes, largest_submission_bytes
 
 POLL_S = 0.02
 REPORT_EVERY_S = 30.0
@@ -131,7 +131,9 @@ class BatchReader:
         slack_s: float = DEADLINE_SLACK_S,
     ) -> None:
         self._run_dir, self._spec, self._decode = run_dir, spec, decode
-        self._max_bytes = min(MAX_TABLE_BYTES, largest_accepted_bytes(spec))
+        # What a validator accepted has to be read: one that is refused here ends the run.
+        most = max(MAX_TABLE_BYTES, largest_submission_bytes(spec))
+        self._max_bytes = min(most, largest_accepted_bytes(spec))
         self._limit_s = spec.algorithm.fill.deadline + slack_s
         self._root_public_key = root_public_key
         self._roles = self._read_roles()
@@ -222,7 +224,7 @@ class BatchReader:
             )
             signed_verdict = read_bounded(files.verdict_envelope, verdict_format.MAX_ENVELOPE_BYTES)
             judgement = self._judgement(signed_verdict, files)
-            table = read_bounded(files.submission, MAX_TABLE_BYTES)
+            table = read_bounded(files.submission, self._max_bytes)
             verdict_table = read_bounded(files.verdict, MAX_TABLE_BYTES)
             for what, found, expected in (
                 ("the submission's run", envelope.run, run),

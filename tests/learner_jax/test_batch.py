@@ -20,6 +20,7 @@ from verify.formats.batch import BatchGroup
 from verify.formats.layout import submission_files
 from verify.formats.submission import decode_rollouts, sign_submission
 from verify.formats.verdict import decode_verdicts, encode_verdicts
+from verify.limits import largest_submission_bytes
 
 LOG = logging.getLogger("test")
 
@@ -109,6 +110,30 @@ def test_nothing_is_compared_where_nothing_was_prefilled(run: Any) -> None:
     refile_verdict(run, named, encode_verdicts(without))
     reader = reader_of(run)
     assert reader.read(reader.manifest(0)).agreement is None
+
+
+def test_whatever_a_pool_may_hand_in_is_read(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a pool whose submissions may be larger than the learner takes of any run
+    (pool,) = run.spec.samplers
+    large = pool.model_copy(update={"groups_per_submission": 4})
+    run.spec = run.spec.model_copy(update={"samplers": [large]})
+    named = run.add_step(0, version=0)
+    monkeypatch.setattr("learner_jax.batch.MAX_TABLE_BYTES", 60_000)
+    most = largest_submission_bytes(run.spec)
+    # when a worker makes the most of that: a validator looks at the rows, not at what lies between
+    files = submission_files(run.path, 0, named[0].submission)
+    table = between_the_columns(files.submission.read_bytes(), most)
+    assert len(decode_rollouts(table, max_rows=16, max_bytes=most)) == 16
+    run.accept(0, named, table)
+    # then it trains
+    reader = reader_of(run)
+    assert len(reader.read(reader.manifest(0)).rollouts) == 16
+
+
+def between_the_columns(table: bytes, size: int) -> bytes:
+    """A Parquet file of so many bytes with the same rows: zeros lie before its footer."""
+    footer = int.from_bytes(table[-8:-4], "little") + 8
+    return table[:-footer] + bytes(size - len(table)) + table[-footer:]
 
 
 def refile_verdict(run: Any, named: list[BatchGroup], table: bytes, **how: Any) -> None:
