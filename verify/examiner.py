@@ -36,7 +36,7 @@ from verify.stages import Stages
 from verify.thresholds import Limits
 from verify.truncation import Truncation
 
-WEIGHTS_DEADLINE_S = 600.0
+WEIGHTS_S = 600.0
 _NOT_GRADED = Graded(0.0, 0.0, 0.0)
 
 
@@ -75,6 +75,11 @@ class _Case:
     subject: Subject
     examination: Examination
     dropped: list[int]
+
+
+def weights_deadline_s(spec: RunSpec) -> float:
+    """How long a version may take to come: a worker of a lease has as long for the same bytes."""
+    return max(WEIGHTS_S, spec.verify.lease_timeout)
 
 
 class Examiner:
@@ -200,8 +205,7 @@ class Examiner:
                 for row in c.subject.rollouts
                 if row.is_of_its_version
             ]
-            with self._stages.of("prefill", *(c.subject.submission for c in alike)):
-                found = iter(self._recompute(prefill, requests))
+            found = iter(self._recompute(prefill, requests, alike))
             for case in alike:
                 rows = case.subject.rollouts
                 recomputed = [next(found) if row.is_of_its_version else None for row in rows]
@@ -209,19 +213,23 @@ class Examiner:
                     done.append(_against_prefill(case, recomputed))
         return done
 
-    def _recompute(self, prefill: _Prefill, requests: list[PrefillRequest]) -> list[Recomputed]:
+    def _recompute(
+        self, prefill: _Prefill, requests: list[PrefillRequest], alike: Sequence[_Case]
+    ) -> list[Recomputed]:
         if not requests:
             return []
+        # In no stage: weights that are long in coming speak against no submission.
         self._engine.ensure_version(
-            prefill.version, prefill.manifest_digest, deadline_s=WEIGHTS_DEADLINE_S
+            prefill.version, prefill.manifest_digest, deadline_s=weights_deadline_s(self._spec)
         )
-        return recompute(
-            self._engine,
-            prefill.version,
-            requests,
-            temperature=prefill.temperature,
-            truncation=prefill.truncation,
-        )
+        with self._stages.of("prefill", *(c.subject.submission for c in alike)):
+            return recompute(
+                self._engine,
+                prefill.version,
+                requests,
+                temperature=prefill.temperature,
+                truncation=prefill.truncation,
+            )
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,11 @@ class Stages:
             self._current = None
             self.spent_s[name] += time.monotonic() - begun
 
+    @property
+    def current(self) -> Stage | None:
+        """What is being done."""
+        return self._current
+
     def overdue(self) -> Stage | None:
         """The current stage, if it should have ended long ago."""
         stage = self._current

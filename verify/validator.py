@@ -32,7 +32,7 @@ from verify.calibration.lookup import require_model, require_profiles
 from verify.checks import Decode
 from verify.client import CoordinatorClient, RunFinished, WorkItem
 from verify.decoder import Decoder
-from verify.examiner import WEIGHTS_DEADLINE_S, Examiner, SubmissionFile, Verdict
+from verify.examiner import Examiner, SubmissionFile, Verdict, weights_deadline_s
 from verify.formats.lease import lease_digest, open_lease
 from verify.formats.submission import decode_rollouts
 from verify.formats.verdict import encode_verdicts, sign_verdict
@@ -209,7 +209,7 @@ class Validator:
         try:
             lease = files[0].lease
             directory = self._engine.ensure_version(
-                lease.version, lease.manifest_digest, deadline_s=WEIGHTS_DEADLINE_S
+                lease.version, lease.manifest_digest, deadline_s=weights_deadline_s(self._spec)
             )
             require_model(self._spec, model_config(directory))
             self._task_set = self._task_set_of(directory)

@@ -24,8 +24,8 @@ READERS: dict[str, tuple[Readers, ...]] = {
     "verify.thresholds": ("coordinator", "validators"),
     "verify.backlog": ("coordinator",),
     "verify.proxies": ("coordinator",),
-    # Samplers give up on fetching a version after as long.
-    "verify.lease_timeout": ("coordinator", "samplers"),
+    # Who needs a version gives up on fetching it after as long.
+    "verify.lease_timeout": ("coordinator", "validators", "samplers"),
 }
 """Who reads a rolling field, or a block of them, by path."""
 

@@ -241,6 +241,39 @@ def test_what_a_validator_cannot_judge_for_its_own_fault_is_given_back_without_a
     assert coordinator.released == [(digest, "")]
 
 
+class Fetching(NumpyEngine):
+    """An engine that notes how long weights may take to come, and in which stage they do."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__({0: MODEL}, directory)
+        self.given: list[float] = []
+        self.validator: Validator | None = None
+
+    def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
+        self.given.append(deadline_s)
+        assert self.validator is not None and self.validator.stages.current is None
+        return super().ensure_version(version, manifest_digest, deadline_s=deadline_s)
+
+
+@pytest.mark.parametrize(("lease", "weights"), [(3600.0, 3600.0), (60.0, 600.0)])
+def test_weights_may_take_as_long_as_a_workers_lease(
+    coordinator: QueueCoordinator, tmp_path: Path, lease: float, weights: float
+) -> None:
+    """A worker of that lease fetches them too; 62 GB at 590 Mb/s are 14 minutes."""
+    spec = small_spec()
+    spec = spec.model_copy(
+        update={"verify": spec.verify.model_copy(update={"lease_timeout": lease})}
+    )
+    engine = Fetching(tmp_path)
+    engine.validator = Validator(
+        spec, VALIDATOR, coordinator, engine, task_set_of=lambda directory: ParityTask(), log=LOG
+    )
+    coordinator.offer(*sample(0)[1:])
+    engine.validator.serve(threading.Event())
+    # then no watch of a check that hangs takes a slow link for one
+    assert engine.given == [weights, weights]
+
+
 def test_a_stopped_validator_claims_nothing(
     coordinator: QueueCoordinator, engine: NumpyEngine
 ) -> None:

@@ -76,7 +76,7 @@ def test_a_change_is_on_disk_and_in_the_history_before_any_role_is_told(
     taken = live.take(request(change_request(new, serial=1)))
     # then it is true of the run, and the readers are to be renewed in their order
     assert live.spec == load_resolved(run.directory) == new
-    assert taken.event == Changed(5, 2.0, ("coordinator", "volunteers-0"))
+    assert taken.event == Changed(5, 2.0, ("coordinator", "validator-0", "volunteers-0"))
     assert [row.serial for row in state.applied()] == [1, 2]
     assert state.applied()[-1].spec_digest == spec_digest(new)
     assert state.applied()[-1].what == [
@@ -230,13 +230,16 @@ def test_apply_hands_hot_and_rolling_changes_to_a_live_run(
     assert watch.result is not None and watch.result.result() == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     assert "rolling  verify.lease_timeout" in said and "hot      budget.max_hours" in said
-    assert "The supervisor waits for coordinator, then volunteers-0 to run again" in said
+    readers = "coordinator, then validator-0, then volunteers-0"
+    assert f"The supervisor waits for {readers} to run again" in said
     assert "small: taken over (serial 2)" in said
     turns = [(name, text.split()[0]) for name, text in watch.events if name != "learner"]
     start = turns.index(("coordinator", "renewing"))
     assert [turn for turn in turns[start:] if turn[1] in ("renewing", "running")] == [
         ("coordinator", "renewing"),
         ("coordinator", "running"),
+        ("validator-0", "renewing"),
+        ("validator-0", "running"),
         ("volunteers-0", "renewing"),
         ("volunteers-0", "running"),
     ]
