@@ -284,4 +284,12 @@ def _load(group: str, name: str) -> Any:
             place=f"entry points of {group}",
             remedy="install the package that offers it (`make install` for our own)",
         )
-    return found[name].load()
+    try:
+        return found[name].load()
+    except ImportError as error:  # it is offered wherever its package is, whatever extras are
+        raise UserError(
+            f"cannot be loaded: {error}",
+            place=f"plug-in {name!r} of {group}",
+            remedy="install the extra that brings it: runspec[learner] for the engine jax, "
+            "runspec[validator-torch] for torch, runspec[tasks] for tasks",
+        ) from error
