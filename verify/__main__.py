@@ -38,7 +38,13 @@ def main(arguments: list[str] | None = None) -> int:
     validator.add_argument("--key", required=True, type=Path, metavar="FILE")
     validator.add_argument("--dir", required=True, type=Path, help="keeps fetched versions")
     for command in (coordinator, validator):
-        command.add_argument("--public-key", required=True, metavar="HEX", help="the root key")
+        command.add_argument(
+            "--public-key",
+            required=True,
+            type=audit.public_key,
+            metavar="HEX",
+            help="the root key",
+        )
     proof_commands.add_commands(commands)
     calibration.add_commands(commands)
     audit.add_command(commands)

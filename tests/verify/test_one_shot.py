@@ -93,3 +93,19 @@ def test_proofs_of_all_chunks_are_printed_or_of_none(
 
     printed = capsys.readouterr()
     assert printed.out == "" and "row 127, column 0 is not finite" in printed.err
+
+
+@pytest.mark.parametrize("role", ["validator", "coordinator"])
+def test_what_is_no_public_key_is_bad_usage(
+    role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A validator would ask for a quarter of an hour before it had anything to compare it with."""
+    url, key = "http://127.0.0.1:1", tmp_path / "root.pub"
+    rest = {
+        "validator": ["--run", "r", "--coordinator", url, "--key", "k", "--dir", "d"],
+        "coordinator": [str(tmp_path), "--listen", "127.0.0.1:0"],
+    }
+    with pytest.raises(SystemExit) as ended:
+        main([role, *rest[role], "--weights", url, "--public-key", str(key)])
+    assert ended.value.code == 2
+    assert "--public-key: 64 hex characters" in capsys.readouterr().err

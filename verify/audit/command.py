@@ -20,7 +20,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("run_dir", type=Path, help="run directory, at work or a copy")
     parser.add_argument(
         "--root-key",
-        type=_public_key,
+        type=public_key,
         metavar="HEX",
         help="the root's public key; else the spec's, else the run's own throw-away root",
     )
@@ -47,7 +47,8 @@ def _audit(options: argparse.Namespace) -> int:
     return FINDINGS if report.findings else CLEAN
 
 
-def _public_key(text: str) -> str:
+def public_key(text: str) -> str:
+    """A key on a command line."""
     if not is_digest(text):
         raise argparse.ArgumentTypeError("64 hex characters are needed")
     return text
