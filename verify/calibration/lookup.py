@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from runspec.common.errors import UserError
@@ -110,10 +111,25 @@ def sources_by_pool(spec: RunSpec) -> dict[str, str]:
 
 
 def _limits(spec: RunSpec, pool: SamplerPool, profiles: Mapping[str, Profile]) -> Limits:
-    thresholds, name = spec.verify.thresholds, _covering(spec, pool, profiles)
-    if name is not None and not _is_given(spec, pool):
-        return profiles[name].as_limits()
-    return limits_for(precision_of(pool), spec.learner.compute_dtype, thresholds)
+    name = _covering(spec, pool, profiles)
+    published = limits_for(precision_of(pool), spec.learner.compute_dtype, spec.verify.thresholds)
+    if name is None or _is_given(spec, pool):
+        return published
+    measured = profiles[name].as_limits()
+    return measured if pool.sampling.seeded else _without_gaps(measured, published)
+
+
+def _without_gaps(measured: Limits, published: Limits) -> Limits:
+    """Those of a pool that is not seeded: of a seeded one's profile its log-probs and proofs have
+    something to do with it, and gaps, which it has none of, have not."""
+    return replace(
+        measured,
+        gap=published.gap,
+        gap_share=published.gap_share,
+        gap_max=published.gap_max,
+        gap_mean=published.gap_mean,
+        gap_noise=None,
+    )
 
 
 def _source(spec: RunSpec, pool: SamplerPool, profiles: Mapping[str, Profile]) -> str:

@@ -17,8 +17,15 @@ from runspec.spec.schema import CalibrationProfile, RunSpec
 from tests.verify.bench import MODEL, Bench
 from tests.verify.calibration.profiles import DAY_S, ROOT, document, made_profile, tampered
 from tests.verify.small_model import Worker
-from verify.calibration.lookup import limits_by_pool, require_model, require_profiles
+from verify.calibration.lookup import (
+    gap_noise_by_pool,
+    limits_by_pool,
+    require_model,
+    require_profiles,
+)
 from verify.calibration.profile import open_profile
+from verify.coordinator.gap_history import excess_of
+from verify.gap_noise import GapNoise
 from verify.thresholds import BFLOAT16, FLOAT32, ChunkLimits, Limits
 
 PROFILE = made_profile()
@@ -153,6 +160,33 @@ def test_a_profile_of_other_sampling_leaves_the_published_limits(
     for sampling, gap_mean in ((drawn, 1e-6), ({**drawn, **change}, FLOAT32.gap_mean)):
         spec = Bench(tmp_path, sampling=sampling).spec
         assert limits_by_pool(with_profile(spec, profile))["home"].gap_mean == gap_mean
+
+
+def test_of_gaps_a_seeded_pools_profile_says_nothing_to_one_that_draws_freely(
+    tmp_path: Path,
+) -> None:
+    # given a profile of a seeded pool, and a pool of the same machines that is not seeded
+    measured = replace(
+        BFLOAT16,
+        logprob_submission=0.0145,
+        gap=0.2,
+        gap_max=0.3,
+        gap_noise=GapNoise(cap=0.02, mean=7e-5, probability=1e-6),
+    )
+    profile = made_profile(measured, sampler={"precision": "bfloat16"}, looser=["gap"])
+    bench = Bench(
+        tmp_path,
+        dtype="bfloat16",
+        trust="trusted",
+        sampling={"temperature": 0.8, "seeded": False},
+    )
+    bench.spec = with_profile(bench.spec, document(profile))
+    # then its log-probs and proofs are judged by the profile, and no gap is
+    assert limits_by_pool(bench.spec) == {"home": replace(BFLOAT16, logprob_submission=0.0145)}
+    # and the coordinator takes its verdicts, which cannot say what gaps come to
+    verdict = bench.verdict(bench.honest())
+    assert verdict.accepted, verdict.reason
+    assert excess_of(verdict.rows, gap_noise_by_pool(bench.spec).get("home")) is None
 
 
 def test_a_validator_refuses_profiles_of_another_root_or_model(tmp_path: Path) -> None:
