@@ -151,6 +151,79 @@ class TestBestOfN:
         assert rejection(bench, swapped).check == "seeded_sampling"
 
 
+class Branches(Worker):
+    """Where the two best tokens are near each other also goes on from the second, once a rollout,
+    and hands in what has most reward."""
+
+    near = 0.05
+    """Nats."""
+    found: list[int]
+    """Of each rollout, how many others there were."""
+
+    def sample(self, prompt: list[int], key: tuple[int, int]) -> list[int]:
+        leased, ties = self._follow(prompt, key, [])
+        tries = [leased, *(self._follow(prompt, key, begun)[0] for begun in ties)]
+        self.found = [*getattr(self, "found", []), len(ties)]
+        items = [GradeItem(0, prompt[-1], tokens) for tokens in tries]
+        rewards = [graded.task_reward for graded in self.task_set.grade_all(items)]
+        return tries[int(np.argmax(rewards))]
+
+    def _follow(
+        self, prompt: list[int], key: tuple[int, int], begun: list[int]
+    ) -> tuple[list[int], list[list[int]]]:
+        """The leased sample after some tokens, and where it might have gone another way."""
+        tokens, ties = list(begun), []
+        state = self.model.read([*prompt, *tokens])
+        while len(tokens) < 40 and (not tokens or tokens[-1] != EOS):
+            scaled = self.model.output(state)[1] / np.float32(0.8)
+            noisy = scaled + token_noise(key, len(tokens))
+            second, first = np.argsort(noisy)[-2:].tolist()
+            if noisy[first] - noisy[second] < self.near:
+                ties.append([*tokens, second])
+            tokens.append(first)
+            state = self.model.step(state, first)
+        return tokens, ties
+
+
+class TestBranching:
+    """Chooses where rounding might have chosen: not closed (docs/attacks.md), bounded by how often
+    the two best tokens are so near."""
+
+    LEASES = 4
+
+    def all_of(self, bench: Bench, near: float) -> tuple[list[str], float, float, float]:
+        """Why submissions are rejected, others to choose from for each token, gain in task reward
+        and the share of rollouts that are not the leased ones."""
+        attack = like(bench, Branches)
+        attack.near, reasons, gain, others, tokens = near, [], [], [], 0
+        for index in range(self.LEASES):
+            take_lease(bench, index)
+            honest, rows = bench.honest(), bench.rollouts_of(attack)
+            reasons.append(bench.verdict(rows).reason)
+            for one, other in zip(honest, rows, strict=True):
+                gain.append(other.task_reward - one.task_reward)
+                others.append(not np.array_equal(one.output_tokens, other.output_tokens))
+                tokens += len(one.output_tokens)
+        share = sum(attack.found) / tokens
+        return [r for r in reasons if r], share, float(np.mean(gain)), float(np.mean(others))
+
+    def test_within_rounding_it_is_not_seen(self, run_of: Callable[..., Bench]) -> None:
+        rejections, share, gain, others = self.all_of(run_of("bfloat16"), 0.05)
+        assert rejections == []
+        assert share > 0.02 and gain > 0.005 and others > 0.1
+
+    def test_in_float32_there_is_next_to_nothing_to_choose(
+        self, run_of: Callable[..., Bench]
+    ) -> None:
+        _, share, _, others = self.all_of(run_of("float32"), 0.9e-3)
+        assert share < 0.003 and others < 0.05
+
+    def test_beyond_rounding_it_is_rejected(self, bench: Bench) -> None:
+        rejections, _, _, _ = self.all_of(bench, 0.5)
+        assert len(rejections) == self.LEASES
+        assert all(reason.startswith("seeded_sampling") for reason in rejections)
+
+
 def choosing(bench: Bench, *, problem: int | None = None, target: int | None = None) -> list:
     """Rows of group 0 sampled of another problem or target than assigned, and graded for it."""
     lease, worker = bench.lease, bench.worker
