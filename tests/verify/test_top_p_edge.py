@@ -1,4 +1,4 @@
-"""Where rounding moves the edge of top-p, log-probs differ by more than rounding, and honestly."""
+"""Where rounding moves the edge of top-p or top-k, log-probs differ by more, and honestly."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from verify.thresholds import BFLOAT16
 from verify.truncation import Truncation, judged
 
 LEASES = 40
+TIES = (2, 20, 24)
 
 
-def bench_of(directory: Path, top_p: float, **pool: object) -> Bench:
-    sampling = {"temperature": 0.8, "top_p": top_p, "seeded": True}
+def bench_of(directory: Path, top_p: float, top_k: int = -1, **pool: object) -> Bench:
+    sampling = {"temperature": 0.8, "top_p": top_p, "top_k": top_k, "seeded": True}
     bench = Bench(directory, dtype="bfloat16", sampling=sampling, **pool)
     bench.worker.model = MODEL.in_bfloat16()
     return bench
@@ -38,6 +39,37 @@ def test_honest_outputs_of_one_token_pass_where_the_edge_moves(tmp_path: Path) -
     # though in some a group is further off than rounding alone may be
     diffs = [[row.logprob_diff or 0.0 for row in verdict.rows] for verdict in verdicts]
     assert max(map(np.mean, diffs)) > BFLOAT16.logprob_submission
+
+
+def test_honest_outputs_pass_where_either_of_two_tokens_is_the_only_one_kept(
+    tmp_path: Path,
+) -> None:
+    # given a pool that keeps one token, and a lease on whose way two are as good as equal
+    bench = bench_of(tmp_path, 1.0, 1, max_new_tokens=4)
+    diffs = []
+    for index in TIES:
+        bench.signed_lease, bench.lease = lease_for(
+            bench.worker_key, bench.coordinator_key, index=index
+        )
+        verdict = bench.verdict(bench.honest())
+        assert verdict.accepted, verdict.reason
+        diffs.append(np.mean([row.logprob_diff or 0.0 for row in verdict.rows]))
+    assert min(diffs) > BFLOAT16.logprob_submission
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_an_edge_of_top_k_moves_a_log_prob_by_its_bound_at_most(top_k: int) -> None:
+    # given logits that are near each other, the same a little off, and what the latter keep
+    rng = np.random.default_rng(0)
+    rows = (0.3 * rng.normal(size=(4000, 40))).astype(np.float32)
+    theirs = (rows + rng.uniform(-0.01, 0.01, rows.shape)).astype(np.float32)
+    least = np.argsort(-theirs)[:, top_k - 1]
+    own, noise = np.arange(40) == least[:, None], np.zeros_like(rows)
+    here, there = (
+        judged(np, each, noise, own, Truncation(1.0, top_k))[0] for each in (rows, theirs)
+    )
+    moved = np.abs(here - there).max()
+    assert 0.8 < moved / math.log1p(1 / top_k) < 1.0 + 0.03 * top_k
 
 
 def test_one_edge_moves_a_log_prob_by_the_bound_at_most() -> None:
@@ -75,5 +107,8 @@ def test_without_top_p_limits_are_as_they_are(tmp_path: Path) -> None:
     n = len(row.output_tokens)
     cut = replace(row, top_p=0.5)
     assert logprob_limit(0.03, [cut]) == pytest.approx(0.03 + math.log(2.0) / n)
+    assert logprob_limit(0.03, [replace(cut, top_k=3)]) == pytest.approx(
+        0.03 + (math.log(2.0) + math.log(4 / 3)) / n
+    )
     others = [replace(cut, group=group) for group in range(1, 10)]
     assert logprob_limit(0.03, [cut, cut, *others]) == pytest.approx(0.03 + math.log(4.0) / 11 / n)

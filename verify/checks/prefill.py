@@ -31,8 +31,9 @@ def logprob_limit(limit: float, rows: Sequence[Rollout]) -> float:
 
     Where rounding moves the edge of top-p, sampler and validator keep other sets. Each has top_p of
     the probability at least and all of it at most, so that log-probs differ by -log top_p at most
-    besides rounding. One edge may: it is that of as many tokens as a group has, whose first tokens
-    all follow the same prompt.
+    besides rounding. Of two tokens at the edge of top-k either may be the k-th; a validator counts
+    its own and the sampled one, the least of k + 1: log(1 + 1 / k) at most. One edge may: it is
+    that of as many tokens as a group has, whose first tokens all follow the same prompt.
 
     Args:
         limit: `Limits.logprob_submission` or `logprob_rollout`.
@@ -40,7 +41,9 @@ def logprob_limit(limit: float, rows: Sequence[Rollout]) -> float:
     """
     alike = max(Counter(row.group for row in rows).values())
     tokens = sum(len(row.output_tokens) for row in rows)
-    return limit - alike * math.log(rows[0].top_p) / tokens
+    top_p, top_k = rows[0].top_p, rows[0].top_k
+    edge = (math.log1p(1.0 / top_k) if top_k > 0 else 0.0) - math.log(top_p)
+    return limit + alike * edge / tokens
 
 
 def several_versions(row: Rollout) -> CheckResult:
