@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _NOISES = (0.005, 0.01, 0.02, 0.04)
 _DAY_S = 86400.0
+_MOST_DAYS = 36_525
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -59,7 +60,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         help="share of honest rollouts that may be rejected (%(default)s)",
     )
     one.add_argument(
-        "--valid-days", type=_count, default=365, metavar="N", help="until it expires (%(default)s)"
+        "--valid-days", type=_days, default=365, metavar="N", help="until it expires (%(default)s)"
     )
     one.add_argument(
         "--allow-looser",
@@ -243,6 +244,12 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 10**9):
         raise argparse.ArgumentTypeError("a whole number above 0 is needed")
+    return int(text)
+
+
+def _days(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= _MOST_DAYS):
+        raise argparse.ArgumentTypeError(f"a whole number from 1 to {_MOST_DAYS} is needed")
     return int(text)
 
 

@@ -25,6 +25,7 @@ KIND = "calibration"
 FORMULA: Literal["exponential-tail/2"] = "exponential-tail/2"
 """Names how limits follow from measurements (`verify.calibration.tails`, `.derive`)."""
 MAX_SHORT = 8
+MAX_VERSIONS = 1024
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Natural = Annotated[int, Field(ge=0, le=2**53)]
@@ -82,7 +83,8 @@ class Measured(_Part):
     """What the numbers were measured on."""
 
     run: Name
-    versions: Annotated[list[Natural], Field(max_length=1024)]
+    versions: Annotated[list[Natural], Field(max_length=MAX_VERSIONS)]
+    """Of more than that as many, from the first to the last."""
     submissions: Natural
     rollouts: Natural
     tokens: Natural

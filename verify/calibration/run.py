@@ -193,7 +193,7 @@ def _profile(
         model=_model_side(newest.folder / "config.json"),
         measured=form.Measured(
             run=spec.name,
-            versions=versions,
+            versions=named(versions),
             submissions=measured.submissions,
             rollouts=measured.rollouts,
             tokens=measured.tokens,
@@ -204,6 +204,16 @@ def _profile(
         looser=derived.looser,
         limits=as_table(derived.limits),
     )
+
+
+def named(versions: Sequence[int]) -> list[int]:
+    """Those that a profile names: all, or as many as it has room for, the first and the last among
+    them."""
+    last = len(versions) - 1
+    if last < form.MAX_VERSIONS:
+        return list(versions)
+    steps = form.MAX_VERSIONS - 1
+    return [versions[i * last // steps] for i in range(form.MAX_VERSIONS)]
 
 
 def _model_side(path: Path) -> form.ModelSide:

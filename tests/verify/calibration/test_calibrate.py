@@ -18,10 +18,12 @@ from runspec.spec.schema import RunSpec
 from tests.harness import ROOT as REPOSITORY
 from tests.verify.calibration.file_engine import FileEngine, save_small_model
 from tests.verify.calibration.honest_run import WORKER, HonestRun
+from tests.verify.calibration.profiles import made_profile
 from tests.verify.small_model import ParityTask, SmallModel, Worker, small_spec
 from verify import plugins
 from verify.__main__ import main
-from verify.calibration.profile import Profile, open_profile
+from verify.calibration.profile import MAX_VERSIONS, Profile, open_profile
+from verify.calibration.run import named
 from verify.calibration.spoilt import int8
 from verify.thresholds import BFLOAT16
 
@@ -194,6 +196,14 @@ def test_where_no_profile_can_be_written_nothing_is_measured(
     assert f"{key.parent / where}: no profile can be written here" in capsys.readouterr().err
 
 
+def test_of_many_versions_a_profile_names_some() -> None:
+    assert named([3, 5]) == [3, 5]
+    assert named(range(MAX_VERSIONS)) == list(range(MAX_VERSIONS))
+    some = named(range(10, 5010))
+    assert (some[0], some[-1], len(set(some))) == (10, 5009, MAX_VERSIONS)
+    made_profile(measured={**dict(made_profile().measured), "versions": some})
+
+
 def test_ctrl_c_is_no_fault(
     run_dir: Path, key: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +244,7 @@ def test_int8_rounds_matrices_by_row_and_leaves_vectors() -> None:
     [
         (["nowhere", "--pool", "a", "--key", "k", "--out", "o"], 1),
         (["nowhere", "--pool", "a", "--key", "k", "--out", "o", "--rate", "2"], 2),
+        (["nowhere", "--pool", "a", "--key", "k", "--out", "o", "--valid-days", "2000000"], 2),
     ],
 )
 def test_exit_codes(arguments: list[str], code: int, tmp_path: Path) -> None:
