@@ -27,6 +27,7 @@ from sampler.engine.checks import merge, require_same_bytes, require_same_logpro
 from sampler.engine.core import Core, EngineDied, Start, StartFailed
 from sampler.engine.front import Front, Submission
 from sampler.engine.loop import Loop
+from sampler.engine.model_class import look_at_class
 from sampler.engine.probe import FILE_NAME as PROBE_FILE
 from sampler.engine.probe import read_probe
 from sampler.engine.requests import (
@@ -272,6 +273,8 @@ class Engine:
             with Start() as self._starting:
                 if self._closing:  # before `close` could see that it starts
                     raise EngineDied("the engine was closed")
+                if self._pool.hardware.kind == "cpu":
+                    look_at_class(weights_dir)
                 self._core = core = Core(arguments, self._fail)
         except StartFailed as error:
             raise lack_of_room(error.cause, self._pool) or error from error
