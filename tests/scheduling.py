@@ -13,6 +13,8 @@ from xdist.scheduler import LoadFileScheduling
 
 RUNS = ("tests/e2e/", "tests/attacks/test_dishonest_workers.py")
 """Start whole runs, whose learner and samplers have cores of their own: never two at a time."""
+ENGINES = "tests/sampler/engine/"
+"""Have engines for the whole session, and each process would start its own."""
 RUN_S = 1800
 """How long a test among them may take: some wait for several parts of a run, each with patience."""
 COSTS = Path(__file__).with_name("costs.txt")
@@ -44,11 +46,14 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 
 class FilesAndRuns(LoadFileScheduling):
-    """A file's tests go to one process, and those of all files that start runs to one."""
+    """A file's tests go to one process, those of all files that start runs to one, and those of all
+    that share engines."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = file_of(nodeid)
-        return "runs" if file.startswith(RUNS) else file
+        if file.startswith(RUNS):
+            return "runs"
+        return "engines" if file.startswith(ENGINES) else file
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -19,9 +19,14 @@ def test_every_file_with_a_cost_is_there_and_so_is_what_starts_runs() -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_all_that_start_runs_go_to_one_process_and_other_files_where_there_is_room() -> None:
+def test_all_runs_go_to_one_process_all_engines_to_one_and_other_files_where_there_is_room() -> (
+    None
+):
     runs = [f"{path}::test" for path in ("tests/e2e/a.py", "tests/e2e/b.py", scheduling.RUNS[1])]
+    engines = [f"tests/sampler/engine/{name}.py::test" for name in "ab"]
     assert len({scope_of(nodeid) for nodeid in runs}) == 1
+    assert len({scope_of(nodeid) for nodeid in engines}) == 1
+    assert len({scope_of(nodeid) for nodeid in runs + engines}) == 2
     others = ["tests/verify/a.py::test_one[::]", "tests/verify/a.py::Those::test", "tests/b.py::t"]
     assert [scope_of(nodeid) for nodeid in others] == ["tests/verify/a.py"] * 2 + ["tests/b.py"]
 
