@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -37,6 +40,9 @@ from verify.thresholds import Limits
 from verify.truncation import Truncation
 
 WEIGHTS_S = 600.0
+"""For which submissions are held while their version comes."""
+_MOST = 0.9
+"""Of them: who sees that the next attempt would end too late gives up a little earlier."""
 _NOT_GRADED = Graded(0.0, 0.0, 0.0)
 
 
@@ -77,9 +83,34 @@ class _Case:
     dropped: list[int]
 
 
-def weights_deadline_s(spec: RunSpec) -> float:
-    """How long a version may take to come: a worker of a lease has as long for the same bytes."""
-    return max(WEIGHTS_S, spec.verify.lease_timeout)
+class _OfVersion(Protocol):
+    """A lease, or what several have in common."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def manifest_digest(self) -> str: ...
+
+
+class WeightsNotHere(UserError):
+    """A version did not come in time; what has come of it is kept."""
+
+
+def ensure_weights(engine: PrefillEngine, lease: _OfVersion) -> Path:
+    """The weights directory of the version that a lease names.
+
+    Raises:
+        WeightsNotHere: it has not come within `WEIGHTS_S`.
+        UserError: what no waiting mends, a full disk say.
+    """
+    begun = time.monotonic()
+    try:
+        return engine.ensure_version(lease.version, lease.manifest_digest, deadline_s=WEIGHTS_S)
+    except UserError as error:
+        if time.monotonic() - begun < _MOST * WEIGHTS_S:
+            raise
+        raise WeightsNotHere(error.thing, place=error.place, remedy=error.remedy) from error
 
 
 class Examiner:
@@ -120,7 +151,8 @@ class Examiner:
         """Examines submissions together; those of one version share a prefill.
 
         Raises:
-            UserError: the weights of a version cannot be fetched, or a lease names no pool.
+            WeightsNotHere: the weights of a version have not come.
+            UserError: they cannot, or a lease names no pool.
         """
         verdicts: dict[str, Verdict] = {}
         cases: list[_Case] = []
@@ -219,9 +251,7 @@ class Examiner:
         if not requests:
             return []
         # In no stage: weights that are long in coming speak against no submission.
-        self._engine.ensure_version(
-            prefill.version, prefill.manifest_digest, deadline_s=weights_deadline_s(self._spec)
-        )
+        ensure_weights(self._engine, prefill)
         with self._stages.of("prefill", *(c.subject.submission for c in alike)):
             return recompute(
                 self._engine,

@@ -32,7 +32,14 @@ from verify.calibration.lookup import require_model, require_profiles
 from verify.checks import Decode
 from verify.client import CoordinatorClient, RunFinished, WorkItem
 from verify.decoder import Decoder
-from verify.examiner import Examiner, SubmissionFile, Verdict, weights_deadline_s
+from verify.examiner import (
+    WEIGHTS_S,
+    Examiner,
+    SubmissionFile,
+    Verdict,
+    WeightsNotHere,
+    ensure_weights,
+)
 from verify.formats.lease import lease_digest, open_lease
 from verify.formats.submission import decode_rollouts
 from verify.formats.verdict import encode_verdicts, sign_verdict
@@ -106,6 +113,8 @@ class Validator:
         self._shares: dict[str, float] = {}
         """Of the submissions in hand: how likely each is recomputed."""
         self._faults_in_a_row = 0
+        self._late_since: float | None = None
+        """When weights were first asked for that have not come."""
         self.stages = Stages()
         self.checked = 0
         """Submissions given a verdict."""
@@ -116,11 +125,25 @@ class Validator:
         """Claims and checks until the run is finished or `stop` is set."""
         try:
             while not stop.is_set():
-                items = self._claim(stop)
-                if items:
-                    self._check(items)
+                if items := self._claim(stop):
+                    try:
+                        self._check(items)
+                        self._late_since = None
+                    except WeightsNotHere as error:
+                        self._try_again_later(error, stop)
         except RunFinished:
             self._log.info("the run is finished; %d submissions checked", self.checked)
+
+    def _try_again_later(self, late: WeightsNotHere, stop: threading.Event) -> None:
+        """A slow link is no fault: others may judge what was given back, and the next fetch goes on
+        from what has come. A worker of a lease has as long in all for the same bytes."""
+        now = time.monotonic()
+        if self._late_since is None:
+            self._late_since = now - WEIGHTS_S
+        if now - self._late_since >= self._spec.verify.lease_timeout:
+            raise late
+        self._log.warning("what needs it is given back, and asked for again: %s", late)
+        stop.wait(WAIT_S)
 
     def close(self) -> None:
         """Ends what grades."""
@@ -207,10 +230,7 @@ class Validator:
     def _prepare(self, files: Sequence[SubmissionFile]) -> Examiner:
         """Loads the task with the tokenizer of the first version seen: all have the same."""
         try:
-            lease = files[0].lease
-            directory = self._engine.ensure_version(
-                lease.version, lease.manifest_digest, deadline_s=weights_deadline_s(self._spec)
-            )
+            directory = ensure_weights(self._engine, files[0].lease)
             require_model(self._spec, model_config(directory))
             self._task_set = self._task_set_of(directory)
             self._examiner = Examiner(

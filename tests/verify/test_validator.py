@@ -242,36 +242,69 @@ def test_what_a_validator_cannot_judge_for_its_own_fault_is_given_back_without_a
 
 
 class Fetching(NumpyEngine):
-    """An engine that notes how long weights may take to come, and in which stage they do."""
+    """An engine whose weights come after some attempts, each as long as it may be."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, attempts: int) -> None:
         super().__init__({0: MODEL}, directory)
-        self.given: list[float] = []
+        self.attempts, self.now = attempts, 0.0
         self.validator: Validator | None = None
 
     def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
-        self.given.append(deadline_s)
+        # In no stage: no watch of a check that hangs takes a slow link for one.
         assert self.validator is not None and self.validator.stages.current is None
+        self.attempts -= 1
+        if self.attempts >= 0:
+            self.now += deadline_s
+            raise UserError("the time was up", place="relay")
         return super().ensure_version(version, manifest_digest, deadline_s=deadline_s)
 
 
-@pytest.mark.parametrize(("lease", "weights"), [(3600.0, 3600.0), (60.0, 600.0)])
+@pytest.mark.parametrize(
+    ("lease", "attempts", "tries"), [(3600.0, 5, 5), (3600.0, 99, 6), (60.0, 99, 1)]
+)
 def test_weights_may_take_as_long_as_a_workers_lease(
-    coordinator: QueueCoordinator, tmp_path: Path, lease: float, weights: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease: float, attempts: int, tries: int
 ) -> None:
     """A worker of that lease fetches them too; 62 GB at 590 Mb/s are 14 minutes."""
+
+    class Offering(QueueCoordinator):
+        def release_claims(self, submissions: Sequence[str], fault: str = "") -> None:
+            super().release_claims(submissions, fault)
+            self.offer(*files)
+
+    _, *files = sample(0)
+    coordinator, engine = Offering(), Fetching(tmp_path, attempts)
+    digest = coordinator.offer(*files)
+    monkeypatch.setattr("verify.validator.time.monotonic", lambda: engine.now)
+    monkeypatch.setattr("verify.validator.WAIT_S", 0.001)
     spec = small_spec()
     spec = spec.model_copy(
         update={"verify": spec.verify.model_copy(update={"lease_timeout": lease})}
     )
-    engine = Fetching(tmp_path)
     engine.validator = Validator(
         spec, VALIDATOR, coordinator, engine, task_set_of=lambda directory: ParityTask(), log=LOG
     )
-    coordinator.offer(*sample(0)[1:])
-    engine.validator.serve(threading.Event())
-    # then no watch of a check that hangs takes a slow link for one
-    assert engine.given == [weights, weights]
+    if attempts == tries:
+        engine.validator.serve(threading.Event())
+    else:
+        with pytest.raises(UserError, match="the time was up"):
+            engine.validator.serve(threading.Event())
+    # then others could judge it after each attempt, and nothing speaks against it
+    assert coordinator.released == [(digest, "")] * tries
+    assert len(coordinator.verdicts) == (attempts == tries)
+
+
+def test_what_no_waiting_mends_ends_the_process_at_once(
+    coordinator: QueueCoordinator, tmp_path: Path
+) -> None:
+    class Full(NumpyEngine):
+        def ensure_version(self, *_: object, **__: object) -> Path:
+            raise UserError("version 0 needs 62 GB more on this disk", place="cache")
+
+    digest = coordinator.offer(*sample(0)[1:])
+    with pytest.raises(UserError, match="62 GB more"):
+        serve(coordinator, Full({0: MODEL}, tmp_path))
+    assert coordinator.released == [(digest, "")]
 
 
 def test_a_stopped_validator_claims_nothing(
