@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import httpx
 
@@ -131,14 +131,24 @@ class CoordinatorHttp:
             take: is given the pieces, from the first one at each attempt.
 
         Raises:
-            UserError: there is no such thing, or the coordinator is away until the deadline.
+            UserError: there is no such thing, or the coordinator is away until the deadline, which
+                begins anew with each attempt that got further than those before.
         """
         deadline, pause = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
+        came = furthest = 0
+
+        def counted(pieces: Iterable[bytes]) -> Iterator[bytes]:
+            nonlocal came
+            for piece in pieces:
+                came += len(piece)
+                yield piece
+
         while True:
+            came = 0
             try:
                 with self._http.stream("GET", path, headers=_AS_IT_IS) as answer:
                     if answer.is_success:
-                        take(answer.iter_raw())
+                        take(counted(answer.iter_raw()))
                         return
                     trouble, told_s = f"answers {answer.status_code}", _retry_after(answer)
                     if answer.is_client_error and not told_s:
@@ -149,6 +159,8 @@ class CoordinatorHttp:
                         )
             except httpx.TransportError as error:
                 trouble, told_s = str(error) or type(error).__name__, 0.0
+            if came > furthest:
+                furthest, deadline = came, time.monotonic() + self._deadline_s
             pause = max(pause, told_s)
             if time.monotonic() + pause > deadline:
                 raise UserError(

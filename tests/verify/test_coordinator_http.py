@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 
+import httpx
 import pytest
 
 from runspec.common.errors import UserError
@@ -112,6 +113,34 @@ def test_what_is_long_comes_in_pieces_and_what_is_not_there_is_named() -> None:
         with pytest.raises(UserError, match="/v1/data/two: answers 404"):
             client.stream("/v1/data/two", take)
     assert got == [b"x" * 100_000]
+
+
+def breaking(client: CoordinatorHttp, *sent: int) -> list[int]:
+    """Streams from a server each of whose answers takes 0.2 s and breaks off after so many bytes,
+    the last one excepted; what came at each attempt."""
+    got: list[int] = []
+
+    def take(pieces: Iterable[bytes]) -> None:
+        time.sleep(0.2)
+        got.append(len(b"".join(pieces)))
+        if len(got) < len(sent):
+            raise httpx.ReadError("the connection broke")
+
+    client.stream("/v1/data/one", take)
+    return got
+
+
+def test_what_is_long_and_breaks_off_late_is_asked_for_again_while_more_comes_each_time() -> None:
+    """A slow line takes longer for a file than a coordinator may be away."""
+    sent = (10, 20, 30, 40, 50)
+    with server(*((200, b"x" * n) for n in sent), deadline_s=0.5) as (client, _):
+        assert breaking(client, *sent) == list(sent)
+    with (
+        server(*((200, b"x" * 10) for _ in range(9)), deadline_s=0.5) as (client, asked),
+        pytest.raises(UserError, match="the connection broke"),
+    ):
+        breaking(client, *[10] * 9)
+    assert 2 <= len(asked) <= 4
 
 
 def test_what_is_long_is_asked_for_again_when_the_coordinator_says(
