@@ -129,6 +129,13 @@ class _Replay:
             self._report.add(row.seq, "row", error, "an event")
             self._broken = True
             return
+        try:
+            self._check(row, event, chain_before, signers)
+        except OverflowError as error:  # whole numbers of any size, of which a mean is a float
+            self._report.add(row.seq, "row", f"{error}, in it or above", "numbers of a run")
+            self._broken = True
+
+    def _check(self, row: Row, event: Event, chain_before: str, signers: Signers) -> None:
         counted = {}
         if isinstance(event, StepClosed):
             counted = self._history.batch_stats(event.at, event.step, event.trained)

@@ -217,6 +217,25 @@ def test_a_lease_of_more_groups_than_memory_holds_is_a_finding(run: Copy):
 # -- Documents and files -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["tokens", "rollouts"])
+def test_a_number_that_no_float_holds_is_a_finding(run: Copy, name: str):
+    judged = 0
+
+    def claim(rows: list[Any]) -> None:
+        nonlocal judged
+        accepted = (n for n, (_, fields) in enumerate(rows) if fields.get("accepted"))
+        judged = next(accepted) + 1
+        for group in rows[judged - 1][1]["groups"]:
+            group[name] = 10**400
+
+    run.rewrite(claim)
+
+    report = run.audit()
+
+    assert {"chain", "anchor"} & {finding.what for finding in report.findings}
+    assert any(finding.row == judged for finding in report.findings)
+
+
 def test_two_manifests_of_a_step_are_found(run: Copy):
     row = run.first("StepClosed")
     run.rewrite(lambda rows: rows.insert(row, rows[row - 1]))
