@@ -123,7 +123,10 @@ class PostgresStore:
                 )
         except psycopg.Error as error:
             # One that broke may have done so after the server had committed.
-            raise store_error(error, in_doubt=self._connection.closed) from error
+            in_doubt = self._connection.closed
+            if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
+                self._connection.close()  # another server may be the one that writes by now
+            raise store_error(error, in_doubt=in_doubt) from error
 
     def rows(self) -> Iterator[StoredRow]:
         try:
@@ -206,7 +209,8 @@ def place(url: str, run: str) -> str:
 
 def store_error(error: psycopg.Error, *, in_doubt: bool = False) -> StoreError:
     """What went wrong; a server that is away, or has no room, may come back."""
-    passing = isinstance(error, psycopg.OperationalError)
+    # A standby reads only: it may be promoted, or its name lead elsewhere.
+    passing = isinstance(error, psycopg.OperationalError | psycopg.errors.ReadOnlySqlTransaction)
     return StoreError(
         str(error).strip() or type(error).__name__,
         passing=passing,

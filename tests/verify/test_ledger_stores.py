@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,45 @@ def test_a_database_that_has_not_every_letter_is_refused_before_a_row_is_written
     with pytest.raises(StoreError, match="LATIN1") as raised:
         PostgresStore(encoded("LATIN1"), "tiny")
     assert "UTF8" in raised.value.remedy and not raised.value.passing
+
+
+def test_a_server_that_only_reads_is_waited_for(encoded: Callable[[str], str]):
+    """As a standby does until it is promoted, which a name may lead to meanwhile."""
+    psycopg = pytest.importorskip("psycopg")
+    from verify.postgres_store import PostgresStore
+
+    url = encoded("UTF8")
+
+    def reads_only(on: str) -> None:
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("SET default_transaction_read_only = off")
+            connection.execute(f"ALTER DATABASE utf8 SET default_transaction_read_only = {on}")
+
+    store = PostgresStore(url, "tiny")
+    with closing(Ledger(store)) as ledger:
+        ledger.append([CoordinatorStarted(1.0)])
+        store._connection.execute("SET default_transaction_read_only = on")
+        with pytest.raises(NotNow, match="read-only"):
+            ledger.append([CoordinatorStarted(2.0)])
+        assert not ledger.in_doubt and store._connection.closed  # another may write by now
+        reads_only("on")
+        with pytest.raises(NotNow, match="read-only"):
+            for _ in range(100):
+                with while_it_is_made():
+                    ledger.append([CoordinatorStarted(2.0)])
+        reads_only("off")
+        append_in_time(ledger, CoordinatorStarted(2.0))
+
+
+@contextmanager
+def while_it_is_made() -> Iterator[None]:
+    """An append that finds the connection being made; then a moment."""
+    try:
+        yield
+    except NotNow as error:
+        if "is being made" not in error.thing:
+            raise
+        time.sleep(0.05)
 
 
 def test_one_process_at_a_time_writes_a_run(postgres_url: str):
