@@ -196,7 +196,8 @@ class Journal:
             folder = step_folder(self.run_dir, step)
             remove_leftovers(folder)
             for path in folder.glob("*"):
-                if path not in paths and path.name != batch_format.FILE_NAME:
+                unknown_file = path not in paths and not path.is_dir()
+                if unknown_file and path.name != batch_format.FILE_NAME:
                     _log.warning("removing %s, which the ledger does not know", path)
                     path.unlink()
 

@@ -162,6 +162,19 @@ def test_a_second_coordinator_touches_no_file_of_the_first(tmp_path: Path):
         assert not any(file.exists() for file in files)
 
 
+def test_a_folder_of_somebody_who_looked_at_a_file_is_left_alone(tmp_path: Path):
+    run = Filled()
+    run.register("x")
+    run.publish(0)
+    run.lease("x")
+    with closing(Journal(tmp_path, POLICY)) as journal:
+        for event in run.events:
+            journal.record(event)
+    (step_folder(tmp_path, 0) / ".ipynb_checkpoints").mkdir(parents=True)
+    with closing(Journal(tmp_path, POLICY)) as journal:
+        assert journal.state.next_step == 1
+
+
 def test_the_state_is_what_the_ledger_says(site: Site):
     with site.serving():
         key, worker = site.worker()
