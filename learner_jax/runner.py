@@ -38,7 +38,7 @@ from runspec.common.errors import UserError
 from runspec.common.keys import SigningKey
 from runspec.spec.resolved import load_resolved
 from runspec.spec.schema import RunSpec
-from verify.decoder import Decoder
+from verify.decoder import AGAIN, Decoder
 
 
 def train(
@@ -67,7 +67,7 @@ def train(
     mesh = make_mesh(spec.learner.mesh, mesh_devices(peers.count, needed))
     programs = build_programs(spec, config, mesh)
     here = peers.json_from_first(lambda: fingerprint(spec, mesh))
-    with closing(Decoder()) as decoder, Saver(log) as saver:
+    with closing(Decoder(times=AGAIN)) as decoder, Saver(log) as saver:
         reader = (
             BatchReader(run_dir, spec, _root_public_key(run_dir, spec), decode=decoder.decode)
             if peers.first

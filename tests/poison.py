@@ -14,6 +14,7 @@ _STOP = b"\x00"
 _CODEC = "brotli"
 """Some fifty bytes hold megabytes of zeros."""
 _LEAST_FILLER = 11
+_INDEX = b"\x15\x02" + b"\x15\x00" + b"\x15\x00" + _STOP  # type 1, and twice a size of 0
 
 
 def submission_row(**changes: Any) -> dict[str, Any]:
@@ -59,8 +60,16 @@ def lying_page(claimed_bytes: int) -> bytes:
 
 def skipped_pages(file_bytes: int) -> bytes:
     """A file of nothing but pages that are passed over: seven bytes each, one after the other."""
-    index = b"\x15\x02" + b"\x15\x00" + b"\x15\x00" + _STOP  # type 1, and twice a size of 0
-    return _with_pages("output_tokens", index, file_bytes)
+    return _with_pages("output_tokens", _INDEX, file_bytes)
+
+
+def slow_pages(file_bytes: int) -> bytes:
+    """A sound file of one row with one output token, behind which pages are passed over."""
+    run = b"\x02\x00\x00\x00\x02"  # as in `inflating_pages`
+    content = run + b"\x00" + run + b"\x01" + b"\x07\x00\x00\x00"
+    packed = pa.compress(content, codec=_CODEC, asbytes=True)
+    first = _page_header(len(content), len(packed)) + packed
+    return _with_pages("output_tokens", _INDEX, file_bytes, first=first)
 
 
 def _with_pages(column: str, page: bytes, size: int, *, first: bytes = b"") -> bytes:

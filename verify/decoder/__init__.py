@@ -1,5 +1,5 @@
 """Strangers' Parquet, decoded in a process of its own that has nothing and may do nothing."""
 
-from verify.decoder.parent import Decoder, DecoderKilled
+from verify.decoder.parent import AGAIN, Decoder, DecoderKilled
 
-__all__ = ["Decoder", "DecoderKilled"]
+__all__ = ["AGAIN", "Decoder", "DecoderKilled"]

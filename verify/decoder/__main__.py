@@ -1,9 +1,9 @@
 """The decoder's process: Parquet on standard input, plain columns on standard output.
 
-`python -m verify.decoder CPU_S` (seconds for a file, beside what its size allows), started by
-`verify.decoder.parent` with an environment without secrets. It decodes a file of its own making, so
-that all code is loaded, gives up everything that it may (`confine`), and then answers one file
-after the other.
+`python -m verify.decoder CPU_S TIMES` (seconds for a file, beside what its size allows, and how
+often both), started by `verify.decoder.parent` with an environment without secrets. It decodes a
+file of its own making, so that all code is loaded, gives up everything that it may (`confine`), and
+then answers one file after the other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _IN, _OUT, _ERRORS = 0, 1, 2
 _PIPE_BYTES = 1 << 20
 
 
-def main(cpu_s: int) -> int:
+def main(cpu_s: int, times: int) -> int:
     """Serves until its input ends."""
     die_with_parent()
     set_signals()
@@ -45,7 +45,8 @@ def main(cpu_s: int) -> int:
     _send(READY, b"")
     while request := _receive(REQUEST.size):
         size, max_rows, max_bytes = REQUEST.unpack(request)
-        limits.allow(cpu_s=cpu_s + size // BYTES_A_S, memory=MEMORY + MEMORY_OF_FILE * max_bytes)
+        allowed_s = times * (cpu_s + size // BYTES_A_S)
+        limits.allow(cpu_s=allowed_s, memory=MEMORY + MEMORY_OF_FILE * max_bytes)
         _send(*_answer(_receive(size), max_rows, max_bytes))
     return 0
 
@@ -94,4 +95,4 @@ def _example() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -27,6 +27,9 @@ CPU_S = 5
 DEADLINE_S = 300.0
 """For one file, on a machine that others use too."""
 START_DEADLINE_S = 120.0
+AGAIN = 8
+"""So many times as long has who must read what a validator has read: a file may be made to take
+nearly all that there is, and another machine be slower, or busier."""
 _ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
     "ARROW_DEFAULT_MEMORY_POOL": "system",  # others reserve address space, which is limited
@@ -55,6 +58,7 @@ class Decoder:
     Args:
         cpu_s: processor time for one file, and as much again as its size asks for.
         deadline_s: wall time for one file.
+        times: of all three; `AGAIN` where a validator accepted the file.
         command: starts the process; its processor time is added.
     """
 
@@ -63,9 +67,11 @@ class Decoder:
         *,
         cpu_s: int = CPU_S,
         deadline_s: float = DEADLINE_S,
+        times: int = 1,
         command: Sequence[str] = (sys.executable, "-m", "verify.decoder"),
     ) -> None:
-        self._deadline_s, self._command = deadline_s, [*command, str(cpu_s)]
+        self._deadline_s = times * deadline_s
+        self._command = [*command, str(cpu_s), str(times)]
         self._child: _Child | None = None
 
     @property

@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,10 @@ import pyarrow as pa
 import pytest
 
 from runspec.common.errors import UserError
-from tests.poison import inflating_pages
+from tests.poison import inflating_pages, slow_pages
 from tests.verify.coordinator.deployment import rollouts
 from tests.verify.decoder.pretended import BEGIN
-from verify.decoder import Decoder, DecoderKilled
+from verify.decoder import AGAIN, Decoder, DecoderKilled
 from verify.decoder.pack import most_pieces, pack
 from verify.decoder.parent import _Child
 from verify.decoder.unpack import BadAnswer, unpack
@@ -133,7 +134,7 @@ INHERITED = """
 import os, signal, sys
 signal.signal(signal.SIGPROF, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
-os.execv(sys.executable, [sys.executable, "-m", "verify.decoder", sys.argv[1]])
+os.execv(sys.executable, [sys.executable, "-m", "verify.decoder", *sys.argv[1:]])
 """
 
 
@@ -238,3 +239,15 @@ def test_a_process_that_does_not_start_is_the_validators_own_fault(
 def test_an_answer_that_is_none_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(BadAnswer, match=reason):
         unpack(data, max_rows=8)
+
+
+def test_what_was_accepted_is_read_by_a_slower_machine_too() -> None:
+    """A file may be made to take nearly all the time that a validator's decoder has."""
+    # given a sound row that takes seconds, and a machine on which that is too long
+    table, limits = slow_pages(2_300_000), {"max_rows": 1, "max_bytes": 1 << 24}
+    with closing(Decoder(cpu_s=1)) as decoder, pytest.raises(MalformedTable, match="SIGPROF"):
+        decoder.decode(table, **limits)
+    # when it is read as what another decoder has read, then it has as many times as long
+    with closing(Decoder(cpu_s=1, times=AGAIN)) as decoder:
+        (row,) = decoder.decode(table, **limits)
+    assert row.output_tokens.tolist() == [7]
