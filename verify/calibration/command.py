@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -92,12 +93,15 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `calibrate` or `sign-profile`."""
+    """Runs `calibrate` or `sign-profile`. SIGTERM is as Ctrl-C: copies of weights may be there."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run_role(options.command, lambda log: COMMANDS[options.command](options, log))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _calibrate(options: argparse.Namespace, log: logging.Logger) -> None:

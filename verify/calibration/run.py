@@ -93,8 +93,10 @@ def calibrate(order: Order, log: logging.Logger) -> Outcome:
         power = [_judged("right weights", kept, derived, published)]
         for name, change in order.spoilt:
             log.info("perturbed: %s", name)
-            found = prefills.of(some, Path(folder) / f"spoilt-{len(power)}", change)
-            power.append(_judged(name, [pairs for _, pairs in found], derived, published))
+            # Gone before the next: it holds a copy of the weights of every version.
+            with tempfile.TemporaryDirectory(dir=folder) as copies:
+                spoilt = [pairs for _, pairs in prefills.of(some, Path(copies) / "spoilt", change)]
+            power.append(_judged(name, spoilt, derived, published))
     newest = versions[max(versions)]
     profile = _profile(order, spec, pool, derived, measured, newest, sorted(versions))
     return Outcome(profile, power, measured.constant_ratio)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +27,7 @@ from verify import plugins
 from verify.__main__ import main
 from verify.calibration.profile import MAX_VERSIONS, Profile, open_profile
 from verify.calibration.run import named
-from verify.calibration.spoilt import int8
+from verify.calibration.spoilt import Change, int8, spoil
 from verify.thresholds import BFLOAT16
 
 MODEL = SmallModel.random(seed=3)
@@ -214,6 +217,42 @@ def test_ctrl_c_is_no_fault(
     code, out = calibrated(run_dir, key)
     assert (code, out.exists()) == (130, False)
     assert capsys.readouterr().err.endswith("interrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_whoever_ends_it_finds_no_copies_of_weights(
+    run_dir: Path, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    # given a calibration that is at its first perturbed weights
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(
+        "verify.calibration.prefills.spoil", lambda *_: os.kill(os.getpid(), number)
+    )
+    # when it is told to end
+    code, out = calibrated(run_dir, key, "--perturbed")
+    # then nothing is left of it
+    assert (code, out.exists()) == (130, False)
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_perturbed_weights_are_there_once_at_a_time(
+    run_dir: Path, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are copies of all versions: of a large model each time hundreds of gigabytes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    there = []
+
+    def looks(folder: Path, change: Change) -> None:
+        spoil(folder, change)
+        files = (tmp_path / "temporary").rglob("*.safetensors")
+        there.append(sum(not path.is_symlink() for path in files))
+
+    monkeypatch.setattr("verify.calibration.prefills.spoil", looks)
+    code, _ = calibrated(run_dir, key, "--perturbed", "--perturbed-submissions", "2")
+    assert code == 0
+    assert there == [1, 2] * 5  # two versions, five times
 
 
 def test_weights_that_are_not_those_published_are_refused(
