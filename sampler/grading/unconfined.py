@@ -1,8 +1,9 @@
 """Processes with limits but without walls, for machines on which no sandbox works.
 
 They have a directory of their own, an empty environment and limits of time, memory and file size,
-and end as a group. They see what their user sees: only terms that run no program of the model, and
-runs of trusted pools that say `sandboxed: false`, are graded so.
+and end as a group, also where whoever started them is killed: another process waits for that, since
+one that hangs hears nothing. They see what their user sees: only terms that run no program of the
+model, and runs of trusted pools that say `sandboxed: false`, are graded so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,15 @@ _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS":
 _STDERR_BYTES = 64 << 10
 _PORTION = 64 << 10
 _END_S = 30.0
+_WATCH = """\
+import os, shutil, signal, sys
+if not os.read(0, 1):  # whoever would have said that all is well is gone
+    try:
+        os.killpg(int(sys.argv[1]), signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    shutil.rmtree(sys.argv[2], ignore_errors=True)
+"""
 
 
 class Unconfined:
@@ -43,6 +54,17 @@ class Unconfined:
             start_new_session=True,
         )
         assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._watch = subprocess.Popen(
+            [
+                *(sys.executable, "-I", "-S", "-c", _WATCH),
+                *(str(self._process.pid), self._scratch.name),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=_ENVIRONMENT,
+            start_new_session=True,
+        )
         self.stdin: IO[bytes] = self._process.stdin
         self.stdout: IO[bytes] = self._process.stdout
         self._verdict = ""
@@ -93,6 +115,7 @@ class Unconfined:
         for stream in (self.stdin, self.stdout, self._process.stderr):
             with contextlib.suppress(OSError):
                 stream.close()  # type: ignore[union-attr]
+        self._watch.communicate(b".")
         self._scratch.cleanup()
         outcome: Any = self._verdict or ("signal" if code < 0 else "exit")
         if code in (-signal.SIGXCPU, -signal.SIGXFSZ):
