@@ -132,8 +132,8 @@ class BatchReader:
     ) -> None:
         self._run_dir, self._spec, self._decode = run_dir, spec, decode
         # What a validator accepted has to be read: one that is refused here ends the run.
-        most = max(MAX_TABLE_BYTES, largest_submission_bytes(spec))
-        self._max_bytes = min(most, largest_accepted_bytes(spec))
+        self._max_read = max(MAX_TABLE_BYTES, largest_submission_bytes(spec))
+        self._max_bytes = min(self._max_read, largest_accepted_bytes(spec))
         self._limit_s = spec.algorithm.fill.deadline + slack_s
         self._root_public_key = root_public_key
         self._roles = self._read_roles()
@@ -224,7 +224,7 @@ class BatchReader:
             )
             signed_verdict = read_bounded(files.verdict_envelope, verdict_format.MAX_ENVELOPE_BYTES)
             judgement = self._judgement(signed_verdict, files)
-            table = read_bounded(files.submission, self._max_bytes)
+            table = read_bounded(files.submission, self._max_read)  # the decoder refuses it by name
             verdict_table = read_bounded(files.verdict, MAX_TABLE_BYTES)
             for what, found, expected in (
                 ("the submission's run", envelope.run, run),

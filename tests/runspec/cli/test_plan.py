@@ -105,7 +105,7 @@ def test_of_a_live_run_it_says_who_starts_again_and_takes_no_lock(runs: Path, sa
     with hold(runs / "small"):
         assert plan(runs, "verify.lease_timeout=70s", "checkpoints.every=3") == 0
     out = " ".join(said()[0].split())
-    assert "one by one; the learner goes on: coordinator, volunteers-0" in out
+    assert "one by one; the learner goes on: coordinator, validator-0, volunteers-0" in out
     assert f"apply refuses them until `runspec pause {runs / 'small'}`" in out
 
 
