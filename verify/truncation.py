@@ -18,7 +18,12 @@ by a factor of at most exp(margin). Thus whatever the sampler kept lies above `T
 and whatever lies above `Thresholds.sure` the sampler kept:
 
     allowed = threshold(top_p at odds x exp(margin)) - margin
-    sure = threshold(top_p at odds x exp(-margin)) + margin
+    sure: v with #{u : z_u >= z_v - margin} <= k, v itself among them, and
+          sum of p_u over {u != v : z_u >= z_v - margin} < top_p at odds x exp(-margin)
+
+No others than those can lie above v in the sampler's z. Of a token that is sure so are all above.
+The last one that is kept is sure too, then, where the next is further off than the margin: were it
+not, a sampler might leave it out at will.
 
 Rounding has tails: of a hundred thousand tokens a few differ by more, and a token on the wrong side
 of a threshold may lie any distance from the choice. Those count as exceptions, not as forged.
@@ -159,11 +164,25 @@ def thresholds_at(
         return _smallest_kept(xp, scaled, keys, least)
 
     kept = at(0.0) if rule.top_p < 1.0 else _smallest_kept(xp, scaled, keys, cut)
+    beyond = None  # the largest that top-k does not keep
+    if 0 < rule.top_k < scaled.shape[-1] and any(margins):
+        following = _cut_by_top_k(xp, keys, rule.top_k + 1, repeat)
+        beyond = _smallest_kept(xp, scaled, keys, following)
+
+    def sure(margin: float) -> Any:
+        least = _smallest_kept(xp, scaled, keys, cut)
+        if beyond is not None:
+            least = xp.maximum(least, beyond + margin)
+        if rule.top_p < 1.0:
+            low = _shifted(rule.top_p, -margin)
+            least = xp.maximum(least, _sure_of_top_p(xp, scaled, keys, cut, low, margin, repeat))
+        return least
+
     found = []
     for margin in margins:
         moves = rule.top_p < 1.0 and margin > 0.0
-        low, high = (at(margin), at(-margin)) if moves else (kept, kept)
-        found.append(Thresholds(kept, low - margin, high + margin))
+        low = at(margin) if moves else kept
+        found.append(Thresholds(kept, low - margin, sure(margin) if margin > 0.0 else kept))
     return found
 
 
@@ -194,6 +213,24 @@ def _cut_by_top_p(xp: Any, scaled: Any, keys: Any, cut: Any, top_p: Any, repeat:
     return xp.where(xp.asarray(top_p) + xp.zeros_like(needed) < 1.0, found, cut)
 
 
+def _sure_of_top_p(
+    xp: Any, scaled: Any, keys: Any, cut: Any, top_p: float, margin: float, repeat: Repeat
+) -> Any:
+    """f32 [..., 1]: from where on all that may lie above a token weighs less than top_p of those
+    from `cut` on; infinity where that is so of none."""
+    top = xp.amax(scaled, -1)[..., None]
+    weights = xp.where(keys >= cut, xp.exp(scaled - top), xp.zeros_like(scaled))
+    needed = weights.sum(-1)[..., None] * top_p
+
+    def light(key: Any) -> Any:
+        own = _number(xp, key)
+        above = xp.where(scaled >= own - margin, weights, xp.zeros_like(weights))
+        return above.sum(-1)[..., None] - xp.exp(own - top) < needed
+
+    found = _smallest(xp, light, cut, xp.amax(keys, -1)[..., None], repeat)
+    return xp.where(light(found), _number(xp, found), math.inf)
+
+
 def _smallest_kept(xp: Any, scaled: Any, keys: Any, cut: Any) -> Any:
     """f32 [..., 1]: the least logit from a key on; a halving may end between two values."""
     return xp.amin(xp.where(keys >= cut, scaled, xp.amax(scaled, -1)[..., None]), -1)[..., None]
@@ -221,3 +258,8 @@ def _ordered(xp: Any, values: Any) -> Any:
     """f32 as i32 in the same order."""
     bits = (values + 0.0).view(xp.int32)  # -0.0 becomes 0.0: they are equal
     return bits ^ ((bits >> 31) & _SIGN)
+
+
+def _number(xp: Any, keys: Any) -> Any:
+    """The f32 that `_ordered` gave the key of."""
+    return (keys ^ ((keys >> 31) & _SIGN)).view(xp.float32)

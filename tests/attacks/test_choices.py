@@ -18,6 +18,7 @@ from tests.verify.small_model import EOS, Worker, log_softmax, token_noise
 from verify.formats.lease import assignments
 from verify.formats.submission import Rollout
 from verify.plugins import GradeItem
+from verify.truncation import Truncation, thresholds
 
 
 @pytest.fixture(params=PRECISIONS)
@@ -319,6 +320,23 @@ class CutsMore(Worker):
         return sampling_like(self, top_p=0.4).sample(prompt, key)
 
 
+class LeavesOutTheLast(Worker):
+    """Samples from all that the spec keeps but the least likely of it: top-k 3 for top-k 4."""
+
+    def sample(self, prompt: list[int], key: tuple[int, int]) -> list[int]:
+        sampling = self.spec.samplers[0].sampling
+        state, tokens = self.model.read(prompt), []
+        while len(tokens) < 40 and (not tokens or tokens[-1] != EOS):
+            scaled = self.model.output(state)[1] / np.float32(sampling.temperature)
+            rule = Truncation(sampling.top_p, sampling.top_k)
+            kept = scaled[scaled >= thresholds(np, scaled, rule).kept]
+            kept = scaled >= np.sort(kept)[:2][-1]
+            noisy = np.where(kept, scaled + token_noise(key, len(tokens)), -np.inf)
+            tokens.append(int(np.argmax(noisy)))
+            state = self.model.step(state, tokens[-1])
+        return tokens
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 class TestAnotherCut:
     """Other tokens than the spec's top-k and top-p keep."""
@@ -335,7 +353,7 @@ class TestAnotherCut:
             assert verdict.accepted, verdict.reason
 
     @pytest.mark.parametrize("sampling", TRUNCATED, ids=str)
-    @pytest.mark.parametrize("attack", [IgnoresTheCut, OneTokenOutside])
+    @pytest.mark.parametrize("attack", [IgnoresTheCut, OneTokenOutside, LeavesOutTheLast])
     def test_tokens_that_are_not_kept(
         self,
         run_of: Callable[..., Bench],

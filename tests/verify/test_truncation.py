@@ -159,6 +159,64 @@ def test_what_a_sampler_keeps_is_allowed_and_what_is_sure_it_keeps(
     assert ours.allowed <= ours.kept
 
 
+@settings(deadline=None, max_examples=100)
+@given(
+    row=arrays(np.float32, 40, elements=st.floats(-8, 8, width=32)),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.99, 1.0]),
+    top_k=st.sampled_from([-1, 1, 5, 20, 39, 40, 50]),
+)
+def test_what_is_sure_is_kept_in_the_worst_case_and_nothing_more_is_left_open(
+    row: np.ndarray, top_p: float, top_k: int
+) -> None:
+    """Of the least that is sure all others move up, and it down."""
+    rule, margin = Truncation(top_p, top_k, 0.1), 0.1
+    if not rule.cuts:
+        return
+    sure = np.flatnonzero(row >= thresholds(np, row, rule).sure)
+    left = np.setdiff1d(np.flatnonzero(row >= thresholds(np, row, rule).kept), sure)
+
+    def in_the_worst_case(token: int, by: float) -> bool:
+        moved = row + np.float32(by / 2)
+        moved[token] -= np.float32(by)
+        return bool(moved[token] >= kept_from(np, moved, **arguments(rule))[0])
+
+    if len(sure):
+        assert in_the_worst_case(sure[row[sure].argmin()], margin - 1e-3)
+    if len(left) and top_p == 1.0:
+        assert not in_the_worst_case(left[row[left].argmax()], margin + 1e-3)
+
+
+def test_the_last_one_kept_is_sure_where_the_next_is_far() -> None:
+    row = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    for rule in (
+        Truncation(top_k=2, margin=0.1),
+        Truncation(top_p=0.7, margin=0.1),
+        Truncation(top_p=0.7, top_k=3, margin=0.1),
+        Truncation(top_p=0.9, top_k=2, margin=0.1),
+    ):
+        found = thresholds(np, row, rule)
+        assert (row >= found.kept).tolist() == (row >= found.sure).tolist() == [1, 1, 0, 0]
+    # all, where there are no more
+    assert (row >= thresholds(np, row, Truncation(top_k=4, margin=0.1)).sure).all()
+    assert (row >= thresholds(np, row, Truncation(0.999, 9, margin=0.1)).sure).all()
+    # and not where the mass before it is as good as top_p
+    found = thresholds(np, row, Truncation(top_p=0.501, margin=0.1))
+    assert (row >= found.kept).tolist() == [1, 1, 0, 0]
+    assert (row >= found.sure).tolist() == [1, 0, 0, 0]
+
+
+def test_torch_and_jax_are_sure_of_the_same() -> None:
+    jax = pytest.importorskip("jax")
+    torch = pytest.importorskip("torch")
+    rows = logits(50)
+    for rule in (Truncation(0.9, -1, 0.1), Truncation(1.0, 20, 0.1), Truncation(0.7, 30, 0.1)):
+        here = rows >= thresholds(np, rows, rule).sure
+        there = torch.from_numpy(rows)
+        assert ((there >= thresholds(torch, there, rule).sure).numpy() == here).mean() > 0.999
+        there = jax.numpy.asarray(rows)
+        assert (np.asarray(there >= thresholds(jax.numpy, there, rule).sure) == here).mean() > 0.999
+
+
 def test_of_two_all_but_equal_either_may_be_the_only_one_kept() -> None:
     row = np.log(np.array([0.48, 0.47, 0.05], np.float32))
     noise = np.array([9.0, 0.0, 0.0], np.float32)
