@@ -19,6 +19,9 @@ REWARD_TOLERANCE = 1e-4
 """Largest |claimed - re-graded| reward: float32 rounding, nothing more."""
 LOGPROB_CEILING = 1e-4
 """Largest claimed log-prob: 0, and rounding."""
+LOGPROB_FLOOR = -1e4
+"""Smallest. Who draws from float32 probabilities draws none below e^-104, nor does float32 noise
+bring one up; engines' rounding adds to that what it does at low temperatures."""
 
 SHORT_TAUS = 3.0
 """Gap of the one exception in a rollout too short for a share of them, in tau. Of 1,086,372 honest

@@ -163,14 +163,14 @@ class Validator:
     def _check(self, items: list[WorkItem]) -> None:
         begun = time.monotonic()
         self._shares = {item.submission: item.share for item in items}
-        files = [self._file(item) for item in items]
+        files = self._files(items)
         examiner = self._examiner or self._prepare(files)
         log = self._log
         try:
             verdicts = examiner.examine(files)
         except Exception as error:
             if _is_own_fault(error):
-                self._give_back(files)
+                self._give_back([file.submission for file in files])
                 raise
             log.exception("a check broke; %d submissions are examined one by one", len(files))
             self._check_one_by_one(examiner, files)
@@ -190,14 +190,14 @@ class Validator:
                 (verdict,) = examiner.examine([file])
             except Exception as error:
                 if _is_own_fault(error):
-                    self._give_back(files[number:])
+                    self._give_back([left.submission for left in files[number:]])
                     raise
                 self._log.exception("a check breaks at submission %s alone", file.submission[:12])
                 words = f"{type(error).__name__}: {error}"[:_MAX_FAULT]
                 self._coordinator.release_claims([file.submission], words)
                 self._faults_in_a_row += 1
                 if self._faults_in_a_row >= MAX_FAULTS:
-                    self._give_back(files[number + 1 :])
+                    self._give_back([left.submission for left in files[number + 1 :]])
                     raise
             else:
                 self._answer(file, verdict)
@@ -208,10 +208,22 @@ class Validator:
         self._faults_in_a_row = 0
         self.checked += 1
 
-    def _give_back(self, files: Sequence[SubmissionFile]) -> None:
+    def _give_back(self, submissions: Sequence[str]) -> None:
         """Others may take them, and nothing speaks against them."""
         with suppress(UserError):  # what ends this process is said already
-            self._coordinator.release_claims([file.submission for file in files])
+            self._coordinator.release_claims(submissions)
+
+    def _files(self, items: Sequence[WorkItem]) -> list[SubmissionFile]:
+        """What was claimed. One that cannot be had stays claimed, so that its attempts are counted:
+        where nobody can have it, it is set aside."""
+        files = []
+        for number, item in enumerate(items):
+            try:
+                files.append(self._file(item))
+            except UserError:
+                self._give_back([i.submission for i in (*items[:number], *items[number + 1 :])])
+                raise
+        return files
 
     def _file(self, item: WorkItem) -> SubmissionFile:
         try:
@@ -243,7 +255,7 @@ class Validator:
                 stages=self.stages,
             )
         except Exception:
-            self._give_back(files)
+            self._give_back([file.submission for file in files])
             raise
         return self._examiner
 

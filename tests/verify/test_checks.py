@@ -267,7 +267,7 @@ def test_an_edited_row_is_rejected_and_the_model_is_not_asked(bench: Bench, name
 
 
 @pytest.mark.parametrize(
-    "token, logprob", [(VOCAB, -1.0), (-1, -1.0), (5, 0.5), (5, np.nan), (5, -np.inf)]
+    "token, logprob", [(VOCAB, -1.0), (-1, -1.0), (5, 0.5), (5, np.nan), (5, -np.inf), (5, -3e38)]
 )
 def test_impossible_tokens_and_logprobs_are_rejected(
     bench: Bench, token: int, logprob: float

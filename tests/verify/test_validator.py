@@ -241,6 +241,24 @@ def test_what_a_validator_cannot_judge_for_its_own_fault_is_given_back_without_a
     assert coordinator.released == [(digest, "")]
 
 
+def test_of_files_that_cannot_be_had_the_others_are_given_back(
+    coordinator: QueueCoordinator, engine: NumpyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = [coordinator.offer(*sample(index)[1:]) for index in range(3)]
+    tables = coordinator.tables
+
+    def download(digest: str) -> bytes:
+        if digest == digests[1]:
+            raise UserError("404: gone from the disk", place="coordinator")
+        return tables[digest]
+
+    monkeypatch.setattr(coordinator, "download", download)
+    with pytest.raises(UserError, match="gone from the disk"):
+        serve(coordinator, engine)
+    # it stays claimed: an attempt that counts, so that it is set aside after three
+    assert coordinator.released == [(digests[0], ""), (digests[2], "")]
+
+
 class Fetching(NumpyEngine):
     """An engine whose weights come after some attempts, each as long as it may be."""
 

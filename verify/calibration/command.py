@@ -110,7 +110,7 @@ def _calibrate(options: argparse.Namespace, log: logging.Logger) -> None:
     from verify.calibration.spoilt import int8, noise
 
     key = SigningKey.load(options.key)
-    _require_writable(options.out)
+    _require_writable(options.out, key=options.key)
     spoilt = [(f"weights off by {100 * share:g}%", noise(share)) for share in _NOISES]
     outcome = calibrate(
         Order(
@@ -147,6 +147,7 @@ def _sign(options: argparse.Namespace, log: logging.Logger) -> None:
     except BadSignature as error:
         raise UserError(str(error), place=str(options.profile), remedy="calibrate again") from error
     key = SigningKey.load(options.key)
+    _require_writable(options.out, key=options.key)
     write_atomic(options.out, sign_profile(profile, key))
     with suppress(BrokenPipeError):  # as above
         say(_profile_text(profile))
@@ -159,8 +160,15 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, logging.Logger], None]] = {
 }
 
 
-def _require_writable(path: Path) -> None:
-    """Says so before hours of measuring, not after, that the profile could not be written."""
+def _require_writable(path: Path, *, key: Path) -> None:
+    """Says so before hours of measuring, not after, that the profile could not be written, or would
+    be in the place of the key."""
+    if path.resolve() == key.resolve():
+        raise UserError(
+            "the profile would take the place of the key that signs it",
+            place=str(path),
+            remedy="name another file with --out",
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):

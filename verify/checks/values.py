@@ -10,7 +10,7 @@ import numpy as np
 from verify.checks.base import Subject, no_faults
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
-from verify.thresholds import LOGPROB_CEILING
+from verify.thresholds import LOGPROB_CEILING, LOGPROB_FLOOR
 from verify.toploc import CHUNK_ROWS, TOP_K, MalformedProof, parse_proof, parse_proofs
 
 
@@ -72,7 +72,7 @@ def _faults(row: Rollout, subject: Subject) -> Iterator[str]:
     outside = tokens[(tokens < 0) | (tokens >= subject.vocab_size)]
     if outside.size:
         yield f"token {outside[0]} outside the vocabulary of {subject.vocab_size}"
-    impossible = logprobs[~np.isfinite(logprobs) | (logprobs > LOGPROB_CEILING)]
+    impossible = logprobs[~((logprobs >= LOGPROB_FLOOR) & (logprobs <= LOGPROB_CEILING))]
     if impossible.size:
         yield f"log-prob {impossible[0]}"
     for name, value in (("task_reward", row.task_reward), ("length_penalty", row.length_penalty)):

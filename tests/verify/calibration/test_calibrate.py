@@ -160,6 +160,12 @@ def test_a_root_elsewhere_signs_what_was_calibrated(
     assert main(["sign-profile", str(out), "--key", str(root), "--out", str(signed)]) == 0
     assert opened(signed, root) == opened(out, key)
     assert "logprob_rollout" in capsys.readouterr().out
+    # and in no other place than where it may
+    before = root.read_bytes()
+    assert main(["sign-profile", str(out), "--key", str(root), "--out", str(root)]) == 1
+    assert "the place of the key that signs it" in capsys.readouterr().err
+    assert main(["sign-profile", str(out), "--key", str(root), "--out", str(tmp_path)]) == 1
+    assert root.read_bytes() == before
 
 
 @pytest.mark.parametrize(
