@@ -90,6 +90,7 @@ async def serve(
     Raises:
         UserError: the address is taken or not this machine's; options that cannot be.
     """
+    stop = _stop_event()  # before the address is told: whoever knows it may end this at once
     try:
         async with _door(source, metrics, options, log) as door:
             with _listen(host, port) as listener:
@@ -100,22 +101,27 @@ async def serve(
                 door.open(listener)
                 started(bound)
                 try:
-                    await _until_stopped(source.work(), metrics.keep_saving())
+                    await _until(stop, source.work(), metrics.keep_saving())
                 finally:
                     await door.close()
     finally:
         metrics.save()
 
 
-async def _until_stopped(*work: Coroutine[Any, Any, None]) -> None:
-    """Runs until a signal, cancellation, or the error of one of them."""
+def _stop_event() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with suppress(RuntimeError, ValueError):  # not in the main thread: the caller cancels
+            loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _until(stop: asyncio.Event, *work: Coroutine[Any, Any, None]) -> None:
+    """Runs until that is set, cancellation, or the error of one of them."""
     tasks = [asyncio.create_task(one) for one in (*work, stop.wait())]
     try:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with suppress(RuntimeError, ValueError):  # not in the main thread: the caller cancels
-                loop.add_signal_handler(number, stop.set)
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()

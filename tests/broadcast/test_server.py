@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
+from broadcast.origin import run_origin
 from broadcast.store import prune, refresh_latest
 from runspec.common.errors import UserError
 from runspec.common.files import write_atomic
 from runspec.common.latest import sign_latest
+from tests.ended_at_once import hears_sigterm_at_once
 from tests.waiting import eventually
 
 from .conftest import Run, weights
@@ -159,3 +162,10 @@ def test_prune_names_a_damaged_manifest_and_removes_nothing(run: Run) -> None:
         prune(run.store, run="demo", keep_versions=1)
 
     assert run.chunks() == before
+
+
+def test_who_knows_its_address_may_end_it_at_once(run: Run) -> None:
+    log = logging.getLogger("ended at once")
+    assert hears_sigterm_at_once(
+        lambda started: run_origin(run.store, host="127.0.0.1", port=0, log=log, started=started)
+    )

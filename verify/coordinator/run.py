@@ -122,10 +122,11 @@ async def serve(
     tasks: list[asyncio.Future[None]] = [api.failure]
     try:
         lines.enter_context(spared())
-        started(_listen(callers, runner, host, port))
+        # Before the address is told: whoever knows it may end this at once.
         for number in (signal.SIGTERM, signal.SIGINT):
             with suppress(RuntimeError, ValueError):  # not the main thread: the caller cancels
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        started(_listen(callers, runner, host, port))
         watching = watch_latest(
             weights,
             run=spec.name,
