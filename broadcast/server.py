@@ -6,11 +6,10 @@ import asyncio
 import errno
 import functools
 import logging
-import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from broadcast.reloaded import Reloaded
 from broadcast.tls import server_context
 from runspec.common.door import Door
 from runspec.common.errors import UserError
+from runspec.common.process import stop_event_of_loop
 
 _SHUTDOWN_S = 0.5
 
@@ -90,7 +90,7 @@ async def serve(
     Raises:
         UserError: the address is taken or not this machine's; options that cannot be.
     """
-    stop = _stop_event()  # before the address is told: whoever knows it may end this at once
+    stop = stop_event_of_loop()
     try:
         async with _door(source, metrics, options, log) as door:
             with _listen(host, port) as listener:
@@ -106,16 +106,6 @@ async def serve(
                     await door.close()
     finally:
         metrics.save()
-
-
-def _stop_event() -> asyncio.Event:
-    """Set by SIGTERM and SIGINT."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with suppress(RuntimeError, ValueError):  # not in the main thread: the caller cancels
-            loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 async def _until(stop: asyncio.Event, *work: Coroutine[Any, Any, None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from runspec.common.errors import UserError
 
@@ -45,6 +47,17 @@ def stop_event() -> threading.Event:
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
+    return event
+
+
+def stop_event_of_loop() -> asyncio.Event:
+    """The same for the running event loop. A server makes it before it tells its address: whoever
+    knows that may end it at once. Outside of the main thread nothing sets it: callers cancel."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with suppress(RuntimeError, ValueError):  # not in the main thread
+            loop.add_signal_handler(number, event.set)
     return event
 
 

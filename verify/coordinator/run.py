@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import signal
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from aiohttp import web
@@ -15,6 +14,7 @@ from aiohttp import web
 from runspec.common.errors import UserError
 from runspec.common.files import read_bounded
 from runspec.common.keys import SigningKey
+from runspec.common.process import stop_event_of_loop
 from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.common.roles import Roles, open_roles
 from runspec.common.signed import BadSignature
@@ -118,14 +118,10 @@ async def serve(
     )
     await runner.setup()
     lines = ExitStack()
-    stop = asyncio.Event()
+    stop = stop_event_of_loop()
     tasks: list[asyncio.Future[None]] = [api.failure]
     try:
         lines.enter_context(spared())
-        # Before the address is told: whoever knows it may end this at once.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with suppress(RuntimeError, ValueError):  # not the main thread: the caller cancels
-                asyncio.get_running_loop().add_signal_handler(number, stop.set)
         started(_listen(callers, runner, host, port))
         watching = watch_latest(
             weights,

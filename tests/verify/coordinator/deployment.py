@@ -7,10 +7,11 @@ import functools
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -140,22 +141,26 @@ class Site:
                 server.shutdown()
                 thread.join()
 
+    def server(
+        self, started: Callable[[int], None], *, claim_timeout_s: float = 300.0
+    ) -> Coroutine[Any, Any, None]:
+        """On a free port, of which `started` is told."""
+        return serve(
+            self.run_dir,
+            host="127.0.0.1",
+            port=0,
+            weights=self.weights,
+            root_public_key=self.root.public_hex,
+            claim_timeout_s=claim_timeout_s,
+            started=started,
+        )
+
     @contextmanager
     def serving(self, *, claim_timeout_s: float = 300.0) -> Iterator[asyncio.Future[None]]:
         """The server in a thread; yields its task (the result of a server that ended by itself)."""
         loop = asyncio.new_event_loop()
         port: asyncio.Future[int] = loop.create_future()
-        task = loop.create_task(
-            serve(
-                self.run_dir,
-                host="127.0.0.1",
-                port=0,
-                weights=self.weights,
-                root_public_key=self.root.public_hex,
-                claim_timeout_s=claim_timeout_s,
-                started=port.set_result,
-            )
-        )
+        task = loop.create_task(self.server(port.set_result, claim_timeout_s=claim_timeout_s))
         both = asyncio.wait({task, port}, return_when=asyncio.FIRST_COMPLETED)
         loop.run_until_complete(both)
         if task.done():

@@ -120,11 +120,11 @@ async def test_a_batch_that_cannot_be_written_is_not_waited_for_without_end(tmp_
         keeping = asyncio.create_task(desk.keep_time())
         while journal.state.next_close == 0:
             await asyncio.sleep(0.01)
-        for _ in range(3):
-            now[0] += STORAGE_S / 2 + 1.0
-            journal.record(CoordinatorStarted(now[0]))  # any event
-            await asyncio.sleep(0.05)
-        assert keeping.done()
+        async with asyncio.timeout(DEADLINE_S):
+            while not keeping.done():
+                now[0] += STORAGE_S / 2 + 1.0
+                journal.record(CoordinatorStarted(now[0]))  # any event
+                await asyncio.sleep(0.01)
         with pytest.raises(UserError, match="cannot write") as raised:
             await keeping
         assert raised.value.place == str(journal.batch_path(0))

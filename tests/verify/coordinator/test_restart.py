@@ -141,15 +141,20 @@ def test_a_second_coordinator_of_a_run_is_refused_and_the_first_goes_on(site: Si
         site.client(key).heartbeat({})
 
 
-def test_a_second_coordinator_touches_no_file_of_the_first(tmp_path: Path):
-    # given a coordinator that has a body on its way, and a file whose row is about to be written
+def with_a_lease(folder: Path) -> Journal:
     run = Filled()
     run.register("x")
     run.publish(0)
     run.lease("x")
-    with closing(Journal(tmp_path, POLICY)) as first:
-        for event in run.events:
-            first.record(event)
+    journal = Journal(folder, POLICY)
+    for event in run.events:
+        journal.record(event)
+    return journal
+
+
+def test_a_second_coordinator_touches_no_file_of_the_first(tmp_path: Path):
+    # given a coordinator that has a body on its way, and a file whose row is about to be written
+    with closing(with_a_lease(tmp_path)):
         files = [step_folder(tmp_path, 0) / name for name in (".tmp-on-its-way", "new.parquet")]
         for file in files:
             write_atomic(file, b"rollouts")
@@ -163,13 +168,7 @@ def test_a_second_coordinator_touches_no_file_of_the_first(tmp_path: Path):
 
 
 def test_a_folder_of_somebody_who_looked_at_a_file_is_left_alone(tmp_path: Path):
-    run = Filled()
-    run.register("x")
-    run.publish(0)
-    run.lease("x")
-    with closing(Journal(tmp_path, POLICY)) as journal:
-        for event in run.events:
-            journal.record(event)
+    with_a_lease(tmp_path).close()
     (step_folder(tmp_path, 0) / ".ipynb_checkpoints").mkdir(parents=True)
     with closing(Journal(tmp_path, POLICY)) as journal:
         assert journal.state.next_step == 1

@@ -25,7 +25,6 @@ from tests.verify.coordinator.deployment import (
 from tests.verify.coordinator.over_http import check, granted, sample
 from tests.waiting import eventually
 from verify.client import RunFinished
-from verify.coordinator.run import serve
 from verify.formats.layout import submission_files
 from verify.formats.verdict import decode_verdicts
 
@@ -156,13 +155,4 @@ def test_the_spec_must_fit_the_keys(site: Site):
 
 
 def test_who_knows_its_address_may_end_it_at_once(site: Site) -> None:
-    assert hears_sigterm_at_once(
-        lambda started: serve(
-            site.run_dir,
-            host="127.0.0.1",
-            port=0,
-            weights=site.weights,
-            root_public_key=site.root.public_hex,
-            started=started,
-        )
-    )
+    assert hears_sigterm_at_once(site.server)
