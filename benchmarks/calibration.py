@@ -26,10 +26,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.null.text_model import PROMPT, Size, held_out, read_text, train
-from bridge.config import hf_config
 from learner_jax.leaves import save_weights
-from runspec.common.process import setup_logging
-from runspec.spec.schema import RunSpec
+from runspec.core.models.config import hf_config
+from runspec.core.process import setup_logging
+from runspec.core.spec.schema import RunSpec
 from tests.verify.calibration.honest_run import WORKER, HonestRun
 from verify.calibration.honest import submissions_of
 from verify.calibration.power import Rejections

@@ -21,9 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when numpy is first import
 
 import numpy as np
 
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
-from runspec.spec.schema import SamplerPool
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.spec.schema import SamplerPool
 from verify.checks import GRADE_CHECKS, ROW_CHECKS, Subject, fingerprints, prefill_checks
 from verify.checks.duplicates import DuplicateCheck
 from verify.decoder.parent import Decoder

@@ -34,7 +34,6 @@ import ml_dtypes
 import numpy as np
 import zstandard
 
-from bridge.config import parse_config
 from bridge.delta import apply_deltas, write_delta
 from bridge.delta.apply import open_delta, overwrite_file
 from bridge.delta.container import SUFFIX
@@ -42,8 +41,9 @@ from bridge.delta.layout import read_layout, read_records
 from bridge.records import TENSORS_NAME
 from bridge.safetensors_io import SINGLE_NAME, write_safetensors
 from bridge.weight_map import hf_shapes
-from runspec.common.canonical import canonical_json
-from runspec.common.hashing import digest_bytes
+from runspec.core.canonical import canonical_json
+from runspec.core.hashing import digest_bytes
+from runspec.core.models.config import parse_config
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 PIECE = 64 * 1024 * 1024

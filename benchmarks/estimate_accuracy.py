@@ -19,11 +19,11 @@ from typing import Any
 
 from benchmarks.runs import ROOT
 from learner_jax.topology import parse_topology, prepare_environment, topology_devices
+from runspec.core.models.of_spec import model_config
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.schema import RunSpec
 from runspec.estimate.learner import learner_memory
-from runspec.estimate.model import model_config
 from runspec.lint.check import check_spec
-from runspec.spec.load import SpecFiles
-from runspec.spec.schema import RunSpec
 
 QWQ, LLAMA = "Qwen/QwQ-32B", "meta-llama/Llama-3.1-8B"
 QWEN3, METAGENE = "Qwen/Qwen3-4B", "metagene-ai/METAGENE-1"

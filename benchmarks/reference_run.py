@@ -19,18 +19,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from runspec.core.models.flops import forward_flops, step_flops
+from runspec.core.models.hardware import DEVICES
+from runspec.core.models.of_spec import model_config
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import broadcast_times
-from runspec.estimate.flops import forward_flops, step_flops
-from runspec.estimate.hardware import DEVICES
-from runspec.estimate.model import model_config
 from runspec.estimate.run import draws
 from runspec.estimate.speed import Decode, decode_speed
 from runspec.estimate.timeline import Lengths, Model, Replica, simulate
 from runspec.estimate.version_size import version_bytes
 from runspec.lint.check import check_spec
-from runspec.spec.load import SpecFiles
-from runspec.spec.schema import RunSpec
 
 SPECS = Path(__file__).parents[1] / "specs"
 MINUTE = 60.0

@@ -46,12 +46,12 @@ from benchmarks.sampler_engine import Side
 from benchmarks.validating.judging import Judge
 from benchmarks.validating.run import make_version, spec_for
 from benchmarks.validating.sampling import LEASES_IN_FLIGHT, Sampler
-from bridge.config import load_config
 from learner_jax.prefill import load_policy as load_jax
 from learner_jax.prefill import prefill as prefill_jax
 from learner_jax.sharding import make_mesh
-from runspec.estimate.flops import matrix_parameters
-from runspec.spec import schema
+from runspec.core.models.config import load_config
+from runspec.core.models.flops import matrix_parameters
+from runspec.core.spec import schema
 from sampler.engine.engine import Engine
 from sampler.prefill.engine import load_policy as load_torch
 from sampler.prefill.engine import prefill as prefill_torch

@@ -24,17 +24,17 @@ import json
 from typing import Any
 
 from benchmarks.runs import ROOT
-from bridge.config import ModelConfig, parse_config
 from learner_jax.topology import (
     parse_topology,
     prepare_environment,
     topology_devices,
 )
-from runspec.estimate.hardware import DEVICES
+from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.hardware import DEVICES
+from runspec.core.models.named_models import model_names, named_model
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
-from runspec.spec.load import SpecFiles
-from runspec.spec.named_models import model_names, named_model
-from runspec.spec.schema import RunSpec
 
 SLICES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
 MAX_FSDP = 64

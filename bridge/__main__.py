@@ -7,7 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.config import ModelConfig
 from bridge.safetensors_io import write_safetensors
 from bridge.tensors import dtype_named
 from bridge.weight_map import Entry, Row, axis_sizes, entry, rows, tensor_axes
 from bridge.weight_map import Path as LeafPath
-from runspec.common.errors import UserError
-from runspec.common.files import new_directory
+from runspec.core.errors import UserError
+from runspec.core.files import new_directory
+from runspec.core.models.config import ModelConfig
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

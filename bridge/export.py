@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorstore as ts
 
-from bridge.config import CONFIG_NAME, ModelConfig, load_config, read_config
 from bridge.model_files import copy_model_files
 from bridge.orbax_io import open_checkpoint, read_pieces
 from bridge.records import write_records
@@ -25,8 +24,9 @@ from bridge.tensors import dtype_named
 from bridge.transpose import copy_into
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import hf_shapes, weight_map
-from runspec.common.errors import UserError
-from runspec.common.files import new_directory
+from runspec.core.errors import UserError
+from runspec.core.files import new_directory
+from runspec.core.models.config import CONFIG_NAME, ModelConfig, load_config, read_config
 
 PROBE_NAME = "probe.json"
 _LOG = logging.getLogger(__name__)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bridge.config import load_config
 from bridge.load import LeafReader
 from bridge.model_files import MODEL_FOLDER, copy_model_files
 from bridge.orbax_writer import write_leaf, write_metadata
-from runspec.common.errors import UserError
-from runspec.common.files import new_directory
+from runspec.core.errors import UserError
+from runspec.core.files import new_directory
+from runspec.core.models.config import load_config
 
 
 def import_model(hf_dir: Path, checkpoint: Path) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.config import ModelConfig
 from bridge.safetensors_io import TensorInfo, listed, read_headers, read_slice
 from bridge.transpose import contiguous, copy_into
 from bridge.weight_map import Entry, hf_shapes, tied_tensors, weight_map
 from bridge.weight_map import Path as LeafPath
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig
 
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Constants that old checkpoints hold; they follow from the config."""
@@ -29,7 +29,7 @@ class LeafReader:
 
         Args:
             hf_dir: a Hugging Face directory, one safetensors file or several with an index.
-            config: its shape (`bridge.config.load_config`).
+            config: its shape (`runspec.core.models.config.load_config`).
 
         Raises:
             UserError: unreadable files; tensors missing, not expected or of another shape, by name.

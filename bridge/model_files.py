@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from bridge.config import CONFIG_NAME, read_config
 from bridge.tokenizer_files import TOKENIZER_NAMES
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.models.config import CONFIG_NAME, read_config
 
 GENERATION_NAME = "generation_config.json"
 MODEL_FOLDER = "hugging_face"

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from bridge.config import ModelConfig
 from bridge.safetensors_io import listed
 from bridge.tensors import DTYPES
 from bridge.weight_map import Entry, weight_map
 from bridge.weight_map import Path as LeafPath
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.models.config import ModelConfig
 
 MAX_METADATA_BYTES = 64 * 1024 * 1024
 AHEAD, AHEAD_BYTES = 4, 32 * 1024 * 1024

@@ -8,9 +8,9 @@ from typing import Any
 
 from bridge.safetensors_io import read_headers, stored_digest
 from bridge.tensors import model_digest
-from runspec.common.canonical import MalformedJson, canonical_json, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, write_atomic
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, write_atomic
 
 TENSORS_NAME = "tensors.json"
 MAX_BYTES = 64 * 1024 * 1024

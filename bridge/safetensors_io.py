@@ -21,9 +21,9 @@ from blake3 import blake3
 
 from bridge.shards import file_header
 from bridge.tensors import DTYPES, record, tensor_bytes
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
 
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 INDEX_NAME = "model.safetensors.index.json"

@@ -9,12 +9,12 @@ import ml_dtypes
 import numpy as np
 from blake3 import blake3
 
-from bridge.config import ModelConfig
 from bridge.transpose import contiguous
 from bridge.weight_map import Path, weight_map
-from runspec.common.canonical import canonical_json
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
+from runspec.core.canonical import canonical_json
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.models.config import ModelConfig
 
 DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),

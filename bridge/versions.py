@@ -10,8 +10,8 @@ from bridge.delta import DeltaSummary, apply_deltas, delta_tensors, write_delta
 from bridge.model_files import copy_model_files
 from bridge.records import write_records
 from bridge.safetensors_io import INDEX_NAME
-from runspec.common.errors import UserError
-from runspec.common.files import new_directory
+from runspec.core.errors import UserError
+from runspec.core.files import new_directory
 
 
 def changed_elements(old: Path, new: Path, out: Path | None) -> list[str]:

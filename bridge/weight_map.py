@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bridge.config import ModelConfig
+from runspec.core.models.config import ModelConfig
 
 if TYPE_CHECKING:  # it is only named: who wants shapes alone needs no numpy
     import numpy as np

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 if TYPE_CHECKING:
     from broadcast.server import ServerOptions
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 a UserError, 2 bad usage, 3 a fault of our own, 130 interrupted."""
-    from runspec.common.process import run_role
+    from runspec.core.process import run_role
 
     arguments = _parser().parse_args(argv)
     try:
@@ -135,14 +135,14 @@ def _seconds(text: str) -> float:
 
 
 def _size(text: str) -> int:
-    from runspec.spec.values import parse_size
+    from runspec.core.spec.values import parse_size
 
     return _quantity(text, parse_size)
 
 
 def _rate(text: str) -> int:
     """Bytes a second."""
-    from runspec.spec.values import parse_rate
+    from runspec.core.spec.values import parse_rate
 
     return _quantity(text, lambda rate: parse_rate(rate) / 8)
 
@@ -170,9 +170,9 @@ def _keygen(arguments: argparse.Namespace, log: logging.Logger) -> None:
 def _publish(arguments: argparse.Namespace, log: logging.Logger) -> None:
     from broadcast.layout import roles_name
     from broadcast.store import publish
-    from runspec.common.files import read_bounded
-    from runspec.common.keys import SigningKey
-    from runspec.common.roles import MAX_BYTES
+    from runspec.core.files import read_bounded
+    from runspec.core.keys import SigningKey
+    from runspec.core.roles import MAX_BYTES
 
     if arguments.delta_only and arguments.base is None:
         raise UserError("--delta-only needs --base: without one there is no delta")
@@ -202,7 +202,7 @@ def _origin(arguments: argparse.Namespace, log: logging.Logger) -> None:
     import asyncio
 
     from broadcast.origin import run_origin
-    from runspec.common.address import parse_address
+    from runspec.core.address import parse_address
 
     host, port = parse_address(arguments.listen)
     options = _server_options(arguments)
@@ -214,7 +214,7 @@ def _relay(arguments: argparse.Namespace, log: logging.Logger) -> None:
 
     from broadcast.relay import run_relay
     from broadcast.transport import Access
-    from runspec.common.address import parse_address
+    from runspec.core.address import parse_address
 
     host, port = parse_address(arguments.listen)
     asyncio.run(
@@ -274,8 +274,8 @@ def _server_options(arguments: argparse.Namespace) -> ServerOptions:
 
 def _public_key(text: str) -> str:
     """A public key: 64 hexadecimal characters, or a file that holds them."""
-    from runspec.common.files import read_bounded
-    from runspec.common.hashing import is_digest
+    from runspec.core.files import read_bounded
+    from runspec.core.hashing import is_digest
 
     if is_digest(text):
         return text

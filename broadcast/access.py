@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from broadcast.reloaded import warn_if_open
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
 
 MAX_TOKENS_BYTES = 1024 * 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")

@@ -24,8 +24,8 @@ from broadcast.answers import IMMUTABLE, REVALIDATE, FileAnswers, Kind, not_modi
 from broadcast.layout import RUN
 from broadcast.manifest import WeightsManifest
 from broadcast.metrics import CONTENT_TYPE, Metrics
-from runspec.common.door import Connection
-from runspec.common.hashing import digest_bytes
+from runspec.core.door import Connection
+from runspec.core.hashing import digest_bytes
 
 MAX_WAIT_S = 60.0
 _GONE = 499

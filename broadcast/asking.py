@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from broadcast.transport import Fault
 from broadcast.upstreams import Choice, Ticket, Upstream, Upstreams, Wanted
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 T = TypeVar("T")
 _LOOK_AGAIN_S = 1.0

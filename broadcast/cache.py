@@ -21,10 +21,10 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.hashing import digest_bytes
-from runspec.common.signed import BadSignature
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.hashing import digest_bytes
+from runspec.core.signed import BadSignature
 
 PARTIAL = ".partial-"
 DELTAS = ".deltas-"

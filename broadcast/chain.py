@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 MAX_LINKS = 256
 """Deltas that one version may be made with: a bound on manifests asked for."""

@@ -17,9 +17,9 @@ from pathlib import Path
 from blake3 import blake3
 
 from broadcast.manifest import Chunk, ObjectInfo
-from runspec.common.errors import UserError
-from runspec.common.files import temporary_name
-from runspec.common.hashing import digest_bytes
+from runspec.core.errors import UserError
+from runspec.core.files import temporary_name
+from runspec.core.hashing import digest_bytes
 
 _READ_BYTES = 1024 * 1024
 _MAX_KNOWN = 2**18

@@ -20,8 +20,8 @@ from broadcast.fetcher import Fetcher
 from broadcast.manifest import WeightsManifest
 from broadcast.progress import EVERY_S
 from broadcast.transport import Access
-from runspec.common.errors import UserError
-from runspec.common.latest import Latest
+from runspec.core.errors import UserError
+from runspec.core.latest import Latest
 
 T = TypeVar("T")
 Manifests = Mapping[int, WeightsManifest]

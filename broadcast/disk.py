@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 T = TypeVar("T")
 _COPY_STEP = 64 * 1024 * 1024

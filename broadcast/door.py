@@ -9,8 +9,8 @@ from collections.abc import Callable
 from aiohttp import web
 
 from broadcast.metrics import Metrics
-from runspec.common import door
-from runspec.common.door import Bounds, Door
+from runspec.core import door
+from runspec.core.door import Bounds, Door
 
 MAX_LINE_BYTES = 2048
 MAX_HEADER_BYTES = 4096

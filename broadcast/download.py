@@ -12,7 +12,7 @@ from broadcast.disk import Patience, in_thread
 from broadcast.fetcher import PARALLEL_CHUNKS, Fetcher, for_each
 from broadcast.manifest import WeightsManifest
 from broadcast.progress import Progress
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 _LOG = logging.getLogger(__name__)
 

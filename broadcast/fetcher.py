@@ -21,14 +21,14 @@ from broadcast.connection import Transfer
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
 from broadcast.transport import Access, Fault, Lie, base_url, get, new_session
 from broadcast.upstreams import PATIENCE_S, Upstream, pause_after
-from runspec.common import latest as latest_format
-from runspec.common import roles as roles_format
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, write_atomic
-from runspec.common.hashing import digest_bytes
-from runspec.common.latest import Latest, open_latest
-from runspec.common.roles import CLOCK_SKEW_S, Roles, open_roles
-from runspec.common.signed import BadSignature, open_document
+from runspec.core import latest as latest_format
+from runspec.core import roles as roles_format
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, write_atomic
+from runspec.core.hashing import digest_bytes
+from runspec.core.latest import Latest, open_latest
+from runspec.core.roles import CLOCK_SKEW_S, Roles, open_roles
+from runspec.core.signed import BadSignature, open_document
 
 T = TypeVar("T")
 PARALLEL_CHUNKS = 8

@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.keys import SigningKey
-from runspec.common.roles import KIND, MAX_BYTES
-from runspec.common.signed import BadSignature, open_document
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.keys import SigningKey
+from runspec.core.roles import KIND, MAX_BYTES
+from runspec.core.signed import BadSignature, open_document
 
 
 def publishers_of(roles: bytes, run: str, key: SigningKey) -> list[str]:

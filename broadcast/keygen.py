@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, write_atomic
-from runspec.common.keys import SigningKey
-from runspec.common.roles import KIND, MAX_BYTES, sign_roles
-from runspec.common.signed import BadSignature, open_document
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, write_atomic
+from runspec.core.keys import SigningKey
+from runspec.core.roles import KIND, MAX_BYTES, sign_roles
+from runspec.core.signed import BadSignature, open_document
 
 VALID_S = 365 * 86400.0
 _ROOT, _ROLES = "root.key", "roles.json"

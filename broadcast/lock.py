@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 _LOOK_EVERY_S = 0.02
 

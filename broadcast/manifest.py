@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from broadcast.layout import is_run, is_version
-from runspec.common.files import read_bounded
-from runspec.common.hashing import is_digest
-from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature, open_document, sign_document
+from runspec.core.files import read_bounded
+from runspec.core.hashing import is_digest
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, open_document, sign_document
 
 KIND = "weights"
 FILE_NAME = "manifest.json"

@@ -17,9 +17,9 @@ from broadcast.recent import Recent
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions, serve
 from broadcast.store import latest_version
 from broadcast.stored_manifests import StoredManifests
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.latest import MAX_BYTES
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.latest import MAX_BYTES
 
 _WATCH_EVERY_S = 0.025
 _SAY_AGAIN_S = 60.0

@@ -26,7 +26,7 @@ from broadcast.server import DEFAULT_OPTIONS, ServerOptions, serve
 from broadcast.shelf import Shelf
 from broadcast.transfers import MISSED_S, Transfers
 from broadcast.transport import Access
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 _POLL_S = 20.0
 _PAUSE_S = 0.5

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 Value = TypeVar("Value")
 _Identity = tuple[int, int, int]

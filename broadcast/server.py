@@ -25,9 +25,9 @@ from broadcast.metrics import Metrics
 from broadcast.rate_limit import RateLimit
 from broadcast.reloaded import Reloaded
 from broadcast.tls import server_context
-from runspec.common.door import Door
-from runspec.common.errors import UserError
-from runspec.common.process import stop_event_of_loop
+from runspec.core.door import Door
+from runspec.core.errors import UserError
+from runspec.core.process import stop_event_of_loop
 
 _SHUTDOWN_S = 0.5
 

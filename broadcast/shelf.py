@@ -13,9 +13,9 @@ from broadcast.chunk_files import ProvenChunks
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
 from broadcast.pins import Pins, owners
 from broadcast.retention import kept, with_bases
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, remove_leftovers, temporary_name, write_atomic
-from runspec.common.signed import BadSignature
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
+from runspec.core.signed import BadSignature
 
 
 class Shelf:

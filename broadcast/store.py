@@ -29,13 +29,13 @@ from broadcast.manifest import (
 )
 from broadcast.pins import Pins
 from broadcast.retention import kept
-from runspec.common import latest as latest_format
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, remove_leftovers, write_atomic
-from runspec.common.hashing import digest_bytes, is_digest
-from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature, open_document
+from runspec.core import latest as latest_format
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, remove_leftovers, write_atomic
+from runspec.core.hashing import digest_bytes, is_digest
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, open_document
 
 CHUNK_BYTES = 16 * 1024 * 1024
 TENSORS_NAME = "tensors.json"

@@ -11,9 +11,9 @@ from pathlib import Path
 from broadcast import layout
 from broadcast.manifest import MAX_BYTES, WeightsManifest, open_manifest
 from broadcast.pins import owners
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.signed import BadSignature
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.signed import BadSignature
 
 _Identity = tuple[int, int]
 

@@ -7,7 +7,7 @@ import ssl
 from pathlib import Path
 
 from broadcast.reloaded import warn_if_open
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 
 def server_context(cert: Path, key: Path, log: logging.Logger) -> ssl.SSLContext:

@@ -14,7 +14,7 @@ from broadcast.fetcher import PARALLEL_CHUNKS, Fetcher, chunk_timeout_s, for_eac
 from broadcast.manifest import Chunk
 from broadcast.recent import Recent
 from broadcast.shelf import Shelf
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 STALL_S = 5.0
 """Who waits for a chunk is sent away when no byte of it has come for so long."""

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from broadcast.names import Resolver
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
 
 _CONNECT_S = 5.0
 _READ_BUFFER = 1024 * 1024

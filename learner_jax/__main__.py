@@ -7,7 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from runspec.common.process import run_role, stop_event
+from runspec.core.process import run_role, stop_event
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -124,7 +124,7 @@ def _train(options: argparse.Namespace, log: logging.Logger) -> None:
     from learner_jax.compile_cache import cache_folder, keep_compiled
     from learner_jax.distributed import joined
     from learner_jax.runner import train
-    from runspec.spec.resolved import load_resolved
+    from runspec.core.spec.resolved import load_resolved
 
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each save, at length
     spec = load_resolved(options.run_dir)

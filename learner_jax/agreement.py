@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runspec.spec.schema import RunSpec
+from runspec.core.spec.schema import RunSpec
 from verify.thresholds import LOGPROB_ALARM, precision_of
 
 

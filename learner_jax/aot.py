@@ -18,15 +18,15 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
-from bridge.config import ModelConfig
 from learner_jax.execution import full_float32
 from learner_jax.hlo import program_cost
 from learner_jax.optimizer import HOST_MEMORY
 from learner_jax.sharding import AXES, make_mesh
 from learner_jax.step import Programs, build_programs
-from runspec.common.errors import UserError
-from runspec.estimate.logits import device_positions, logits_chunk
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.logits import device_positions, logits_chunk
+from runspec.core.spec.schema import RunSpec
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.config import ModelConfig, parse_config
 from learner_jax.topology import (
     Topology,
     learner_topology,
@@ -20,15 +19,15 @@ from learner_jax.topology import (
     prepare_environment,
     topology_devices,
 )
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.estimate.hardware import DEVICES, device_of
-from runspec.lint.check import check_spec
-from runspec.spec.load import SpecFiles
-from runspec.spec.named_models import model_names, named_model
-from runspec.spec.resolved import load_resolved
-from runspec.spec.schema import Learner, RunSpec
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.hardware import DEVICES, device_of
+from runspec.core.models.named_models import model_names, named_model
+from runspec.core.spec.load import SpecFiles, load_layers
+from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.schema import Learner, RunSpec
 
 if TYPE_CHECKING:
     import jax
@@ -95,13 +94,12 @@ def _load(options: AotOptions) -> RunSpec:
     if options.run.is_dir():
         return load_resolved(options.run)
     overrides = list(options.overrides)
-    if options.topology is not None:  # so that the rules compare the mesh with its devices
+    if options.topology is not None:
         topology = parse_topology(options.topology)
         hardware = {"kind": topology.kind, "topology": topology.shape}
         overrides += [f"learner.hardware.{key}={value}" for key, value in hardware.items()]
-    checked = check_spec(SpecFiles(options.run, options.profile, overrides=overrides))
-    # Rules are for runs: what they say does not fit, the compiler is asked about.
-    return checked.spec or checked.require()
+    # The rules of `runspec lint` stay out: whether the run fits is what the compiler is asked.
+    return load_layers(SpecFiles(options.run, options.profile, overrides=overrides)).require()
 
 
 def _model_config(options: AotOptions, spec: RunSpec) -> ModelConfig:

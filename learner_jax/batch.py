@@ -18,14 +18,14 @@ import numpy as np
 
 from learner_jax.advantage import group_advantages
 from learner_jax.agreement import Agreement, agreement
-from runspec.common.canonical import canonical_json, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.hashing import digest_bytes
-from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
-from runspec.common.roles import Roles, open_roles
-from runspec.common.signed import BadSignature
-from runspec.spec.schema import RunSpec
+from runspec.core.canonical import canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.hashing import digest_bytes
+from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.core.roles import Roles, open_roles
+from runspec.core.signed import BadSignature
+from runspec.core.spec.schema import RunSpec
 from verify.checks import Decode
 from verify.decoder import DecoderKilled
 from verify.formats import batch as batch_format

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from learner_jax.batch import Batch, TrainingRollout
-from runspec.common.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from verify.formats.batch import BatchGroup, BatchManifest
 
 NO_TARGET = -1

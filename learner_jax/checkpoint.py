@@ -25,10 +25,10 @@ from orbax.checkpoint import v1 as ocp
 
 from learner_jax.layout import PARAMS_NAME, PROBE_FILE, numbered
 from learner_jax.saver import DEADLINE_S, Finish
-from runspec.common.canonical import MalformedJson, canonical_json, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, write_atomic
-from runspec.common.hashing import digest_file
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, write_atomic
+from runspec.core.hashing import digest_file
 
 STATE_NAME = "state"
 STATE_FILE = "state.json"

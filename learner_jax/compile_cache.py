@@ -13,11 +13,11 @@ from pathlib import Path
 
 import jax
 
-from runspec.common.canonical import MalformedJson, canonical_json, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, write_atomic
-from runspec.common.hashing import digest_file
-from runspec.spec.schema import RunSpec
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, write_atomic
+from runspec.core.hashing import digest_file
+from runspec.core.spec.schema import RunSpec
 
 DIGESTS_NAME = "digests.json"
 _MAX_DIGESTS_BYTES = 4 * 1024 * 1024

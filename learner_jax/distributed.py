@@ -30,9 +30,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from runspec.common.canonical import canonical_json
-from runspec.common.errors import UserError
-from runspec.common.process import EXIT_USER_ERROR, RunStopped
+from runspec.core.canonical import canonical_json
+from runspec.core.errors import UserError
+from runspec.core.process import EXIT_USER_ERROR, RunStopped
 
 SHUTDOWN_S = 3600
 """How long a process that is done waits for the others: for process 0's last checkpoint."""

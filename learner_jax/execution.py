@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from runspec.spec import schema
+from runspec.core.spec import schema
 
 
 @dataclass(frozen=True)

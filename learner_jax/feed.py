@@ -14,7 +14,7 @@ import time
 from learner_jax.batch import Batch, BatchReader
 from learner_jax.batch_bytes import decode_batch, encode_batch
 from learner_jax.distributed import MAX_MESSAGE_BYTES, PeerFailed, Peers, Word
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 ROUND_S = 0.5
 """While process 0 waits, the processes hear of each other this often."""

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from runspec.common.hashing import digest_bytes
-from runspec.spec.schema import RunSpec
+from runspec.core.hashing import digest_bytes
+from runspec.core.spec.schema import RunSpec
 
 DETERMINISTIC_GPU_FLAGS = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
 """XLA_FLAGS, either of which leaves out the GPU's atomics, whose order is chance."""

@@ -2,8 +2,8 @@
 
     MFU = useful / (seconds x devices x peak FLOP/s of one device)
 
-with the useful FLOPs of `runspec.estimate.flops`. PaLM's MFU (arXiv 2204.02311, appendix B) is the
-same but for counting the masked half of attention.
+with the useful FLOPs of `runspec.core.models.flops`. PaLM's MFU (arXiv 2204.02311, appendix B) is
+the same but for counting the masked half of attention.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bridge.config import ModelConfig
-from runspec.estimate.flops import useful_flops
-from runspec.estimate.hardware import jax_device
-from runspec.spec.schema import Lora
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.flops import useful_flops
+from runspec.core.models.hardware import jax_device
+from runspec.core.spec.schema import Lora
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from runspec.common.files import remove_leftovers
-from runspec.spec.run_files import (
+from runspec.core.files import remove_leftovers
+from runspec.core.spec.run_files import (
     initial_model,
     numbered,
     params_folder,

@@ -12,13 +12,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from bridge.config import ModelConfig
 from bridge.load import LeafReader
 from bridge.safetensors_io import SINGLE_NAME, write_safetensors
 from bridge.tensors import dtype_named
 from bridge.weight_map import hf_shapes, weight_map
 from learner_jax.model import abstract_params
 from learner_jax.sharding import param_shardings
+from runspec.core.models.config import ModelConfig
 
 LeafPath = tuple[str, ...]
 

@@ -24,8 +24,8 @@ from jaxtyping import Array, Float, Int
 
 from learner_jax.execution import wide_dtype
 from learner_jax.sharding import constrain
-from runspec.estimate.logits import KEPT_LOGITS, chunk_tokens
-from runspec.estimate.parameters import MESH_AXES
+from runspec.core.models.logits import KEPT_LOGITS, chunk_tokens
+from runspec.core.models.parameters import MESH_AXES
 
 
 @dataclass(frozen=True)

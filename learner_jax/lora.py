@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from bridge.config import ModelConfig
 from learner_jax.execution import widen
 from learner_jax.model import Params, ParamSpec, draw
-from runspec.estimate.flops import matrix_shapes
-from runspec.estimate.parameters import Parameter, lora_parameters
-from runspec.spec import schema
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.flops import matrix_shapes
+from runspec.core.models.parameters import Parameter, lora_parameters
+from runspec.core.spec import schema
 
 
 def abstract_lora(config: ModelConfig, lora: schema.Lora) -> dict[str, Any]:

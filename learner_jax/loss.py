@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from learner_jax.arrays import LossInputs
 from learner_jax.loss_metrics import MAX_LOG_RATIO, LossMetrics, log_ratio_counts
 from learner_jax.segments import segment_sums
-from runspec.spec.schema import Algorithm, Clip
+from runspec.core.spec.schema import Algorithm, Clip
 
 
 def token_weights(

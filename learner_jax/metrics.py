@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 _BLOCK = 64 * 1024
 

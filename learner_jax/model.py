@@ -20,7 +20,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from bridge.config import ModelConfig
 from learner_jax.attention import packed_attention
 from learner_jax.attention.context import from_zigzag, to_zigzag
 from learner_jax.attention.rows import Rows, attend_in_rows
@@ -29,7 +28,8 @@ from learner_jax.execution import Execution, widen
 from learner_jax.remat import layer_remat
 from learner_jax.rope import Rotation, rotate, rotation
 from learner_jax.sharding import constrain
-from runspec.estimate.parameters import CONTRACTED, Parameter, parameters
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.parameters import CONTRACTED, Parameter, parameters
 
 Params = Mapping[str, Any]
 """Nested dict of arrays, the tree that `bridge.weight_map` maps to Hugging Face names."""
@@ -50,7 +50,7 @@ class ParamSpec:
 
 
 def abstract_params(config: ModelConfig) -> dict[str, Any]:
-    """The tree of `ParamSpec`, as `runspec.estimate.parameters` has it.
+    """The tree of `ParamSpec`, as `runspec.core.models.parameters` has it.
 
     Initial scales: embedding 1/sqrt(D), matrices 1/sqrt(fan-in), `o` and `down` a tenth of that,
     norms 1, biases 0.

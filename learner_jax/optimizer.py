@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from learner_jax.execution import wide_dtype
-from runspec.spec.schema import Optimizer
+from runspec.core.spec.schema import Optimizer
 
 HOST_MEMORY = "pinned_host"
 PIECE = 2**26

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from learner_jax.arrays import TokenBatch
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from bridge.config import ModelConfig, load_config
 from broadcast.client import WeightsClient
 from broadcast.loaded import LoadedVersions
 from learner_jax.execution import execution, full_float32
@@ -38,9 +37,10 @@ from learner_jax.shared_prompts import (
     predicting,
     shape_for,
 )
-from runspec.estimate.logits import chunk_tokens
-from runspec.spec import schema
-from runspec.spec.schema import RunSpec
+from runspec.core.models.config import ModelConfig, load_config
+from runspec.core.models.logits import chunk_tokens
+from runspec.core.spec import schema
+from runspec.core.spec.schema import RunSpec
 from verify.choices import HEADS, POWERS, Choices
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
 from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of

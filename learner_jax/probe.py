@@ -15,12 +15,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from bridge.config import ModelConfig
 from learner_jax.arrays import TokenBatch
 from learner_jax.execution import execution
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import final_hidden, head_weight
-from runspec.spec.schema import RunSpec
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec.schema import RunSpec
 
 SEQUENCES = 4
 MAX_TOKENS = 32

@@ -34,15 +34,15 @@ from learner_jax.layout import (
     versions_in,
     weights_folder,
 )
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, remove_leftovers
-from runspec.common.keys import SigningKey
-from runspec.common.latest import RESIGN_EVERY_S
-from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
-from runspec.common.signed import BadSignature
-from runspec.spec.resolved import load_resolved
-from runspec.spec.schema import RunSpec
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, remove_leftovers
+from runspec.core.keys import SigningKey
+from runspec.core.latest import RESIGN_EVERY_S
+from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.core.signed import BadSignature
+from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.schema import RunSpec
 
 POLL_S = 0.03
 _MAX_THREADS = 8

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from bridge.config import ModelConfig
 from learner_jax.agreement import alarm_limit
 from learner_jax.batch import Batch
 from learner_jax.flops import Meter, peak_flops
@@ -16,7 +15,8 @@ from learner_jax.layout import initial_model
 from learner_jax.metrics import JsonLines
 from learner_jax.report import SampleWriter, metrics_line
 from learner_jax.training import StepResult
-from runspec.spec.schema import RunSpec
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec.schema import RunSpec
 
 
 class Records:

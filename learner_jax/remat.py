@@ -19,7 +19,7 @@ from jax import checkpoint_policies as policies
 from jax.ad_checkpoint import checkpoint_name
 
 from learner_jax.attention import SAVED
-from runspec.spec import schema
+from runspec.core.spec import schema
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
 LAYER_INPUT = "layer_input"

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from bridge.config import ModelConfig
-from bridge.rope_scaling import Linear, Llama3, Yarn
 from learner_jax.execution import widen
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.rope_scaling import Linear, Llama3, Yarn
 
 Rotation = tuple[Array, Array]
 """Cosine and sine, [B, T, 1, h/2] each, at least float32."""

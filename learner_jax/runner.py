@@ -16,7 +16,6 @@ from contextlib import closing
 from math import prod
 from pathlib import Path
 
-from bridge.config import load_config
 from learner_jax.batch import BatchReader
 from learner_jax.compile_cache import CompileCounter, cache_folder, note_compiled
 from learner_jax.distributed import Peers, Word, mesh_devices
@@ -34,10 +33,11 @@ from learner_jax.states import StateWriter
 from learner_jax.step import build_programs
 from learner_jax.training import compile_ahead, train_step
 from learner_jax.versions import VersionWriter
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
-from runspec.spec.resolved import load_resolved
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
+from runspec.core.models.config import load_config
+from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.schema import RunSpec
 from verify.decoder import AGAIN, Decoder
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 REPORT_EVERY_S = 15.0
 DEADLINE_S = 3600.0

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from bridge.config import ModelConfig, load_config
 from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution, full_float32
 from learner_jax.leaves import load_params
@@ -26,8 +25,9 @@ from learner_jax.logprobs import token_logprobs
 from learner_jax.model import final_hidden, head_weight
 from learner_jax.packing import Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch
-from runspec.common.errors import UserError
-from runspec.spec import schema
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig, load_config
+from runspec.core.spec import schema
 
 MAX_LINE_BYTES = 1 << 24
 MICROBATCH_TOKENS = 1 << 13

@@ -18,9 +18,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from runspec.common.errors import UserError
-from runspec.estimate.parameters import MESH_AXES
-from runspec.spec import schema
+from runspec.core.errors import UserError
+from runspec.core.models.parameters import MESH_AXES
+from runspec.core.spec import schema
 
 AXES = ("data", "fsdp", "context", "tensor")
 Tree = TypeVar("Tree")

@@ -12,7 +12,7 @@ from learner_jax.saver import Finish, Saver
 from learner_jax.start import Start
 from learner_jax.step import TrainState
 from learner_jax.versions import VersionWriter
-from runspec.spec.schema import RunSpec
+from runspec.core.spec.schema import RunSpec
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.layout import step_folder
 

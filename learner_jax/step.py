@@ -26,7 +26,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from bridge.config import ModelConfig
 from learner_jax.arrays import Data, LossInputs, TokenBatch
 from learner_jax.execution import Execution, execution, wide_dtype
 from learner_jax.logprobs import token_logprobs
@@ -43,8 +42,9 @@ from learner_jax.optimizer import (
 )
 from learner_jax.packing import row_bound
 from learner_jax.sharding import batch_sharding, param_shardings
-from runspec.common.errors import UserError
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec.schema import RunSpec
 
 
 @jax.tree_util.register_dataclass

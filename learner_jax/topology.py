@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import Learner
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import Learner
 
 if TYPE_CHECKING:
     import jax

@@ -25,8 +25,8 @@ from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import shard_batch
 from learner_jax.skipped import RolloutName, SkippedUpdate, skipped_update
 from learner_jax.step import Programs, TrainState, Update, microbatch_bound
-from runspec.common.process import RunStopped
-from runspec.spec.schema import RunSpec
+from runspec.core.process import RunStopped
+from runspec.core.spec.schema import RunSpec
 
 
 @dataclass(frozen=True)

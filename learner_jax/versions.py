@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from bridge.config import ModelConfig
 from bridge.records import TENSORS_NAME
 from bridge.tensors import tree_digests
 from learner_jax.checkpoint import load_params, save_params
@@ -24,10 +23,11 @@ from learner_jax.leaves import HostLeaves
 from learner_jax.leaves import load_params as load_weights
 from learner_jax.metrics import JsonLines
 from learner_jax.saver import Saver
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.process import RunStopped
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.models.config import ModelConfig
+from runspec.core.process import RunStopped
+from runspec.core.spec.schema import RunSpec
 
 FINGERPRINTS_FILE = "fingerprints.jsonl"
 MAX_FINGERPRINTS_BYTES = 16 * 1024 * 1024

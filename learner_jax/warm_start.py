@@ -25,7 +25,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from bridge.config import ModelConfig, hf_config, parse_config
 from bridge.safetensors_io import SINGLE_NAME
 from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution, full_float32
@@ -36,12 +35,13 @@ from learner_jax.model import abstract_params, final_hidden, head_weight, init_p
 from learner_jax.optimizer import Moments, adamw, global_norm
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh, param_shardings, shard_batch, shard_params
-from runspec.common.canonical import MalformedJson, canonical_json, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import new_directory, read_bounded, remove_leftovers
-from runspec.common.hashing import digest_bytes, digest_file
-from runspec.spec.resolved import load_resolved
-from runspec.spec.schema import Optimizer, RunSpec, WarmStart
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import new_directory, read_bounded, remove_leftovers
+from runspec.core.hashing import digest_bytes, digest_file
+from runspec.core.models.config import ModelConfig, hf_config, parse_config
+from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.schema import Optimizer, RunSpec, WarmStart
 from verify.plugins import Trace, WarmStartData, load_warm_start_data
 
 FORMAT = 2

@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from runspec.common.process import run_role, stop_event
+from runspec.core.process import run_role, stop_event
 from sampler.grading import command as grading
 from sampler.measuring import command as measuring
 

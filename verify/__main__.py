@@ -7,8 +7,8 @@ import logging
 import sys
 from pathlib import Path
 
-from runspec.common.address import parse_address
-from runspec.common.process import run_role, stop_event
+from runspec.core.address import parse_address
+from runspec.core.process import run_role, stop_event
 from verify import proof_commands
 from verify.audit import command as audit
 from verify.calibration import command as calibration

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from verify.toploc.selection import CHUNK_ROWS, INFINITY, MAGNITUDE
 
 MAX_TOKENS = 1 << 20

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from runspec.common.errors import UserError
-from runspec.common.files import atomic_file
+from runspec.core.errors import UserError
+from runspec.core.files import atomic_file
 
 
 def write_checked(path: Path, pieces: Iterable[bytes], *, size: int, digest: str) -> None:

@@ -17,15 +17,15 @@ from typing import Any
 
 import httpx
 
-from runspec.common.canonical import MalformedJson, canonical_json, parse_object
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
-from runspec.common.invite import use_invite
-from runspec.common.keys import SigningKey
-from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
-from runspec.common.roles import Roles, open_roles
-from runspec.common.signed import BadSignature
-from runspec.spec.schema import RunSpec
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.invite import use_invite
+from runspec.core.keys import SigningKey
+from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.core.roles import Roles, open_roles
+from runspec.core.signed import BadSignature
+from runspec.core.spec.schema import RunSpec
 from verify.checked_file import write_checked
 from verify.coordinator_http import (
     MAX_ANSWER_BYTES,

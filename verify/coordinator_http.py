@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import httpx
 
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature
 from verify.request_auth import ENVELOPE, sign_request
 
 _log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import RunSpec
 from verify.calibration.lookup import limits_by_pool
 from verify.checks import (
     DUPLICATE_CHECKS,

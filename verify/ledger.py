@@ -17,9 +17,9 @@ from typing import get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from runspec.common.errors import UserError
-from runspec.common.hashing import hash_parts
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.hashing import hash_parts
+from runspec.core.spec.schema import RunSpec
 from verify.coordinator.events import Event
 from verify.formats.layout import STATE_FILE
 from verify.ledger_store import LedgerStore, SqliteStore, StoredRow, StoreError, must_follow

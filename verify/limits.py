@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runspec.spec.schema import RunSpec, SamplerPool
+from runspec.core.spec.schema import RunSpec, SamplerPool
 
 _PROOF_BYTES = 258
 _TOKENS_PER_PROOF = 32

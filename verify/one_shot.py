@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from runspec.common.errors import UserError
-from runspec.common.process import EXIT_INTERNAL
+from runspec.core.errors import UserError
+from runspec.core.process import EXIT_INTERNAL
 
 UNREADABLE, INTERRUPTED, NOBODY_READS = 2, 130, 141
 """Of a UserError; the other two as a shell has them for SIGINT and SIGPIPE."""

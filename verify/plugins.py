@@ -24,9 +24,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from runspec.common.errors import UserError
-from runspec.spec.plugins import PREFILL_GROUP
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.spec.plugins import PREFILL_GROUP
+from runspec.core.spec.schema import RunSpec
 from verify.choices import Choices
 from verify.truncation import Truncation
 
@@ -80,7 +80,7 @@ class TaskSet(Protocol):
     targets: list[int]
     """Target lengths of the run, empty where it has none."""
     data_digest: str
-    """Of what the problems are made from (`runspec.spec.source_files.data_digest`)."""
+    """Of what the problems are made from (`runspec.core.spec.source_files.data_digest`)."""
 
     def __len__(self) -> int:
         """Problems left after the filters (solve rate, over-long prompts)."""

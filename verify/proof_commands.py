@@ -13,10 +13,10 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.hashing import is_digest
-from runspec.spec.profile_files import MAX_BYTES as MAX_PROFILE_BYTES
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.hashing import is_digest
+from runspec.core.spec.profile_files import MAX_BYTES as MAX_PROFILE_BYTES
 from verify.activations import bf16_pieces, open_activations
 from verify.calibration.profile import open_profile
 from verify.checks.prefill import judge_proofs, nearest_to_failing

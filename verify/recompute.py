@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from verify.choices import Choices
 from verify.formats.lease import Assignment, Lease
 from verify.formats.submission import Rollout

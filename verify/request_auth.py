@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from runspec.common.hashing import digest_bytes, hash_parts, is_digest
-from runspec.common.keys import SigningKey, signature_is_valid
-from runspec.common.roles import CLOCK_SKEW_S
+from runspec.core.hashing import digest_bytes, hash_parts, is_digest
+from runspec.core.keys import SigningKey, signature_is_valid
+from runspec.core.roles import CLOCK_SKEW_S
 
 KEY, TIME, NONCE = "Runspec-Key", "Runspec-Time", "Runspec-Nonce"
 BODY, SIGNATURE = "Runspec-Body", "Runspec-Signature"

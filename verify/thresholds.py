@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from runspec.spec.schema import FloatType, SamplerPool, Thresholds
+from runspec.core.spec.schema import FloatType, SamplerPool, Thresholds
 from verify.gap_noise import GapNoise
 
 REWARD_TOLERANCE = 1e-4

@@ -19,15 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.hashing import hash_parts
-from runspec.common.keys import SigningKey
-from runspec.common.roles import Roles
-from runspec.common.signed import BadSignature
-from runspec.spec.schema import RunSpec
-from runspec.spec.source_files import compare_data_digests, data_digest
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.hashing import hash_parts
+from runspec.core.keys import SigningKey
+from runspec.core.roles import Roles
+from runspec.core.signed import BadSignature
+from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.source_files import compare_data_digests, data_digest
 from verify.calibration.lookup import require_model, require_profiles
 from verify.checks import Decode
 from verify.client import CoordinatorClient, RunFinished, WorkItem

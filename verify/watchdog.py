@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from runspec.common.errors import UserError
-from runspec.common.process import EXIT_INTERNAL
+from runspec.core.errors import UserError
+from runspec.core.process import EXIT_INTERNAL
 from verify.client import CoordinatorClient, RunFinished
 from verify.stages import Stage, Stages
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.attacks.policies import END, Weights
-from bridge.config import ModelConfig
 from learner_jax.rope import rotate, rotation
+from runspec.core.models.config import ModelConfig
 from verify.noise import gumbel
 from verify.truncation import kept_from
 

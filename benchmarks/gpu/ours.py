@@ -21,7 +21,6 @@ from benchmarks.gpu.case import (
     Case,
     side_arguments,
 )
-from bridge.config import parse_config
 from learner_jax.arrays import LossInputs
 from learner_jax.flops import peak_flops
 from learner_jax.leaves import save_weights
@@ -30,8 +29,9 @@ from learner_jax.model import abstract_params, init_params
 from learner_jax.packing import Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import build_programs, microbatch_bound
-from runspec.estimate.flops import useful_flops
-from runspec.spec.schema import RunSpec
+from runspec.core.models.config import parse_config
+from runspec.core.models.flops import useful_flops
+from runspec.core.spec.schema import RunSpec
 
 
 def run_spec(case: Case) -> RunSpec:

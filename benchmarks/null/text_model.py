@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from bridge.config import ModelConfig, hf_config, parse_config
 from learner_jax.execution import Execution
 from learner_jax.leaves import save_weights
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import final_hidden, head_weight, init_params
 from learner_jax.optimizer import Moments, adamw, global_norm
-from runspec.spec.schema import Optimizer
+from runspec.core.models.config import ModelConfig, hf_config, parse_config
+from runspec.core.spec.schema import Optimizer
 from verify.toploc import CHUNK_ROWS
 
 SEQUENCE = 256

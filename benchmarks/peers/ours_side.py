@@ -19,7 +19,7 @@ product then runs on both cores too."""
 
 def spec_of(settings: dict[str, Any]) -> Any:
     """The run spec that a person would write for this batch."""
-    from runspec.spec.schema import RunSpec
+    from runspec.core.spec.schema import RunSpec
 
     case, shape = settings["case"], dict(settings["model"])
     context = shape.pop("max_position_embeddings")
@@ -74,12 +74,12 @@ def make_step(folder: Path, settings: dict[str, Any], arrays: dict[str, Any]) ->
     os.environ |= jax_environment(os.environ, on_cpu=True, devices=DEVICES)
     import numpy as np
 
-    from bridge.config import load_config
     from learner_jax.batch import Batch, TrainingRollout
     from learner_jax.leaves import load_params
     from learner_jax.sharding import make_mesh
     from learner_jax.step import build_programs
     from learner_jax.training import train_step
+    from runspec.core.models.config import load_config
     from verify.formats.batch import BatchGroup, BatchManifest
 
     spec, config = spec_of(settings), load_config(folder / "model")

@@ -17,9 +17,9 @@ import verify.recompute
 import verify.validator
 from benchmarks.sampler_engine import cpu_s
 from benchmarks.validating.sampling import COORDINATOR, Handed
-from runspec.common.keys import SigningKey
-from runspec.common.roles import Roles
-from runspec.spec import schema
+from runspec.core.keys import SigningKey
+from runspec.core.roles import Roles
+from runspec.core.spec import schema
 from tests.verify.one_version import OneVersion
 from verify.client import RunFinished, WorkItem
 from verify.decoder import Decoder

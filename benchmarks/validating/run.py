@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.sampler_proofs import save_model
+from runspec.core.spec import schema
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.resolved import dump_resolved
 from runspec.lint.check import check_spec
-from runspec.spec import schema
-from runspec.spec.load import SpecFiles
-from runspec.spec.resolved import dump_resolved
 from verify.plugins import load_warm_start_data
 
 SPEC = Path(__file__).parent.parent.parent / "specs" / "target_short.yaml"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.sampler_engine import WAIT_S
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
-from runspec.spec import schema
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.spec import schema
 from sampler.engine.engine import Engine
 from sampler.engine.proofs import prove
 from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts

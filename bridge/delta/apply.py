@@ -26,7 +26,7 @@ from bridge.delta.segments import MalformedSegment, overwrite
 from bridge.records import TENSORS_NAME
 from bridge.safetensors_io import TensorInfo
 from bridge.tensors import model_digest, tensor_digest
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 _MAX_THREADS = 8
 """More of them wait for memory."""

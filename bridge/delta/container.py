@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from bridge.safetensors_io import listed
-from runspec.common.canonical import MalformedJson, canonical_json, parse_object
-from runspec.common.errors import UserError
-from runspec.common.hashing import is_digest
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.hashing import is_digest
 
 MAGIC = b"RSDELTA\x01"
 SUFFIX = ".delta"

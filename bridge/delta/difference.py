@@ -11,7 +11,7 @@ import numpy as np
 from bridge.delta.changes import changed_indices
 from bridge.delta.layout import mapped_bits, tensor_segments
 from bridge.safetensors_io import TensorInfo, read_headers
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 
 @dataclass(frozen=True)

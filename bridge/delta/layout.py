@@ -13,10 +13,10 @@ from bridge.delta.segments import SEGMENT_ELEMENTS
 from bridge.records import MAX_BYTES, TENSORS_NAME
 from bridge.safetensors_io import TensorInfo, read_headers, stored_digest
 from bridge.tensors import dtype_name
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.hashing import digest_bytes, is_digest
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.hashing import digest_bytes, is_digest
 
 # Linux: all pages at once. Written ones would come one a fault; read ones come by sixteen, and not
 # while Python's lock is held.

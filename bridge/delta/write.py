@@ -24,8 +24,8 @@ from bridge.delta.segments import encode
 from bridge.records import TENSORS_NAME
 from bridge.safetensors_io import TensorInfo, listed, stored_digest
 from bridge.tensors import model_digest
-from runspec.common.errors import UserError
-from runspec.common.files import new_directory
+from runspec.core.errors import UserError
+from runspec.core.files import new_directory
 
 _AHEAD = 8
 """Segments a thread that may be coded before the first of them is written."""

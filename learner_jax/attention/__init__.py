@@ -17,8 +17,8 @@ from learner_jax.attention import cudnn, splash, xla
 from learner_jax.attention.context import Kernel, attend_on_mesh, context_shards
 from learner_jax.attention.xla import SAVED
 from learner_jax.execution import Execution
-from runspec.common.errors import UserError
-from runspec.spec import schema
+from runspec.core.errors import UserError
+from runspec.core.spec import schema
 
 __all__ = ["SAVED", "packed_attention"]
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from runspec.estimate.parameters import MESH_AXES
+from runspec.core.models.parameters import MESH_AXES
 
 AXIS = "context"
 Kernel = Callable[[Array, Array, Array, Array, Array], Array]

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from learner_jax.attention import xla
 from learner_jax.attention.spans import segment_lengths, segment_starts
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 SHORTEST = 128
 SLOTS = 4

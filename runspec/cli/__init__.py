@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from runspec.cli import workforce
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 if TYPE_CHECKING:
-    from runspec.spec.load import SpecFiles
+    from runspec.core.spec.load import SpecFiles
 
 app = typer.Typer(
     help="Decentralised reinforcement learning of language models, declared in one YAML file.",
@@ -353,14 +353,14 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        from runspec.common.process import EXIT_USER_ERROR
+        from runspec.core.process import EXIT_USER_ERROR
 
         print(f"error: {error}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", EXIT_USER_ERROR))
     except Exception:
         import logging
 
-        from runspec.common.process import EXIT_INTERNAL
+        from runspec.core.process import EXIT_INTERNAL
 
         logging.exception("a fault of runspec's own; please report it")
         sys.exit(EXIT_INTERNAL)
@@ -369,6 +369,6 @@ def main() -> None:
 def _files(
     file: Path, profile: str | None, placement: Path | None, overrides: list[str] | None
 ) -> SpecFiles:
-    from runspec.spec.load import SpecFiles
+    from runspec.core.spec.load import SpecFiles
 
     return SpecFiles(file, profile, placement, tuple(overrides or ()))

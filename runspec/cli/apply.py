@@ -17,7 +17,10 @@ from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.cli.spec_files import sound_spec
 from runspec.cli.status import show_link
 from runspec.cli.view import watching
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.schema import RunSpec
 from runspec.local.apply import NotReady, is_finished, open_run, require_ready, supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
 from runspec.local.identity import make_identity
@@ -27,9 +30,6 @@ from runspec.local.run_dir import EXIT_LOCKED, RunLocked, run_directory
 from runspec.local.text import duration, number
 from runspec.plan.changes import LIVE, difference
 from runspec.plan.saved import BadPlan, SavedPlan, Seen, read_plan
-from runspec.spec.load import SpecFiles
-from runspec.spec.resolved import load_resolved
-from runspec.spec.schema import RunSpec
 
 EXIT_FAILED = 1
 LAPTOP = "laptop"

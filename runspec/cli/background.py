@@ -13,14 +13,14 @@ from contextlib import closing
 from pathlib import Path
 
 from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
-from runspec.common.errors import UserError
-from runspec.common.process import EXIT_INTERNAL, EXIT_USER_ERROR
+from runspec.core.errors import UserError
+from runspec.core.process import EXIT_INTERNAL, EXIT_USER_ERROR
+from runspec.core.spec.resolved import load_resolved
 from runspec.local.apply import OpenRun, supervise
 from runspec.local.children import last_lines
 from runspec.local.endpoints import load_endpoints
 from runspec.local.run_dir import sign_lock
 from runspec.local.state import RunState
-from runspec.spec.resolved import load_resolved
 
 LOG = "supervisor.log"
 START_PATIENCE_S = 600.0

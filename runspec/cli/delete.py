@@ -9,12 +9,12 @@ from pathlib import Path
 
 import typer
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.run_files import state_folder
 from runspec.local.children import end_leftovers
 from runspec.local.run_dir import EXIT_LOCKED, RunLocked, find_run, hold
 from runspec.local.state import RunState
-from runspec.spec.resolved import load_resolved
-from runspec.spec.run_files import state_folder
 
 LEFTOVER_PATIENCE_S = 10.0
 

@@ -12,8 +12,9 @@ from broadcast.layout import manifest_name
 from broadcast.manifest import MAX_BYTES
 from runspec.cli.events import event_line
 from runspec.cli.status import clock, condition_table, headline, role_table, show_link
-from runspec.common.files import read_bounded
-from runspec.common.hashing import digest_bytes
+from runspec.core.files import read_bounded
+from runspec.core.hashing import digest_bytes
+from runspec.core.spec.resolved import spec_digest
 from runspec.local import budget
 from runspec.local.conditions import conditions
 from runspec.local.full_states import folder_bytes, full_states
@@ -22,7 +23,6 @@ from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
 from runspec.local.state import AppliedRow, EventRow, RunState
 from runspec.local.text import duration, number, per_second, seconds, size
-from runspec.spec.resolved import spec_digest
 
 EVENTS = 20
 _FOLDERS = ("checkpoints", "weights", "store", "rollouts", "work", "logs")

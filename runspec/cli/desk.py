@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from runspec.common.canonical import MalformedJson, canonical_json, parse_object
-from runspec.common.errors import UserError
-from runspec.common.hashing import is_digest
-from runspec.common.keys import SigningKey
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.hashing import is_digest
+from runspec.core.keys import SigningKey
+from runspec.core.spec.resolved import load_resolved
 from runspec.local.endpoints import load_endpoints
 from runspec.local.run_dir import find_run
-from runspec.spec.resolved import load_resolved
 
 if TYPE_CHECKING:
     from verify.coordinator_http import CoordinatorHttp

@@ -12,12 +12,12 @@ from rich.text import Text
 
 from runspec.cli.profile_view import with_identities
 from runspec.cli.spec_files import located
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.findings import format_finding
+from runspec.core.spec.load import SpecFiles, load_layers
+from runspec.core.spec.resolved import FILE_NAME, dump_resolved, load_resolved, parse_resolved
+from runspec.core.spec.schema import RunSpec
 from runspec.local.run_dir import run_directory
-from runspec.spec.findings import format_finding
-from runspec.spec.load import SpecFiles, load_layers
-from runspec.spec.resolved import FILE_NAME, dump_resolved, load_resolved, parse_resolved
-from runspec.spec.schema import RunSpec
 
 EXIT_SAME, EXIT_DIFFERENT, EXIT_UNREADABLE = 0, 1, 2
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}

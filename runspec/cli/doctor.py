@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.cli.spec_files import sound_spec
+from runspec.core.spec.load import SpecFiles
 from runspec.local.checkup import Check, check_machine
 from runspec.local.preflight import Facts, look, missing
 from runspec.local.run_dir import RUNS, run_directory
-from runspec.spec.load import SpecFiles
 
 EXIT_WELL, EXIT_NOT_WELL = 0, 1
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}

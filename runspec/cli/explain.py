@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from runspec.cli.explain_pages import Page
-    from runspec.spec.schema_fields import SchemaField
+    from runspec.core.spec.schema_fields import SchemaField
 
 EXIT_USAGE = 2
 
@@ -38,7 +38,7 @@ def explain_command(topic: str | None, list_all: bool) -> int:
 def find_pages(topic: str) -> list[Page]:
     """What is called so; a group of rules and a block of the spec can share a name."""
     from runspec.cli import explain_pages as pages
-    from runspec.estimate.hardware import DEVICES
+    from runspec.core.models.hardware import DEVICES
     from runspec.lint.registry import RULES, Group
 
     found = []
@@ -62,7 +62,7 @@ def find_pages(topic: str) -> list[Page]:
 
 def find_field(path: str) -> SchemaField | None:
     """The field of a path with the names in it (`samplers.volunteers.dtype`) or without them."""
-    from runspec.spec.schema_fields import field_at, schema_fields
+    from runspec.core.spec.schema_fields import field_at, schema_fields
 
     known, full = schema_fields(), ""
     for step in path.split("."):
@@ -74,7 +74,7 @@ def find_field(path: str) -> SchemaField | None:
 def suggestion(topic: str) -> str:
     """What may have been meant."""
     from runspec.cli.explain_pages import topics
-    from runspec.spec.schema_keys import close_match
+    from runspec.core.spec.schema_keys import close_match
 
     known = topics()
     by_key: dict[str, str] = {}

@@ -12,15 +12,15 @@ from importlib import resources
 from typing import get_args
 
 import runspec.lint.rules  # noqa: F401  (registers them)
-from runspec.estimate.hardware import DEVICES, Device
+from runspec.core.models.hardware import DEVICES, Device
+from runspec.core.spec.field_docs import block_doc, field_doc
+from runspec.core.spec.field_types import default_value, is_leaf, type_words
+from runspec.core.spec.fields import CHANGE_CLASSES
+from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.schema_fields import SchemaField, schema_fields
+from runspec.core.spec.schema_keys import block_in, named_item
+from runspec.core.spec.yaml_text import yaml_scalar
 from runspec.lint.registry import RULES, Group, Rule
-from runspec.spec.field_docs import block_doc, field_doc
-from runspec.spec.field_types import default_value, is_leaf, type_words
-from runspec.spec.fields import CHANGE_CLASSES
-from runspec.spec.schema import RunSpec
-from runspec.spec.schema_fields import SchemaField, schema_fields
-from runspec.spec.schema_keys import block_in, named_item
-from runspec.spec.yaml_text import yaml_scalar
 
 Page = list[str]
 

@@ -10,9 +10,9 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from runspec.common.errors import UserError
-from runspec.common.files import temporary_name
-from runspec.spec.json_schema import json_schema
+from runspec.core.errors import UserError
+from runspec.core.files import temporary_name
+from runspec.core.spec.json_schema import json_schema
 
 EXIT_DONE, EXIT_USAGE = 0, 2
 SPEC, SCHEMA = "spec.yaml", "runspec.schema.json"

@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from runspec.cli.desk import LEAST_PREFIX, desk
-from runspec.common.canonical import MalformedJson, canonical_json, parse_object
-from runspec.common.errors import UserError
-from runspec.common.hashing import is_digest
-from runspec.common.invite import invite_key, make_invite
-from runspec.common.join_link import parse_join_link
-from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.hashing import is_digest
+from runspec.core.invite import invite_key, make_invite
+from runspec.core.join_link import parse_join_link
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature
+from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.values import parse_duration
 from runspec.local.link import run_link
 from runspec.local.run_dir import find_run
-from runspec.spec.resolved import load_resolved
-from runspec.spec.values import parse_duration
 
 MADE_FILE = "invites.jsonl"
 """In the run directory: what was made, a line each, without the secrets."""

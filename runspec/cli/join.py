@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from runspec.cli.signals import StopSignals
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_file
-from runspec.common.join_link import JoinLink, parse_join_link, reachable
-from runspec.common.keys import SigningKey
-from runspec.estimate.model import model_config
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_file
+from runspec.core.join_link import JoinLink, parse_join_link, reachable
+from runspec.core.keys import SigningKey
+from runspec.core.models.of_spec import model_config
+from runspec.core.spec.schema import RunSpec
 from runspec.local.fitting import choose_pool, lacks, look_at_host, open_pools
 from runspec.local.machine import module_is_installed, this_machine
 from runspec.local.preflight import ROLE_MODULES
 from runspec.local.run_dir import hold
 from runspec.local.text import per_second, size
 from runspec.local.volunteer import LEAVE_S, Running, Worker
-from runspec.spec.schema import RunSpec
 
 if TYPE_CHECKING:
     from verify.client import CoordinatorClient

@@ -15,12 +15,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import CheckedFiles, Unreadable, check_files
 from runspec.lint.formats import FOR_PEOPLE, FORMATS
 from runspec.lint.report import FailLevel, Report
 from runspec.lint.select import Selection, selection
-from runspec.spec.load import SpecFiles
 
 EXIT_CLEAN, EXIT_FINDINGS, EXIT_UNREADABLE = 0, 1, 2
 MAX_ROUNDS = 5

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runspec.common.errors import UserError
-from runspec.spec.load import SpecFiles
+from runspec.core.errors import UserError
+from runspec.core.spec.load import SpecFiles
 
 if TYPE_CHECKING:
+    from runspec.core.spec.schema import RunSpec
     from runspec.lock.pins import Seen
-    from runspec.spec.schema import RunSpec
 
 EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2
 _WORTH_A_LINE = 100 * 10**6
@@ -23,8 +23,8 @@ def lock_command(files: SpecFiles, check: bool, full: bool) -> int:
 
     The spec must fit the schema; its rules may complain, for one of them asks for this lock.
     """
-    from runspec.spec.findings import format_finding
-    from runspec.spec.load import load_layers
+    from runspec.core.spec.findings import format_finding
+    from runspec.core.spec.load import load_layers
 
     try:
         layered = load_layers(files)
@@ -42,8 +42,8 @@ def lock_command(files: SpecFiles, check: bool, full: bool) -> int:
 
 
 def _check(spec: RunSpec, files: SpecFiles) -> int:
+    from runspec.core.spec.lock_file import lock_path
     from runspec.lock.check import check_lock
-    from runspec.spec.lock_file import lock_path
 
     path = lock_path(files.path, files.profile)
     if not path.is_file():
@@ -58,8 +58,8 @@ def _check(spec: RunSpec, files: SpecFiles) -> int:
 
 
 def _write(spec: RunSpec, files: SpecFiles, full: bool) -> int:
+    from runspec.core.spec.lock_file import LOCK_VERSION, Lock, write_lock
     from runspec.lock.pins import Looking, look
-    from runspec.spec.lock_file import LOCK_VERSION, Lock, write_lock
 
     seen = look(spec, Looking(files.path.parent, os.environ, full=full, progress=_progress))
     problems = [*_ask_commits(seen), *(f"{path}: {what}" for path, what in seen.absent.items())]

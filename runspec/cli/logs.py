@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from runspec.local.run_dir import find_run
 
 POLL_S = 0.25

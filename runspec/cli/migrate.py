@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.layers import read_text
 from runspec.lint.fix import Mended, write_mended
 from runspec.lint.migrate import MIGRATIONS, Migration, migrate_text
-from runspec.spec.layers import read_text
 
 EXIT_UNREADABLE = 2
 

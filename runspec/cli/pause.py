@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from runspec.local.live import PAUSE, ask
 from runspec.local.run_dir import find_run, holder
 from runspec.local.snapshot import look_at

@@ -13,11 +13,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from bridge.config import ModelConfig
 from runspec.cli.estimate_view import show_estimate
 from runspec.cli.spec_files import sound_spec
-from runspec.common.errors import UserError
-from runspec.estimate.model import model_config
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.of_spec import model_config
+from runspec.core.spec.fields import CHANGE_CLASSES
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.resolved import spec_digest
+from runspec.core.spec.schema import RunSpec
 from runspec.estimate.run import RunEstimate, estimate_run
 from runspec.local.live import readers_names
 from runspec.local.planning import RunPlan, make_plan
@@ -27,10 +31,6 @@ from runspec.plan.aot import AotReport, compile_step
 from runspec.plan.changes import LIVE, Change, of_class, severest, shown
 from runspec.plan.rolling import renewed
 from runspec.plan.saved import SavedPlan, save_plan
-from runspec.spec.fields import CHANGE_CLASSES
-from runspec.spec.load import SpecFiles
-from runspec.spec.resolved import spec_digest
-from runspec.spec.schema import RunSpec
 
 EXIT_CHANGES = 6
 _MARKS = {"add": ("+", "green"), "change": ("~", "yellow"), "remove": ("-", "red")}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from runspec.common.hashing import digest_bytes
-from runspec.common.signed import BadSignature
+from runspec.core.hashing import digest_bytes
+from runspec.core.signed import BadSignature
 
 
 def with_identities(tree: dict[str, Any]) -> dict[str, Any]:

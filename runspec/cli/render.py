@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
-from runspec.common.errors import UserError
-from runspec.spec.load import SpecFiles
+from runspec.core.errors import UserError
+from runspec.core.spec.load import SpecFiles
 
 FORMATS = ("yaml", "json")
 EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2
@@ -17,10 +17,10 @@ def render_command(files: SpecFiles, show_origin: bool, output: str) -> int:
 
     Secrets are there by the names of their variables, as in the spec itself.
     """
+    from runspec.core.spec.findings import format_finding
+    from runspec.core.spec.origins import origin, origins
+    from runspec.core.spec.yaml_text import to_yaml
     from runspec.lint.check import check_spec
-    from runspec.spec.findings import format_finding
-    from runspec.spec.origins import origin, origins
-    from runspec.spec.yaml_text import to_yaml
 
     try:
         if output not in FORMATS:

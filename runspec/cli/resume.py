@@ -9,10 +9,10 @@ from runspec.cli.apply import show_result
 from runspec.cli.background import start_in_background
 from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.cli.view import watching
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.resolved import load_resolved
 from runspec.local.apply import NotReady, is_finished, open_run, supervise
 from runspec.local.run_dir import EXIT_LOCKED, RunLocked, find_run, run_directory
-from runspec.spec.resolved import load_resolved
 
 EXIT_FAILED = 1
 

@@ -10,7 +10,7 @@ EXIT_USAGE = 2
 
 def schema_command(draft: str) -> int:
     """Prints the schema in a draft's words; returns the exit code."""
-    from runspec.spec.json_schema import DRAFTS, json_schema
+    from runspec.core.spec.json_schema import DRAFTS, json_schema
 
     if draft not in DRAFTS:
         print(f"error: no draft {draft!r}; there are: {', '.join(DRAFTS)}", file=sys.stderr)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.findings import format_finding
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.profile_files import with_profiles
+from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.source_files import whole_uri
 from runspec.lint.check import check_spec
 from runspec.lock.check import require_lock
 from runspec.plan.saved import read_plan
-from runspec.spec.findings import format_finding
-from runspec.spec.load import SpecFiles
-from runspec.spec.profile_files import with_profiles
-from runspec.spec.schema import RunSpec
-from runspec.spec.source_files import whole_uri
 
 
 class Unreadable(UserError):

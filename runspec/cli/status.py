@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from runspec.cli.view import latency_line, step_line
+from runspec.core.spec.schema import RunSpec
 from runspec.local.conditions import Condition, conditions
 from runspec.local.link import run_link
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
 from runspec.local.state import RoleRow
 from runspec.local.text import duration
-from runspec.spec.schema import RunSpec
 
 
 def status_command(run: str, as_json: bool, runs_dir: Path) -> int:

@@ -6,12 +6,12 @@ import sys
 import time
 from pathlib import Path
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.values import parse_duration
 from runspec.local.awaiting import holds, hopeless, last_seen, parse_awaited
 from runspec.local.conditions import condition, conditions
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import look_at
-from runspec.spec.values import parse_duration
 
 EXIT_HOLDS, EXIT_NOT, EXIT_USAGE = 0, 1, 2
 POLL_S = 0.25

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runspec.spec.schema import RunSpec
+from runspec.core.spec.schema import RunSpec
 
 LEARNER_MFU = 0.4
 """Share of the peak that the learner's useful FLOPs reach. Pre-training of dense models reaches

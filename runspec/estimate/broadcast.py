@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from runspec.spec.schema import RunSpec
+from runspec.core.spec.schema import RunSpec
 
 ORIGIN = "origin"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bridge.config import ModelConfig
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.hardware import device_of
+from runspec.core.spec.schema import Hardware, RunSpec, SamplerPool
 from runspec.estimate import assumed
 from runspec.estimate.assumed import Assumed
-from runspec.estimate.hardware import device_of
 from runspec.estimate.sampler import MEMORY_UTILIZATION
 from runspec.estimate.speed import prefill_tokens_per_s
-from runspec.spec.schema import Hardware, RunSpec, SamplerPool
 
 _OURS = "runspec.estimate"
 """Stands for: no field says it, the package's own figure is taken."""

@@ -31,10 +31,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridge.config import ModelConfig
-from runspec.estimate.logits import KEPT_LOGITS, device_positions, logits_chunk
-from runspec.estimate.parameters import WIDTH, lora_parameters, parameters, shard_elements
-from runspec.spec.schema import RunSpec
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.logits import KEPT_LOGITS, device_positions, logits_chunk
+from runspec.core.models.parameters import WIDTH, lora_parameters, parameters, shard_elements
+from runspec.core.spec.schema import RunSpec
 
 CODE = 48e6
 """Bytes of the program itself, on TPUs."""

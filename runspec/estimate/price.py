@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runspec.estimate.hardware import device_count
-from runspec.spec.schema import Hardware, RunSpec
+from runspec.core.models.hardware import device_count
+from runspec.core.spec.schema import Hardware, RunSpec
 
 
 @dataclass(frozen=True)

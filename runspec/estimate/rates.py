@@ -9,11 +9,11 @@ travel in no time, so that a real step is no shorter (`timeline` simulates what 
 
 from __future__ import annotations
 
-from bridge.config import ModelConfig
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec.schema import RunSpec
 from runspec.estimate import assumed
 from runspec.estimate.sampler import lease_groups
 from runspec.estimate.speed import decode_speed, learner_seconds, mean_tokens
-from runspec.spec.schema import RunSpec
 
 
 def step_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:

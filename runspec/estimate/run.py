@@ -9,15 +9,16 @@ from math import exp, log, sqrt
 from random import Random
 from typing import Any
 
-from bridge.config import ModelConfig
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.flops import StepFlops, step_flops
+from runspec.core.models.hardware import device_count, device_of
+from runspec.core.models.parameters import parameter_count
+from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate import assumed
 from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import Arrival, arrivals, broadcast_times
-from runspec.estimate.flops import StepFlops, step_flops
-from runspec.estimate.hardware import device_count, device_of
 from runspec.estimate.inputs import check_tokens_per_s, inputs
 from runspec.estimate.learner import LearnerMemory, learner_memory
-from runspec.estimate.parameters import parameter_count
 from runspec.estimate.price import Cost, cost
 from runspec.estimate.sampler import SamplerMemory, lease_groups, sampler_memory
 from runspec.estimate.speed import (
@@ -29,7 +30,6 @@ from runspec.estimate.speed import (
 from runspec.estimate.steady import Timeline, timeline
 from runspec.estimate.timeline import Lengths, Model, Replica
 from runspec.estimate.version_size import VersionSize, version_size
-from runspec.spec.schema import RunSpec, SamplerPool
 
 
 @dataclass(frozen=True)

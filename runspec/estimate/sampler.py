@@ -11,24 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridge.config import ModelConfig
-from runspec.estimate.hardware import device_of
-from runspec.estimate.parameters import parameters
-from runspec.spec.schema import RunSpec, SamplerPool
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.hardware import device_of
+from runspec.core.models.kv_cache import MAX_SEQUENCES, cpu_kv_bytes, kv_token_bytes
+from runspec.core.models.parameters import WIDTH, parameters
+from runspec.core.spec.schema import RunSpec, SamplerPool
 
 MEMORY_UTILIZATION = 0.92
 """vLLM's default `gpu_memory_utilization`, version 0.32."""
-MAX_SEQUENCES = 256
-"""Sequences that `sampler.engine` lets vLLM decode at a time."""
-CPU_BLOCK_TOKENS = 32
-"""Smallest block that vLLM's CPU attention runs well on: a short prompt is shared in a group."""
 RECORDED_ROWS = 44
 """Hidden states of a sequence that `sampler.engine.recorder` keeps on the device."""
 BATCHED_TOKENS = 2048
 """Tokens of one forward pass: vLLM's default `max_num_batched_tokens`."""
-CPU_KV_BYTES = (64 << 20, 4 << 30)
-"""Least and most that the engine gives to keys and values on a CPU."""
-WIDTH = {"float32": 4, "bfloat16": 2}
 _FLOAT32 = 4
 
 
@@ -99,12 +93,6 @@ def lease_groups(pool: SamplerPool, spec: RunSpec) -> int:
     return min(pool.groups_per_submission, spec.algorithm.prompts_per_step)
 
 
-def kv_token_bytes(pool: SamplerPool, config: ModelConfig) -> float:
-    """Keys and values of one token on one device: they are kept in the pool's dtype."""
-    heads = -(-config.num_key_value_heads // pool.parallel.tensor)
-    return 2.0 * config.num_hidden_layers * heads * config.head_dim * WIDTH[pool.dtype]
-
-
 def weight_bytes(pool: SamplerPool, config: ModelConfig) -> float:
     """Bytes of weights on one device, as vLLM cuts and quantises them.
 
@@ -129,14 +117,6 @@ def weight_bytes(pool: SamplerPool, config: ModelConfig) -> float:
         else:
             total += width * leaf.size * share
     return total
-
-
-def cpu_kv_bytes(pool: SamplerPool, config: ModelConfig) -> int:
-    """What the engine gives to keys and values on a CPU: all its sequences, within bounds."""
-    tokens = -(-pool.max_model_len // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS
-    wanted = MAX_SEQUENCES * tokens * int(kv_token_bytes(pool, config))
-    least, most = CPU_KV_BYTES
-    return min(max(wanted, least), most)
 
 
 def _activations(config: ModelConfig, ranks: int, width: int) -> float:

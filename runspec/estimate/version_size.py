@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2, prod
 
-from bridge.config import ModelConfig
 from bridge.shards import file_header, plan_shards
 from bridge.weight_map import hf_shapes
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import changed_share
-from runspec.spec.schema import RunSpec
 
 _TYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
 

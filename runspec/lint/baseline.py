@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runspec.common.canonical import parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, write_atomic
-from runspec.spec.findings import SET_FILE, Finding
+from runspec.core.canonical import parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, write_atomic
+from runspec.core.spec.findings import SET_FILE, Finding
 
 VERSION = 1
 MAX_BYTES = 4 * 1024 * 1024

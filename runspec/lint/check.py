@@ -8,7 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import runspec.lint.rules  # noqa: F401  (registers them)
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.findings import Finding, finding_at
+from runspec.core.spec.layers import ParsedFiles, profile_path
+from runspec.core.spec.load import Layered, SpecFiles, load_layers, required_spec
+from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.validate import locate, to_python
 from runspec.lint.registry import RULES, Context, violations
 from runspec.lint.suppress import (
     Applied,
@@ -18,11 +23,6 @@ from runspec.lint.suppress import (
     read_suppressions,
     unused,
 )
-from runspec.spec.findings import Finding, finding_at, format_finding
-from runspec.spec.layers import ParsedFiles, profile_path
-from runspec.spec.load import Layered, SpecFiles, load_layers
-from runspec.spec.schema import RunSpec
-from runspec.spec.validate import locate, to_python
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,7 @@ class CheckedSpec:
         Raises:
             UserError: listing every error with its place.
         """
-        errors = [finding for finding in self.findings if finding.severity == "error"]
-        if self.layered.kind != "Run" and not errors:
-            raise UserError(
-                f"a file of kind {self.layered.kind}, which is no spec by itself",
-                remedy="name the spec; a placement follows it with --placement",
-            )
-        if errors or self.spec is None:
-            listed = "\n".join(format_finding(error) for error in errors)
-            raise UserError(
-                f"the spec has {len(errors)} error{'s' if len(errors) > 1 else ''}\n{listed}",
-                remedy="mend the spec; `runspec lint` checks it without starting anything",
-            )
-        return self.spec
+        return required_spec(self.spec, self.findings, self.layered.kind)
 
 
 @dataclass(frozen=True)

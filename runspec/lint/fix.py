@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, write_atomic
-from runspec.spec.findings import Edit, Finding
-from runspec.spec.yaml_nodes import MAX_CHARACTERS, parse_yaml
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, write_atomic
+from runspec.core.spec.findings import Edit, Finding
+from runspec.core.spec.yaml_nodes import MAX_CHARACTERS, parse_yaml
 
 _BREAK = re.compile("(\r\n|[\r\n\x85\u2028\u2029])")
 _MARK = b"\xef\xbb\xbf"

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.findings import Edit
+from runspec.core.spec.schema import VERSION
+from runspec.core.spec.yaml_nodes import MapNode, ScalarNode, parse_yaml
 from runspec.lint.fix import apply_edits
-from runspec.spec.findings import Edit
-from runspec.spec.schema import VERSION
-from runspec.spec.yaml_nodes import MapNode, ScalarNode, parse_yaml
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runspec.spec.schema import RunSpec, SamplerPool
+from runspec.core.spec.schema import RunSpec, SamplerPool
 
 
 def untrusted_pools(spec: RunSpec) -> list[SamplerPool]:

@@ -14,16 +14,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from bridge.config import ModelConfig
-from runspec.common.errors import UserError
-from runspec.estimate.model import model_config
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.of_spec import model_config
+from runspec.core.spec.findings import Number, Severity
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.schema import RunSpec
 from runspec.lint.tokenizer_files import TokenizerFiles
-from runspec.spec.findings import Number, Severity
-from runspec.spec.load import SpecFiles
-from runspec.spec.schema import RunSpec
 
 if TYPE_CHECKING:
-    from runspec.spec.lock_file import Lock
+    from runspec.core.spec.lock_file import Lock
 
 Group = Literal[
     "file",
@@ -85,7 +85,9 @@ class Context:
         Raises:
             UserError: the file is no lock.
         """
-        from runspec.spec.lock_file import read_lock  # few specs ask, and its classes take time
+        from runspec.core.spec.lock_file import (
+            read_lock,  # few specs ask, and its classes take time
+        )
 
         return read_lock(self.files.path, self.files.profile)
 

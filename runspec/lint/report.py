@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from runspec.core.spec.findings import Finding
 from runspec.lint.check import Unreadable
 from runspec.lint.suppress import Suppressed
-from runspec.spec.findings import Finding
 
 FailLevel = Literal["error", "warning", "never"]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.findings import Finding
+from runspec.core.spec.schema_keys import close_match
 from runspec.lint.registry import RULES, Group
-from runspec.spec.findings import Finding
-from runspec.spec.schema_keys import close_match
 
 
 @dataclass(frozen=True)

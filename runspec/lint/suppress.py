@@ -1,7 +1,7 @@
 """`# runspec: ignore[CODE, ...] reason="..."`: findings that somebody has looked at and accepted.
 
-A suppression is about the lines that `runspec.spec.comments` says, in the file that it stands in;
-it takes away the findings of its codes there. Without a reason it counts for nothing, and what
+A suppression is about the lines that `runspec.core.spec.comments` says, in the file that it stands
+in; it takes away the findings of its codes there. Without a reason it counts for nothing, and what
 keeps the layers from making a spec at all cannot be suppressed.
 """
 
@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from runspec.core.spec.comments import Comment
+from runspec.core.spec.findings import Edit, Finding, Place, finding_at, replacing
+from runspec.core.spec.schema_keys import close_match
 from runspec.lint.registry import RULES
-from runspec.spec.comments import Comment
-from runspec.spec.findings import Edit, Finding, Place, finding_at, replacing
-from runspec.spec.schema_keys import close_match
 
 MALFORMED, REASON = "malformed-suppression", "suppression-reason"
 UNKNOWN, UNUSED = "unknown-rule", "unused-suppression"

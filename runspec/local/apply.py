@@ -9,9 +9,12 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.files import write_atomic
-from runspec.common.process import EXIT_FINAL, EXIT_USER_ERROR
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.core.process import EXIT_FINAL, EXIT_USER_ERROR
+from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.core.spec.resolved import dump_resolved, load_resolved, spec_digest
+from runspec.core.spec.schema import RunSpec
 from runspec.local import budget
 from runspec.local.children import end_leftovers, last_lines
 from runspec.local.conclude import conclude
@@ -37,9 +40,6 @@ from runspec.local.state import RunState
 from runspec.local.supervisor import Progress, Supervisor, Watcher, describe_exit
 from runspec.plan.changes import difference
 from runspec.plan.saved import Seen
-from runspec.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.spec.resolved import dump_resolved, load_resolved, spec_digest
-from runspec.spec.schema import RunSpec
 
 INITIAL = "initial"
 LOG_LINES = 20

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from runspec.local.conditions import TYPES, condition, conditions
 from runspec.local.snapshot import Snapshot
 

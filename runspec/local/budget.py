@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runspec.core.spec.schema import RunSpec
 from runspec.estimate.price import hourly_price
-from runspec.spec.schema import RunSpec
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.process import SUPERVISOR
+from runspec.core.errors import UserError
+from runspec.core.process import SUPERVISOR
 from runspec.local.endpoints import port_answers
 from runspec.local.processes import RoleSpec
 from runspec.local.state import RoleRow

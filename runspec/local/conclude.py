@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from runspec.common.files import write_atomic
+from runspec.core.files import write_atomic
 from runspec.local.metrics import JsonLines, read_rows, summarise, weights_bytes_sent
 
 SUMMARY_FILE = "summary.json"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from runspec.common.process import EXIT_FINAL
+from runspec.core.process import EXIT_FINAL
 from runspec.local.metrics import Row
 from runspec.local.snapshot import Snapshot
 from runspec.local.text import duration, number

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from runspec.common.canonical import MalformedJson, canonical_json, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, write_atomic
-from runspec.spec.role_names import elsewhere
-from runspec.spec.schema import RunSpec
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, write_atomic
+from runspec.core.spec.role_names import elsewhere
+from runspec.core.spec.schema import RunSpec
 
 FILE_NAME = "endpoints.json"
 MAX_BYTES = 64 * 1024

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from bridge.config import ModelConfig
-from runspec.common.errors import UserError
-from runspec.estimate.hardware import device_count
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.hardware import device_count
+from runspec.core.spec.plugins import missing_plugins
+from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
 from runspec.estimate.version_size import version_size
 from runspec.local.machine import free_bytes, gpu_names, module_is_installed, tpu_chips
 from runspec.local.preflight import ROLE_MODULES, Missing
 from runspec.local.text import size
-from runspec.spec.plugins import missing_plugins
-from runspec.spec.schema import RunSpec, SamplerPool
 
 ROOM_BYTES = 1 << 30
 """Disk for the log, and the engine's own files."""

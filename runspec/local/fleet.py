@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
 
-from runspec.common.process import EXIT_FINAL
+from runspec.core.process import EXIT_FINAL
 
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 10.0

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.hashing import digest_file
-from runspec.spec.run_files import numbered, state_folder
-from runspec.spec.schema import RunSpec
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.hashing import digest_file
+from runspec.core.spec.run_files import numbered, state_folder
+from runspec.core.spec.schema import RunSpec
 
 _RECORD, _ARRAYS = "state.json", "state"
 _MAX_RECORD_BYTES = 64 * 1024 * 1024

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, write_atomic
-from runspec.common.keys import SigningKey
-from runspec.common.roles import MAX_BYTES, open_roles, sign_roles
-from runspec.common.signed import BadSignature
-from runspec.spec.role_names import elsewhere, validator_names, worker_names
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, write_atomic
+from runspec.core.keys import SigningKey
+from runspec.core.roles import MAX_BYTES, open_roles, sign_roles
+from runspec.core.signed import BadSignature
+from runspec.core.spec.role_names import elsewhere, validator_names, worker_names
+from runspec.core.spec.schema import RunSpec
 
 YEAR_S = 365 * 86400.0
 _SHORTEST_S = 86400.0

@@ -6,11 +6,11 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from runspec.common.errors import UserError
-from runspec.common.join_link import JoinLink
-from runspec.common.keys import SigningKey
+from runspec.core.errors import UserError
+from runspec.core.join_link import JoinLink
+from runspec.core.keys import SigningKey
+from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import load_endpoints
-from runspec.spec.schema import RunSpec
 
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what a spec may say, not what is bound here
 

@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runspec.common.canonical import canonical_json, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import write_atomic
+from runspec.core.canonical import canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.core.spec.resolved import MAX_BYTES, dump_resolved, parse_resolved, spec_digest
+from runspec.core.spec.role_names import elsewhere, validator_names, worker_names
+from runspec.core.spec.schema import RunSpec
 from runspec.local.fleet import Changed, Event, PauseRequested
 from runspec.local.processes import RoleSpec
 from runspec.local.run_dir import EXIT_LOCKED, holder
 from runspec.local.state import RequestRow, RunState
 from runspec.plan.changes import LIVE, Change, difference
 from runspec.plan.rolling import Readers, renewed
-from runspec.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.spec.resolved import MAX_BYTES, dump_resolved, parse_resolved, spec_digest
-from runspec.spec.role_names import elsewhere, validator_names, worker_names
-from runspec.spec.schema import RunSpec
 
 CHANGE, PAUSE = "change", "pause"
 TAKE_PATIENCE_S = 30.0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from runspec.common.files import expand_user
+from runspec.core.files import expand_user
 from runspec.local.processes import Machine
 from runspec.lock.cache import Repository, is_repository, snapshot
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.files import read_bounded
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.files import read_bounded
 
 FILE_NAME = "metrics.jsonl"
 MAX_LINE_BYTES = 1024 * 1024

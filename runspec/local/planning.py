@@ -7,16 +7,16 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.process import EXIT_FINAL
+from runspec.core.errors import UserError
+from runspec.core.process import EXIT_FINAL
+from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.core.spec.resolved import load_resolved, spec_digest
+from runspec.core.spec.schema import RunSpec
 from runspec.local.preflight import Missing, look, missing
 from runspec.local.run_dir import holder
 from runspec.local.state import RunState
 from runspec.plan.changes import Change, difference
 from runspec.plan.saved import Seen
-from runspec.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.spec.resolved import load_resolved, spec_digest
-from runspec.spec.schema import RunSpec
 
 
 class StalePlan(UserError):

@@ -7,11 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bridge.config import ModelConfig, load_config
-from runspec.common.errors import UserError
-from runspec.estimate.hardware import device_count
-from runspec.estimate.model import model_config
-from runspec.estimate.parameters import WIDTH, trained_count
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig, load_config
+from runspec.core.models.hardware import device_count
+from runspec.core.models.of_spec import model_config
+from runspec.core.models.parameters import WIDTH, trained_count
+from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
+from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.core.spec.role_names import (
+    elsewhere,
+    placeable,
+    relay_names,
+    validator_names,
+    worker_names,
+)
+from runspec.core.spec.run_files import numbered, state_folder
+from runspec.core.spec.schema import Hardware, RunSpec
+from runspec.core.spec.source_files import source_files
 from runspec.estimate.version_size import version_size
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import (
@@ -25,18 +37,6 @@ from runspec.local.machine import (
 )
 from runspec.local.processes import Machine
 from runspec.local.starting_model import require_fitting
-from runspec.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
-from runspec.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.spec.role_names import (
-    elsewhere,
-    placeable,
-    relay_names,
-    validator_names,
-    worker_names,
-)
-from runspec.spec.run_files import numbered, state_folder
-from runspec.spec.schema import Hardware, RunSpec
-from runspec.spec.source_files import source_files
 
 GIB = 2**30
 _ROOM_BYTES = GIB // 2

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.role_names import elsewhere, learner_names, validator_names, worker_names
+from runspec.core.spec.schema import Mesh, RunSpec
 from runspec.local.cores import (
     assign_cores,
     jax_environment,
@@ -17,8 +19,6 @@ from runspec.local.cores import (
 )
 from runspec.local.endpoints import Endpoints, address
 from runspec.local.identity import Identity
-from runspec.spec.role_names import elsewhere, learner_names, validator_names, worker_names
-from runspec.spec.schema import Mesh, RunSpec
 
 HEARTBEAT_S = 10
 """Silence that ends the other processes of a learner: on one machine no network is slow."""

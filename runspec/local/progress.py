@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runspec.common.canonical import MalformedJson, parse_object
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.spec.schema import RunSpec
 from runspec.local.children import last_lines
 from runspec.local.endpoints import address
 from runspec.local.fleet import Event, Progress, Published, Sampled, Trained
 from runspec.local.metrics import FILE_NAME, JsonLines, Row, latest_by_step
-from runspec.spec.schema import RunSpec
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.layout import step_folder
 

@@ -22,15 +22,11 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from runspec.common.canonical import MalformedJson, canonical_json, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, remove_leftovers, temporary_name, write_atomic
-from runspec.local.conclude import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, conclude
-from runspec.local.full_states import full_states
-from runspec.local.metrics import FILE_NAME as METRICS_FILE
-from runspec.local.state import RunState
-from runspec.spec.resolved import load_resolved, spec_digest
-from runspec.spec.run_files import (
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
+from runspec.core.spec.resolved import load_resolved, spec_digest
+from runspec.core.spec.run_files import (
     initial_model,
     numbered,
     params_folder,
@@ -38,7 +34,11 @@ from runspec.spec.run_files import (
     versions_in,
     weights_folder,
 )
-from runspec.spec.schema import RunSpec
+from runspec.core.spec.schema import RunSpec
+from runspec.local.conclude import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, conclude
+from runspec.local.full_states import full_states
+from runspec.local.metrics import FILE_NAME as METRICS_FILE
+from runspec.local.state import RunState
 from verify.coordinator.events import RolledBack
 from verify.coordinator.policy import Policy
 from verify.coordinator.transitions import replay

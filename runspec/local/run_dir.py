@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.files import expand_user
+from runspec.core.errors import UserError
+from runspec.core.files import expand_user
+from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.core.spec.schema import RunSpec
 from runspec.plan.changes import Change, of_class
-from runspec.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.spec.schema import RunSpec
 
 RUNS = Path("runs")
 """Where runs lie unless somebody says otherwise."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from broadcast.layout import manifest_name, stored_versions
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.schema import RunSpec
 from runspec.local.metrics import Row, read_rows
 from runspec.local.run_dir import holder
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
-from runspec.spec.resolved import load_resolved
-from runspec.spec.schema import RunSpec
 from verify.audit.set_aside import SetAside, read_set_aside
 
 EVENTS = 10

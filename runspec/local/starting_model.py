@@ -6,10 +6,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from bridge.config import load_config
 from bridge.tokenizer_files import TOKENIZER_NAMES
-from runspec.common.errors import UserError
-from runspec.common.files import new_directory
+from runspec.core.errors import UserError
+from runspec.core.files import new_directory
+from runspec.core.models.config import load_config
 from runspec.lint.tokenizer_files import TokenizerFiles
 
 

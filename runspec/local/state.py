@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from verify.formats.layout import STATE_FILE
 
 BUSY_S = 10.0

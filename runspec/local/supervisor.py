@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from runspec.local.children import Child, birth, start_child, stop_children
 from runspec.local.conditions import alarm_text
 from runspec.local.fleet import (

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from runspec.common.errors import UserError
-from runspec.common.join_link import JoinLink
-from runspec.common.process import SUPERVISOR
+from runspec.core.errors import UserError
+from runspec.core.join_link import JoinLink
+from runspec.core.process import SUPERVISOR
+from runspec.core.spec.schema import SamplerPool
 from runspec.local.cores import thread_limits, vllm_environment
-from runspec.spec.schema import SamplerPool
 
 LOG_FILE = "worker.log"
 LEAVE_S = 15.0
 """How long the worker may take to leave before it is killed."""
-# Time, level and role before the message, as `runspec.common.process.setup_logging` writes them.
+# Time, level and role before the message, as `runspec.core.process.setup_logging` writes them.
 _TOLD = re.compile(r"^\S+ \S+ ([A-Z]) (?:sampler )?\S+ (.*)$")
 _WORTH_TELLING = re.compile(r"version \d+ loaded|starting vLLM|the run is finished|stopped")
 

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.lock_file import FilePin, Pin, lock_path, read_lock
+from runspec.core.spec.schema import RunSpec
 from runspec.lock.pins import Looking, look
-from runspec.spec.lock_file import FilePin, Pin, lock_path, read_lock
-from runspec.spec.schema import RunSpec
 
 
 def check_lock(

@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 import httpx
 
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
 from runspec.lock.cache import Repository
 
 ENDPOINT = "https://huggingface.co"

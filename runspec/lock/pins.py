@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
-from runspec.common.canonical import canonical_json
-from runspec.common.files import expand_user
-from runspec.common.hashing import digest_bytes
-from runspec.lock.cache import COMMIT, Repository, is_repository, snapshot
-from runspec.lock.files import (
+from runspec.core.canonical import canonical_json
+from runspec.core.files import expand_user
+from runspec.core.hashing import digest_bytes
+from runspec.core.spec.file_pins import (
     TOKENIZER_FILES,
     Progress,
     pin_chat_template,
@@ -19,9 +18,10 @@ from runspec.lock.files import (
     pin_model,
     pin_named,
 )
-from runspec.spec.lock_file import DATA, MODEL, TOKENIZER, FilePin, Lock, Pin
-from runspec.spec.plugins import SOURCE_GROUP
-from runspec.spec.schema import RunSpec, Source
+from runspec.core.spec.lock_file import DATA, MODEL, TOKENIZER, FilePin, Lock, Pin
+from runspec.core.spec.plugins import SOURCE_GROUP
+from runspec.core.spec.schema import RunSpec, Source
+from runspec.lock.cache import COMMIT, Repository, is_repository, snapshot
 
 HUB_DATA = "hf://datasets/"
 GENERATORS = {"reasoning_gym": "reasoning-gym"}

@@ -21,10 +21,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bridge.config import ModelConfig, hf_config
-from runspec.common.errors import UserError
-from runspec.spec.resolved import FILE_NAME, dump_resolved
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig, hf_config
+from runspec.core.spec.resolved import FILE_NAME, dump_resolved
+from runspec.core.spec.schema import RunSpec
 
 DEADLINE_S = 1800.0
 """A step of 32B on 64 chips takes a minute on two cores, one of 512 chips some more."""
@@ -81,7 +81,7 @@ def compile_step(
 
     Args:
         spec: of the run, without errors of the linter.
-        config: shape of its model (`runspec.estimate.model.model_config`).
+        config: shape of its model (`runspec.core.models.of_spec.model_config`).
         deadline_s: for the whole process.
 
     Raises:

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from runspec.common.hashing import digest_bytes
-from runspec.spec.fields import CHANGE_CLASSES, ChangeClass
-from runspec.spec.schema import RunSpec
-from runspec.spec.schema_fields import field_at
+from runspec.core.hashing import digest_bytes
+from runspec.core.spec.fields import CHANGE_CLASSES, ChangeClass
+from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.schema_fields import field_at
 
 Kind = Literal["add", "change", "remove"]
 LIVE: frozenset[ChangeClass] = frozenset({"hot", "rolling"})

@@ -15,13 +15,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from runspec.common.canonical import canonical_json, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, write_atomic
-from runspec.common.hashing import digest_bytes, is_digest
-from runspec.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
-from runspec.spec.resolved import dump_resolved, parse_resolved, spec_digest
-from runspec.spec.schema import RunSpec
+from runspec.core.canonical import canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, write_atomic
+from runspec.core.hashing import digest_bytes, is_digest
+from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
+from runspec.core.spec.resolved import dump_resolved, parse_resolved, spec_digest
+from runspec.core.spec.schema import RunSpec
 
 KIND = "Plan"
 MAX_BYTES = MAX_SPEC_BYTES + 64 * 1024

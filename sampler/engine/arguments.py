@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bridge.config import load_config
-from runspec.common.errors import UserError
-from runspec.estimate.sampler import (
+from runspec.core.errors import UserError
+from runspec.core.models.config import load_config
+from runspec.core.models.kv_cache import (
     CPU_BLOCK_TOKENS,
     MAX_SEQUENCES,
     cpu_kv_bytes,
     kv_token_bytes,
 )
-from runspec.spec.schema import SamplerPool
+from runspec.core.spec.schema import SamplerPool
 
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # threads and CUDA do not survive a fork

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.engine.probe import FILE_NAME as PROBE_FILE
 from sampler.engine.probe import LIMITS as PROBE_LIMITS
 from sampler.engine.probe import ProbeSequence, probe_difference

@@ -16,7 +16,7 @@ from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.engine import watch
 from sampler.engine.cause import read_cause
 from sampler.engine.sockets import SocketFolder

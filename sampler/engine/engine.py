@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from runspec.common.errors import UserError
-from runspec.estimate.sampler import MAX_SEQUENCES
-from runspec.spec.schema import SamplerPool
+from runspec.core.errors import UserError
+from runspec.core.models.kv_cache import MAX_SEQUENCES
+from runspec.core.spec.schema import SamplerPool
 from sampler.engine.arguments import engine_arguments, lack_of_room, prepare_environment, refuse
 from sampler.engine.checks import merge, require_same_bytes, require_same_logprobs
 from sampler.engine.core import Core, EngineDied, Start, StartFailed

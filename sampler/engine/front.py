@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from runspec.estimate.sampler import MAX_SEQUENCES
+from runspec.core.models.kv_cache import MAX_SEQUENCES
 from sampler.engine.core import Core
 from sampler.engine.requests import Sampled, SampleRequest
 from sampler.engine.slots import Slot, Slots

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
 
 FILE_NAME = "probe.json"
 MAX_BYTES = 4 * 1024 * 1024

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 _VARIABLE = "VLLM_RPC_BASE_PATH"
 _PREFIX = "rvllm-"

@@ -13,9 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from runspec.common.errors import UserError
-from runspec.spec.plugins import REWARD_GROUP
-from runspec.spec.schema import Reward
+from runspec.core.errors import UserError
+from runspec.core.spec.plugins import REWARD_GROUP
+from runspec.core.spec.schema import Reward
 from sampler.grading.answers import Answer, Result
 from sampler.grading.graders import Graders
 from sampler.grading.lines import Line, read_lines

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from functools import partial
 
-from runspec.spec.schema import Reward
+from runspec.core.spec.schema import Reward
 from sampler.grading.answers import (
     MAX_ANSWER_CHARS,
     Answer,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import IO, Protocol
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import RunSpec
 from sampler import sandbox
 from sampler.grading import unconfined
 from sampler.sandbox import Finished

@@ -11,8 +11,8 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import Reward
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import Reward
 from sampler.grading.channel import Channel, ChannelClosed, NoMessage, Overdue
 from sampler.grading.fate import fate
 from sampler.grading.launch import launcher

@@ -13,7 +13,7 @@ import sys
 from operator import attrgetter
 from typing import Any, BinaryIO
 
-from runspec.spec.schema import Reward
+from runspec.core.spec.schema import Reward
 from sampler.tasks.interfaces import Score, TaskTerm, completed
 from verify.plugins import Problem
 

@@ -9,13 +9,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from runspec.common.errors import UserError
-from runspec.common.process import run_role, stop_event
-from runspec.lint.check import check_spec
-from runspec.lock.files import pin_model
-from runspec.spec.load import SpecFiles
-from runspec.spec.schema import RunSpec, SamplerPool
-from runspec.spec.source_files import whole_uri
+from runspec.core.errors import UserError
+from runspec.core.process import run_role, stop_event
+from runspec.core.spec.file_pins import pin_model
+from runspec.core.spec.load import SpecFiles, load_layers
+from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.core.spec.source_files import whole_uri
 from sampler.measuring.measure import Measurement, measure
 from sampler.measuring.progress import open_progress
 from sampler.measuring.rows import write_rows
@@ -65,7 +64,7 @@ def _measure(options: argparse.Namespace, log: logging.Logger) -> None:
     if options.samples < 1 or (options.limit is not None and options.limit < 1):
         raise UserError("--samples and --limit must be at least 1")
     files = SpecFiles(options.spec, profile=options.profile, overrides=tuple(options.set))
-    spec = only_source(check_spec(files).require(), options.source, options.spec.parent)
+    spec = only_source(load_layers(files).require(), options.source, options.spec.parent)
     pool = _pool(spec, options.pool)
     rate = next(s for s in spec.data.sources).solve_rate
     field = options.field or (rate.field if rate else DEFAULT_FIELD)

@@ -10,9 +10,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runspec.common.errors import UserError
-from runspec.common.hashing import hash_parts
-from runspec.spec.schema import SamplerPool
+from runspec.core.errors import UserError
+from runspec.core.hashing import hash_parts
+from runspec.core.spec.schema import SamplerPool
 from sampler.engine.requests import Sampled, SampleRequest
 from sampler.measuring.progress import Progress, Tries
 from verify.noise import noise_key

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
 
 MAX_BYTES = 1 << 30
 

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runspec.common.files import atomic_file
+from runspec.core.files import atomic_file
 from sampler.measuring.progress import Tries
 from verify.plugins import TaskSet
 

@@ -19,11 +19,11 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from bridge.config import load_config
 from broadcast.client import WeightsClient
 from broadcast.loaded import LoadedVersions
-from runspec.common.errors import UserError
-from runspec.spec.schema import Learner, RunSpec
+from runspec.core.errors import UserError
+from runspec.core.models.config import load_config
+from runspec.core.spec.schema import Learner, RunSpec
 from sampler.prefill.states import hidden_states, spans
 from verify.choices import Choices
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, require_fits

@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass
 from functools import cache
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.sandbox import filter as seccomp
 from sampler.sandbox.inside import landlock
 from sampler.sandbox.inside.limits import ROOT_STAYS_ROOT

@@ -11,7 +11,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.tasks.tokenizer_files import TokenizerFiles
 
 _DEFAULT = "default"

@@ -16,9 +16,9 @@ from importlib.metadata import EntryPoint, entry_points
 from types import new_class
 from typing import Any, ClassVar, Literal, Protocol
 
-from runspec.common.errors import UserError
-from runspec.spec.plugins import REWARD_GROUP, SOURCE_GROUP, installed_kinds
-from runspec.spec.schema import Reward, Source
+from runspec.core.errors import UserError
+from runspec.core.spec.plugins import REWARD_GROUP, SOURCE_GROUP, installed_kinds
+from runspec.core.spec.schema import Reward, Source
 from verify.plugins import Problem
 
 
@@ -36,7 +36,7 @@ class Keep(Protocol):
 
 class ProblemSource(Protocol):
     """Problems by index. Made as `kind(source, seed, keep)`, and deterministic in those and in the
-    contents of the source's files (`runspec.spec.source_files`), whatever folder they lie in.
+    contents of the source's files (`runspec.core.spec.source_files`), whatever folder they lie in.
 
     A source leaves out the problems that `keep` refuses: a file drops the rows, a generator makes
     another problem.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from runspec.common.hashing import hash_parts
-from runspec.spec.schema import RunSpec
+from runspec.core.hashing import hash_parts
+from runspec.core.spec.schema import RunSpec
 from sampler.tasks.prompts import PromptCodec
 
 Split = Literal["train", "held_out"]

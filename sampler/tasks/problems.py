@@ -7,8 +7,8 @@ from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
-from runspec.spec.schema import RunSpec
-from runspec.spec.source_files import redirected
+from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.source_files import redirected
 from sampler.tasks.interfaces import Keep, ProblemSource, make_source
 from verify.plugins import Problem
 

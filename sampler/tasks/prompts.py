@@ -10,9 +10,9 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes, hash_parts
-from runspec.spec.schema import Data
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes, hash_parts
+from runspec.core.spec.schema import Data
 from sampler.tasks.chat_template import ChatTemplate, Message
 from sampler.tasks.tokenizer_files import TokenizerFiles
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import RunSpec
-from runspec.spec.source_files import data_digest
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.source_files import data_digest
 from sampler.grading.answers import Answer, Result
 from sampler.grading.graders import Graders
 from sampler.grading.launch import require_graders

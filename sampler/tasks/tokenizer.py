@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.tasks.prompts import THINK_END
 
 PAD, EOS, UNKNOWN, THINK = "<pad>", "<eos>", "<unk>", "<think>"

@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_CONFIG_BYTES = 4 * 1024 * 1024

@@ -14,9 +14,9 @@ from typing import Literal
 import numpy as np
 from tokenizers import Tokenizer
 
-from runspec.common.errors import UserError
-from runspec.common.files import write_atomic
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.core.spec.schema import RunSpec
 from sampler.tasks.keep import InSplit, Split, keeper, target_lengths
 from sampler.tasks.problems import Problems
 from sampler.tasks.prompts import THINK_END, PromptCodec, PromptForm

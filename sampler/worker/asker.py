@@ -6,8 +6,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import SamplerPool
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import SamplerPool
 from sampler.worker.held import Failed, Granted, Happening, NoLease
 from sampler.worker.rollouts import PlannedRollout
 from sampler.worker.versions import Versions

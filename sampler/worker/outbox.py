@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, remove_leftovers, write_atomic
-from runspec.common.hashing import digest_bytes
-from runspec.common.signed import BadSignature
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, remove_leftovers, write_atomic
+from runspec.core.hashing import digest_bytes
+from runspec.core.signed import BadSignature
 from verify.formats.submission import MAX_ENVELOPE_BYTES, open_submission
 
 _ENVELOPE, _TABLE = ".envelope", ".parquet"

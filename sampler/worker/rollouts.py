@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import SamplerPool
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import SamplerPool
 from sampler.engine.requests import Sampled, SampleRequest
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import Rollout

@@ -10,10 +10,10 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
-from runspec.spec.schema import RunSpec, SamplerPool
-from runspec.spec.source_files import compare_data_digests
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
+from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.core.spec.source_files import compare_data_digests
 from sampler.engine.engine import Engine
 from sampler.worker.meter import Meter
 from sampler.worker.outbox import Outbox

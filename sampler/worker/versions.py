@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 
 from broadcast.client import WeightsClient
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 FIRST_S = 600.0
 """How long the first version may take to appear: a learner may have to compile and save it."""

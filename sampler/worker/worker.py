@@ -17,9 +17,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
-from runspec.spec.schema import RunSpec, SamplerPool
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
+from runspec.core.spec.schema import RunSpec, SamplerPool
 from sampler.engine.engine import Engine, EngineDied
 from sampler.engine.proofs import prove
 from sampler.engine.requests import GenerationAborted, NoVersion, Sampled

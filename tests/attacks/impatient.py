@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.keys import SigningKey
-from runspec.spec.schema import Backlog
+from runspec.core.keys import SigningKey
+from runspec.core.spec.schema import Backlog
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
 from verify.client import CoordinatorClient
 from verify.coordinator import connections, intake, log_limits, rates, server

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runspec.common.hashing import digest_bytes
+from runspec.core.hashing import digest_bytes
 from tests.verify.bench import MODEL
 from tests.verify.small_model import RUN, NumpyEngine, ParityTask, fixed_key
 from verify.client import CoordinatorClient

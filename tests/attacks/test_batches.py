@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from learner_jax.batch import Batch, BatchReader
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
 from tests.fuzz.tables import damaged
 from tests.fuzz.test_tables import EVERY_FILE, KINDS
 from tests.learner_jax.conftest import Run, tiny_spec

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runspec.common.keys import SigningKey
+from runspec.core.keys import SigningKey
 from tests.e2e.quick import QuickRun, programs_kept
 from tests.harness import ROOT, LiveRun
 from verify.formats.verdict import decode_verdicts

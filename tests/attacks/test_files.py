@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from broadcast.manifest import is_object_name
-from runspec.common.canonical import canonical_json
-from runspec.common.signed import BadSignature, sign_document
+from runspec.core.canonical import canonical_json
+from runspec.core.signed import BadSignature, sign_document
 from tests.attacks.setting import refused
 from tests.verify.bench import Bench
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec

@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from runspec.common.canonical import canonical_json
-from runspec.common.invite import make_invite
-from runspec.common.keys import SigningKey
-from runspec.spec.role_names import worker_names
+from runspec.core.canonical import canonical_json
+from runspec.core.invite import make_invite
+from runspec.core.keys import SigningKey
+from runspec.core.spec.role_names import worker_names
 from tests.attacks.impatient import (
     LINES,
     connected,

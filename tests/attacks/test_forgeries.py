@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
-from runspec.common.roles import open_roles, sign_roles
-from runspec.common.signed import BadSignature
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.roles import open_roles, sign_roles
+from runspec.core.signed import BadSignature
 from tests.attacks.setting import PRECISIONS, like, refused, rejection, take_lease
 from tests.verify.bench import Bench, packed
 from tests.verify.small_model import HIDDEN, RUN, VOCAB, Worker, fixed_key

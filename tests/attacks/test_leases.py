@@ -15,10 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from runspec.common.canonical import canonical_json
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
+from runspec.core.canonical import canonical_json
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
 from tests.attacks.setting import rejection
 from tests.verify.bench import Bench
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec

@@ -10,10 +10,10 @@ import httpx
 import numpy as np
 import pytest
 
-from runspec.common.canonical import canonical_json
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
+from runspec.core.canonical import canonical_json
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
 from tests.attacks.setting import fresh, refused, rejection, take_lease
 from tests.verify.bench import Bench, lease_for, packed
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec

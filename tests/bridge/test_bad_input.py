@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.config import load_config
 from bridge.delta import write_delta
 from bridge.export import export_checkpoint
 from bridge.importer import import_model
 from bridge.load import iter_leaves
 from bridge.safetensors_io import read_header, read_tensor, write_safetensors
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.models.config import load_config
 
 from .conftest import MakeModel
 

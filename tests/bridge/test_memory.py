@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from bridge.compare import differences
-from bridge.config import parse_config
 from bridge.safetensors_io import SINGLE_NAME
 from bridge.shards import file_header
 from bridge.weight_map import hf_shapes
+from runspec.core.models.config import parse_config
 
 FIELDS = {
     "model_type": "llama",

@@ -16,7 +16,6 @@ from orbax.checkpoint import v1 as ocp
 from transformers import AutoModelForCausalLM
 
 from bridge.compare import differences
-from bridge.config import load_config
 from bridge.export import export_checkpoint
 from bridge.importer import import_model
 from bridge.load import LeafReader, iter_leaves
@@ -25,7 +24,8 @@ from bridge.safetensors_io import read_header, read_headers, read_tensor
 from bridge.tensors import model_digest, tree_digests
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import weight_map
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.models.config import load_config
 
 from .conftest import FAMILIES, MakeModel
 

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from runspec.common.files import write_atomic
+from runspec.core.files import write_atomic
 
 
 class Authority:

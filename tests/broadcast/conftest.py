@@ -24,8 +24,8 @@ from broadcast.origin import run_origin
 from broadcast.relay import run_relay
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions
 from broadcast.store import publish
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
 from tests.broadcast.scripted import Peer, Scripted, Serve
 
 CHUNK_BYTES = 1000

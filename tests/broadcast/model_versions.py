@@ -10,7 +10,7 @@ from bridge.delta import write_delta
 from bridge.safetensors_io import write_safetensors
 from bridge.tensors import model_digest, tensor_record
 from broadcast.store import publish
-from runspec.common.canonical import canonical_json
+from runspec.core.canonical import canonical_json
 
 from .conftest import CHUNK_BYTES, Run
 

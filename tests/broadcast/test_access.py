@@ -13,8 +13,8 @@ import pytest
 from broadcast.access import MAX_TOKENS_BYTES, Tokens, address_of, read_tokens
 from broadcast.origin import run_origin
 from broadcast.server import Limits, ServerOptions
-from runspec.common.errors import UserError
-from runspec.common.files import write_atomic
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
 from tests.waiting import eventually
 
 from .conftest import CHUNK_BYTES, LOG, Run, contents, weights

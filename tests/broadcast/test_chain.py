@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broadcast.chain import MAX_LINKS, Chain, Link, Unknown, cheapest
-from runspec.common.errors import UserError
-from runspec.spec.schema.samplers import Broadcast
+from runspec.core.errors import UserError
+from runspec.core.spec.schema.samplers import Broadcast
 
 Links = dict[int, Link | None]
 

@@ -8,7 +8,7 @@ import pytest
 
 from broadcast.assemble import delta_applier
 from broadcast.manifest import read_manifest
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 from .conftest import Run, contents
 from .counted import Counted, fetch, small_files, warnings

@@ -20,8 +20,8 @@ from broadcast.manifest import (
     read_manifest,
     sign_manifest,
 )
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
 from tests.waiting import eventually
 
 from .conftest import Run, contents, weights

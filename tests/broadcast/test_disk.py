@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from broadcast.disk import Patience, allocated, copy_file, in_thread
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 
 def forever() -> Patience:

@@ -14,8 +14,8 @@ import pytest
 from broadcast.asking import Asker, Attempt
 from broadcast.fetcher import Fetcher, for_each
 from broadcast.manifest import Chunk
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
 from tests.waiting import eventually
 
 from .conftest import Run, weights

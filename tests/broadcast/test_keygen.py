@@ -9,9 +9,9 @@ import pytest
 
 from broadcast.keygen import make_keys, renew_keys
 from broadcast.store import publish
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
-from runspec.common.roles import Roles, open_roles
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
+from runspec.core.roles import Roles, open_roles
 from tests.waiting import eventually
 
 from .conftest import Run, contents, weights

@@ -25,8 +25,8 @@ from broadcast.manifest import (
     open_manifest,
     sign_manifest,
 )
-from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature, sign_document
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, sign_document
 
 KEY = SigningKey.generate()
 DIGEST = "ab" * 32

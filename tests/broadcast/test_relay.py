@@ -15,7 +15,7 @@ import pytest
 from broadcast.manifest import WeightsManifest, read_manifest
 from broadcast.recent import Recent
 from broadcast.relay import light, run_relay, to_rebuild
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.waiting import eventually
 
 from .conftest import Run, contents, weights

@@ -11,9 +11,9 @@ import pytest
 
 from broadcast.origin import run_origin
 from broadcast.store import prune, refresh_latest
-from runspec.common.errors import UserError
-from runspec.common.files import write_atomic
-from runspec.common.latest import sign_latest
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.core.latest import sign_latest
 from tests.ended_at_once import hears_sigterm_at_once
 from tests.waiting import eventually
 

@@ -9,7 +9,7 @@ import pytest
 
 from broadcast.pins import Pins
 from broadcast.stored_manifests import StoredManifests
-from runspec.common.files import write_atomic
+from runspec.core.files import write_atomic
 
 from .conftest import LOG, Run, weights
 

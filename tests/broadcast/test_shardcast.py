@@ -15,7 +15,7 @@ import pytest
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
 from broadcast.server import ServerOptions
 from broadcast.shardcast import distribution, shard
-from runspec.common.hashing import digest_bytes
+from runspec.core.hashing import digest_bytes
 from tests.waiting import eventually
 
 from .conftest import Run, weights

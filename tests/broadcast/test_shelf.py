@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest, sign_manifest
 from broadcast.shelf import Shelf
 from broadcast.transfers import Transfers
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
 
 KEY = SigningKey.generate()
 CHUNK = 2000

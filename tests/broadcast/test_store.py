@@ -16,10 +16,10 @@ from broadcast.chunk_files import ProvenChunks
 from broadcast.manifest import MAX_BYTES, WeightsManifest, open_manifest
 from broadcast.pins import Pins
 from broadcast.store import newest_version, prune, publish, refresh_latest
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
-from runspec.common.roles import sign_roles
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.roles import sign_roles
 
 from .conftest import CHUNK_BYTES, Run, contents, weights
 
@@ -158,7 +158,7 @@ def test_a_killed_publisher_leaves_nothing_half_and_the_next_goes_on(
         "    global count; write(path, data); count += 1\n"
         "    if count == 10: os.kill(os.getpid(), signal.SIGKILL)\n"
         "files._write = then_die\n"
-        "from broadcast.store import publish; from runspec.common.keys import SigningKey\n"
+        "from broadcast.store import publish; from runspec.core.keys import SigningKey\n"
         "keys = Path(sys.argv[3])\n"
         "publish(Path(sys.argv[1]), Path(sys.argv[2]), run='demo', version=1, chunk_bytes=1000,\n"
         "    key=SigningKey.load(keys / 'publisher.key'),\n"

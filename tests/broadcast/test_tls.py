@@ -16,8 +16,8 @@ from broadcast.origin import run_origin
 from broadcast.server import DEFAULT_OPTIONS, Limits, ServerOptions
 from broadcast.tls import server_context
 from broadcast.transport import Access
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
 from tests.waiting import eventually
 
 from .certificates import Authority

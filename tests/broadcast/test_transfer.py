@@ -17,7 +17,7 @@ import pytest
 from broadcast.manifest import read_manifest
 from broadcast.relay import run_relay
 from broadcast.store import prune, publish
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.waiting import eventually
 
 from .conftest import LOG, Run, contents, weights

@@ -13,8 +13,8 @@ from broadcast.chunk_pool import ChunkPool
 from broadcast.connection import Transfer
 from broadcast.manifest import Chunk
 from broadcast.transport import Access, Busy, Fault, NotThere, base_url, get, new_session, refusal
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
 
 from .certificates import Authority
 from .scripted import Peer, Scripted

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from runspec.core.spec.resolved import load_resolved
 from runspec.local.endpoints import load_endpoints
 from runspec.local.identity import make_identity
 from runspec.local.machine import this_machine
 from runspec.local.processes import RoleSpec, role_specs
-from runspec.spec.resolved import load_resolved
 from tests.e2e.quick import QuickRun
 from tests.harness import LiveRun
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from runspec.spec.resolved import load_resolved
+from runspec.core.spec.resolved import load_resolved
 from tests.e2e.quick import QuickRun
 from tests.harness import PATIENCE_S, runspec
 

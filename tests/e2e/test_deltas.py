@@ -13,7 +13,7 @@ import pytest
 
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import WeightsManifest, open_manifest
-from runspec.spec.run_files import versions_in, weights_folder
+from runspec.core.spec.run_files import versions_in, weights_folder
 from tests.e2e.quick import QuickRun
 from tests.harness import LiveRun
 

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from runspec.common.roles import open_roles
-from runspec.spec.resolved import load_resolved
+from runspec.core.roles import open_roles
+from runspec.core.spec.resolved import load_resolved
 from tests.e2e.quick import QuickRun
 from tests.harness import runspec
 from verify.formats.batch import FILE_NAME, open_batch

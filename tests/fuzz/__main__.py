@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runspec.common.process import SUPERVISOR, die_with_parent
+from runspec.core.process import SUPERVISOR, die_with_parent
 from tests.fuzz.fast.child import LOOK_EVERY, PLACE, Grown, run
 from tests.fuzz.fast.lanes import LANES, Lane
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from runspec.common import invite, latest, roles
-from runspec.common.canonical import canonical_json
-from runspec.common.hashing import is_digest
-from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature, sign_document
+from runspec.core import invite, latest, roles
+from runspec.core.canonical import canonical_json
+from runspec.core.hashing import is_digest
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, sign_document
 from tests.fuzz.bounds import bounded
 from verify.formats import batch, lease, site, submission, verdict
 from verify.formats.batch import BatchManifest

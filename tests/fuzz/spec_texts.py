@@ -7,7 +7,7 @@ import random
 import yaml
 from hypothesis import strategies as st
 
-from runspec.spec.schema_fields import schema_fields
+from runspec.core.spec.schema_fields import schema_fields
 from tests.runspec.lint.generated import valid_spec
 
 VALUES = [

@@ -19,7 +19,7 @@ from bridge.delta.container import SUFFIX
 from bridge.delta.layout import Records
 from bridge.delta.segments import MAX_BYTES_PER_ELEMENT
 from bridge.safetensors_io import SINGLE_NAME, read_header
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.bridge.delta.hostile import full, packed, raw, sparse, u32, write_blocks
 from tests.bridge.delta.weights import BF16, F32, normal, nudged, records, write_weights
 from tests.fuzz.bounds import WATCH

@@ -18,9 +18,9 @@ from broadcast.manifest import (
     open_manifest,
     sign_manifest,
 )
-from runspec.common.hashing import is_digest
-from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature, sign_document
+from runspec.core.hashing import is_digest
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, sign_document
 from tests.fuzz.bounds import bounded
 from tests.fuzz.campaign import campaign
 from tests.fuzz.json_values import changed, damaged, values

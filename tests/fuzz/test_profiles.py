@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runspec.common.canonical import canonical_json
-from runspec.common.signed import BadSignature, sign_document
+from runspec.core.canonical import canonical_json
+from runspec.core.signed import BadSignature, sign_document
 from tests.fuzz.bounds import bounded, costly
 from tests.fuzz.json_values import changed, damaged, values
 from tests.verify.calibration.profiles import ROOT, made_profile

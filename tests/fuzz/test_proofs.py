@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.fuzz.bounds import bounded, costly
 from verify.activations import MAX_HIDDEN, MAX_TOKENS, bf16_pieces, open_activations, round_to_bf16
 from verify.proof_commands import check_proofs

@@ -16,10 +16,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runspec.common.canonical import MAX_DEPTH, MalformedJson, canonical_json, parse_object
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
-from runspec.common.signed import sign_document
+from runspec.core.canonical import MAX_DEPTH, MalformedJson, canonical_json, parse_object
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.signed import sign_document
 from tests.fuzz.bounds import bounded, costly
 from tests.fuzz.json_values import changed, damaged, pieces, text, values
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec

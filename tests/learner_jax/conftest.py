@@ -19,16 +19,16 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from bridge.config import hf_config
 from learner_jax.leaves import save_weights
 from learner_jax.model import init_params
 from learner_jax.warm_start import model_config
-from runspec.common.files import write_atomic
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
-from runspec.common.roles import sign_roles
-from runspec.spec.resolved import dump_resolved
-from runspec.spec.schema import RunSpec
+from runspec.core.files import write_atomic
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.models.config import hf_config
+from runspec.core.roles import sign_roles
+from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.schema import RunSpec
 from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
 from verify.formats.layout import step_folder, submission_files
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission

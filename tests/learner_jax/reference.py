@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge.config import ModelConfig
-from runspec.spec.schema import Algorithm, Clip
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec.schema import Algorithm, Clip
 
 
 @dataclass(frozen=True)

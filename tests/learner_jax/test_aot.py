@@ -18,7 +18,6 @@ from unittest.mock import patch
 import jax
 import pytest
 
-from bridge.config import ModelConfig, parse_config
 from learner_jax.aot import analyse, compile_programs, learner_mesh
 from learner_jax.hlo import arrays, program_cost
 from learner_jax.step import build_programs
@@ -29,9 +28,10 @@ from learner_jax.topology import (
     prepare_environment,
     topology_devices,
 )
-from runspec.common.errors import UserError
-from runspec.estimate.hardware import DEVICES
-from runspec.spec.schema import Learner, Model, Optimizer, RunSpec
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.hardware import DEVICES
+from runspec.core.spec.schema import Learner, Model, Optimizer, RunSpec
 from tests.learner_jax.conftest import tiny_spec
 
 TOKENS = 2304

@@ -14,8 +14,8 @@ import pytest
 
 from learner_jax.agreement import alarm_limit
 from learner_jax.batch import BatchReader
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
 from verify.formats.batch import BatchGroup
 from verify.formats.layout import submission_files
 from verify.formats.submission import decode_rollouts, sign_submission
@@ -138,7 +138,7 @@ def between_the_columns(table: bytes, size: int) -> bytes:
 
 def refile_verdict(run: Any, named: list[BatchGroup], table: bytes, **how: Any) -> None:
     """Files another verdict on the same submission and signs a manifest that names it."""
-    from runspec.common.hashing import digest_bytes
+    from runspec.core.hashing import digest_bytes
 
     run.file_verdict(0, named[0].submission, table, **how)
     groups = [

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from learner_jax.batch import BatchReader
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.learner_jax.conftest import Run, tiny_spec
 from tests.verify.decoder.pretended import BEGIN
 from verify.decoder import Decoder

@@ -26,7 +26,7 @@ from learner_jax.checkpoint import (
     state_steps,
 )
 from learner_jax.layout import clear_unfinished, versions_in
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 
 def save(folder: Path, step: int, state: Any, *, keep: int = 3) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from learner_jax.compile_cache import DIGESTS_NAME, cache_folder, keep_compiled
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.learner_jax.conftest import tiny_spec
 
 PROGRAM = """

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.config import ModelConfig, load_config
 from bridge.weight_map import weight_map
 from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution
@@ -19,7 +18,8 @@ from learner_jax.logprobs import token_logprobs
 from learner_jax.model import final_hidden, head_weight
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh
-from runspec.spec import schema
+from runspec.core.models.config import ModelConfig, load_config
+from runspec.core.spec import schema
 from tests.learner_jax.families import FAMILIES, lines, saved, theirs, token_weights
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}

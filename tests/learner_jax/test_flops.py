@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bridge.config import ModelConfig
 from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution
 from learner_jax.flops import Meter, peak_flops
 from learner_jax.hlo import program_cost
 from learner_jax.model import abstract_params
 from learner_jax.step import policy_logprobs
-from runspec.estimate.flops import matrix_parameters, useful_flops
-from runspec.spec.schema import Lora
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.flops import matrix_parameters, useful_flops
+from runspec.core.spec.schema import Lora
 
 CONFIG = ModelConfig("qwen2", 40, 24, 56, 3, 4, 2, 10, 64, 10000.0, 1e-6, False, True)
 METAGENE = ModelConfig("llama", 1024, 4096, 11008, 32, 32, 32, 128, 512, 10000.0, 1e-5, False)

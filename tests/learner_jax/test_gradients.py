@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.config import ModelConfig
 from learner_jax.arrays import LossInputs, TokenBatch
 from learner_jax.execution import Execution
 from learner_jax.loss import grpo_loss, token_weights
@@ -18,7 +17,8 @@ from learner_jax.model import abstract_params
 from learner_jax.packing import Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import build_programs, policy_logprobs
-from runspec.spec.schema import Algorithm, Learner, Mesh, RunSpec
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec.schema import Algorithm, Learner, Mesh, RunSpec
 from tests.learner_jax.conftest import tiny_spec
 from tests.learner_jax.reference import Rollout, loss_of, make_rollouts, relative_errors
 

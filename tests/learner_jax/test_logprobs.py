@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from learner_jax.logprobs import token_logprobs
 from learner_jax.sharding import make_mesh
-from runspec.estimate.logits import KEPT_LOGITS, chunk_tokens
-from runspec.spec.schema import Mesh
+from runspec.core.models.logits import KEPT_LOGITS, chunk_tokens
+from runspec.core.spec.schema import Mesh
 
 B, T, D, V = 2, 13, 8, 19
 

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec
 from safetensors.torch import load_file
 
 from bridge.adapter import write_adapter
-from bridge.config import ModelConfig, load_config
 from learner_jax.__main__ import main
 from learner_jax.checkpoint import StateInfo, save_state
 from learner_jax.execution import Execution
@@ -28,8 +27,9 @@ from learner_jax.model import abstract_params, final_hidden, head_weight
 from learner_jax.sharding import make_mesh, param_shardings
 from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
-from runspec.common.errors import UserError
-from runspec.spec.schema import Lora, Mesh
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig, load_config
+from runspec.core.spec.schema import Lora, Mesh
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
 from tests.learner_jax.families import in_double, lines, loaded, saved
 

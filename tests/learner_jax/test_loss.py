@@ -13,7 +13,7 @@ import pytest
 from learner_jax.arrays import LossInputs
 from learner_jax.loss import clip_surrogate, grpo_loss, k3, token_weights
 from learner_jax.loss_metrics import LossMetrics, log_ratio_counts, log_ratio_quantile
-from runspec.spec.schema import Algorithm, Clip
+from runspec.core.spec.schema import Algorithm, Clip
 
 CLIP = Clip()
 

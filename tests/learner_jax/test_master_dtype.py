@@ -11,7 +11,7 @@ import pytest
 
 from learner_jax.optimizer import Moments, adamw, global_norm
 from learner_jax.training import StepResult
-from runspec.spec.schema import Lora, Optimizer, RunSpec
+from runspec.core.spec.schema import Lora, Optimizer, RunSpec
 from tests.learner_jax.test_training import batch_of, flat, spec_with, trained
 
 

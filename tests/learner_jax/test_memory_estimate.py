@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import pytest
 
-from bridge.config import ModelConfig, parse_config
 from learner_jax.aot import analyse
 from learner_jax.topology import compiler_library
+from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.spec.schema import RunSpec
 from runspec.estimate.learner import LearnerMemory, learner_memory
-from runspec.spec.schema import RunSpec
 from tests.learner_jax.conftest import tiny_spec
 from tests.learner_jax.test_aot import devices
 

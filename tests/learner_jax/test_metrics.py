@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from learner_jax.metrics import Clock, JsonLines
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 
 def steps_in(path: Path) -> list[int]:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.config import ModelConfig, hf_config, parse_config
 from bridge.weight_map import weight_map
 from learner_jax.execution import Execution
 from learner_jax.leaves import leaf_at
@@ -20,8 +19,9 @@ from learner_jax.packing import Sample, pack
 from learner_jax.sharding import make_mesh
 from learner_jax.step import build_programs
 from learner_jax.warm_start import model_config
-from runspec.common.errors import UserError
-from runspec.spec.named_models import model_names, named_model
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig, hf_config, parse_config
+from runspec.core.models.named_models import model_names, named_model
 from tests.learner_jax.conftest import tiny_spec
 
 LENGTHS = ((3, 4), (1, 9), (6, 2), (5, 5))

@@ -21,7 +21,7 @@ from learner_jax.optimizer import (
     zero_moments,
 )
 from learner_jax.sharding import logical_sharding, make_mesh
-from runspec.spec.schema import Mesh, Optimizer
+from runspec.core.spec.schema import Mesh, Optimizer
 
 SPEC = Optimizer(
     lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2, clip_norm=1.0, warmup_updates=2

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner_jax.packing import Packed, Sample, pack, row_bound
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=30)
 

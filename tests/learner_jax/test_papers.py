@@ -15,8 +15,8 @@ from learner_jax.advantage import group_advantages
 from learner_jax.arrays import LossInputs
 from learner_jax.loss import grpo_loss, token_weights
 from learner_jax.packing import Sample, pack
-from runspec.spec.schema import Algorithm
-from tests.runspec.spec.spec_files import load, small_spec
+from runspec.core.spec.schema import Algorithm
+from tests.runspec.core.spec.spec_files import load, small_spec
 
 PAGE = (Path(__file__).parents[2] / "docs" / "learner_jax.md").read_text(encoding="utf-8")
 CONFIGURATIONS = dict(re.findall(r"^\| ([\w. -]+) \(\d{4}\.\d{5}\) \| `(\{.*\})` \|$", PAGE, re.M))

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.config import ModelConfig
 from learner_jax.checkpoint import save_params
 from learner_jax.execution import Execution
 from learner_jax.layout import params_folder
@@ -25,9 +24,10 @@ from learner_jax.prefill import JaxPrefill, Policy, prefill
 from learner_jax.publisher import Publisher
 from learner_jax.sharding import make_mesh, shard_params
 from learner_jax.warm_start import model_config
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
-from runspec.spec import schema
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec import schema
 from sampler.prefill.engine import TorchPrefill
 from tests.learner_jax.conftest import VOCABULARY, Run, tiny_spec, write_initial_model
 from verify.choices import describe

@@ -14,7 +14,7 @@ from broadcast.store import newest_version
 from learner_jax.checkpoint import state_steps
 from learner_jax.layout import state_folder, versions_in, weights_folder
 from learner_jax.metrics import JsonLines
-from runspec.common.process import EXIT_USER_ERROR
+from runspec.core.process import EXIT_USER_ERROR
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
 from tests.waiting import eventually, one_ended
 

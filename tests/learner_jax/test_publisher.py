@@ -20,8 +20,8 @@ from learner_jax.layout import params_folder, versions_in, weights_folder
 from learner_jax.model import init_params
 from learner_jax.publisher import Publisher, publish_versions
 from learner_jax.warm_start import model_config
-from runspec.common.errors import UserError
-from runspec.common.latest import open_latest
+from runspec.core.errors import UserError
+from runspec.core.latest import open_latest
 from tests.learner_jax.conftest import Run, write_initial_model
 
 LOG = logging.getLogger("test")

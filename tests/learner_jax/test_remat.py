@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.config import ModelConfig
 from learner_jax.execution import Execution
 from learner_jax.model import abstract_params, final_hidden
-from runspec.spec import schema
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec import schema
 
 pytestmark = pytest.mark.slow  # a program to compile for each policy
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bridge.config import ModelConfig
 from learner_jax.agreement import Agreement
 from learner_jax.batch import Batch, TrainingRollout
 from learner_jax.flops import Meter
 from learner_jax.report import metrics_line
 from learner_jax.training import StepResult
-from runspec.estimate.flops import useful_flops
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.flops import useful_flops
 from verify.formats.batch import BatchManifest
 
 CONFIG = ModelConfig("qwen2", 40, 24, 56, 3, 4, 2, 10, 64, 10000.0, 1e-6, False, True)

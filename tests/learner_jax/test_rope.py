@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from bridge.config import parse_config
 from learner_jax.rope import rotate, rotation
+from runspec.core.models.config import parse_config
 from tests.learner_jax.families import LLAMA3, YARN, in_double
 
 LENGTH = 64

@@ -10,7 +10,7 @@ import pytest
 
 from learner_jax import saver as saver_module
 from learner_jax.saver import Saver
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 LOG = logging.getLogger("test")
 FULL = UserError("cannot write a checkpoint: disk full", place="step_2")

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.config import ModelConfig
 from learner_jax.embedding import embed
 from learner_jax.execution import Execution
 from learner_jax.sharding import make_mesh, shard_batch
 from learner_jax.step import build_programs
-from runspec.common.errors import UserError
-from runspec.spec.schema import Learner, Mesh
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec.schema import Learner, Mesh
 from tests.learner_jax.conftest import tiny_spec
 
 # Every size its own, so that a shape tells what an array is.

@@ -21,7 +21,7 @@ from learner_jax.shared_prompts import (
     predicting,
     shape_for,
 )
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.learner_jax.conftest import VOCABULARY
 from tests.learner_jax.test_prefill import TEMPERATURE, alone, policy
 from verify.plugins import PrefillInput

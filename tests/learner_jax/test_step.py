@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from bridge.config import ModelConfig
 from learner_jax.arrays import LossInputs, TokenBatch
 from learner_jax.loss import token_weights
 from learner_jax.model import abstract_params, init_params
@@ -23,8 +22,9 @@ from learner_jax.optimizer import HOST_MEMORY
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import Accumulated, Programs, TrainState, build_programs
-from runspec.common.errors import UserError
-from runspec.spec.schema import Broadcast, Learner, Lora, Mesh, Optimizer
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec.schema import Broadcast, Learner, Lora, Mesh, Optimizer
 from tests.learner_jax.conftest import tiny_spec
 
 CONFIG = ModelConfig("qwen2", 32, 16, 24, 2, 2, 1, 8, 64, 1e4, 1e-6, False, True)

@@ -14,7 +14,7 @@ from learner_jax.arrays import LossInputs
 from learner_jax.loss import clip_surrogate, grpo_loss, token_weights
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch
-from runspec.spec.schema import Algorithm, Clip, Mesh
+from runspec.core.spec.schema import Algorithm, Clip, Mesh
 from tests.learner_jax.reference import (
     Rollout,
     clipped_gain,

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 
-from bridge.config import ModelConfig
 from learner_jax.batch import Batch, TrainingRollout
 from learner_jax.lora import init_lora
 from learner_jax.model import abstract_params, init_params
@@ -21,8 +20,9 @@ from learner_jax.skipped import RolloutName
 from learner_jax.step import Accumulated, Programs, build_programs
 from learner_jax.training import StepResult, train_step
 from learner_jax.warm_start import model_config
-from runspec.common.process import RunStopped
-from runspec.spec.schema import Lora, RunSpec
+from runspec.core.models.config import ModelConfig
+from runspec.core.process import RunStopped
+from runspec.core.spec.schema import Lora, RunSpec
 from tests.learner_jax.conftest import VOCABULARY, tiny_spec
 from verify.formats.batch import BatchGroup, BatchManifest
 

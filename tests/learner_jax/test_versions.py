@@ -16,8 +16,8 @@ from learner_jax.distributed import Peers
 from learner_jax.fingerprint import differences, same_bits
 from learner_jax.layout import params_folder, state_folder, weights_folder
 from learner_jax.versions import MadeOn
-from runspec.common.errors import UserError
-from runspec.common.process import RunStopped
+from runspec.core.errors import UserError
+from runspec.core.process import RunStopped
 from tests.learner_jax.conftest import Run
 from tests.learner_jax.test_runner import (
     adapters,

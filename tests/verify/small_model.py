@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from runspec.common.keys import SigningKey
-from runspec.spec.schema import RunSpec, SamplerPool
+from runspec.core.keys import SigningKey
+from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.choices import describe
 from verify.formats.lease import Assignment, Lease, assignments, lease_digest
 from verify.formats.submission import Rollout

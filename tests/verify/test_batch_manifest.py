@@ -4,8 +4,8 @@ from dataclasses import asdict
 
 import pytest
 
-from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature, sign_document
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, sign_document
 from verify.formats.batch import KIND, BatchGroup, BatchManifest, open_batch, sign_batch
 
 KEY = SigningKey.generate()

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import Thresholds
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import Thresholds
 from tests.verify.bench import MODEL, Bench
 from tests.verify.small_model import EOS, VOCAB, NumpyEngine, small_spec
 from verify.examiner import Verdict

@@ -10,8 +10,8 @@ from contextlib import closing, suppress
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
 from verify.client import CoordinatorClient
 
 DRIP_EVERY_S = 0.05

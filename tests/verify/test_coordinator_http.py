@@ -13,8 +13,8 @@ from contextlib import closing, contextmanager
 import httpx
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
 from verify import patience
 from verify.client import CoordinatorClient
 from verify.coordinator_http import CoordinatorHttp, RunFinished, SubmissionRefused

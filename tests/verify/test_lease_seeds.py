@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from runspec.common.hashing import digest_bytes
+from runspec.core.hashing import digest_bytes
 from verify.formats.lease import Lease, assignments
 from verify.noise import noise_key
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.verify.coordinator.filled import POLICY, Filled, key
 from verify.coordinator.events import (
     BY_OPERATOR,

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
-from runspec.spec.resolved import load_resolved
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.schema import RunSpec
 from tests.verify.audit.tampering import work
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, tiny_spec, verdict
 from tests.verify.coordinator.filled import POLICY, key

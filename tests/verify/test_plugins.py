@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.verify.small_model import small_spec
 from verify import plugins
 from verify.plugins import WeightsLocation, load_prefill_engine

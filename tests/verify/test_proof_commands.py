@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from runspec.common.keys import SigningKey
+from runspec.core.keys import SigningKey
 from tests.verify.calibration.profiles import ROOT, document, made_profile
 from tests.verify.small_model import bf16_bits
 from verify.__main__ import main

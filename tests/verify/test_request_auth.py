@@ -2,7 +2,7 @@
 
 import pytest
 
-from runspec.common.keys import SigningKey
+from runspec.core.keys import SigningKey
 from verify.request_auth import (
     BODY,
     KEY,

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from runspec.common.process import EXIT_INTERNAL
+from runspec.core.process import EXIT_INTERNAL
 from verify import stages
 from verify.stages import Stages
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.verify.bench import MODEL, Bench
 from tests.verify.test_checks import DamagedEngine, with_first
 from verify.plugins import PrefillOutput

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
-from runspec.common.roles import Roles
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.roles import Roles
 from tests.verify.bench import MODEL, lease_for, packed
 from tests.verify.small_model import (
     RUN,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
 from verify import validator
 

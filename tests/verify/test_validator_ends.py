@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.keys import SigningKey
+from runspec.core.keys import SigningKey
 from verify.watchdog import GRACE_S, RELEASE_S
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ def test_one_that_finds_no_coordinator_ends_within_the_grace(
 
 COMPUTES = """
 import logging, sys, threading, time
-from runspec.common.process import run_role, stop_event
+from runspec.core.process import run_role, stop_event
 from verify import watchdog
 
 watchdog.GRACE_S = 0.3

@@ -13,12 +13,12 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from queue import Queue
 
-from runspec.common.files import write_atomic
-from runspec.common.keys import SigningKey
-from runspec.common.latest import sign_latest
-from runspec.common.roles import sign_roles
-from runspec.spec.resolved import dump_resolved
-from runspec.spec.schema import RunSpec
+from runspec.core.files import write_atomic
+from runspec.core.keys import SigningKey
+from runspec.core.latest import sign_latest
+from runspec.core.roles import sign_roles
+from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.schema import RunSpec
 from tests.verify.bench import MODEL, packed
 from tests.verify.small_model import RUN, NumpyEngine, ParityTask, Worker, fixed_key, small_spec
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused

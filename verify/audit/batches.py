@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.signed import BadSignature
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.signed import BadSignature
 from verify.audit.findings import Report
 from verify.audit.signers import Signers
 from verify.coordinator import filling

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runspec.common.hashing import hash_parts, is_digest
+from runspec.core.hashing import hash_parts, is_digest
 from verify.audit.findings import Report
 from verify.audit.snapshot import Row
 from verify.ledger import FIRST_CHAIN

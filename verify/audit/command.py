@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from runspec.common.hashing import is_digest
+from runspec.core.hashing import is_digest
 from verify.audit.replay import audit
 from verify.one_shot import run_once, say
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.hashing import digest_bytes, digest_file, is_digest
-from runspec.common.signed import BadSignature
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.hashing import digest_bytes, digest_file, is_digest
+from runspec.core.signed import BadSignature
 from verify.audit.findings import Report
 from verify.audit.signers import Signers
 from verify.coordinator.duplicates import by_coordinator, repeated_submission

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from runspec.common.signed import BadSignature
+from runspec.core.signed import BadSignature
 from verify.audit.findings import Report
 from verify.audit.signers import Signers
 from verify.coordinator.events import LeaseGranted, NonceDrawn, WorkerRegistered

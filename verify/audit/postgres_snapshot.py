@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from verify.audit.snapshot import NoLedger, Row
 from verify.postgres_connection import EXCHANGE_S, connect, within
 from verify.postgres_store import place

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from runspec.spec.resolved import load_resolved
-from runspec.spec.schema import RunSpec
+from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.schema import RunSpec
 from verify.audit.batches import BatchAudit, batches_on_disk
 from verify.audit.chain import ChainAudit
 from verify.audit.files import FileAudit

@@ -6,8 +6,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import RunSpec
 from verify.audit.snapshot import NoLedger, open_snapshot
 from verify.coordinator.events import SubmissionSetAside
 from verify.ledger import BadRow, decode_event

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.keys import SigningKey
-from runspec.common.roles import CLOCK_SKEW_S, MAX_BYTES, Roles, open_roles
-from runspec.common.signed import BadSignature, open_document
-from runspec.spec.schema import RunSpec
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.keys import SigningKey
+from runspec.core.roles import CLOCK_SKEW_S, MAX_BYTES, Roles, open_roles
+from runspec.core.signed import BadSignature, open_document
+from runspec.core.spec.schema import RunSpec
 from verify.audit.findings import Report
 
 _ROOT_KEY = "root.key"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import RunSpec
 from verify.formats.layout import STATE_FILE
 from verify.ledger import import_postgres_store
 

@@ -16,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, write_atomic
-from runspec.common.keys import SigningKey
-from runspec.common.process import run_role
-from runspec.common.signed import BadSignature
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, write_atomic
+from runspec.core.keys import SigningKey
+from runspec.core.process import run_role
+from runspec.core.signed import BadSignature
 from verify.one_shot import INTERRUPTED, say
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _calibrate(options: argparse.Namespace, log: logging.Logger) -> None:
 
 
 def _sign(options: argparse.Namespace, log: logging.Logger) -> None:
-    from runspec.spec.profile_files import MAX_BYTES
+    from runspec.core.spec.profile_files import MAX_BYTES
     from verify.calibration.profile import open_profile, sign_profile
 
     try:

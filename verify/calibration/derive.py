@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from verify.calibration.gaps import ROOM, noise_of
 from verify.calibration.measure import SHORT_BELOW, Measurements, key_of
 from verify.calibration.profile import LimitTable, Number

@@ -7,10 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.hashing import is_digest
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.hashing import is_digest
+from runspec.core.spec.schema import RunSpec
 from verify.audit.snapshot import open_snapshot
 from verify.checks.intake import Rejected, open_rows
 from verify.coordinator.events import LeaseGranted, SubmissionReceived

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from runspec.common.errors import UserError
-from runspec.common.signed import BadSignature
-from runspec.spec.schema import RunSpec, SamplerPool
+from runspec.core.errors import UserError
+from runspec.core.signed import BadSignature
+from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.calibration.profile import Profile, open_profile
 from verify.gap_noise import GapNoise
 from verify.thresholds import Limits, limits_for, precision_of

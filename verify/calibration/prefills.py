@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from runspec.spec.schema import RunSpec, SamplerPool
+from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.calibration.honest import Taken, dishonest, rollouts_of
 from verify.calibration.measure import PAIR
 from verify.calibration.spoilt import Change, spoil

@@ -12,12 +12,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from runspec.common.canonical import canonical_json
-from runspec.common.keys import SigningKey
-from runspec.common.roles import CLOCK_SKEW_S
-from runspec.common.signed import BadSignature, open_document, sign_document
-from runspec.spec.profile_files import MAX_BYTES
-from runspec.spec.schema import FloatType, RunSpec, SamplerPool
+from runspec.core.canonical import canonical_json
+from runspec.core.keys import SigningKey
+from runspec.core.roles import CLOCK_SKEW_S
+from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.spec.profile_files import MAX_BYTES
+from runspec.core.spec.schema import FloatType, RunSpec, SamplerPool
 from verify.gap_noise import GapNoise
 from verify.thresholds import ChunkLimits, Limits, Precision, limits_for, precision_of
 

@@ -12,12 +12,12 @@ from importlib.metadata import entry_points, packages_distributions, version
 from pathlib import Path
 from typing import Any
 
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.spec.plugins import PREFILL_GROUP
-from runspec.spec.resolved import load_resolved
-from runspec.spec.schema import RunSpec, SamplerPool
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.spec.plugins import PREFILL_GROUP
+from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.calibration import profile as form
 from verify.calibration.derive import Derived, as_table, derive
 from verify.calibration.honest import Taken, submissions_of

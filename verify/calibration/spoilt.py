@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from runspec.common.canonical import parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import atomic_file
+from runspec.core.canonical import parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import atomic_file
 from verify.activations import round_to_bf16
 
 Change = Callable[[np.ndarray, np.random.Generator], np.ndarray]

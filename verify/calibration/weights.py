@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.hashing import digest_bytes, digest_file
-from runspec.spec.run_files import weights_folder
-from runspec.spec.schema import RunSpec
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.hashing import digest_bytes, digest_file
+from runspec.core.spec.run_files import weights_folder
+from runspec.core.spec.schema import RunSpec
 from verify.plugins import PrefillEngine, WeightsLocation, load_prefill_engine
 
 NOBODY = "http://127.0.0.1:1"

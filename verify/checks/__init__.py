@@ -1,6 +1,6 @@
 """Every check of a submission, cheap ones first, behind one interface."""
 
-from runspec.spec.schema import SamplerPool
+from runspec.core.spec.schema import SamplerPool
 from verify.checks.assignment import AssignmentCheck
 from verify.checks.base import Check, Examination, Subject, examine
 from verify.checks.distribution import (

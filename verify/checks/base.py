@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from runspec.spec.schema import SamplerPool
+from runspec.core.spec.schema import SamplerPool
 from verify.formats.lease import Assignment, Lease
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult

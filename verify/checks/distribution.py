@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from verify.checks.base import Subject, at_most
 from verify.checks.exceptions import few_exceptions
 from verify.choices import HEADS, POWERS, Choices

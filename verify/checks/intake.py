@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from runspec.common.hashing import digest_bytes
-from runspec.common.signed import BadSignature
+from runspec.core.hashing import digest_bytes
+from runspec.core.signed import BadSignature
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, decode_rollouts, open_submission
 from verify.formats.tables import MalformedTable

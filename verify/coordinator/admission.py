@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from runspec.common.invite import Invite, open_invite
-from runspec.common.keys import SigningKey
-from runspec.common.roles import Roles
-from runspec.common.signed import BadSignature
-from runspec.spec.role_names import worker_names
-from runspec.spec.schema import RunSpec
+from runspec.core.invite import Invite, open_invite
+from runspec.core.keys import SigningKey
+from runspec.core.roles import Roles
+from runspec.core.signed import BadSignature
+from runspec.core.spec.role_names import worker_names
+from runspec.core.spec.schema import RunSpec
 from verify.coordinator.intake import Refusal
 from verify.coordinator.rates import Buckets, Rate
 from verify.coordinator.state import State

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, remove_leftovers, write_atomic
-from runspec.common.hashing import is_digest
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, remove_leftovers, write_atomic
+from runspec.core.hashing import is_digest
 from verify.coordinator.claims import Failure
 
 FOLDER = "attempts"

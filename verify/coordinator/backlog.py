@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from runspec.spec.schema import Backlog as Limits
+from runspec.core.spec.schema import Backlog as Limits
 from verify.coordinator.events import SubmissionDeferred
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.files import write_atomic
-from runspec.common.keys import SigningKey
-from runspec.common.latest import Latest
-from runspec.common.process import RunStopped
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.core.keys import SigningKey
+from runspec.core.latest import Latest
+from runspec.core.process import RunStopped
 from verify.coordinator import filling
 from verify.coordinator.activity import Activity
 from verify.coordinator.events import CoordinatorStarted, LeaseExpired, StepClosed, VersionPublished

@@ -1,4 +1,4 @@
-"""Who is connected to the coordinator: `runspec.common.door` with its bounds.
+"""Who is connected to the coordinator: `runspec.core.door` with its bounds.
 
 A connection on which nothing is being answered ends after `IDLE_S`, half a head or an answer that
 is not taken included.
@@ -12,7 +12,7 @@ import socket
 
 from aiohttp import web
 
-from runspec.common.door import Bounds, Door, answering, possible_connections
+from runspec.core.door import Bounds, Door, answering, possible_connections
 from verify.coordinator.server import MAX_HEADER_BYTES
 
 _log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from typing import BinaryIO
 
 from aiohttp import web
 
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
-from runspec.spec.schema import RunSpec
-from runspec.spec.source_files import data_digest, file_digest, source_files
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
+from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.source_files import data_digest, file_digest, source_files
 from verify.coordinator.intake import Refusal
 from verify.formats.site import MAX_FILES, Site, SiteFile, sign_site
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from aiohttp import web
 
-from runspec.common.roles import Roles
+from runspec.core.roles import Roles
 from verify.coordinator.addresses import FORWARDED, Network, place_of
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal

@@ -12,13 +12,13 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
-from runspec.common.errors import UserError
-from runspec.common.files import write_atomic
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
 
 UPLOAD_TIMEOUT_S = 600.0
 _MAX_WORDS = 500
 """Characters of a refusal: it is logged, and may repeat what a stranger sent."""
-_TEMPORARY = ".tmp-"  # what runspec.common.files.remove_leftovers removes
+_TEMPORARY = ".tmp-"  # what runspec.core.files.remove_leftovers removes
 
 
 class Refusal(Exception):

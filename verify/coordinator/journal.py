@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.files import remove_leftovers, write_atomic
-from runspec.common.process import RunStopped
+from runspec.core.errors import UserError
+from runspec.core.files import remove_leftovers, write_atomic
+from runspec.core.process import RunStopped
 from verify.coordinator.consequences import consequences
 from verify.coordinator.events import CoordinatorStarted, Event, RolledBack, StepClosed
 from verify.coordinator.history import History

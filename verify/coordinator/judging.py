@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from runspec.common.files import sync_folder
+from runspec.core.files import sync_folder
 from verify.coordinator.claims import CLAIM_TIMEOUT_S, Claims
 from verify.coordinator.duplicates import Seen, by_coordinator
 from verify.coordinator.events import GroupGrade, SubmissionJudged, SubmissionSetAside

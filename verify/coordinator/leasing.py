@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Collection
 from functools import partial
 from pathlib import Path
 
-from runspec.common.files import sync_folder
-from runspec.common.keys import SigningKey
-from runspec.common.roles import Roles
-from runspec.spec.schema import RunSpec
+from runspec.core.files import sync_folder
+from runspec.core.keys import SigningKey
+from runspec.core.roles import Roles
+from runspec.core.spec.schema import RunSpec
 from verify.coordinator import filling
 from verify.coordinator.admission import Admission
 from verify.coordinator.backlog import Backlog

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from runspec.common.hashing import is_digest
-from runspec.common.roles import Roles
+from runspec.core.hashing import is_digest
+from runspec.core.roles import Roles
 from verify.coordinator.events import BY_OPERATOR, BanLifted, InviteRevoked, KeyBanned
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runspec.spec.schema import RunSpec
+from runspec.core.spec.schema import RunSpec
 
 
 @dataclass(frozen=True)

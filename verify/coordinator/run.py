@@ -11,15 +11,15 @@ from pathlib import Path
 
 from aiohttp import web
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded
-from runspec.common.keys import SigningKey
-from runspec.common.process import stop_event_of_loop
-from runspec.common.roles import MAX_BYTES as MAX_ROLES_BYTES
-from runspec.common.roles import Roles, open_roles
-from runspec.common.signed import BadSignature
-from runspec.spec.resolved import load_resolved
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.keys import SigningKey
+from runspec.core.process import stop_event_of_loop
+from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.core.roles import Roles, open_roles
+from runspec.core.signed import BadSignature
+from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.schema import RunSpec
 from verify.calibration.lookup import gap_noise_by_pool
 from verify.coordinator.activity import Activity
 from verify.coordinator.addresses import networks

@@ -17,11 +17,11 @@ from typing import Any
 
 from aiohttp import web
 
-from runspec.common.canonical import MalformedJson, parse_object
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes, is_digest
-from runspec.common.roles import Roles
-from runspec.common.signed import BadSignature
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes, is_digest
+from runspec.core.roles import Roles
+from runspec.core.signed import BadSignature
 from verify.coordinator.activity import Activity, scalars
 from verify.coordinator.data import SiteDesk, send_file, send_json
 from verify.coordinator.gate import Gate

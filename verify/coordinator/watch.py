@@ -10,9 +10,9 @@ from typing import NoReturn
 
 import aiohttp
 
-from runspec.common.latest import MAX_BYTES, Latest, open_latest
-from runspec.common.roles import Roles
-from runspec.common.signed import BadSignature
+from runspec.core.latest import MAX_BYTES, Latest, open_latest
+from runspec.core.roles import Roles
+from runspec.core.signed import BadSignature
 from verify.ledger import NotNow
 
 _log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import signal
 import struct
 import sys
 
-from runspec.common.seccomp import ARCHITECTURES, DENY, EQUAL, allow, assemble, one_of
-from runspec.common.syscalls import BY_ARGUMENT, PLAIN
+from runspec.core.seccomp import ARCHITECTURES, DENY, EQUAL, allow, assemble, one_of
+from runspec.core.syscalls import BY_ARGUMENT, PLAIN
 
 _PAGE = resource.getpagesize()
 _ALLOWED = (

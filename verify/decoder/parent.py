@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from verify.decoder.unpack import BadAnswer, largest_answer, unpack
 from verify.decoder.wire import ANSWER, COLUMNS, MALFORMED, MAX_WORDS, READY, REQUEST
 from verify.formats.submission import Rollout

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runspec.common.hashing import is_digest
-from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature, open_document, sign_document
+from runspec.core.hashing import is_digest
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, open_document, sign_document
 
 KIND = "batch"
 FILE_NAME = "batch.json"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 
-from runspec.common.hashing import is_digest
-from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature, open_document, sign_document
+from runspec.core.hashing import is_digest
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, open_document, sign_document
 
 KIND = "site"
 MAX_FILES = 4096
@@ -27,7 +27,7 @@ class SiteFile:
     source: str
     """`data.sources[].name`."""
     path: str
-    """As `runspec.spec.source_files` names it, below the source's own folder."""
+    """As `runspec.core.spec.source_files` names it, below the source's own folder."""
     bytes: int
     digest: str
     """BLAKE3."""
@@ -42,7 +42,7 @@ class Site:
     """Base URLs of relays and origin, in no order that matters."""
     files: list[SiteFile]
     data: str
-    """`runspec.spec.source_files.data_digest` there; empty where the coordinator has no data."""
+    """`runspec.core.spec.source_files.data_digest` there; empty if the coordinator has none."""
 
 
 def sign_site(site: Site, key: SigningKey) -> bytes:

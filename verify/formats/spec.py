@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from runspec.common.canonical import canonical_json, parse_object
-from runspec.common.keys import SigningKey
-from runspec.common.signed import open_document, sign_document
-from runspec.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
-from runspec.spec.resolved import dump_resolved, parse_resolved
-from runspec.spec.schema import RunSpec
+from runspec.core.canonical import canonical_json, parse_object
+from runspec.core.keys import SigningKey
+from runspec.core.signed import open_document, sign_document
+from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
+from runspec.core.spec.resolved import dump_resolved, parse_resolved
+from runspec.core.spec.schema import RunSpec
 
 KIND = "spec"
 MAX_BYTES = MAX_SPEC_BYTES + 4 * 1024

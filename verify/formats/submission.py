@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
-from runspec.common.hashing import digest_bytes, is_digest
-from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature, open_document, sign_document
+from runspec.core.hashing import digest_bytes, is_digest
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, open_document, sign_document
 from verify.formats.submission_columns import NEWER_COLUMNS, SCHEMA
 from verify.formats.tables import decode_table, encode_table
 

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runspec.common.hashing import digest_bytes, is_digest
-from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature, open_document, sign_document
+from runspec.core.hashing import digest_bytes, is_digest
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, open_document, sign_document
 from verify.formats.tables import MalformedTable, decode_table, encode_table
 
 KIND = "verdict"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from runspec.core.spec.findings import SET_FILE, Finding, measured
 from runspec.lint.formats.compact import visible
 from runspec.lint.report import Report, from_here
-from runspec.spec.findings import SET_FILE, Finding, measured
 
 
 def render(report: Report) -> str:

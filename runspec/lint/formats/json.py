@@ -7,9 +7,9 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from runspec.core.spec.findings import Finding, Number
 from runspec.lint.registry import RULES
 from runspec.lint.report import Report
-from runspec.spec.findings import Finding, Number
 
 VERSION = 1
 

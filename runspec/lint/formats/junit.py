@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree as Xml
 
+from runspec.core.spec.findings import Finding, format_finding
 from runspec.lint.report import Report
-from runspec.spec.findings import Finding, format_finding
 
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What XML 1.0 cannot hold, not even escaped."""

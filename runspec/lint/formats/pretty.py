@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from runspec.core.spec.findings import Finding, excerpt, measured
 from runspec.lint.formats.compact import visible
 from runspec.lint.report import Report
-from runspec.spec.findings import Finding, excerpt, measured
 
 _BOLD, _RED, _YELLOW, _CYAN, _GREEN = "1", "31;1", "33;1", "36", "32"
 _SEVERITY = {"error": _RED, "warning": _YELLOW}

@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import quote
 
+from runspec.core.spec.findings import SET_FILE, Edit, Finding
 from runspec.lint.formats.json import finite
 from runspec.lint.registry import RULES, Rule
 from runspec.lint.report import Report, from_here
-from runspec.spec.findings import SET_FILE, Edit, Finding
 
 SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

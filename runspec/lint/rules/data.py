@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.source_files import ROW_KINDS, source_files, whole_uri
 from runspec.lint.registry import Context, Violation, rule
-from runspec.spec.source_files import ROW_KINDS, source_files, whole_uri
 
 _COLUMNS = ("problem_id", "task_type", "prompt", "verification_info")
 _OPENED = re.compile(r"<think>(?:\\n|\s)*['\"]?\s*(?:-?[}%]\}\s*)*(?:\{%-?\s*endif\s*-?%\}\s*)*$")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from runspec.core.spec.findings import Severity
 from runspec.lint.registry import Rule, add
-from runspec.spec.findings import Severity
 
 SUGGESTIONS = {
     "yaml": "mend the text at the caret",

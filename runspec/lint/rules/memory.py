@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import sqrt
 
-from runspec.estimate.hardware import DEVICES, device_of
+from runspec.core.models.hardware import DEVICES, device_of
+from runspec.core.models.logits import MAX_LOGITS, logits_chunk
+from runspec.core.spec.schema import Hardware, RunSpec
+from runspec.core.spec.schema_keys import close_match
 from runspec.estimate.learner import learner_memory
-from runspec.estimate.logits import MAX_LOGITS, logits_chunk
 from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
 from runspec.lint.registry import Context, Violation, rule
-from runspec.spec.schema import Hardware, RunSpec
-from runspec.spec.schema_keys import close_match
 
 STATE_SHARE = 0.9
 """Of a device's memory that the train state may take."""
@@ -34,8 +34,8 @@ def _gb(size: float) -> str:
 def unknown_hardware(context: Context) -> Iterator[Violation]:
     """Hardware must be of a kind whose figures are known, or bring its own.
 
-    Memory, FLOP/s and bandwidth of a device come from the table of `runspec.estimate.hardware`, by
-    `kind`. Of another kind nothing can be said to fit and no time can be told, unless the spec
+    Memory, FLOP/s and bandwidth of a device come from the table of `runspec.core.models.hardware`,
+    by `kind`. Of another kind nothing can be said to fit and no time can be told, unless the spec
     gives `memory`, and for times `peak_flops` and `memory_bandwidth`.
     """
     spec = context.spec

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from math import lcm, prod
 
-from runspec.estimate.hardware import device_count
+from runspec.core.models.hardware import device_count
+from runspec.core.spec.schema import Hardware, Mesh, RunSpec
 from runspec.lint.divisors import divisors
 from runspec.lint.registry import Context, Violation, rule
-from runspec.spec.schema import Hardware, Mesh, RunSpec
 
 _TOPOLOGY = re.compile(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*")
 _SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")

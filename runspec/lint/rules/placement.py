@@ -6,9 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from math import prod
 
-from runspec.lint.registry import Context, Violation, rule
-from runspec.lint.urls import is_loopback, parse_url, server_urls
-from runspec.spec.role_names import (
+from runspec.core.spec.role_names import (
     elsewhere,
     learner_names,
     placeable,
@@ -16,7 +14,9 @@ from runspec.spec.role_names import (
     role_names,
     worker_names,
 )
-from runspec.spec.schema import RunSpec
+from runspec.core.spec.schema import RunSpec
+from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.urls import is_loopback, parse_url, server_urls
 
 RESERVED = (
     *("root", "publisher", "coordinator", "learner"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.profile_files import profile_text
 from runspec.lint.registry import Context, Violation, rule
-from runspec.spec.profile_files import profile_text
 from verify.thresholds import CALIBRATED, precision_of
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _profiles(context: Context) -> dict[str, Profile | str]:
     if not context.spec.verify.profiles:
         return {}
     # Imported where there is a profile: keys and classes take time.
-    from runspec.common.signed import BadSignature
+    from runspec.core.signed import BadSignature
     from verify.calibration.profile import open_profile
 
     root = context.spec.identity.root_public_key

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 
+from runspec.core.spec.schema import RunSpec
 from runspec.lint.registry import Context, Violation, rule
-from runspec.spec.schema import RunSpec
 
 ORIGIN = "origin"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from runspec.core.spec.schema import Reward, RunSpec
 from runspec.lint.registry import Context, Violation, rule
-from runspec.spec.schema import Reward, RunSpec
 
 
 def length_reward(spec: RunSpec) -> Reward | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bridge.config import ModelConfig
-from bridge.rope_scaling import Dynamic, Linear, Yarn
-from runspec.estimate.hardware import device_count
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.hardware import device_count
+from runspec.core.models.rope_scaling import Dynamic, Linear, Yarn
 from runspec.lint.divisors import divisors
 from runspec.lint.registry import Context, Violation, rule
 

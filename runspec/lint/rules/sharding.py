@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
-from runspec.estimate.hardware import DEVICES
+from runspec.core.models.hardware import DEVICES
+from runspec.core.spec.schema import RunSpec
 from runspec.lint.divisors import divisors
 from runspec.lint.registry import Context, Violation, rule
-from runspec.spec.schema import RunSpec
 
 
 def longest_sequence(spec: RunSpec) -> int:

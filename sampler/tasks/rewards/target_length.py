@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import Reward
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import Reward
 from sampler.tasks.interfaces import LengthTerm
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import Source
-from runspec.spec.source_files import row_files, source_files
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import Source
+from runspec.core.spec.source_files import row_files, source_files
 from sampler.tasks.interfaces import Keep
 from sampler.tasks.sources.kept import Kept, kept_rows
 from sampler.tasks.sources.rows import ProblemRows, RowReader

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import Source
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import Source
 from sampler.tasks.sources.jsonl import JsonlSource
 from sampler.tasks.sources.rows import solve_rate, text
 from verify.plugins import Problem

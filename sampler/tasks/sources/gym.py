@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import reasoning_gym
 
-from runspec.common.errors import UserError
-from runspec.common.hashing import hash_parts
-from runspec.spec.schema import Source
+from runspec.core.errors import UserError
+from runspec.core.hashing import hash_parts
+from runspec.core.spec.schema import Source
 from sampler.tasks.interfaces import Keep
 from verify.plugins import Problem
 

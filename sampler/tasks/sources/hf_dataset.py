@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.tasks.sources.file_source import BATCH_ROWS, FileSource
 from sampler.tasks.sources.unchanged import Stamp
 

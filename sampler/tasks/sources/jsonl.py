@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.tasks.sources.file_source import BATCH_ROWS, MAX_ROW_BYTES, FileSource
 from sampler.tasks.sources.unchanged import Stamp
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from runspec.common.errors import UserError
-from runspec.common.files import read_bounded, write_atomic
-from runspec.common.hashing import digest_bytes, hash_parts
-from runspec.spec.schema import Source
-from runspec.spec.source_files import file_digest
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, write_atomic
+from runspec.core.hashing import digest_bytes, hash_parts
+from runspec.core.spec.schema import Source
+from runspec.core.spec.source_files import file_digest
 from sampler.tasks.interfaces import Keep
 from sampler.tasks.sources.rows import RowReader
 from verify.plugins import Problem

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.tasks.sources.file_source import BATCH_ROWS, FileSource
 from sampler.tasks.sources.unchanged import Stamp
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import Source
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import Source
 from verify.plugins import Problem
 
 COLUMNS = ("problem_id", "task_type", "prompt", "verification_info")

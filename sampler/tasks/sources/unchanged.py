@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 
 
 class Stamp:

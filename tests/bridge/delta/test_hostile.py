@@ -21,8 +21,8 @@ from bridge.delta.segments import (
     overwrite,
 )
 from bridge.safetensors_io import SINGLE_NAME, read_header
-from runspec.common.canonical import canonical_json
-from runspec.common.errors import UserError
+from runspec.core.canonical import canonical_json
+from runspec.core.errors import UserError
 from tests.bridge.delta.conftest import Copy
 from tests.bridge.delta.hostile import full, packed, raw, sparse, u32, write_blocks
 from tests.bridge.delta.weights import BF16, F32, normal, nudged, records, write_weights

@@ -12,7 +12,7 @@ from bridge.compare import differences
 from bridge.delta import apply_deltas, delta_tensors, write_delta
 from bridge.delta.segments import SEGMENT_ELEMENTS
 from bridge.records import TENSORS_NAME
-from runspec.common.canonical import canonical_json
+from runspec.core.canonical import canonical_json
 from tests.bridge.delta.conftest import Copy
 from tests.bridge.delta.weights import (
     BF16,

@@ -8,7 +8,7 @@ from pathlib import Path
 from broadcast.chunk_pool import ChunkPool
 from broadcast.connection import Transfer
 from broadcast.manifest import Chunk
-from runspec.common.hashing import digest_bytes
+from runspec.core.hashing import digest_bytes
 from tests.broadcast.scripted import Peer
 
 BODY = bytes(range(256)) * 12_000

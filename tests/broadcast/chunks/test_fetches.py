@@ -13,7 +13,7 @@ from broadcast.chunk_pool import THREADS, ChunkPool
 from broadcast.connection import Transfer
 from broadcast.manifest import Chunk
 from broadcast.transport import Access
-from runspec.common.hashing import digest_bytes
+from runspec.core.hashing import digest_bytes
 from tests.broadcast.chunks.fetching import BODY, fetch, honest, silent
 from tests.broadcast.scripted import Peer, Serve
 from tests.waiting import eventually

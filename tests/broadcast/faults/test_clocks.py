@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from broadcast.store import publish
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
-from runspec.common.latest import KIND, VALID_S
-from runspec.common.roles import sign_roles
-from runspec.common.signed import sign_document
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
+from runspec.core.latest import KIND, VALID_S
+from runspec.core.roles import sign_roles
+from runspec.core.signed import sign_document
 
 from ..conftest import Run, contents, weights
 from ..processes import Processes

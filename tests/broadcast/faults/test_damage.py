@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from broadcast.manifest import Chunk, read_manifest
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
 
 from ..conftest import Run, contents, weights
 from .fake_relay import FakeRelay, cut_off, flipped, honest, only

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from broadcast.manifest import Chunk, read_manifest
-from runspec.common.hashing import digest_bytes, is_digest
+from runspec.core.hashing import digest_bytes, is_digest
 from tests.waiting import eventually
 
 from ..conftest import CHUNK_BYTES, Run, contents, weights

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from broadcast.manifest import read_manifest
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.waiting import eventually
 
 from ..conftest import Run, contents
@@ -20,7 +20,7 @@ from .fake_relay import Answer, FakeRelay, honest, instead, only
 
 Fake = Callable[..., FakeRelay]
 DYING = (
-    "import os, sys; import bridge.delta; from runspec.common.errors import UserError; "
+    "import os, sys; import bridge.delta; from runspec.core.errors import UserError; "
     "from broadcast.__main__ import main; real = bridge.delta.apply_deltas\n"
     "def die_after_the_first(directory, deltas, tensors):\n"
     "    try:\n"

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.latest import sign_latest
+from runspec.core.errors import UserError
+from runspec.core.latest import sign_latest
 
 from ..conftest import Run, contents, weights
 from . import fake_relay as lies

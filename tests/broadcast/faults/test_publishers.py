@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from broadcast.manifest import read_manifest
-from runspec.common.hashing import digest_bytes
+from runspec.core.hashing import digest_bytes
 
 from ..conftest import Run, contents, weights
 from ..processes import Processes, broadcast

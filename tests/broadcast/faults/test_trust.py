@@ -11,12 +11,12 @@ import httpx
 import pytest
 
 from broadcast.layout import MAX_VERSION
-from runspec.common.canonical import canonical_json
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
-from runspec.common.latest import KIND
-from runspec.common.roles import sign_roles
-from runspec.common.signed import sign_document
+from runspec.core.canonical import canonical_json
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
+from runspec.core.latest import KIND
+from runspec.core.roles import sign_roles
+from runspec.core.signed import sign_document
 from tests.waiting import eventually
 
 from ..conftest import Run, contents, weights

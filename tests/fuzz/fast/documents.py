@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from random import Random
 
-from runspec.common.errors import UserError
-from runspec.common.signed import BadSignature, sign_document
+from runspec.core.errors import UserError
+from runspec.core.signed import BadSignature, sign_document
 from tests.fuzz import test_manifest, test_profiles
 from tests.fuzz.bounds import bounded
 from tests.fuzz.documents import KEY, KEYS, KINDS, ODD

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from blake3 import blake3
 
-from runspec.common import keys, signed
+from runspec.core import keys, signed
 
 
 def cheap_signatures() -> None:

@@ -18,10 +18,10 @@ from broadcast.answers import byte_range
 from broadcast.app import MAX_WAIT_S, _poll_parameters
 from broadcast.http1 import MAX_HEAD_BYTES, parse_head
 from broadcast.transport import Busy, Fault, base_url, refusal
-from runspec.common.canonical import canonical_json
-from runspec.common.errors import UserError
-from runspec.common.hashing import is_digest
-from runspec.common.join_link import parse_join_link
+from runspec.core.canonical import canonical_json
+from runspec.core.errors import UserError
+from runspec.core.hashing import is_digest
+from runspec.core.join_link import parse_join_link
 from tests.fuzz.bounds import bounded
 from tests.fuzz.fast.mutate import EDGES, Changer, damaged, damaged_json
 from tests.fuzz.test_proofs import (

@@ -13,8 +13,8 @@ import pytest
 
 from learner_jax.attention import _kernel, cudnn, packed_attention, splash, xla
 from learner_jax.execution import Execution
-from runspec.common.errors import UserError
-from runspec.spec import schema
+from runspec.core.errors import UserError
+from runspec.core.spec import schema
 
 CPU: Any = SimpleNamespace(platform="cpu", device_kind="cpu")
 TPU: Any = SimpleNamespace(platform="tpu", device_kind="TPU v5p")

@@ -22,7 +22,7 @@ from learner_jax.attention.context import (
 )
 from learner_jax.execution import Execution
 from learner_jax.sharding import make_mesh
-from runspec.spec import schema
+from runspec.core.spec import schema
 from tests.learner_jax.attention.dense import (
     assert_equal,
     computed,

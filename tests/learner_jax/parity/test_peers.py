@@ -29,7 +29,7 @@ from learner_jax.advantage import group_advantages
 from learner_jax.arrays import LossInputs
 from learner_jax.logprobs import token_logprobs
 from learner_jax.loss import grpo_loss, k3, token_weights
-from runspec.spec.schema import Algorithm
+from runspec.core.spec.schema import Algorithm
 
 RECORDED = json.loads(VECTORS.read_text())
 GIVEN = RECORDED["given"]

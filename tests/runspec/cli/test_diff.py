@@ -8,10 +8,10 @@ import pytest
 
 from runspec.cli.diff import diff_command
 from runspec.cli.profile_view import profile_identity
-from runspec.common.hashing import digest_bytes
+from runspec.core.hashing import digest_bytes
+from runspec.core.spec.load import SpecFiles, load_layers
+from runspec.core.spec.profile_files import with_profiles
 from runspec.local.apply import open_run
-from runspec.spec.load import SpecFiles, load_layers
-from runspec.spec.profile_files import with_profiles
 from tests.harness import TARGET_SHORT
 from tests.runspec.local.fake_run import small_spec
 from tests.verify.calibration.profiles import document, made_profile

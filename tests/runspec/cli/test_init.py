@@ -16,13 +16,13 @@ from typer.testing import CliRunner, Result
 
 from runspec.cli import app
 from runspec.cli.init import MODELINES, SOURCES, initial_files
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.schema_fields import schema_fields
+from runspec.core.spec.validate import to_python
+from runspec.core.spec.yaml_nodes import parse_yaml
 from runspec.lint.check import check_spec
-from runspec.spec.load import SpecFiles
-from runspec.spec.schema_fields import schema_fields
-from runspec.spec.validate import to_python
-from runspec.spec.yaml_nodes import parse_yaml
 from tests.harness import ROOT
-from tests.runspec.spec.spec_files import SPECS
+from tests.runspec.core.spec.spec_files import SPECS
 
 FILES = [
     ".github/workflows/runspec.yaml",

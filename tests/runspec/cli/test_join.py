@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.join import Progress, fetch_data, progress_line
-from runspec.common.errors import UserError
-from runspec.common.join_link import JoinLink, parse_join_link, reachable
-from runspec.estimate.model import model_config
+from runspec.core.errors import UserError
+from runspec.core.join_link import JoinLink, parse_join_link, reachable
+from runspec.core.models.of_spec import model_config
+from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.core.spec.source_files import source_files
 from runspec.local.fitting import Host, choose_pool, lacks, open_pools
-from runspec.spec.schema import RunSpec, SamplerPool
-from runspec.spec.source_files import source_files
 from tests.harness import runspec
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.verify.small_model import small_spec

@@ -20,11 +20,11 @@ from runspec.cli.resume import resume_command
 from runspec.cli.rollback import rollback_command
 from runspec.cli.status import read_status, status_command
 from runspec.cli.wait import wait_command
-from runspec.common.errors import UserError
-from runspec.common.files import write_atomic
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.core.spec.resolved import dump_resolved
 from runspec.local.apply import NotReady, open_run
 from runspec.local.state import RunState
-from runspec.spec.resolved import dump_resolved
 from tests.harness import ROOT
 from tests.runspec.local.fake_run import small_spec
 from tests.waiting import DEADLINE_S

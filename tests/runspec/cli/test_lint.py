@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from runspec.cli import app, main
 from runspec.lint.registry import RULES, Context
 from tests.harness import ROOT, TARGET_SHORT, runspec
-from tests.runspec.spec.spec_files import small_spec, write
+from tests.runspec.core.spec.spec_files import small_spec, write
 
 BAD = "stepss: 4\nname: no\n"
 """An error and a warning, each with a fix."""

@@ -9,11 +9,11 @@ import pytest
 
 from runspec.cli.apply import apply_command
 from runspec.cli.lock import lock_command
-from runspec.common.errors import UserError
-from runspec.spec.load import SpecFiles
-from runspec.spec.lock_file import read_lock
+from runspec.core.errors import UserError
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.lock_file import read_lock
+from tests.runspec.core.spec.spec_files import SPECS, small_spec, write
 from tests.runspec.lock.repository import COMMIT, hub, write_model
-from tests.runspec.spec.spec_files import SPECS, small_spec, write
 
 LOCAL = "model: {hf: policy}"
 

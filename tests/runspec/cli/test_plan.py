@@ -14,7 +14,9 @@ import pytest
 from runspec.cli.apply import apply_command
 from runspec.cli.plan import does_not_fit, plan_command, plan_json
 from runspec.cli.spec_files import Unreadable
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.resolved import spec_digest
 from runspec.estimate.run import estimate_run
 from runspec.local.apply import open_run
 from runspec.local.planning import StalePlan, make_plan
@@ -22,8 +24,6 @@ from runspec.local.run_dir import hold
 from runspec.local.state import RunState
 from runspec.plan.aot import AotReport
 from runspec.plan.saved import BadPlan, read_plan
-from runspec.spec.load import SpecFiles
-from runspec.spec.resolved import spec_digest
 from tests.harness import TARGET_SHORT
 from tests.runspec.local.fake_run import drive_roles, small_spec, usual_roles
 from tests.runspec.local.test_supervise import Watch
@@ -135,8 +135,8 @@ def test_json_has_stable_keys(runs: Path, said: Says) -> None:
 
 @pytest.mark.parametrize("name", ["target_short", "target_long", "intellect2"])
 def test_the_shipped_specs_have_a_plan_that_is_json(name: str, tmp_path: Path) -> None:
-    from runspec.estimate.model import model_config
-    from runspec.spec.load import load_layers
+    from runspec.core.models.of_spec import model_config
+    from runspec.core.spec.load import load_layers
 
     # given a shipped spec, which this machine could hardly run
     path = TARGET_SHORT.parent / f"{name}.yaml"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.render import render_command
+from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.lint.check import check_spec
-from runspec.spec.load import SpecFiles, load_layers
-from tests.runspec.spec.spec_files import SMALL, SPECS, small_spec, write
+from tests.runspec.core.spec.spec_files import SMALL, SPECS, small_spec, write
 
 FILES = [
     *(SpecFiles(path) for path in sorted(SPECS.glob("*.yaml"))),

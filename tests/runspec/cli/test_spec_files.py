@@ -9,8 +9,8 @@ import pytest
 
 from runspec.cli.plan import plan_command
 from runspec.cli.spec_files import Unreadable, sound_spec
-from runspec.spec.load import SpecFiles
-from tests.runspec.spec.spec_files import SPECS, small_spec
+from runspec.core.spec.load import SpecFiles
+from tests.runspec.core.spec.spec_files import SPECS, small_spec
 
 
 def test_a_model_beside_the_spec_is_found_from_anywhere(

@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from runspec.cli import app
 from runspec.cli.workers import worker_rows, worker_table
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
 from runspec.local.endpoints import Endpoints, save_endpoints
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from verify.coordinator.events import BanLifted, KeyBanned

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bridge.config import ModelConfig
-from runspec.estimate.model import model_config
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.of_spec import model_config
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
-from runspec.spec.load import SpecFiles
-from runspec.spec.schema import RunSpec
 
 SPECS = Path(__file__).parents[3] / "specs"
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runspec.core.spec.schema import Broadcast, Origin, Relay, RunSpec
 from runspec.estimate.broadcast import arrivals, broadcast_times
-from runspec.spec.schema import Broadcast, Origin, Relay, RunSpec
 from tests.runspec.estimate.shipped import shipped
 
 SIZE = 64e6

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from bridge.config import ModelConfig, parse_config
-from runspec.estimate.flops import forward_flops, step_flops, useful_flops
+from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.flops import forward_flops, step_flops, useful_flops
+from runspec.core.models.named_models import named_model
+from runspec.core.models.parameters import parameter_count, trained_count
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.schema import Lora, RunSpec
 from runspec.estimate.learner import CODE, learner_memory, logits_bytes
-from runspec.estimate.parameters import parameter_count, trained_count
 from runspec.lint.check import check_spec
-from runspec.spec.load import SpecFiles
-from runspec.spec.named_models import named_model
-from runspec.spec.schema import Lora, RunSpec
 
 SPECS = Path(__file__).parents[3] / "specs"
 

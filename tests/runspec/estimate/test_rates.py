@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import runspec.lint
-from runspec.estimate.model import model_config
+from runspec.core.models.of_spec import model_config
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.schema import RunSpec
 from runspec.estimate.rates import (
     rollouts_per_step,
     sampling_seconds,
@@ -16,8 +18,6 @@ from runspec.estimate.rates import (
 )
 from runspec.estimate.speed import learner_seconds
 from runspec.lint.check import check_spec
-from runspec.spec.load import SpecFiles
-from runspec.spec.schema import RunSpec
 
 FLEET = Path(runspec.lint.__file__).parent / "examples" / "fleet.yaml"
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.estimate.parameters import parameter_count
+from runspec.core.models.parameters import parameter_count
 from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory, weight_bytes
 from tests.runspec.estimate.shipped import shipped
 

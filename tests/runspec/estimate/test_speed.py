@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runspec.estimate.flops import step_flops
+from runspec.core.models.flops import step_flops
 from runspec.estimate.speed import (
     Decode,
     decode_speed,

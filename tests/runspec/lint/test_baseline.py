@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.findings import Finding
 from runspec.lint.baseline import Split, split, write_baseline
 from runspec.lint.registry import RULES
-from runspec.spec.findings import Finding
-from tests.runspec.spec.spec_files import load, small_spec
+from tests.runspec.core.spec.spec_files import load, small_spec
 
 OVERLAY = "name: no\nbroadcast: {keep_versions: 3}\n"
 

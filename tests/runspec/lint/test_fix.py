@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.findings import Edit
+from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import CheckedFiles, check_files
 from runspec.lint.fix import apply_edits, mend, write_mended
-from runspec.spec.findings import Edit
-from runspec.spec.load import SpecFiles
-from tests.runspec.spec.spec_files import small_spec
+from tests.runspec.core.spec.spec_files import small_spec
 
 
 def checked(path: Path) -> CheckedFiles:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import check_spec
 from runspec.lint.registry import RULES as REGISTERED
-from runspec.spec.load import SpecFiles
 from tests.runspec.lint.generated import valid_spec
 from tests.runspec.lint.mutations import files, fleet, learning, machines
 from tests.runspec.lint.mutations.changes import Kind, Mutation
@@ -56,5 +56,5 @@ def test_a_broken_rule_is_found_by_itself(tmp_path: Path, code: str) -> None:
 def test_every_rule_is_broken_here() -> None:
     tables = [files.FILES, learning.RULES, machines.RULES, fleet.RULES]
     assert len(ALL) == sum(map(len, tables)), "a rule is in two tables"
-    elsewhere = {"placement-scope"}  # of two files: tests/runspec/spec/test_placement_file.py
+    elsewhere = {"placement-scope"}  # of two files: tests/runspec/core/spec/test_placement_file.py
     assert set(ALL) | elsewhere == set(REGISTERED)

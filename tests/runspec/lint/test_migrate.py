@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.migrate import migrate_command
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.findings import Edit
+from runspec.core.spec.schema import VERSION
+from runspec.core.spec.yaml_nodes import MapNode, ScalarNode
 from runspec.lint.migrate import MIGRATIONS, Migration, migrate_text
-from runspec.spec.findings import Edit
-from runspec.spec.schema import VERSION
-from runspec.spec.yaml_nodes import MapNode, ScalarNode
 
 
 def renamed(root: MapNode) -> list[Edit]:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from runspec.lint.registry import RULES
 from runspec.lint.select import selection
-from tests.runspec.spec.spec_files import load, small_spec
+from tests.runspec.core.spec.spec_files import load, small_spec
 
 
 def test_all_rules_are_selected_unless_some_are_named() -> None:

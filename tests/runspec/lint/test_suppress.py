@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import check_files
-from runspec.spec.load import SpecFiles
-from tests.runspec.spec.spec_files import codes, load, small_spec, write
+from tests.runspec.core.spec.spec_files import codes, load, small_spec, write
 
 WHY = 'reason="a test"'
 

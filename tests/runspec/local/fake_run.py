@@ -10,16 +10,16 @@ from pathlib import Path
 
 from runspec.cli.signals import StopSignals
 from runspec.cli.view import PlainView
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.resolved import spec_digest
+from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
 from runspec.local.apply import OpenRun, drive, open_run
 from runspec.local.fleet import Outcome
 from runspec.local.processes import RoleSpec
 from runspec.local.state import RunState
 from runspec.local.supervisor import Watcher
-from runspec.spec.load import SpecFiles
-from runspec.spec.resolved import spec_digest
-from runspec.spec.schema import RunSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGET_SHORT = ROOT / "specs" / "target_short.yaml"

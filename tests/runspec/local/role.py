@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from runspec.common.errors import UserError
-from runspec.common.files import write_atomic
-from runspec.common.process import RunStopped, run_role, stop_event
-from runspec.spec.resolved import load_resolved
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.core.process import RunStopped, run_role, stop_event
+from runspec.core.spec.resolved import load_resolved
 from verify.formats.batch import FILE_NAME
 from verify.formats.layout import step_folder
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from runspec.core.spec.schema import Budget, Hardware, RunSpec
 from runspec.estimate.price import hourly_price
 from runspec.local.budget import Limit, cost, left_s, limits
-from runspec.spec.schema import Budget, Hardware, RunSpec
 from tests.runspec.local.fake_run import small_spec
 
 

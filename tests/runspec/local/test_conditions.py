@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from runspec.local.awaiting import Awaited, holds, hopeless, last_seen, parse_awaited
 from runspec.local.conditions import TYPES, Condition, condition, conditions, late_after_s
 from runspec.local.snapshot import Snapshot

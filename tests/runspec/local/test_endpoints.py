@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from runspec.local.endpoints import (
     Endpoints,
     address,

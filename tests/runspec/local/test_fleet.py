@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from runspec.common.process import EXIT_FINAL
+from runspec.core.process import EXIT_FINAL
 from runspec.local.fleet import (
     BACKOFF_MAX_S,
     Action,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.common.process import EXIT_FINAL
+from runspec.core.process import EXIT_FINAL
 from runspec.local.fleet import (
     Changed,
     Event,

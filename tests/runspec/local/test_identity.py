@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
-from runspec.common.roles import open_roles, sign_roles
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
+from runspec.core.roles import open_roles, sign_roles
 from runspec.local.identity import YEAR_S, Identity, make_identity
 from tests.runspec.local.fake_run import small_spec
 

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from runspec.cli.apply import apply_command
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.resolved import load_resolved, spec_digest
+from runspec.core.spec.schema import RunSpec
 from runspec.local.apply import OpenRun, open_run
 from runspec.local.fleet import Changed, Outcome, PauseRequested
 from runspec.local.identity import make_identity
@@ -29,9 +32,6 @@ from runspec.local.live import (
 from runspec.local.processes import RoleSpec
 from runspec.local.run_dir import hold
 from runspec.local.state import RequestRow, RunState
-from runspec.spec.load import SpecFiles
-from runspec.spec.resolved import load_resolved, spec_digest
-from runspec.spec.schema import RunSpec
 from tests.runspec.local.fake_run import TARGET_SHORT, drive_roles, role, small_spec, usual_roles
 from tests.runspec.local.test_supervise import DEADLINE_S, Watch
 from tests.waiting import eventually

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.estimate.model import model_config
+from runspec.core.errors import UserError
+from runspec.core.models.of_spec import model_config
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.schema import RunSpec, Tokenizer
 from runspec.estimate.version_size import version_size
 from runspec.lint.check import check_spec
 from runspec.local.machine import find_model, module_is_installed
 from runspec.local.preflight import GIB, Facts, disk_bytes, missing
 from runspec.local.processes import Machine
 from runspec.local.starting_model import link_model
-from runspec.spec.load import SpecFiles
-from runspec.spec.schema import RunSpec, Tokenizer
 from tests.runspec.local.fake_run import ROOT, small_spec
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -170,7 +170,8 @@ def test_a_model_is_found_in_a_directory_or_in_the_cache(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "installed"), [("runspec.spec", True), ("no_such", False), ("no_such.inner", False)]
+    ("name", "installed"),
+    [("runspec.core.spec", True), ("no_such", False), ("no_such.inner", False)],
 )
 def test_a_missing_parent_is_a_missing_module(name: str, installed: bool) -> None:
     assert module_is_installed(name) is installed
@@ -262,7 +263,7 @@ def model_and_tokenizer(folder: Path, largest: int) -> tuple[Path, Path]:
     for each, template in ((model, "old"), (other, "new")):
         each.mkdir()
         (each / "chat_template.jinja").write_text(template)
-    config = json.loads((ROOT / "runspec/spec/models/Qwen--Qwen3-4B.json").read_text())
+    config = json.loads((ROOT / "runspec/core/models/named/Qwen--Qwen3-4B.json").read_text())
     (model / "config.json").write_text(
         json.dumps(config | {"vocab_size": 10, "num_hidden_layers": 1})
     )

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import Endpoints
 from runspec.local.identity import Identity
 from runspec.local.processes import Machine, RoleSpec, role_specs
-from runspec.spec.schema import RunSpec
 from tests.runspec.local.fake_run import small_spec
 
 RUN = Path("/runs/small")

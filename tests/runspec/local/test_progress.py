@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.files import write_atomic
+from runspec.core.files import write_atomic
 from runspec.local.fleet import Progress, Published, Sampled, Trained
 from runspec.local.progress import RunProgress, StageProgress, coordinator_status
 from tests.runspec.local.fake_run import small_spec

@@ -19,16 +19,16 @@ from runspec.cli.pause import pause_command
 from runspec.cli.rollback import rollback_command
 from runspec.cli.status import read_status
 from runspec.cli.wait import wait_command
-from runspec.common.errors import UserError
-from runspec.common.files import write_atomic
-from runspec.common.hashing import digest_bytes
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.core.hashing import digest_bytes
+from runspec.core.spec.resolved import dump_resolved, load_resolved, spec_digest
 from runspec.local import rollback
 from runspec.local.apply import open_run
 from runspec.local.planning import make_plan
 from runspec.local.rollback import complete_rollback, roll_back
 from runspec.local.run_dir import hold
 from runspec.local.state import RunState
-from runspec.spec.resolved import dump_resolved, load_resolved, spec_digest
 from tests.runspec.local.fake_run import small_spec
 from verify.coordinator.events import NonceDrawn, StepClosed, VersionPublished, WorkerRegistered
 from verify.coordinator.journal import Journal

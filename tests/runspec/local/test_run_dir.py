@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from runspec.local.apply import open_run
 from runspec.local.run_dir import (
     RunLocked,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from runspec.local.state import RunState
 
 READ = (

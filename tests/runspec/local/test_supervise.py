@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from runspec.cli.status import read_status
-from runspec.common.errors import UserError
-from runspec.common.process import EXIT_FINAL
+from runspec.core.errors import UserError
+from runspec.core.process import EXIT_FINAL
+from runspec.core.spec.schema import Budget
 from runspec.local.apply import RunFailed, is_finished, open_run, supervise
 from runspec.local.children import birth
 from runspec.local.identity import make_identity
 from runspec.local.run_dir import RunLocked, holder
 from runspec.local.state import RunState
 from runspec.local.supervisor import RoleView
-from runspec.spec.schema import Budget
 from tests.runspec.local.fake_run import ROOT, drive_roles, role, small_spec, usual_roles
 from tests.waiting import eventually
 

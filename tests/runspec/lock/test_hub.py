@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from runspec.lock.cache import Repository
 from runspec.lock.hub import MAX_BYTES, ask_commit
 from tests.runspec.lock.repository import COMMIT, HubServer, hub

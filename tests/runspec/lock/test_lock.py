@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.spec_files import located
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.spec import file_pins as lock_files
+from runspec.core.spec.load import SpecFiles, load_layers
+from runspec.core.spec.lock_file import LOCK_VERSION, Lock, lock_path, read_lock, write_lock
+from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
-from runspec.lock import files as lock_files
 from runspec.lock.check import check_lock, require_lock
 from runspec.lock.pins import Looking, look
-from runspec.spec.load import SpecFiles, load_layers
-from runspec.spec.lock_file import LOCK_VERSION, Lock, lock_path, read_lock, write_lock
-from runspec.spec.schema import RunSpec
+from tests.runspec.core.spec.spec_files import small_spec, write
 from tests.runspec.lock.repository import COMMIT, OTHER, cache, write_model, write_weights
-from tests.runspec.spec.spec_files import small_spec, write
 
 LOCAL = "model: {hf: policy}"
 ON_HUB = "model: {hf: some/model}"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.estimate.model import model_config
+from runspec.core.errors import UserError
+from runspec.core.models.of_spec import model_config
+from runspec.core.spec.schema import RunSpec
 from runspec.plan.aot import compile_step
-from runspec.spec.schema import RunSpec
 from tests.learner_jax.conftest import tiny_spec
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from runspec.core.spec.schema import RunSpec
 from runspec.plan.changes import Change, difference, severest
-from runspec.spec.schema import RunSpec
 from tests.runspec.local.fake_run import small_spec
 
 OLD = small_spec()

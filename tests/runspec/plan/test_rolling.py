@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from runspec.core.spec.schema_fields import schema_fields
+from runspec.core.spec.schema_keys import block_in
 from runspec.plan.changes import Change
 from runspec.plan.rolling import READERS, renewed
-from runspec.spec.schema_fields import schema_fields
-from runspec.spec.schema_keys import block_in
 
 
 def change(path: str, change_class: str = "rolling") -> Change:

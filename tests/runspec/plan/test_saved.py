@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from runspec.common.canonical import canonical_json
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
+from runspec.core.canonical import canonical_json
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
 from runspec.plan.saved import MAX_BYTES, BadPlan, SavedPlan, Seen, read_plan, save_plan
 from tests.harness import TARGET_SHORT
 from tests.runspec.local.fake_run import small_spec

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runspec.spec.schema import SamplerPool
+from runspec.core.spec.schema import SamplerPool
 from sampler.engine.engine import Engine
 from tests.sampler.engine.models import LAYERS, MAX_MODEL_LEN, MAX_NEW_TOKENS, save_version
 

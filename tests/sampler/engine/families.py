@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge.config import hf_config, parse_config
 from bridge.export import export_checkpoint
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import weight_map
@@ -21,7 +20,8 @@ from learner_jax.model import init_params
 from learner_jax.prefill import Policy, prefill
 from learner_jax.probe import build_probe
 from learner_jax.sharding import make_mesh
-from runspec.spec import schema
+from runspec.core.models.config import hf_config, parse_config
+from runspec.core.spec import schema
 from tests.learner_jax.conftest import tiny_spec
 from tests.sampler.engine.models import END_TOKEN, MAX_MODEL_LEN, VOCABULARY
 from verify.plugins import PrefillInput

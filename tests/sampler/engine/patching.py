@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.engine.engine import Engine
 from tests.sampler.engine.agreement import assert_samples
 from tests.sampler.engine.models import write_probe

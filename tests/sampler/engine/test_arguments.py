@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.engine.arguments import engine_arguments, prepare_environment
 from tests.sampler.engine.conftest import cpu_pool
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.estimate.sampler import MAX_SEQUENCES
+from runspec.core.errors import UserError
+from runspec.core.models.kv_cache import MAX_SEQUENCES
 from sampler.engine.engine import Engine
 from sampler.engine.requests import GenerationAborted, Sampled
 from tests.sampler.engine.models import END_TOKEN, MAX_MODEL_LEN, MAX_NEW_TOKENS

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.engine import engine as engine_module
 from sampler.engine.core import Start, exit_code
 from sampler.engine.engine import Engine, EngineDied

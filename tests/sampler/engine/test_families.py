@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.engine.engine import Engine
 from tests.sampler.engine.agreement import assert_follows
 from tests.sampler.engine.conftest import cpu_pool, running_engine

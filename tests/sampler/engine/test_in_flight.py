@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.engine.engine import Engine
 from sampler.engine.requests import Sampled, SampleRequest
 from tests.sampler.engine.agreement import assert_samples

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.engine.arguments import lack_of_room
 from sampler.engine.engine import Engine
 from tests.sampler.engine.conftest import cpu_pool

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from bridge.delta import changed_elements
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.engine.engine import Engine
 from tests.sampler.engine.conftest import running_engine
 from tests.sampler.engine.patching import (

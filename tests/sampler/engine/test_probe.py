@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.engine.probe import probe_difference, read_probe
 
 GOOD = {"sequences": [{"tokens": [5, 6, 7], "logprobs": [-1.0, -2.0]}]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.engine.engine import Engine
 from sampler.worker.start import find_pool
 from tests.verify.small_model import small_spec

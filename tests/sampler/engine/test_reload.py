@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.sampler.engine.agreement import assert_follows
 from tests.sampler.engine.models import (
     WEIGHT_GROUPS,

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.engine.engine import Engine
 from tests.sampler.engine.agreement import assert_samples
 from tests.sampler.engine.conftest import cpu_pool

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.spec.schema import Reward
+from runspec.core.spec.schema import Reward
 from sampler.grading.answers import Answer
 from verify.plugins import Problem
 

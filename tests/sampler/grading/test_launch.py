@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import sampler.sandbox
-from runspec.common.errors import UserError
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import RunSpec
 from sampler.grading import launch
 from sampler.grading.answers import Answer
 from sampler.grading.graders import Graders

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.grading.answers import MAX_ANSWER_CHARS
 from sampler.grading.graders import Graders
 from sampler.grading.pool import GradersClosed

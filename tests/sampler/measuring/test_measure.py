@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import SamplerPool, Source
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import SamplerPool, Source
 from sampler.engine.requests import Sampled, SampleRequest
 from sampler.measuring.measure import Measurement, measure
 from sampler.measuring.progress import Tries, open_progress

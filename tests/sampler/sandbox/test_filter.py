@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.seccomp import ALLOW, ARCHITECTURES, KILL
-from runspec.common.syscalls import BY_ARGUMENT, CONTAINED, PLAIN
+from runspec.core.seccomp import ALLOW, ARCHITECTURES, KILL
+from runspec.core.syscalls import BY_ARGUMENT, CONTAINED, PLAIN
 from sampler.sandbox.filter import build
 
 EPERM, ENOSYS = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS

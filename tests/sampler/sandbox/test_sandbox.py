@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.sandbox import PYTHON, Finished, Limits, NotIsolated, probe, require, run, start
 from sampler.sandbox import probe as probe_function
 from sampler.sandbox.__main__ import main

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
-from runspec.spec.load import SpecFiles
-from runspec.spec.schema import RunSpec
 from sampler.tasks.task_set import RunTask, build_task_set
 from sampler.tasks.traces import WarmStartTraces, build_warm_start_data
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runspec.spec.schema import Source
+from runspec.core.spec.schema import Source
 
 Row = dict[str, Any]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.spec.schema import Reward
+from runspec.core.spec.schema import Reward
 from sampler.grading.answers import Answer
 from sampler.grading.graders import Graders
 from sampler.grading.lines import answer_of

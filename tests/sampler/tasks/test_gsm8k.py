@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.tasks.interfaces import make_source
 from tests.sampler.tasks.row_files import KeepAll, source
 

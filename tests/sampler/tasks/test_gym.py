@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.tasks.sources.gym import REFUSED
 from sampler.tasks.task_set import build_task_set
 from tests.sampler.tasks.conftest import laptop_spec

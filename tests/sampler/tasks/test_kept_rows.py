@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes, hash_parts
-from runspec.spec.schema import Source
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes, hash_parts
+from runspec.core.spec.schema import Source
 from sampler.tasks.interfaces import make_source
 from sampler.tasks.keep import Fitting
 from sampler.tasks.prompts import PromptCodec, PromptForm

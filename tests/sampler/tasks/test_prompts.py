@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.tasks.prompts import PromptCodec, PromptForm
 
 LENGTH_PROMPT = "Think for {target} tokens."

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from runspec.spec.schema import Reward
+from runspec.core.spec.schema import Reward
 from sampler.grading.answers import Answer, TermRules
 from sampler.grading.graders import Graders
 from sampler.tasks.interfaces import Score, TaskTerm, completed, find_kind

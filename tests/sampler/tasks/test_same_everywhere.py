@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.spec.resolved import dump_resolved
-from runspec.spec.schema import RunSpec, SolveRate
-from runspec.spec.source_files import compare_data_digests, data_digest, source_files
+from runspec.core.errors import UserError
+from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.schema import RunSpec, SolveRate
+from runspec.core.spec.source_files import compare_data_digests, data_digest, source_files
 from sampler.tasks.task_set import build_task_set
 from tests.sampler.tasks.conftest import laptop_spec
 from tests.sampler.tasks.row_files import FORMS, make_rows, source, write_jsonl
@@ -22,7 +22,7 @@ from tests.sampler.tasks.row_files import FORMS, make_rows, source, write_jsonl
 PROMPTS_OF_LEASES = """\
 import json, os, sys
 from pathlib import Path
-from runspec.spec.resolved import parse_resolved
+from runspec.core.spec.resolved import parse_resolved
 from verify.formats.lease import Lease, assignments
 from verify.plugins import load_task_set
 
@@ -204,5 +204,5 @@ def test_other_data_is_noticed_by_its_digest(tmp_path: Path) -> None:
 
 def test_another_version_of_a_generator_is_other_data(monkeypatch: pytest.MonkeyPatch) -> None:
     before = data_digest(laptop_spec())
-    monkeypatch.setattr("runspec.spec.source_files.version", lambda name: "0.0.1")
+    monkeypatch.setattr("runspec.core.spec.source_files.version", lambda name: "0.0.1")
     assert data_digest(laptop_spec()) != before

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import Source
-from runspec.spec.source_files import source_files
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import Source
+from runspec.core.spec.source_files import source_files
 from sampler.tasks.interfaces import ProblemSource, make_source
 from tests.sampler.tasks.row_files import (
     FORMS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import Reward
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import Reward
 from sampler.tasks.rewards.target_length import TargetLengthReward
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.plugins import missing_plugins
+from runspec.core.spec.resolved import dump_resolved
 from runspec.lint.check import check_spec
-from runspec.spec.load import SpecFiles
-from runspec.spec.plugins import missing_plugins
-from runspec.spec.resolved import dump_resolved
 from sampler.tasks.keep import split_of
 from sampler.tasks.task_set import RunTask, build_task_set
 from tests.sampler.tasks.conftest import SPECS, laptop_spec
@@ -45,7 +45,7 @@ class Term:
 SAME_TASK = """\
 import json, sys
 from pathlib import Path
-from runspec.spec.resolved import parse_resolved
+from runspec.core.spec.resolved import parse_resolved
 from verify.plugins import load_task_set
 
 spec = parse_resolved(Path(sys.argv[1]).read_bytes(), place="spec")

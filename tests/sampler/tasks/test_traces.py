@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.tasks.keep import split_of
 from sampler.tasks.task_set import RunTask
 from sampler.tasks.tokenizer import SPECIAL, build_tokenizer

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
 from sampler.engine.engine import EngineDied
 from sampler.engine.requests import (
     GenerationAborted,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from sampler.worker import start
 from sampler.worker.meter import Meter
 from tests.waiting import eventually

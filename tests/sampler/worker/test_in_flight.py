@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runspec.common.keys import SigningKey
-from runspec.spec.schema import RunSpec
+from runspec.core.keys import SigningKey
+from runspec.core.spec.schema import RunSpec
 from sampler.engine.engine import Engine
 from sampler.worker.meter import Meter
 from sampler.worker.worker import Worker

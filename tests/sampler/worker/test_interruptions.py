@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
 from tests.sampler.worker.works import site_of
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.waiting import eventually

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from runspec.common.keys import SigningKey
+from runspec.core.keys import SigningKey
 from tests.sampler.worker.works import Works
 from tests.waiting import eventually
 

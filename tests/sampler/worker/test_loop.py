@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.sampler.worker.obedient import LENGTH
 from tests.sampler.worker.works import Works, site_of, spec_with
 from tests.waiting import eventually

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
-from runspec.spec.schema import Backlog
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.spec.schema import Backlog
 from sampler.worker.outbox import Made, Outbox
 from tests.sampler.worker.obedient import outbox_in
 from tests.verify.coordinator.deployment import (

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.spec.schema import SamplerPool
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import SamplerPool
 from sampler.engine.proofs import prove
 from sampler.engine.requests import Sampled
 from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts

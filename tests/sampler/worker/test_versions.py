@@ -18,7 +18,7 @@ from bridge.records import write_records
 from bridge.safetensors_io import write_safetensors
 from broadcast.keygen import make_keys
 from broadcast.store import publish
-from runspec.common.keys import SigningKey
+from runspec.core.keys import SigningKey
 from sampler.worker.versions import Versions
 from tests.waiting import eventually
 

@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 
 from broadcast.store import publish
-from runspec.common.files import write_atomic
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
+from runspec.core.files import write_atomic
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
 from runspec.local.identity import Identity, make_identity
-from runspec.spec.load import SpecFiles
-from runspec.spec.resolved import dump_resolved
-from runspec.spec.schema import RunSpec
 from sampler.tasks.keep import target_lengths
 from sampler.tasks.traces import build_warm_start_data
 from tests.sampler.engine.models import END_TOKEN, Reference, save_version

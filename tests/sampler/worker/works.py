@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runspec.common.invite import make_invite
-from runspec.common.keys import SigningKey
-from runspec.spec.schema import RunSpec
+from runspec.core.invite import make_invite
+from runspec.core.keys import SigningKey
+from runspec.core.spec.schema import RunSpec
 from sampler.worker.meter import Meter
 from sampler.worker.worker import Worker
 from tests.sampler.worker.obedient import Counting, ObedientEngine, Shelf, outbox_in

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runspec.common.hashing import hash_parts
-from runspec.common.keys import SigningKey
+from runspec.core.hashing import hash_parts
+from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, verdict
 from verify.audit.findings import Report
 from verify.audit.replay import audit

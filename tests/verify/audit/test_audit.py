@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
-from runspec.common.roles import Roles
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
+from runspec.core.roles import Roles
 from tests.verify.audit.tampering import Copy, work
 from tests.verify.coordinator.deployment import Site, tiny_spec, verdict
 from verify.__main__ import main

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.files import write_atomic
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.schema import RunSpec
 from runspec.local.conditions import Condition, condition, conditions
 from runspec.local.snapshot import look_at
-from runspec.spec.resolved import dump_resolved
-from runspec.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import digest, key
 from tests.verify.postgres import postgres_server

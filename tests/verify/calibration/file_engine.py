@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bridge.safetensors_io import read_headers, read_tensor, write_safetensors
 from bridge.tensors import dtype_named
-from runspec.spec.schema import RunSpec
+from runspec.core.spec.schema import RunSpec
 from tests.verify.small_model import HIDDEN, VOCAB, NumpyEngine, SmallModel
 from verify.plugins import WeightsLocation
 

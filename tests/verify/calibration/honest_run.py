@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 from broadcast.store import publish
-from runspec.common.files import write_atomic
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
-from runspec.common.roles import sign_roles
-from runspec.spec.resolved import FILE_NAME, dump_resolved
-from runspec.spec.run_files import weights_folder
-from runspec.spec.schema import RunSpec
+from runspec.core.files import write_atomic
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.roles import sign_roles
+from runspec.core.spec.resolved import FILE_NAME, dump_resolved
+from runspec.core.spec.run_files import weights_folder
+from runspec.core.spec.schema import RunSpec
 from tests.verify.small_model import fixed_key
 from verify.coordinator.events import LeaseGranted, SubmissionReceived
 from verify.formats.layout import STATE_FILE, submission_files

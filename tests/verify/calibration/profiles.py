@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from runspec.common.keys import SigningKey
-from runspec.common.signed import sign_document
+from runspec.core.keys import SigningKey
+from runspec.core.signed import sign_document
 from tests.verify.small_model import fixed_key
 from verify.calibration import profile as form
 from verify.calibration.derive import as_table

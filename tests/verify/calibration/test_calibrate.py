@@ -15,9 +15,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from runspec.common.hashing import digest_file
-from runspec.common.keys import SigningKey
-from runspec.spec.schema import RunSpec
+from runspec.core.hashing import digest_file
+from runspec.core.keys import SigningKey
+from runspec.core.spec.schema import RunSpec
 from tests.harness import ROOT as REPOSITORY
 from tests.verify.calibration.file_engine import FileEngine, save_small_model
 from tests.verify.calibration.honest_run import WORKER, HonestRun

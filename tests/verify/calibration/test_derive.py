@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.verify.calibration.profiles import made_profile
 from verify.calibration.derive import FLOOR, derive
 from verify.calibration.measure import Measurements

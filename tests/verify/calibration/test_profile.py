@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature, sign_document
-from runspec.spec.profile_files import MAX_BYTES
-from runspec.spec.schema import CalibrationProfile, RunSpec
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, sign_document
+from runspec.core.spec.profile_files import MAX_BYTES
+from runspec.core.spec.schema import CalibrationProfile, RunSpec
 from tests.verify.bench import MODEL, Bench
 from tests.verify.calibration.profiles import DAY_S, ROOT, document, made_profile, tampered
 from tests.verify.small_model import Worker

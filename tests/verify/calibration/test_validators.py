@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.verify.bench import MODEL, lease_for, packed
 from tests.verify.calibration.profiles import ROOT, document, made_profile
 from tests.verify.calibration.test_profile import with_profile

@@ -10,7 +10,7 @@ import pytest
 
 from bridge.safetensors_io import read_headers, read_tensor
 from broadcast.client import WeightsClient
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.verify.calibration.file_engine import save_small_model
 from tests.verify.calibration.honest_run import HonestRun
 from tests.verify.small_model import RUN, SmallModel, small_spec

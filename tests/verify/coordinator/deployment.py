@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from runspec.common.files import write_atomic
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
-from runspec.common.latest import sign_latest
-from runspec.common.roles import sign_roles
-from runspec.spec.resolved import dump_resolved
-from runspec.spec.schema import RunSpec
+from runspec.core.files import write_atomic
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.latest import sign_latest
+from runspec.core.roles import sign_roles
+from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.schema import RunSpec
 from tests.waiting import eventually
 from verify.client import CoordinatorClient
 from verify.coordinator.run import serve

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from runspec.common.hashing import hash_parts
+from runspec.core.hashing import hash_parts
 from verify.coordinator import filling
 from verify.coordinator.consequences import consequences
 from verify.coordinator.events import (

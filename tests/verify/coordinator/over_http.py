@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 import httpx
 
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import (
     DEADLINE_S,
     RUN,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from runspec.spec.schema import Verify
+from runspec.core.spec.schema import Verify
 from verify.coordinator.addresses import UNKNOWN, networks, place_of
 
 PROXIES = networks(["10.0.0.7", "10.1.0.0/24", "fd00::/8"])

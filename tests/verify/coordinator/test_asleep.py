@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.keys import SigningKey
-from runspec.common.process import RunStopped
+from runspec.core.keys import SigningKey
+from runspec.core.process import RunStopped
 from tests.verify.coordinator.filled import POLICY, Filled
 from verify.coordinator.activity import Activity
 from verify.coordinator.closing import Closing

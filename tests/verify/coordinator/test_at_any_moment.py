@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
-from runspec.common.latest import Latest
-from runspec.common.process import RunStopped
-from runspec.common.roles import Roles
-from runspec.spec.schema import RunSpec
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
+from runspec.core.latest import Latest
+from runspec.core.process import RunStopped
+from runspec.core.roles import Roles
+from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec, verdict
 from tests.verify.coordinator.filled import digest
 from verify.audit.replay import audit

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.keys import SigningKey
+from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, tiny_spec
 from tests.verify.coordinator.filled import digest
 from tests.verify.coordinator.test_set_aside import hand_in, judge, status

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from runspec.spec.schema import Backlog as Limits
-from runspec.spec.schema import RunSpec
+from runspec.core.spec.schema import Backlog as Limits
+from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import (
     DEADLINE_S,
     RUN,

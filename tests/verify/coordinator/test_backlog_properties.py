@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from runspec.spec.schema import Backlog as Limits
+from runspec.core.spec.schema import Backlog as Limits
 from tests.verify.coordinator.filled import Filled, digest, key, policy
 from verify.coordinator import filling
 from verify.coordinator.backlog import GRACE_S, Backlog

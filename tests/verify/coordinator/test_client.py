@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import (
     Site,
 )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.keys import SigningKey
-from runspec.common.roles import Roles
-from runspec.spec.schema import Backlog as Limits
+from runspec.core.keys import SigningKey
+from runspec.core.roles import Roles
+from runspec.core.spec.schema import Backlog as Limits
 from tests.verify.coordinator.deployment import RUN, tiny_spec
 from tests.verify.coordinator.filled import Filled, digest, policy
 from verify.coordinator.admission import Admission

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from runspec.common.files import write_atomic
-from runspec.spec.resolved import dump_resolved
-from runspec.spec.schema import CalibrationProfile, RunSpec
+from runspec.core.files import write_atomic
+from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.schema import CalibrationProfile, RunSpec
 from tests.verify.audit.tampering import Copy
 from tests.verify.calibration.profiles import document as signed
 from tests.verify.calibration.profiles import made_profile

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
-from runspec.common.roles import Roles
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.roles import Roles
 from tests.verify.coordinator.deployment import RUN, tiny_spec, verdict
 from tests.verify.coordinator.filled import Filled, policy
 from verify.coordinator.admission import Admission

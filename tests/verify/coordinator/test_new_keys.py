@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.common.invite import make_invite, use_invite
-from runspec.common.keys import SigningKey
-from runspec.common.roles import Roles
+from runspec.core.invite import make_invite, use_invite
+from runspec.core.keys import SigningKey
+from runspec.core.roles import Roles
 from tests.verify.coordinator.deployment import RUN, tiny_spec
 from tests.verify.coordinator.filled import Filled, key
 from verify.coordinator import admission

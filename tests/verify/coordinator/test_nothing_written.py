@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, verdict
 from tests.verify.coordinator.filled import POLICY, Filled
 from tests.verify.coordinator.over_http import post

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import check_spec
-from runspec.spec.load import SpecFiles
-from tests.runspec.spec.spec_files import SPECS
+from tests.runspec.core.spec.spec_files import SPECS
 from tests.verify.coordinator.filled import Filled, key, policy
 from verify.coordinator import filling
 from verify.coordinator.filling import Close

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from runspec.common.canonical import canonical_json
-from runspec.common.keys import SigningKey
+from runspec.core.canonical import canonical_json
+from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import (
     DEADLINE_S,
     Site,

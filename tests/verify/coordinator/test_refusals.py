@@ -5,9 +5,9 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from runspec.common.canonical import canonical_json
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
+from runspec.core.canonical import canonical_json
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import (
     RUN,
     Site,

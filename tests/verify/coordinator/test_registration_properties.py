@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from runspec.common.hashing import hash_parts
-from runspec.common.invite import invite_key, make_invite, use_invite
-from runspec.common.keys import SigningKey
-from runspec.common.roles import Roles
+from runspec.core.hashing import hash_parts
+from runspec.core.invite import invite_key, make_invite, use_invite
+from runspec.core.keys import SigningKey
+from runspec.core.roles import Roles
 from tests.verify.coordinator.deployment import RUN, tiny_spec
 from tests.verify.coordinator.filled import Filled, policy
 from verify.coordinator.admission import Admission

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.files import write_atomic
-from runspec.common.hashing import digest_bytes
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.core.hashing import digest_bytes
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, tiny_spec, verdict
 from tests.verify.coordinator.filled import POLICY, Filled
 from verify.coordinator.events import CoordinatorStarted

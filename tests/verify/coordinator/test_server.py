@@ -8,13 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from runspec.common.canonical import canonical_json
-from runspec.common.errors import UserError
-from runspec.common.files import write_atomic
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
-from runspec.common.process import RunStopped
-from runspec.spec.resolved import dump_resolved
+from runspec.core.canonical import canonical_json
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.process import RunStopped
+from runspec.core.spec.resolved import dump_resolved
 from tests.ended_at_once import hears_sigterm_at_once
 from tests.verify.coordinator.deployment import (
     DEADLINE_S,

@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from runspec.common.keys import SigningKey
-from runspec.spec.resolved import load_resolved
+from runspec.core.keys import SigningKey
+from runspec.core.spec.resolved import load_resolved
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, tiny_spec, verdict
 from tests.verify.coordinator.filled import Filled, digest, key
 from verify.audit.replay import audit

@@ -9,11 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from runspec.common.canonical import canonical_json
-from runspec.common.errors import UserError
-from runspec.common.hashing import digest_bytes
-from runspec.common.keys import SigningKey
-from runspec.common.signed import BadSignature, sign_document
+from runspec.core.canonical import canonical_json
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, sign_document
 from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
 from verify.formats.lease import lease_digest
 from verify.formats.site import Site as SiteDocument

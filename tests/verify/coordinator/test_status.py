@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.desk import _MAX_STATUS_BYTES
-from runspec.common.roles import Roles
+from runspec.core.roles import Roles
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import POLICY, Filled, key, policy
 from verify.coordinator.activity import DEAD_AFTER_S, Activity, scalars

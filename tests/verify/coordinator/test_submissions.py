@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from runspec.common.errors import UserError
-from runspec.common.signed import sign_document
+from runspec.core.errors import UserError
+from runspec.core.signed import sign_document
 from tests.verify.coordinator.deployment import (
     RUN,
     Site,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from runspec.common.keys import SigningKey
+from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import (
     DEADLINE_S,
     Site,

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from runspec.common.keys import SigningKey
-from runspec.common.latest import Latest, sign_latest
-from runspec.common.roles import Roles
+from runspec.core.keys import SigningKey
+from runspec.core.latest import Latest, sign_latest
+from runspec.core.roles import Roles
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN
 from tests.verify.coordinator.filled import digest
 from verify.coordinator import watch

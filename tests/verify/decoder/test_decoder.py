@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
 from tests.poison import inflating_pages, slow_pages
 from tests.verify.coordinator.deployment import rollouts
 from tests.verify.decoder.pretended import BEGIN

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import ClassVar
 
-from runspec.spec.schema import Reward
+from runspec.core.spec.schema import Reward
 from sampler.grading.launch import launcher
 from sampler.sandbox import Limits
 from sampler.tasks.interfaces import Score, TaskTerm

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runspec.common.errors import UserError
+from runspec.core.errors import UserError
+from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import Unreadable, check_files
 from runspec.lint.report import Report
-from runspec.spec.load import SpecFiles
-from tests.runspec.spec.spec_files import small_spec
+from tests.runspec.core.spec.spec_files import small_spec
 
 OVERLAY = """\
 name: no

@@ -9,11 +9,11 @@ from xml.etree import ElementTree as Xml
 
 import pytest
 
+from runspec.core.spec.findings import Finding
 from runspec.lint.formats import FORMATS, compact, github, junit, pretty
 from runspec.lint.formats import json as json_format
 from runspec.lint.registry import RULES
 from runspec.lint.report import Report
-from runspec.spec.findings import Finding
 from tests.runspec.lint.formats.reports import full_report
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from runspec.core.spec.findings import Place, finding_at
 from runspec.lint.formats import sarif
 from runspec.lint.registry import RULES
 from runspec.lint.report import Report
-from runspec.spec.findings import Place, finding_at
 from tests.runspec.lint.formats.reports import full_report
 
 Json = dict[str, Any]

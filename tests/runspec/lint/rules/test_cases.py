@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from runspec.core.spec.findings import Finding
+from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import check_spec
-from runspec.spec.findings import Finding
-from runspec.spec.load import SpecFiles
+from tests.runspec.core.spec.spec_files import write
 from tests.runspec.lint.rules.test_examples import EXAMPLES
-from tests.runspec.spec.spec_files import write
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 BASE, FLEET = EXAMPLES / "base.yaml", EXAMPLES / "fleet.yaml"

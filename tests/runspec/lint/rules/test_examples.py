@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import runspec.lint
+from runspec.core.spec.findings import Finding
+from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import check_spec
 from runspec.lint.registry import RULES
-from runspec.spec.findings import Finding
-from runspec.spec.load import SpecFiles
 
 EXAMPLES = Path(runspec.lint.__file__).parent / "examples"
 MODELS = "models"  # what some examples point at

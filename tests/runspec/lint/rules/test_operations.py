@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from runspec.core.spec.findings import format_finding
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.lock_file import Lock, Pin, write_lock
 from runspec.lint.check import check_spec
 from runspec.lint.secrets import secret_kind
-from runspec.spec.findings import format_finding
-from runspec.spec.load import SpecFiles
-from runspec.spec.lock_file import Lock, Pin, write_lock
+from tests.runspec.core.spec.spec_files import write
 from tests.runspec.lint.rules.test_cases import BASE, FLEET, find
-from tests.runspec.spec.spec_files import write
 
 COMMIT = "89abcdef" * 5
 ROOM = "max_model_len: 96, max_new_tokens: 48, dtype: float32, trust: trusted"

@@ -10,12 +10,12 @@ import pytest
 
 from runspec.cli.plan import plan_command
 from runspec.cli.spec_files import sound_spec
-from runspec.common.errors import UserError
-from runspec.common.keys import SigningKey
+from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
+from runspec.core.spec.findings import Finding
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.profile_files import MAX_BYTES
 from runspec.lint.check import check_spec
-from runspec.spec.findings import Finding
-from runspec.spec.load import SpecFiles
-from runspec.spec.profile_files import MAX_BYTES
 from tests.runspec.lint.rules.test_examples import EXAMPLES
 from tests.verify.calibration.profiles import ROOT, document, made_profile
 from verify.calibration.lookup import limits_by_pool

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import check_files
-from runspec.spec.load import SpecFiles
-from tests.runspec.spec.spec_files import SPECS, load, small_spec
+from tests.runspec.core.spec.spec_files import SPECS, load, small_spec
 
 PROFILES = [None, *sorted(path.stem for path in (SPECS / "profiles").glob("*.yaml"))]
 

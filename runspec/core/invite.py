@@ -1,0 +1,147 @@
+"""Invitations to a run: who holds one may register keys, so many and so long as it says.
+
+An invite is a key of its own, which the coordinator's key names in a signed document. Its secret
+travels only in the link that a volunteer is sent: a worker proves that it has it by signing its own
+public key with it, so that nobody who reads a request can use the invite again.
+
+    invite=<base64url of the document>.<secret, 64 hex characters>        in a join link
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+
+from runspec.core.hashing import is_digest
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, is_time, open_document, sign_document
+
+KIND, PROOF_KIND = "invite", "invited"
+MAX_BYTES = 1024
+MAX_TEXT = 1500
+"""Characters of an invite in a link."""
+MAX_USES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Invite:
+    """What the coordinator's key has signed."""
+
+    run: str
+    key: str
+    """The invite's own public key, by which its uses are counted."""
+    pool: str | None
+    """The pool that it is for; None: any."""
+    uses: int
+    """Keys that may be registered with it."""
+    expires: float
+    """Seconds since the epoch."""
+
+
+def make_invite(
+    run: str, *, pool: str | None, uses: int, valid_s: float, coordinator: SigningKey
+) -> str:
+    """The text of a new invite.
+
+    Args:
+        run: the run's name.
+        pool: the only pool that it is for, if any.
+        uses: keys that may be registered with it.
+        valid_s: seconds for which it holds.
+        coordinator: the run's coordinator's key.
+    """
+    secret = SigningKey.generate()
+    invite = Invite(run, secret.public_hex, pool, uses, time.time() + valid_s)
+    document = sign_document(KIND, asdict(invite), coordinator)
+    return f"{base64.urlsafe_b64encode(document).decode()}.{secret.secret_hex}"
+
+
+def invite_key(text: str) -> str:
+    """The public key of an invite in a link, by which it is revoked; whoever signed it.
+
+    Raises:
+        BadSignature: the text is no invite.
+    """
+    try:
+        document = base64.b64decode(text.partition(".")[0], altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadSignature(f"invite: not base64: {error}") from error
+    key = open_document(document, kind=KIND, keys=None, max_bytes=MAX_BYTES).payload.get("key")
+    if not is_digest(key):
+        raise BadSignature("invite: its key is malformed")
+    return str(key)
+
+
+def use_invite(text: str, worker: str) -> dict[str, str]:
+    """What a worker sends along with its registration: the document, and a proof for its key.
+
+    Args:
+        text: of the invite.
+        worker: the worker's public key.
+
+    Raises:
+        BadSignature: the text is no invite.
+    """
+    encoded, _, secret = text.partition(".")
+    try:
+        document = base64.b64decode(encoded, altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError) as error:
+        raise BadSignature(f"invite: not base64: {error}") from error
+    if len(text) > MAX_TEXT or not is_digest(secret):
+        raise BadSignature("invite: no <document>.<secret>")
+    proof = sign_document(PROOF_KIND, {"worker": worker}, SigningKey.from_secret(secret))
+    return {"document": document, "proof": proof.decode()}
+
+
+def open_invite(
+    used: object, *, run: str, worker: str, coordinators: Collection[str], now: float
+) -> Invite:
+    """Checks what a worker sent; how often the invite was used is the caller's to know.
+
+    Args:
+        used: as `use_invite` made it.
+        run: the run's name.
+        worker: the caller's public key.
+        coordinators: keys that may invite.
+        now: seconds since the epoch.
+
+    Raises:
+        BadSignature: malformed, not signed, another run's, expired, or another worker's proof.
+    """
+    if not isinstance(used, dict) or set(used) != {"document", "proof"}:
+        raise BadSignature("invite: document and proof are needed")
+    document, proof = used["document"], used["proof"]
+    if not (isinstance(document, str) and isinstance(proof, str)):
+        raise BadSignature("invite: document and proof must be text")
+    payload = open_document(
+        document.encode(), kind=KIND, keys=coordinators, max_bytes=MAX_BYTES
+    ).payload
+    try:
+        invite = Invite(**payload)
+    except TypeError as error:
+        raise BadSignature(f"invite: {error}") from error
+    _check_fields(invite)
+    if invite.run != run:
+        raise BadSignature(f"invite: of run {invite.run[:80]!r}, not {run!r}")
+    if now > invite.expires:
+        raise BadSignature(f"invite: expired {now - invite.expires:.0f} s ago")
+    shown = open_document(
+        proof.encode(), kind=PROOF_KIND, keys=frozenset({invite.key}), max_bytes=MAX_BYTES
+    )
+    if shown.payload != {"worker": worker}:
+        raise BadSignature("invite: the proof is for another key")
+    return invite
+
+
+def _check_fields(invite: Invite) -> None:
+    if not (isinstance(invite.run, str) and is_digest(invite.key)):
+        raise BadSignature("invite: run or key is malformed")
+    if not (invite.pool is None or isinstance(invite.pool, str)):
+        raise BadSignature("invite: pool must be a name or null")
+    if type(invite.uses) is not int or not 0 < invite.uses <= MAX_USES:
+        raise BadSignature(f"invite: uses must be 1 to {MAX_USES}")
+    if not is_time(invite.expires):
+        raise BadSignature("invite: expires must be a number, of seconds since the epoch")

@@ -1,0 +1,110 @@
+"""Ed25519 keys: public keys travel as 64 hexadecimal characters, private keys lie in PEM files."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from runspec.core.errors import UserError
+from runspec.core.files import temporary_name
+from runspec.core.hashing import is_digest
+
+_SIGNATURE = re.compile(r"[0-9a-f]{128}")
+
+
+class SigningKey:
+    """A private key and the hexadecimal name of its public half."""
+
+    def __init__(self, private: Ed25519PrivateKey) -> None:
+        self._private = private
+        self.public_hex: str = private.public_key().public_bytes_raw().hex()
+
+    @classmethod
+    def generate(cls) -> SigningKey:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_secret(cls, secret_hex: str) -> SigningKey:
+        """The key of a secret, 64 hex characters."""
+        return cls(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(secret_hex)))
+
+    @property
+    def secret_hex(self) -> str:
+        """The private half, 64 hex characters."""
+        return self._private.private_bytes_raw().hex()
+
+    @classmethod
+    def load(cls, path: Path) -> SigningKey:
+        """Reads an unencrypted PKCS#8 PEM file."""
+        try:
+            private = serialization.load_pem_private_key(path.read_bytes(), password=None)
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(
+                f"cannot read a signing key: {error}",
+                place=str(path),
+                remedy="make keys with `python -m broadcast keygen DIR`",
+            ) from error
+        if not isinstance(private, Ed25519PrivateKey):
+            raise UserError(
+                "not an ed25519 key",
+                place=str(path),
+                remedy="make keys with `python -m broadcast keygen DIR`",
+            )
+        return cls(private)
+
+    def save(self, path: Path) -> None:
+        """Writes a PEM file that only its owner can read.
+
+        Raises:
+            FileExistsError: there is a file already.
+            UserError: it cannot be written; nothing is left under its name.
+        """
+        pem = self._private.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        temporary = temporary_name(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(pem)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, path)  # unlike a rename, refuses to overwrite
+        except OSError as error:
+            if isinstance(error, FileExistsError) and path.exists():
+                raise
+            raise UserError(
+                f"cannot write a signing key: {error.strerror or error}",
+                place=str(path),
+                remedy="free disk space or mend the permissions, then start again",
+            ) from error
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+
+    def sign(self, message: bytes) -> str:
+        """The signature, 128 hexadecimal characters."""
+        return self._private.sign(message).hex()
+
+
+def signature_is_valid(public_hex: str, message: bytes, signature_hex: str) -> bool:
+    """Whether the signature is this key's over this message; malformed input is simply false."""
+    if not is_digest(public_hex):  # a public key has the form of a digest: 32 bytes in hex
+        return False
+    if not isinstance(signature_hex, str) or _SIGNATURE.fullmatch(signature_hex) is None:
+        return False  # fromhex takes capitals and blanks too: one signature, one spelling
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_hex))
+        key.verify(bytes.fromhex(signature_hex), message)
+    except (InvalidSignature, ValueError, TypeError):
+        return False
+    return True

@@ -1,0 +1,132 @@
+"""FLOPs of training, from the model's shape: those of use, and all that a step computes.
+
+    useful = 6 N' T + 6 L H h sum_i n_i^2
+
+N' are the parameters that multiply activations: the matrices of the layers and the head (a tied
+embedding as the head, its gather not), without biases and norms; T = sum_i n_i the real tokens,
+prompts included, padding not. 6 is two a multiply-add for the forward pass and four for the
+backward pass. Attention: 4 H h n^2 forward a layer for scores and values, three times that with
+the backward pass, half of it under the causal mask, each sample by itself: 12 L H h n^2 / 2.
+What `remat` computes again, pi_old and the reference policy's log-probs are not useful: they take
+time and count nothing. With LoRA the matrices are frozen and get no gradients, 4 in place of 6; the
+adapters' own are 6.
+
+PaLM's count (arXiv 2204.02311, appendix B) is the same but for the masked half of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec.schema import Lora, RunSpec
+
+
+def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """[in, out] of each matrix of a layer, by the names of `parameters.parameters`."""
+    d, f = config.hidden_size, config.intermediate_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    return {
+        "q": (d, queries),
+        "k": (d, keys),
+        "v": (d, keys),
+        "o": (queries, d),
+        "gate": (d, f),
+        "up": (d, f),
+        "down": (f, d),
+    }
+
+
+def matrix_parameters(config: ModelConfig) -> int:
+    """N': what multiplies activations, the layers' matrices and the head."""
+    layer = sum(rows * columns for rows, columns in matrix_shapes(config).values())
+    return config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
+
+
+def forward_flops(config: ModelConfig, lengths: Sequence[float], lora: Lora | None = None) -> float:
+    """FLOPs of one forward pass over samples of these lengths, a third of `useful_flops` where all
+    is trained.
+
+    Args:
+        config: the model's shape.
+        lengths: n_i, tokens of each sample, prompt and output.
+        lora: adapters that are computed beside the matrices.
+    """
+    tokens, squares = sum(lengths), sum(n * n for n in lengths)
+    width = config.num_attention_heads * config.head_dim
+    multiplied = matrix_parameters(config) + adapter_parameters(config, lora)
+    return 2.0 * multiplied * tokens + 2.0 * config.num_hidden_layers * width * squares
+
+
+def useful_flops(config: ModelConfig, lengths: Sequence[float], lora: Lora | None = None) -> float:
+    """Useful FLOPs of one forward and backward pass, by the formula above.
+
+    Args:
+        config: the model's shape.
+        lengths: n_i, tokens of each sample, prompt and output.
+        lora: the adapters that are trained in place of the matrices.
+    """
+    frozen = 0 if lora is None else matrix_parameters(config)
+    return 3.0 * forward_flops(config, lengths, lora) - 2.0 * frozen * sum(lengths)
+
+
+def adapter_parameters(config: ModelConfig, lora: Lora | None) -> int:
+    """Parameters of the adapters; 0 without."""
+    if lora is None:
+        return 0
+    shapes = matrix_shapes(config)
+    return config.num_hidden_layers * lora.rank * sum(sum(shapes[name]) for name in lora.targets)
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of one rollout step of the learner, over all devices, padding left out."""
+
+    useful: float
+    """Forward and backward passes of all updates."""
+    recompute: float
+    """What `learner.remat` computes again in the backward passes: a forward pass of the layers,
+    without attention where its results are kept, without matrix products where those are."""
+    old: float
+    """The forward pass of pi_old; 0 with `old_logprobs: sampler`."""
+    reference: float
+    """The forward pass of the reference policy; 0 without KL."""
+
+    @property
+    def total(self) -> float:
+        return self.useful + self.recompute + self.old + self.reference
+
+
+def step_flops(spec: RunSpec, config: ModelConfig, mean_tokens: float) -> StepFlops:
+    """What one rollout step computes, all its samples taken to be of one length.
+
+    Attention grows with the square: for lengths that vary, the mean of squares is above the square
+    of the mean, and this is low by that.
+
+    Args:
+        spec: batch, remat, KL, adapters.
+        config: shape of the model.
+        mean_tokens: of a sample, prompt and output.
+    """
+    algorithm, lora = spec.algorithm, spec.learner.lora
+    samples, one = algorithm.prompts_per_step * algorithm.group_size, [mean_tokens]
+    plain = samples * forward_flops(config, one)
+    return StepFlops(
+        useful=samples * useful_flops(config, one, lora),
+        recompute=samples * _recomputed(spec, config, one),
+        old=plain if algorithm.old_logprobs == "recompute" else 0.0,
+        reference=plain if algorithm.kl.coef else 0.0,
+    )
+
+
+def _recomputed(spec: RunSpec, config: ModelConfig, lengths: Sequence[float]) -> float:
+    """The forward FLOPs that the backward pass repeats. The logits are always computed again."""
+    tokens, squares = sum(lengths), sum(n * n for n in lengths)
+    head = 2.0 * config.hidden_size * config.vocab_size * tokens
+    width = config.num_attention_heads * config.head_dim
+    attention = 2.0 * config.num_hidden_layers * width * squares
+    layers = forward_flops(config, lengths, spec.learner.lora) - head - attention
+    kept = {"none": layers + attention, "dots": layers + attention, "attention": attention}
+    return head + layers + attention - kept.get(spec.learner.remat, 0.0)

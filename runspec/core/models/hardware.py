@@ -1,0 +1,119 @@
+"""Accelerators by the names that specs give them: memory, peak FLOP/s, memory bandwidth."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+from runspec.core.spec.schema import Hardware
+
+_TOPOLOGY = re.compile(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: a TPU chip, a GPU, or a CPU's virtual device. None: not known."""
+
+    kind: str
+    """As `hardware.kind` says it."""
+    memory: float | None = None
+    """Bytes."""
+    peak_flops: float | None = None
+    """Dense bfloat16 FLOP/s, sums in float32."""
+    memory_bandwidth: float | None = None
+    """Bytes/s."""
+
+
+# Decimal gigabytes, as vendors state them. TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}. GPUs:
+# NVIDIA's data sheets of the product named; where a sheet gives FLOP/s for matrices with structured
+# zeros, half of it. Consumer GPUs: the architecture's white paper, sums in float32.
+_KNOWN = (
+    Device("cpu"),
+    Device("tpu-v4", 32e9, 275e12, 1228e9),
+    Device("tpu-v5e", 16e9, 197e12, 819e9),
+    Device("tpu-v5p", 95e9, 459e12, 2765e9),
+    Device("tpu-v6e", 32e9, 918e12, 1640e9),
+    Device("a100-40g", 40e9, 312e12, 1555e9),  # SXM; PCIe is the same
+    Device("a100-80g", 80e9, 312e12, 2039e9),  # SXM
+    Device("h100-80g", 80e9, 989e12, 3350e9),  # SXM
+    Device("h100-pcie", 80e9, 756e12, 2000e9),
+    Device("h100-nvl", 94e9, 835e12, 3900e9),
+    Device("h200-141g", 141e9, 989e12, 4800e9),  # SXM
+    Device("h200-nvl", 141e9, 835e12, 4800e9),
+    Device("b200-180g", 180e9, 2250e12, 8000e9),  # of DGX B200: 1440 GB, 72 PFLOP/s fp8, 64 TB/s
+    Device("l4", 24e9, 121e12, 300e9),
+    Device("l40s", 48e9, 362e12, 864e9),
+    Device("rtx-3090", 24e9, 71e12, 936e9),  # "NVIDIA Ampere GA102 GPU Architecture"
+    Device("rtx-4090", 24e9, 165e12, 1008e9),  # "NVIDIA Ada GPU Architecture"
+)
+DEVICES: dict[str, Device] = {device.kind: device for device in _KNOWN}
+"""By `hardware.kind`: what specs need no figures for."""
+
+# By JAX's `device_kind`; of GPUs the longest that it begins with.
+_JAX_TPUS = {
+    "TPU v4": "tpu-v4",
+    "TPU v5 lite": "tpu-v5e",
+    "TPU v5e": "tpu-v5e",
+    "TPU v5": "tpu-v5p",
+    "TPU v5p": "tpu-v5p",
+    "TPU v6 lite": "tpu-v6e",
+    "TPU v6e": "tpu-v6e",
+}
+_JAX_GPUS = {
+    "NVIDIA A100": "a100-80g",
+    "NVIDIA A100-SXM4-40GB": "a100-40g",
+    "NVIDIA A100-PCIE-40GB": "a100-40g",
+    "NVIDIA H100": "h100-80g",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H100 NVL": "h100-nvl",
+    "NVIDIA H200": "h200-141g",
+    "NVIDIA H200 NVL": "h200-nvl",
+    "NVIDIA B200": "b200-180g",
+    "NVIDIA L4": "l4",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA GeForce RTX 3090": "rtx-3090",
+    "NVIDIA GeForce RTX 4090": "rtx-4090",
+}
+
+
+def device_of(hardware: Hardware) -> Device:
+    """The device that a spec names; figures that the spec itself gives win over the table's."""
+    known = DEVICES.get(hardware.kind, Device(hardware.kind))
+
+    def first(said: float | None, otherwise: float | None) -> float | None:
+        return otherwise if said is None else said
+
+    return Device(
+        hardware.kind,
+        first(hardware.memory, known.memory),
+        first(hardware.peak_flops, known.peak_flops),
+        first(hardware.memory_bandwidth, known.memory_bandwidth),
+    )
+
+
+def device_count(hardware: Hardware, slices: int = 1) -> int | None:
+    """Devices of a learner (all `slices` of the topology) or of one replica.
+
+    Args:
+        hardware: of the learner or of a pool.
+        slices: `learner.mesh.slices`.
+
+    Returns:
+        What topology or count says; None where neither does, or the topology has another form than
+        4x4x4. With both, the topology's.
+    """
+    if hardware.topology is None:
+        return hardware.count
+    if not _TOPOLOGY.fullmatch(hardware.topology):
+        return None
+    return slices * prod(int(side) for side in hardware.topology.split("x"))
+
+
+def jax_device(device_kind: str) -> Device | None:
+    """The device that JAX calls so; None for one that is not in the table."""
+    kind = _JAX_TPUS.get(device_kind)
+    if kind is None:
+        named = [name for name in _JAX_GPUS if device_kind.startswith(name)]
+        kind = _JAX_GPUS[max(named, key=len)] if named else None
+    return None if kind is None else DEVICES[kind]

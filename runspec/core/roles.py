@@ -1,0 +1,78 @@
+"""roles.json: the root key names, until a date, the keys of publisher, coordinator, validators."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from runspec.core.hashing import is_digest
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, is_time, open_document, sign_document
+
+KIND = "roles"
+ROLE_NAMES = ("publisher", "coordinator", "validator")
+MAX_BYTES = 64 * 1024
+CLOCK_SKEW_S = 300.0
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Checked contents of roles.json: for each role the public keys that hold it."""
+
+    run: str
+    issued: float
+    expires: float
+    publisher: frozenset[str]
+    coordinator: frozenset[str]
+    validator: frozenset[str]
+
+
+def sign_roles(
+    run: str,
+    keys: dict[str, list[str]],
+    root: SigningKey,
+    *,
+    valid_s: float,
+    now: float | None = None,
+) -> bytes:
+    """Makes a roles.json.
+
+    Args:
+        run: the run it is for.
+        keys: for each of ROLE_NAMES the public keys (hex).
+        root: the root key.
+        valid_s: seconds until it expires.
+        now: seconds since the epoch; the clock when None.
+    """
+    if set(keys) != set(ROLE_NAMES):
+        raise ValueError(f"roles {sorted(keys)} instead of {sorted(ROLE_NAMES)}")
+    issued = time.time() if now is None else now
+    payload = {"run": run, "issued": issued, "expires": issued + valid_s, "roles": keys}
+    return sign_document(KIND, payload, root)
+
+
+def open_roles(data: bytes, *, root_public_key: str, run: str, now: float | None = None) -> Roles:
+    """Checks a roles.json against the pinned root key.
+
+    Raises:
+        BadSignature: wrong root, wrong run, expired, from the future, malformed.
+    """
+    document = open_document(data, kind=KIND, keys={root_public_key}, max_bytes=MAX_BYTES)
+    payload = document.payload
+    now = time.time() if now is None else now
+    if set(payload) != {"run", "issued", "expires", "roles"} or payload["run"] != run:
+        raise BadSignature(f"roles: not for run {run!r}")
+    issued, expires, roles = payload["issued"], payload["expires"], payload["roles"]
+    if not all(is_time(t) for t in (issued, expires)):
+        raise BadSignature("roles: issued and expires must be numbers, of seconds since the epoch")
+    if now > expires + CLOCK_SKEW_S:
+        raise BadSignature(f"roles: expired {now - expires:.0f} s ago")
+    if issued > now + CLOCK_SKEW_S:
+        raise BadSignature(f"roles: issued {issued - now:.0f} s in the future")
+    if not isinstance(roles, dict) or set(roles) != set(ROLE_NAMES):
+        raise BadSignature("roles: must name exactly publisher, coordinator and validator")
+    for name, keys in roles.items():
+        if not isinstance(keys, list) or not all(is_digest(key) for key in keys):
+            raise BadSignature(f"roles: {name} must be a list of public keys")
+    held = {name: frozenset(roles[name]) for name in ROLE_NAMES}
+    return Roles(run=run, issued=float(issued), expires=float(expires), **held)

@@ -1,0 +1,88 @@
+"""Signed JSON documents: the envelope of roles.json, leases, manifests, latest.json and the rest.
+
+An envelope is canonical JSON {"kind", "payload", "key", "algorithm", "signature"}. The signature
+covers a domain prefix, the kind and the canonical payload, so that a document of one kind can
+never pass for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.keys import SigningKey, signature_is_valid
+
+ALGORITHM = "ed25519"
+_FIELDS = {"kind", "payload", "key", "algorithm", "signature"}
+
+
+class BadSignature(ValueError):
+    """A document that is malformed, of another kind, or not signed by a key that may sign it."""
+
+
+@dataclass(frozen=True)
+class SignedDocument:
+    """A document whose signature has been checked."""
+
+    kind: str
+    payload: dict[str, Any]
+    key: str
+
+
+def sign_document(kind: str, payload: dict[str, Any], key: SigningKey) -> bytes:
+    """The signed envelope as canonical JSON bytes."""
+    return canonical_json(
+        {
+            "kind": kind,
+            "payload": payload,
+            "key": key.public_hex,
+            "algorithm": ALGORITHM,
+            "signature": key.sign(_message(kind, payload)),
+        }
+    )
+
+
+def open_document(
+    data: bytes, *, kind: str, keys: Collection[str] | None, max_bytes: int
+) -> SignedDocument:
+    """Checks an envelope from outside and returns its payload.
+
+    Args:
+        data: the envelope.
+        kind: the only kind accepted.
+        keys: public keys that may sign it; None accepts any key (the caller checks `.key` itself).
+        max_bytes: a larger envelope is refused unread.
+
+    Raises:
+        BadSignature: for every reason not to believe the document.
+    """
+    try:
+        envelope = parse_object(data, max_bytes=max_bytes)
+    except MalformedJson as error:
+        raise BadSignature(f"{kind}: not a signed document: {error}") from error
+    if set(envelope) != _FIELDS:
+        raise BadSignature(f"{kind}: fields {sorted(envelope)} instead of {sorted(_FIELDS)}")
+    if envelope["kind"] != kind:
+        raise BadSignature(f"{kind} expected, got kind {str(envelope['kind'])[:80]!r}")
+    if envelope["algorithm"] != ALGORITHM:
+        raise BadSignature(f"{kind}: unknown algorithm {str(envelope['algorithm'])[:80]!r}")
+    payload, key, signature = envelope["payload"], envelope["key"], envelope["signature"]
+    if not (isinstance(payload, dict) and isinstance(key, str) and isinstance(signature, str)):
+        raise BadSignature(f"{kind}: payload, key or signature has the wrong type")
+    if keys is not None and key not in keys:
+        raise BadSignature(f"{kind}: signed by {key[:16]}, which may not sign it")
+    if not signature_is_valid(key, _message(kind, payload), signature):
+        raise BadSignature(f"{kind}: the signature does not match")
+    return SignedDocument(kind, payload, key)
+
+
+def is_time(value: object) -> bool:
+    """Whether a payload's value can be a time, in seconds since the epoch: JSON's integers have
+    thousands of digits, with which no float can be reckoned."""
+    return isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**53
+
+
+def _message(kind: str, payload: dict[str, Any]) -> bytes:
+    return b"runspec/v1\x00" + kind.encode() + b"\x00" + canonical_json(payload)

@@ -1,0 +1,73 @@
+"""The table of all fields in docs/spec.md.
+
+`python -m runspec.core.spec.field_table docs/spec.md` writes it anew between its marks; a test
+compares.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from runspec.core.files import write_atomic
+from runspec.core.spec.field_docs import block_doc, field_doc
+from runspec.core.spec.field_types import default_value, is_leaf, type_words
+from runspec.core.spec.schema import Block
+from runspec.core.spec.schema_fields import SchemaField, schema_fields
+from runspec.core.spec.yaml_text import yaml_scalar
+
+BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->\n"
+
+
+def field_table() -> str:
+    """Markdown: a heading and a table for each block; a block at several places is shown once."""
+    homes: dict[type[Block], dict[str, None]] = {}
+    for path, field in schema_fields().items():
+        homes.setdefault(field.block, {})[path.rpartition(".")[0]] = None
+    return "\n".join(_block(block, list(paths)) for block, paths in homes.items())
+
+
+def with_table(page: str) -> str:
+    """A page with the table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{field_table()}{END}{after}"
+
+
+def _block(block: type[Block], homes: list[str]) -> str:
+    first = homes[0]
+    title = ", ".join(f"`{home}`" for home in homes) if first else "The spec"
+    fields = [f for path, f in schema_fields().items() if path.rpartition(".")[0] == first]
+    rows = [_row(field) for field in fields]
+    head = "| key | what it is | type | default | change |\n|---|---|---|---|---|\n"
+    return f"### {title}\n{block_doc(block).splitlines()[0]}\n\n{head}{''.join(rows)}"
+
+
+def _row(field: SchemaField) -> str:
+    key = field.path.rpartition(".")[2]
+    unit = f" ({field.unit})" if field.unit and "written with" not in field.unit else ""
+    change = field.change + (", site" if field.site else "")
+    cells = (
+        f"`{key}`",
+        field_doc(field.block, field.attribute),
+        f"{type_words(field)}{unit}",
+        _default(field),
+        change,
+    )
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
+def _default(field: SchemaField) -> str:
+    if field.required:
+        return "required"
+    if not is_leaf(field):
+        return "`null`" if field.default is None else ""
+    value = default_value(field)
+    if isinstance(value, list):
+        return f"`[{', '.join(yaml_scalar(item) for item in value)}]`"
+    return "`{}`" if isinstance(value, dict) else f"`{yaml_scalar(value)}`"
+
+
+if __name__ == "__main__":
+    for page in map(Path, sys.argv[1:]):
+        write_atomic(page, with_table(page.read_text(encoding="utf-8")).encode())

@@ -1,0 +1,163 @@
+"""The JSON Schema of spec files, for editors and for other people's tools.
+
+It describes one layer, not the merged whole: every key may be left out (another layer may say it)
+or null (which deletes), a named list may be a map by name, and `${VAR}` may stand for any scalar.
+What only the merged whole can show, `runspec lint` says.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from runspec.core.spec.field_docs import block_doc, field_doc
+from runspec.core.spec.field_types import default_value, value_schema
+from runspec.core.spec.fields import CHANGE_CLASSES
+from runspec.core.spec.placement_file import KIND
+from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.schema_fields import SchemaField, schema_fields
+from runspec.core.spec.schema_keys import block_in, named_item
+
+Draft = Literal["07", "2020-12"]
+DRAFTS: dict[Draft, str] = {
+    "07": "http://json-schema.org/draft-07/schema#",
+    "2020-12": "https://json-schema.org/draft/2020-12/schema",
+}
+"""Where each draft's own schema lives, by its name."""
+
+_VARIABLE = {"$ref": "#/$defs/variable"}
+_DEFS = {
+    "variable": {
+        "description": "Filled in from the environment: ${NAME}, or ${NAME:?message}.",
+        "type": "string",
+        "pattern": r"\$\{[A-Za-z_][A-Za-z0-9_]*(:\?[^}]*)?\}",
+    }
+}
+_EXTENDS = {
+    "description": "Files that this one goes over, lowest first, relative to it.",
+    "type": "array",
+    "items": {"type": "string"},
+}
+
+
+def json_schema(draft: Draft) -> dict[str, Any]:
+    """The schema of a spec, of a profile and of a placement file, in one.
+
+    Args:
+        draft: `07`, which editors read, or `2020-12`.
+    """
+    fields = schema_fields()
+    properties: dict[str, Any] = {"extends": _EXTENDS}
+    properties |= {path: _property(field) for path, field in fields.items() if "." not in path}
+    properties["kind"] |= {"anyOf": [{"enum": ["Run", KIND]}, {"type": "null"}]}
+    schema = {
+        "$schema": DRAFTS[draft],
+        "title": "runspec/v1",
+        "description": f"{block_doc(RunSpec).splitlines()[0]} A spec, a profile or a placement.",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        "if": {"properties": {"kind": {"const": KIND}}, "required": ["kind"]},
+        "then": _only_site("", header=True),
+        "$defs": _DEFS,
+    }
+    return _as_draft_07(schema) if draft == "07" else schema
+
+
+def _property(field: SchemaField) -> dict[str, Any]:
+    """One key, with all that is known of it."""
+    said: dict[str, Any] = {"description": _description(field)}
+    if field.unit:
+        said["x-unit"] = field.unit
+    said |= {"x-change": field.change, "x-site": field.site}
+    if block_in(field.annotation) is not None:
+        return said | _map(f"{field.path}.")
+    if named_item(field.annotation) is not None:
+        return said | _named_list(f"{field.path}.<name>.")
+    if field.default is not None:
+        said["default"] = default_value(field)
+    branches = [*_branches(value_schema(field.path)), *_variable(field), {"type": "null"}]
+    return said | {"anyOf": branches}
+
+
+def _description(field: SchemaField) -> str:
+    parts = [field_doc(field.block, field.attribute)]
+    if field.unit:
+        parts.append(f"Unit: {field.unit}.")
+    parts.append(f"A change is {field.change}: {CHANGE_CLASSES[field.change]}.")
+    return " ".join(parts)
+
+
+def _branches(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    branches: list[dict[str, Any]] = schema.get("anyOf", [schema])
+    return [branch for branch in branches if branch.get("type") != "null"]
+
+
+def _variable(field: SchemaField) -> list[dict[str, Any]]:
+    """The place for `${VAR}`; text without a pattern has it already, collections hold none."""
+    branches = _branches(value_schema(field.path))
+    if any(branch.get("type") in ("array", "object") for branch in branches):
+        return []
+    free = any(branch.keys() == {"type"} and branch["type"] == "string" for branch in branches)
+    return [] if free else [_VARIABLE]
+
+
+def _children(prefix: str) -> dict[str, SchemaField]:
+    """The fields right below a path, by key."""
+    return {
+        path[len(prefix) :]: field
+        for path, field in schema_fields().items()
+        if path.startswith(prefix) and "." not in path[len(prefix) :]
+    }
+
+
+def _map(prefix: str) -> dict[str, Any]:
+    # Not `anyOf` a map and null: an editor would only say that none of them fits.
+    return {
+        "type": ["object", "null"],
+        "additionalProperties": False,
+        "properties": {key: _property(field) for key, field in _children(prefix).items()},
+    }
+
+
+def _named_list(prefix: str) -> dict[str, Any]:
+    """A list of maps with names, or a map by name: `items` is for the one, the rest the other."""
+    item = _map(prefix)
+    return {
+        "type": ["array", "object", "null"],
+        "items": item | {"type": "object", "required": ["name"]},
+        "propertyNames": value_schema(f"{prefix}name"),
+        "additionalProperties": item,
+    }
+
+
+def _only_site(prefix: str, *, header: bool = False) -> dict[str, Any]:
+    """What a placement file may not say, as properties that nothing satisfies."""
+    properties: dict[str, Any] = {}
+    for key, field in _children(prefix).items():
+        if field.site or (header and key in ("version", "kind", "name")) or key == "name":
+            continue
+        if block_in(field.annotation) is not None:
+            properties[key] = _only_site(f"{field.path}.")
+        elif named_item(field.annotation) is not None:
+            item = _only_site(f"{field.path}.<name>.")
+            properties[key] = {"items": item, "additionalProperties": item}
+        else:
+            properties[key] = False
+    return {"properties": properties}
+
+
+def _as_draft_07(value: Any) -> Any:
+    """The same schema in draft-07's words: `definitions`, and a tuple's items as a list."""
+    if isinstance(value, list):
+        return [_as_draft_07(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "prefixItems" in value:
+        value = {**value, "items": value["prefixItems"], "additionalItems": False}
+        del value["prefixItems"]
+    changed = {key: _as_draft_07(item) for key, item in value.items()}
+    if "$defs" in changed:
+        changed["definitions"] = changed.pop("$defs")
+    if "$ref" in changed:
+        changed["$ref"] = changed["$ref"].replace("/$defs/", "/definitions/")
+    return changed

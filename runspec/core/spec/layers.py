@@ -1,0 +1,205 @@
+"""The layers of a spec, read from files and from the command line, lowest first."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.spec.comments import Comment
+from runspec.core.spec.findings import SET_FILE, Finding, Place, finding_at
+from runspec.core.spec.placement_file import site_layers
+from runspec.core.spec.yaml_nodes import (
+    MAX_CHARACTERS,
+    Document,
+    Entry,
+    ListNode,
+    MapNode,
+    Node,
+    ScalarNode,
+    broken,
+    parse_yaml,
+)
+
+MAX_FILES = 32
+_SUFFIXES = (".yaml", ".yml")
+_OVERRIDE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+
+
+class ParsedFiles:
+    """Files as they were read and parsed, each once, however many specs extend it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[str, Document]] = {}
+
+    def read(self, path: Path) -> tuple[str, Document]:
+        """A file's text and what it holds.
+
+        Raises:
+            UserError: no file, too large, or not UTF-8.
+        """
+        if path not in self._known:
+            text = read_text(path)
+            self._known[path] = text, parse_yaml(text, str(path))
+        return self._known[path]
+
+
+class LayerReader:
+    """Reads files and collects what is wrong with them."""
+
+    def __init__(self, findings: list[Finding], parsed: ParsedFiles) -> None:
+        self._findings = findings
+        self._parsed = parsed
+        self.texts: dict[str, str] = {}
+        """Every file read, by the name that findings give it."""
+        self.comments: dict[str, tuple[Comment, ...]] = {}
+        """Their `# runspec:` comments."""
+        self._read = 0
+
+    def spec(self, path: Path) -> list[MapNode]:
+        """The spec's own layer, after those that it extends."""
+        return self._file(path, (), self._parsed.read(path))
+
+    def profile(self, path: Path, name: str) -> list[MapNode]:
+        """The layers of `profiles/NAME.yaml` beside the spec."""
+        folder = path.parent / "profiles"
+        there = sorted(p.stem for p in folder.glob("*.yaml"))
+        if name not in there:
+            raise UserError(
+                f"no profile {name!r}; there are: {', '.join(there) or 'none'}",
+                place=str(folder),
+                remedy="choose one of them, or leave --profile out",
+            )
+        file = profile_path(path, name)
+        return self._file(file, (), self._parsed.read(file))
+
+    def placement(self, path: Path, recipe: MapNode) -> list[MapNode]:
+        """The layers of a file of kind Placement, less what is not a site's to say.
+
+        Args:
+            path: the file.
+            recipe: the layers that it goes over, merged.
+        """
+        return site_layers(self._file(path, (), self._parsed.read(path)), recipe, self._findings)
+
+    def override(self, text: str, number: int) -> list[MapNode]:
+        """The layer of the `number`-th `--set path=value`, the value a YAML scalar or flow."""
+        path, equals, value_text = text.partition("=")
+        if not equals or not _OVERRIDE.fullmatch(path) or "\n" in text or "\r" in text:
+            raise UserError(
+                f"{text[:200]!r} is no path=value",
+                place=SET_FILE,
+                remedy="write --set algorithm.group_size=8, or --set samplers.NAME.dtype=float32",
+            )
+        # Empty lines and blanks in place of the path, so that lines and columns count.
+        before = "\n" * (number - 1)
+        value = before + " " * (len(path) + 1) + value_text
+        document = parse_yaml(value, SET_FILE, shown=before + text)
+        self._findings += [replace(finding, path=path) for finding in document.findings]
+        if document.findings:
+            return []
+        place = Place(SET_FILE, number, 1, text)
+        node = document.root or ScalarNode(None, replace(place, column=len(path) + 2), plain=True)
+        for key in reversed(path.split(".")):
+            node = MapNode({key: Entry(place, node)}, place)
+        assert isinstance(node, MapNode)
+        return [node]
+
+    def _file(
+        self, path: Path, stack: tuple[Path, ...], read: tuple[str, Document]
+    ) -> list[MapNode]:
+        self._read += 1
+        text, document = read
+        if str(path) not in self.texts:
+            self._findings += document.findings
+        self.texts[str(path)], self.comments[str(path)] = text, document.comments
+        root = document.root
+        if root is None and not document.findings:
+            self._findings.append(broken(Place(str(path), 1, 1), "an empty file"))
+        if root is None:
+            return []
+        if not isinstance(root, MapNode):
+            self._findings.append(broken(root.place, "a spec is a map from keys to values"))
+            return []
+        entries = dict(root.entries)
+        extends = entries.pop("extends", None)
+        layers: list[MapNode] = []
+        if extends is not None:
+            stack = (*stack, _real(path))
+            for item in self._extended(extends.value):
+                layers += self._extend(path, item, stack)
+        return [*layers, MapNode(entries, root.place)]
+
+    def _extended(self, node: Node) -> list[ScalarNode]:
+        if not isinstance(node, ListNode):
+            self._report(node.place, "a list of files was expected")
+            return []
+        names = []
+        for item in node.items:
+            if isinstance(item, ScalarNode) and isinstance(item.value, str):
+                names.append(item)
+            else:
+                self._report(item.place, "a file name was expected")
+        return names
+
+    def _extend(self, path: Path, item: ScalarNode, stack: tuple[Path, ...]) -> list[MapNode]:
+        file = Path(os.path.normpath(path.parent / str(item.value)))
+        if _real(file) in stack:
+            chain = " -> ".join(p.name for p in (*stack, file))
+            self._report(item.place, f"a cycle: {chain}")
+            return []
+        if _real(file).suffix not in _SUFFIXES:
+            # What is wrong with a file is shown with its lines: it must be meant as a layer.
+            self._report(item.place, f"{str(item.value)[:80]!r} is no .yaml file")
+            return []
+        if self._read >= MAX_FILES:
+            self._report(item.place, f"more than {MAX_FILES} files in all")
+            return []
+        try:
+            read = self._parsed.read(file)
+        except UserError as error:
+            self._report(item.place, error.thing)
+            return []
+        return self._file(file, stack, read)
+
+    def _report(self, place: Place, message: str) -> None:
+        finding = finding_at(place, "extends", message, path="extends", blocking=True)
+        self._findings.append(finding)
+
+
+def profile_path(path: Path, name: str) -> Path:
+    """The file of a spec's profile."""
+    return path.parent / "profiles" / f"{name}.yaml"
+
+
+def _real(path: Path) -> Path:
+    """The file behind links; `Path.resolve` raises where they lead round in a circle."""
+    return Path(os.path.realpath(path))
+
+
+def read_text(path: Path) -> str:
+    """A file's text, without its byte order mark.
+
+    Raises:
+        UserError: no file, too large, or not UTF-8.
+    """
+    remedy = "name a YAML file that can be read"
+    try:
+        if not path.is_file():  # a pipe would keep us waiting
+            there = path.exists()
+            what = f"{str(path)!r} is no regular file" if there else f"no file {str(path)!r}"
+            raise UserError(what, place=str(path), remedy=remedy)
+        return read_bounded(path, MAX_CHARACTERS).decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(
+            f"cannot read {str(path)!r}: {error.strerror}", place=str(path), remedy=remedy
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{str(path)!r} is not UTF-8: {error.reason} at byte {error.start}",
+            place=str(path),
+            remedy=remedy,
+        ) from error

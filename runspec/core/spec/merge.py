@@ -1,0 +1,155 @@
+"""One layer over another: maps merge, lists of named objects merge by name, null deletes.
+
+The schema says which lists are named, so a list merges by what it is, not by how it looks; and
+which keys can be null: there null is a value like any other (`clip.delta: null` is no bound).
+Values keep the place of the layer that wrote them. Unknown keys are found here, layer by layer:
+a misspelt key is an error even where a later layer, or a null, hides it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runspec.core.spec.findings import Finding, Place, finding_at, replacing
+from runspec.core.spec.schema import Block, RunSpec
+from runspec.core.spec.schema_keys import (
+    block_in,
+    close_match,
+    is_nullable,
+    keys_of,
+    named_item,
+    suggest_key,
+)
+from runspec.core.spec.yaml_nodes import Entry, ListNode, MapNode, Node, ScalarNode, object_name
+
+EMPTY = MapNode({}, Place("", 1, 1))
+
+
+def merge_layers(layers: list[MapNode], findings: list[Finding]) -> MapNode:
+    """All layers, the first lowest, as one tree that has known keys, and nulls where they fit."""
+    merger = _Merger(findings)
+    merged = EMPTY
+    for layer in layers:
+        merged = merger.maps(merged, layer, RunSpec, "")
+    return merged
+
+
+class _Merger:
+    def __init__(self, findings: list[Finding]) -> None:
+        self._findings = findings
+
+    def value(self, base: Node | None, overlay: Node, annotation: Any, path: str) -> Node | None:
+        """`overlay` over `base`; None where it deletes."""
+        if isinstance(overlay, ScalarNode) and overlay.value is None:
+            return overlay if is_nullable(annotation) else None
+        if item := named_item(annotation):
+            return self._named_list(base, overlay, item, path)
+        if isinstance(overlay, MapNode):
+            below = base if isinstance(base, MapNode) else EMPTY
+            return self.maps(below, overlay, block_in(annotation), path)
+        return overlay
+
+    def maps(
+        self, base: MapNode, overlay: MapNode, block: type[Block] | None, path: str
+    ) -> MapNode:
+        """Merges two maps; `block` is None for maps whose keys are free."""
+        entries, deleted = dict(base.entries), dict(base.deleted)
+        known = keys_of(block) if block else {}
+        for key, entry in overlay.entries.items():
+            inner = _join(path, key)
+            if block and key not in known:
+                self._unknown(key, entry.key_place, overlay, block, inner)
+                continue
+            below = entries[key].value if key in entries else None
+            merged = self.value(below, entry.value, known.get(key), inner)
+            if merged is None:
+                entries.pop(key, None)
+                deleted[key] = entry.value.place
+            else:
+                entries[key] = Entry(entry.key_place, merged)
+        return MapNode(entries, overlay.place, deleted=deleted)
+
+    def _unknown(
+        self, key: str, place: Place, overlay: MapNode, block: type[Block], path: str
+    ) -> None:
+        match, fix = close_match(key, keys_of(block)), None
+        if match is not None and match not in overlay.entries:
+            quote = place.written[:1] if place.written[:1] in ("'", '"') else ""
+            fix = replacing(place, f"{quote}{match}{quote}")
+        hint = suggest_key(key, block)
+        self._findings.append(
+            finding_at(place, "unknown-key", "unknown key", path=path, suggestion=hint, fix=fix)
+        )
+
+    def _named_list(
+        self, base: Node | None, overlay: Node, block: type[Block], path: str
+    ) -> Node | None:
+        if isinstance(overlay, MapNode):
+            named = self._items_of_map(overlay, path)
+        elif isinstance(overlay, ListNode) and overlay.items:
+            named = self._items_of_list(overlay, path)
+        else:
+            return overlay  # the empty list, or something that validation will refuse
+        below = base.items if isinstance(base, ListNode) else ()
+        items: dict[str | Place, Node] = {object_name(old) or old.place: old for old in below}
+        for name, place, item in named:
+            key = name or place
+            if item is None:
+                self._delete(items, name, place, path)
+            elif isinstance(item, MapNode):
+                old = items.get(key)
+                inner = _join(path, name or "?")
+                items[key] = self.maps(
+                    old if isinstance(old, MapNode) else EMPTY, item, block, inner
+                )
+            else:
+                items[key] = item  # not an object: validation says so
+        return ListNode(tuple(items.values()), overlay.place)
+
+    def _delete(self, items: dict[str | Place, Node], name: str, place: Place, path: str) -> None:
+        if items.pop(name, None) is None:
+            match = close_match(name, [object_name(item) for item in items.values()])
+            hint = f"did you mean {match}?" if match else ""
+            self._report(place, "unknown-name", path, f"no {name!r} to delete", hint)
+
+    def _items_of_list(self, overlay: ListNode, path: str) -> list[tuple[str, Place, Node | None]]:
+        result: list[tuple[str, Place, Node | None]] = []
+        seen: dict[str, Place] = {}
+        for item in overlay.items:
+            name = object_name(item)
+            if name and name in seen:
+                message = f"the name {name!r} twice, first in line {seen[name].line}"
+                self._report(item.place, "duplicate-name", path, message)
+                continue
+            seen[name] = item.place
+            result.append((name, item.place, item))
+        return result
+
+    def _items_of_map(self, overlay: MapNode, path: str) -> list[tuple[str, Place, Node | None]]:
+        result: list[tuple[str, Place, Node | None]] = []
+        for name, entry in overlay.entries.items():
+            item = entry.value
+            if isinstance(item, MapNode):
+                if object_name(item) not in ("", name):
+                    message = f"is called {object_name(item)!r} inside"
+                    self._report(item.place, "bad-value", _join(path, name), message)
+                key = Entry(entry.key_place, ScalarNode(name, entry.key_place, plain=False))
+                result.append(
+                    (name, entry.key_place, MapNode({**item.entries, "name": key}, item.place))
+                )
+            elif isinstance(item, ScalarNode) and item.value is None:
+                result.append((name, entry.key_place, None))
+            else:
+                self._report(
+                    item.place, "wrong-type", _join(path, name), "a map or null was expected"
+                )
+        return result
+
+    def _report(
+        self, place: Place, code: str, path: str, message: str, suggestion: str = ""
+    ) -> None:
+        self._findings.append(finding_at(place, code, message, path=path, suggestion=suggestion))
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

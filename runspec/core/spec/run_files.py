@@ -1,0 +1,43 @@
+"""Where policy versions and full states lie in a run directory: for roles and commands alike."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from runspec.core.spec.schema import RunSpec
+
+
+def initial_model(run_dir: Path) -> Path:
+    """The starting model, a Hugging Face directory."""
+    return run_dir / "initial"
+
+
+def params_folder(run_dir: Path) -> Path:
+    """Holds v<N>/: Orbax parameters of version N, until they are published."""
+    return run_dir / "checkpoints" / "params"
+
+
+def state_folder(run_dir: Path, spec: RunSpec) -> Path:
+    """Holds step_<N>/: the full training state after N steps."""
+    if spec.checkpoints.dir is None:
+        return run_dir / "checkpoints" / "state"
+    return Path(spec.checkpoints.dir) / spec.name / "state"
+
+
+def weights_folder(run_dir: Path) -> Path:
+    """Holds v<N>/: the safetensors directory of version N."""
+    return run_dir / "weights"
+
+
+def versions_in(folder: Path) -> list[int]:
+    """The N of its directories v<N>, in order; empty where there is no such folder."""
+    return numbered(folder, "v")
+
+
+def numbered(folder: Path, prefix: str) -> list[int]:
+    """The N of the entries <prefix><N> of a folder, in order."""
+    if not folder.is_dir():
+        return []
+    matches = (re.fullmatch(rf"{prefix}(\d+)", entry.name) for entry in folder.iterdir())
+    return sorted(int(match[1]) for match in matches if match)

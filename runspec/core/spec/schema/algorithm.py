@@ -1,0 +1,137 @@
+"""What is optimised, and how: GRPO and AdamW. Symbols are DESIGN's, "The mathematics"."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from runspec.core.spec.fields import RESTART, SITE, Unit
+from runspec.core.spec.schema.block import Block
+from runspec.core.spec.values import (
+    Count,
+    CountOrZero,
+    Duration,
+    NonNegative,
+    Positive,
+    Rollouts,
+    Share,
+)
+
+
+class Clip(Block):
+    """Bounds of the two-sided surrogate."""
+
+    eps_low: Positive = 0.2
+    """The ratio counts down to 1 - eps_low."""
+    eps_high: Positive = 0.2
+    """The ratio counts up to 1 + eps_high."""
+    delta: Positive | None = 4.0
+    """Upper bound of the ratio where the advantage is negative; null is off."""
+
+
+class Kl(Block):
+    """Penalty on leaving the reference policy."""
+
+    coef: NonNegative = 0.001
+    """beta, its weight in the loss; 0 is off."""
+    estimator: Literal["k3"] = "k3"
+    """exp(d) - d - 1 with d = log pi_ref - log pi_theta."""
+    reference: Literal["initial", "none"] | None = None
+    """The reference policy: `initial` is version 0. Null: initial where coef is above 0."""
+
+
+class Advantage(Block):
+    """How rewards of a group become advantages."""
+
+    normalize: Literal["std", "task", "none"] = "std"
+    """`std` divides by the group's standard deviation, `task` does so for the task part alone."""
+
+
+class Importance(Block):
+    """Correction from the sampler's policy to pi_old."""
+
+    cap: Positive | None = None
+    """Truncated importance weight min(pi_old / mu, cap); null is off."""
+
+
+class Filters(Block):
+    """Which groups are not trained on."""
+
+    zero_variance: bool = True
+    """Groups whose re-graded task rewards are all equal."""
+
+
+class Fill(Block):
+    """When a step is full, and what happens when it does not fill."""
+
+    CHANGE = "restart"
+
+    max_groups: Annotated[float, Field(ge=1.0), Unit("times the groups needed")] = 4.0
+    """Leases at most this many times the groups needed."""
+    min_share: Share = 0.5
+    """A step that cannot fill closes with at least this share of its groups; else it stalls."""
+    deadline: Duration = 5400.0
+    """Time from opening a step to giving up on filling it."""
+
+
+class Algorithm(Block):
+    """The policy-gradient step."""
+
+    kind: Literal["grpo"] = "grpo"
+    """Group-relative policy optimisation; GSPO, CISPO, DAPO and Dr. GRPO are settings of it."""
+    prompts_per_step: Annotated[Count, Unit("groups")] = 256
+    """Problems a rollout step."""
+    group_size: Rollouts = 16
+    """Samples of each problem, compared with one another."""
+    updates_per_step: Annotated[Count, Unit("optimizer updates")] = 8
+    """A step's rollouts are cut into so many batches."""
+    async_level: Annotated[CountOrZero, Unit("steps")] = 2
+    """Largest lag: training step minus the policy version that sampled."""
+    ratio: Literal["token", "sequence"] = "token"
+    """`sequence`: every token takes the geometric mean of its sequence's ratios (GSPO)."""
+    surrogate: Literal["clip", "cispo"] = "clip"
+    """`cispo`: the clipped ratio is a weight without gradient on A log pi_theta (CISPO)."""
+    clip: Clip = Clip()
+    """Bounds of the ratio."""
+    kl: Kl = Kl()
+    """Penalty on leaving the reference policy."""
+    entropy_coef: NonNegative = 1e-4
+    """c_H, the weight of the entropy in the loss."""
+    advantage: Advantage = Advantage()
+    """How rewards of a group become advantages."""
+    loss_normalizer: Literal["sequence", "token", "constant"] = "sequence"
+    """N: the mean per sequence (the paper), the batch's completion tokens, or a constant."""
+    old_logprobs: Literal["recompute", "sampler"] = "recompute"
+    """pi_old: recomputed under the version being trained (the paper), or as sampled."""
+    importance: Importance = Importance()
+    """Correction from the sampler's policy to pi_old."""
+    filters: Filters = Filters()
+    """Which groups are not trained on."""
+    fill: Fill = Fill()
+    """When a step is full."""
+
+
+class Optimizer(Block):
+    """AdamW."""
+
+    kind: Literal["adamw"] = "adamw"
+    """The update rule."""
+    lr: Positive
+    """Learning rate after the warm-up."""
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
+    """Decays of the means of the gradient and of its square."""
+    eps: Positive = 1e-8
+    """Added to the root of the second mean."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled decay a unit of learning rate."""
+    clip_norm: Positive = 1.0
+    """Largest global gradient norm."""
+    warmup_updates: Annotated[CountOrZero, Unit("optimizer updates")] = 0
+    """The learning rate grows linearly over these."""
+    schedule: Literal["constant"] = "constant"
+    """The learning rate after the warm-up."""
+    max_skipped: Annotated[CountOrZero, Unit("optimizer updates"), RESTART] = 3
+    """Updates in a row whose loss or gradient is not finite that are skipped; one more stops."""
+    offload: Annotated[bool, RESTART, SITE] = False
+    """Keeps the moments in the host's memory between updates."""

@@ -1,0 +1,129 @@
+"""Where a run lives and what it may use: identity, files, placement, secrets, budget, figures."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from runspec.core.spec.fields import HOT, NEWRUN, Unit
+from runspec.core.spec.schema.block import Block
+from runspec.core.spec.values import (
+    Count,
+    CountOrZero,
+    Positive,
+    PublicKey,
+    Reached,
+    Share,
+    Steps,
+    VariableName,
+)
+
+
+class Identity(Block):
+    """Whose signatures count."""
+
+    root_public_key: PublicKey | None = None
+    """Pinned by everyone; the run's earlier files hold only under the root that they began with.
+    Null: the local backend makes a throw-away root."""
+
+
+class Checkpoints(Block):
+    """Full states of the learner, to go on from."""
+
+    CHANGE = "restart"
+
+    dir: Annotated[str | None, NEWRUN] = None
+    """Where full states lie; the run directory when null. A run would not find those it has made
+    elsewhere, and start from version 0."""
+    every: Steps = 10
+    """Rollout steps between full states."""
+    keep: Annotated[Count, Unit("states")] = 3
+    """Newest states that are kept."""
+
+
+class Storage(Block):
+    """Where runs lie."""
+
+    CHANGE = "restart"
+
+    dir: str | None = None
+    """Folder of run directories where --runs-dir names none; `runs` when null. A run that is there
+    moves only by hand."""
+    shared: bool = False
+    """Says that every host sees the same files under `dir`, as on a network file system."""
+
+
+class Placement(Block):
+    """What is started where."""
+
+    CHANGE = "restart"
+
+    backend: Literal["local"] = "local"
+    """Who starts and watches the roles: `local` does on this machine."""
+    host: str = "127.0.0.1"
+    """Address that the local backend's servers bind to."""
+    base_port: Annotated[int, Field(ge=1024, le=65000), Unit("port")] | None = None
+    """First of the consecutive ports used; free ones are chosen when null."""
+    restarts: Annotated[CountOrZero, Unit("deaths in a row"), HOT] = 5
+    """Restarts in a row, without progress between them, after which a dying role stops the run."""
+    devices: dict[str, list[CountOrZero]] = {}
+    """Numbers of the accelerators that a role sees, by the role's name in `status`; a role that is
+    not named sees all."""
+    roles: list[str] | None = None
+    """What is started here: `validators`, pools, and relays as relay-<name>, beside the learner,
+    publisher, origin and coordinator, which always are. Null: everything. Others are started by
+    whoever has the machines."""
+
+
+class SecretSource(Block):
+    """Where a secret's value is when roles start; it is never in a spec."""
+
+    CHANGE = "restart"
+
+    env: VariableName
+    """Environment variable of whoever applies the spec."""
+
+
+class Secret(Block):
+    """Something that roles need and nobody may read."""
+
+    CHANGE = "restart"
+
+    name: VariableName
+    """Environment variable of every role."""
+    source: Annotated[SecretSource, Field(alias="from")]
+    """Where the value is."""
+
+
+class Budget(Block):
+    """What the run may use; it stops, resumable, when one of them is spent."""
+
+    CHANGE = "hot"
+
+    max_hours: Annotated[Positive, Unit("hours up, over all sessions")] | None = None
+    """Time."""
+    max_cost: Annotated[Positive, Unit("the currency of price_per_hour")] | None = None
+    """Hours up, times the prices of all hardware that names one."""
+
+
+class Estimate(Block):
+    """Measured figures that `runspec plan` uses in place of its own assumptions."""
+
+    CHANGE = "hot"
+
+    learner_mfu: Reached | None = None
+    """Share of the peak FLOP/s that the learner's useful FLOPs reach."""
+    sampler_mfu: Reached | None = None
+    """The same of prefill in samplers and validators."""
+    sampler_bandwidth: Reached | None = None
+    """Share of the memory bandwidth that decoding reaches."""
+    mean_prompt_tokens: Annotated[Positive | None, Unit("tokens")] = None
+    """Mean length of a prompt; null: a quarter of data.max_prompt_tokens."""
+    mean_new_tokens: Annotated[Positive | None, Unit("tokens")] = None
+    """Mean length of an output; null: of the targets, or half of max_new_tokens."""
+    filtered_share: Share | None = None
+    """Share of the groups that the filters drop."""
+    changed_share: Share | None = None
+    """Share of the published elements whose bits a version changes; null: 0.01 in bfloat16, more
+    where the learning rate is high, and 1 in float32."""

@@ -1,0 +1,292 @@
+"""Which local files a source of problems reads, and what digest their contents have.
+
+Nothing here reads rows: the linter, the coordinator that hands the files to volunteers, and the
+sources themselves ask the same functions, and so mean the same files in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from functools import lru_cache
+from glob import has_magic
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from runspec.core.errors import UserError
+from runspec.core.files import expand_user, read_bounded
+from runspec.core.hashing import digest_file, hash_parts
+from runspec.core.spec.plugins import SOURCE_GROUP
+from runspec.core.spec.schema import RunSpec, Source
+
+MAX_FILES = 65_536
+"""Files that one source may read."""
+SUFFIXES = {"jsonl": ".jsonl", "gsm8k": ".jsonl", "parquet": ".parquet"}
+"""Of what a kind reads in a folder. Where no file there has it, all are read."""
+ROW_KINDS = frozenset({*SUFFIXES, "hf_dataset"})
+"""Kinds of ours that read rows from files."""
+_MAX_STATE_BYTES = 16 * 1024 * 1024
+_HUB = "hf://datasets/"
+
+
+def source_files(source: Source, data_dir: Path | None = None) -> dict[str, Path]:
+    """The files that a source reads: relative POSIX name -> resolved path, in reading order.
+
+    Args:
+        source: of a spec whose relative paths were made whole (or are relative to this process).
+        data_dir: where the files of all sources were put, as <source>/<relative name>; the
+            source's `uri` is then not looked at.
+
+    Returns:
+        Regular files under names that hold no `..`; empty for a source without `uri`.
+
+    Raises:
+        UserError: nothing is there, it is no plain file, or the uri is of another machine.
+    """
+    if source.uri is None:
+        return {}
+    local = redirected(source, data_dir)
+    if local.kind == "hf_dataset":
+        return _dataset_files(local)
+    assert local.uri is not None
+    place = _place(local)
+    root, names = _named(local.uri, place)
+    of_kind = [name for name in names if name.endswith(SUFFIXES.get(local.kind, ""))] or names
+    if root != Path(local.uri) and len(of_kind) < len(names):
+        other = next(name for name in names if name not in of_kind)
+        raise UserError(
+            f"{local.uri} matches {of_kind[0]} and {other}: of a folder with both, such as a "
+            "volunteer's copy, only the first is read",
+            place=place,
+            remedy="narrow the pattern",
+        )
+    names = of_kind
+    return {name: _regular(root / name, place) for name in sorted(names)}
+
+
+def whole_uri(uri: str, folder: Path) -> str:
+    """A local uri by its whole path; any other as it is.
+
+    Args:
+        uri: of a source. A relative one starts where the command runs if it is there, else at:
+        folder: that of the spec's file.
+    """
+    if "://" in uri:
+        return uri
+    path = expand_user(Path(uri))
+    try:
+        return str((path if path.exists() else folder / path).absolute())
+    except (OSError, ValueError):  # a name that can be no path
+        return uri
+
+
+def redirected(source: Source, data_dir: Path | None) -> Source:
+    """The source with its files in `data_dir`, where one is given and it reads any."""
+    if data_dir is None or source.uri is None:
+        return source
+    return source.model_copy(update={"uri": str(data_dir / source.name)})
+
+
+def data_digest(spec: RunSpec, data_dir: Path | None = None) -> str:
+    """BLAKE3 over what the problems are made from: file contents in order, versions of generators.
+
+    Equal digests, and the same spec and tokenizer, mean the same problems.
+
+    Raises:
+        UserError: see `source_files`.
+    """
+    parts: list[str] = ["data"]
+    for source in spec.data.sources:
+        files = row_files(source, source_files(source, data_dir))
+        digests = [file_digest(path) for path in files.values()]
+        made_by = [] if digests else [_generator(source.kind)]
+        parts += [source.name, str(len(digests)), *digests, *made_by]
+    return hash_parts(*parts).hex()
+
+
+def compare_data_digests(ours: str, theirs: str, *, whose: str) -> None:
+    """Refuses another process's data.
+
+    Args:
+        ours: `data_digest` here.
+        theirs: the same as another process said it.
+        whose: that process, for the message.
+
+    Raises:
+        UserError: they differ.
+    """
+    if ours != theirs:
+        raise UserError(
+            f"the problems of {whose} are made from other data ({theirs[:12]}) than ours "
+            f"({ours[:12]}): a lease would mean other problems there",
+            place="data.sources",
+            remedy="give both the same files, and the same version of every generator's package",
+        )
+
+
+def row_files(source: Source, files: dict[str, Path]) -> dict[str, Path]:
+    """Of a source's files those that hold rows, which is all but the index of a `hf_dataset`."""
+    if source.kind != "hf_dataset":
+        return files
+    return {name: path for name, path in files.items() if not name.endswith(".json")}
+
+
+def file_digest(path: Path) -> str:
+    """BLAKE3 of a file; read again only where its size or time changed."""
+    known = path.stat()
+    return _digest(path, known.st_size, known.st_mtime_ns)
+
+
+@lru_cache(MAX_FILES)
+def _digest(path: Path, size: int, mtime_ns: int) -> str:
+    return digest_file(path)
+
+
+def _place(source: Source) -> str:
+    return f"data.sources.{source.name}.uri"
+
+
+def _named(uri: str, place: str) -> tuple[Path, list[str]]:
+    """The folder that a uri starts from, and the names below it."""
+    if "://" in uri:
+        raise _elsewhere(uri, place)
+    path = Path(uri)
+    if path.is_dir():
+        return path, list(_walk(path, place))
+    if path.exists() or not has_magic(uri):
+        return path.parent, [path.name]
+    fixed = next(i for i, part in enumerate(path.parts) if has_magic(part))
+    pattern = path.parts[fixed:]
+    if ".." in pattern or "**" in pattern:
+        raise UserError(
+            f"{uri}: a pattern has neither `**` nor `..` behind its first wildcard",
+            place=place,
+            remedy="name a folder to read all that lies below it",
+        )
+    root = Path(*path.parts[:fixed])
+    matched = (path for path in root.glob(str(Path(*pattern))) if not path.is_dir())
+    names = [path.relative_to(root) for path in matched]
+    seen = [name.as_posix() for name in names if not any(p.startswith(".") for p in name.parts)]
+    return root, _bounded(sorted(seen), uri, place)
+
+
+def _walk(folder: Path, place: str) -> Iterator[str]:
+    """Names of all files below a folder, hidden ones and linked folders left out."""
+    names = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        below = Path(parent).relative_to(folder)
+        names += [(below / name).as_posix() for name in files if not name.startswith(".")]
+        if len(names) > MAX_FILES:
+            break
+    return iter(_bounded(sorted(names), str(folder), place))
+
+
+def _bounded(names: list[str], what: str, place: str) -> list[str]:
+    if not names:
+        raise UserError(
+            f"{what}: no file is there", place=place, remedy="name a file, or a folder that has any"
+        )
+    if len(names) > MAX_FILES:
+        raise UserError(f"{what}: more than {MAX_FILES} files", place=place)
+    return names
+
+
+def _regular(path: Path, place: str) -> Path:
+    """The file behind links, which must be a plain one: a pipe would keep us waiting."""
+    try:
+        resolved = path.resolve(strict=True)
+        if stat.S_ISREG(resolved.stat().st_mode):
+            return resolved
+        reason = "no plain file"
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+    raise UserError(
+        f"cannot read {path}: {reason}",
+        place=place,
+        remedy="name files that are on this machine; a relative path starts from the spec's folder",
+    )
+
+
+def _elsewhere(uri: str, place: str) -> UserError:
+    setting = f"--set {place}=DIR"
+    if uri.startswith(_HUB):
+        repository = "/".join(uri.removeprefix(_HUB).split("/")[:2])
+        command = f"hf download --repo-type dataset {repository} --local-dir DIR"
+        remedy = f"`{command}`, then {setting}"
+    else:
+        remedy = f"fetch it once, then {setting} or the file's path"
+    return UserError(f"{uri} is not on this machine", place=place, remedy=remedy)
+
+
+def _dataset_files(source: Source) -> dict[str, Path]:
+    """state.json and the Arrow files that it lists, of the split that `params.split` names."""
+    assert source.uri is not None
+    place = _place(source)
+    if "://" in source.uri:
+        raise _elsewhere(source.uri, place)
+    root, folder, files = Path(source.uri), PurePosixPath(), {}
+    split = source.params.get("split")
+    if (root / "dataset_dict.json").exists():
+        files["dataset_dict.json"] = _regular(root / "dataset_dict.json", place)
+        splits = _json(files["dataset_dict.json"], place).get("splits")
+        if not isinstance(splits, list) or split not in splits:
+            raise UserError(
+                f"{root} holds the splits {splits}, and split is {split!r}",
+                place=f"data.sources.{source.name}.params",
+                remedy="name one of them, such as params: {split: train}",
+            )
+        folder = PurePosixPath(str(split))
+    elif split is not None:
+        raise UserError(
+            f"{root} is one split already (it has no dataset_dict.json)",
+            place=f"data.sources.{source.name}.params.split",
+            remedy="leave split out, or name the folder above",
+        )
+    state = str(folder / "state.json")
+    files[state] = _regular(root / state, place)
+    said = _json(files[state], place)
+    if said.get("_indices_data_files"):
+        raise UserError(
+            f"{root / state} keeps a selection of rows beside them",
+            place=place,
+            remedy="write it with `Dataset.flatten_indices().save_to_disk`",
+        )
+    listed = said.get("_data_files")
+    for entry in listed if isinstance(listed, list) else []:
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or PurePosixPath(name).name != name:
+            raise UserError(f"{root / state} lists {str(name)[:80]!r}, no file name", place=place)
+        files[str(folder / name)] = _regular(root / folder / name, place)
+    if not row_files(source, files):
+        raise UserError(
+            f"{root / state} lists no data files",
+            place=place,
+            remedy="name a folder that `datasets` wrote with `save_to_disk`",
+        )
+    return files
+
+
+def _json(path: Path, place: str) -> dict[str, Any]:
+    try:
+        said = json.loads(read_bounded(path, _MAX_STATE_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read {path}: {error}", place=place) from error
+    if not isinstance(said, dict):
+        raise UserError(f"{path} is no JSON object", place=place)
+    return said
+
+
+def _generator(kind: str) -> str:
+    """What makes the problems of a kind without files, with its version."""
+    try:
+        if kind == "reasoning_gym":
+            return f"reasoning_gym {version('reasoning_gym')}"
+    except PackageNotFoundError:
+        return kind
+    points = [point for point in entry_points(group=SOURCE_GROUP) if point.name == kind]
+    made_by = points[0].dist if points else None
+    return kind if made_by is None else f"{made_by.name} {made_by.version}"

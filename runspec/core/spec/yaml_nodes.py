@@ -1,0 +1,317 @@
+"""YAML text to nodes that know their places, with the scalars of YAML 1.2's core schema.
+
+PyYAML's parser gives the events; its YAML 1.1 resolver (`1e-6` a string, `on` a bool, `010` eight,
+the last of two equal keys in silence) stays out of it. Documents are hostile: their size, depth
+and expansion by aliases are bounded, tags are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import yaml
+
+from runspec.core.spec.comments import MARKER, Comment, Span, find_comments
+from runspec.core.spec.findings import Finding, Place, finding_at
+
+MAX_CHARACTERS = 256 * 1024
+MAX_DEPTH = 32
+MAX_NODES = 20_000
+"""Nodes of a document after its aliases are expanded."""
+MAX_NUMBER = 64
+"""Characters of a number."""
+MAX_INTEGER = 2**63 - 1
+"""So that products of several counts are numbers that a float holds."""
+
+ScalarValue = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class ScalarNode:
+    value: ScalarValue
+    place: Place
+    plain: bool
+    """Written without quotes, so that its type follows from its text."""
+    size: int = 1
+    height: int = 0
+
+
+@dataclass(frozen=True)
+class ListNode:
+    items: tuple[Node, ...]
+    place: Place
+    size: int = 1
+    height: int = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value of a map and the place of its key."""
+
+    key_place: Place
+    value: Node
+
+
+@dataclass(frozen=True)
+class MapNode:
+    entries: dict[str, Entry]
+    place: Place
+    size: int = 1
+    """Nodes in it, aliases expanded."""
+    height: int = 1
+    """Levels below it."""
+    deleted: dict[str, Place] = field(default_factory=dict)
+    """Keys that a null took away when layers were merged, and where."""
+
+
+Node = ScalarNode | ListNode | MapNode
+
+
+def object_name(node: Node) -> str:
+    """The `name` of a named object, empty where it has none that is text."""
+    if isinstance(node, MapNode) and "name" in node.entries:
+        value = node.entries["name"].value
+        if isinstance(value, ScalarNode) and isinstance(value.value, str):
+            return value.value
+    return ""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A file's root node (None where the file is empty or broken) and what is wrong with it."""
+
+    root: Node | None
+    findings: list[Finding]
+    comments: tuple[Comment, ...] = ()
+    """Those that begin with `# runspec:`."""
+
+
+class _Broken(Exception):
+    """Text that cannot be read on."""
+
+    def __init__(self, place: Place, message: str) -> None:
+        super().__init__(message)
+        self.finding = broken(place, message)
+
+
+def broken(place: Place, message: str) -> Finding:
+    """A finding that leaves nothing of a file."""
+    return finding_at(place, "yaml", message, blocking=True)
+
+
+_NULL = {"", "~", "null", "Null", "NULL"}
+_BOOL = {w: w.lower() == "true" for w in ("true", "True", "TRUE", "false", "False", "FALSE")}
+_INT = re.compile(r"[-+]?[0-9]+")
+_OCTAL = re.compile(r"0o[0-7]+")
+_HEX = re.compile(r"0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_INFINITY = re.compile(r"[-+]?\.(inf|Inf|INF)")
+_ANCHOR = re.compile(r"&[^ \t]+[ \t]+")
+_NAN = {".nan", ".NaN", ".NAN"}
+
+
+def resolve_scalar(text: str) -> ScalarValue:
+    """The value of a plain scalar by the core schema (YAML 1.2.2, section 10.3.2).
+
+    Raises:
+        ValueError: a number of absurd length or size.
+    """
+    if text in _NULL:
+        return None
+    if text in _BOOL:
+        return _BOOL[text]
+    if text in _NAN:
+        return float("nan")
+    if _INFINITY.fullmatch(text):
+        return float("-inf" if text.startswith("-") else "inf")
+    for pattern, convert in (
+        (_INT, int),
+        (_OCTAL, lambda digits: int(digits[2:], 8)),
+        (_HEX, lambda digits: int(digits[2:], 16)),
+        (_FLOAT, float),
+    ):
+        if pattern.fullmatch(text):
+            if len(text) > MAX_NUMBER:
+                raise ValueError(f"a number of {len(text)} characters")
+            value = convert(text)
+            if isinstance(value, int) and abs(value) > MAX_INTEGER:
+                raise ValueError(f"a whole number beyond {MAX_INTEGER}")
+            return value
+    return text
+
+
+def parse_yaml(text: str, file: str, *, shown: str | None = None) -> Document:
+    """The one document of `text`; `shown` has the lines to show for it, where they differ.
+
+    Broken YAML and what a spec has no use for (tags, several documents, keys that are not words,
+    too much of anything) leave no root; a key said twice is a finding beside the root.
+    """
+    composer = _Composer(text, file, shown or text)
+    try:
+        return Document(composer.document(), composer.findings, composer.comments())
+    except _Broken as problem:
+        finding = problem.finding
+    except yaml.MarkedYAMLError as error:
+        message = " ".join(part for part in (error.context, error.problem) if part)
+        place = composer.place(error.problem_mark or error.context_mark)
+        finding = broken(place, f"broken YAML: {message}")
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        # The reader's, for characters that YAML forbids, and the scanner's, for escapes beyond
+        # Unicode: neither says where.
+        message = str(error).splitlines()[0]
+        finding = broken(Place(file, 1, 1), f"broken YAML: {message}")
+    return Document(None, [*composer.findings, finding])
+
+
+class _Composer:
+    """Builds nodes from the parser's events, with every bound checked on the way."""
+
+    def __init__(self, text: str, file: str, shown: str) -> None:
+        self.findings: list[Finding] = []
+        self._file = file
+        self._text = text
+        # The same breaks as PyYAML's reader counts.
+        self._lines = re.split("\r\n|[\r\n\x85\u2028\u2029]", shown)
+        self._events: Iterator[Any] = iter(())
+        self._anchors: dict[str, Node] = {}
+        self._end = 0
+        """Line in which the newest node ends."""
+        self._hashes: list[Span] = []
+        """Scalars with a `#` inside."""
+        self._extents: dict[int, int] = {}
+        """The last line of what begins in a line, where that is another."""
+
+    def place(self, mark: Any, end: Any = None) -> Place:
+        if mark is None:
+            return Place(self._file, 1, 1)
+        source = self._lines[mark.line] if mark.line < len(self._lines) else ""
+        width = end.column - mark.column if end is not None and end.line == mark.line else 0
+        return Place(self._file, mark.line + 1, mark.column + 1, source, width)
+
+    def comments(self) -> tuple[Comment, ...]:
+        """The file's own comments, once the document is read."""
+        if not MARKER.search(self._text):
+            return ()
+        return find_comments(self._lines, self._file, self._hashes, self._extents)
+
+    def document(self) -> Node | None:
+        if len(self._text) > MAX_CHARACTERS:
+            raise _Broken(Place(self._file, 1, 1), f"longer than {MAX_CHARACTERS} characters")
+        self._events = yaml.parse(self._text, Loader=yaml.SafeLoader)
+        next(self._events)  # the stream's start
+        if isinstance(next(self._events), yaml.StreamEndEvent):
+            return None
+        root = self._node(next(self._events), depth=0)
+        next(self._events)  # the document's end
+        event = next(self._events)
+        if not isinstance(event, yaml.StreamEndEvent):
+            raise _Broken(self.place(event.start_mark), "a second document")
+        return root
+
+    def _node(self, event: Any, depth: int) -> Node:
+        place = self.place(event.start_mark)
+        self._end = place.line
+        if isinstance(event, yaml.AliasEvent):
+            anchor = str(event.anchor)
+            node = self._anchors.get(anchor)
+            if node is None:
+                raise _Broken(place, f"alias *{anchor[:80]} of nothing before it")
+        elif event.tag is not None:
+            raise _Broken(place, f"tag {event.tag[:80]!r}: a spec has no use for tags")
+        elif depth > MAX_DEPTH:
+            raise _Broken(place, f"nested deeper than {MAX_DEPTH}")
+        elif isinstance(event, yaml.ScalarEvent):
+            node = self._scalar(event)
+        elif isinstance(event, yaml.SequenceStartEvent):
+            node = self._list(event, place, depth)
+        else:
+            node = self._map(event, place, depth)
+        if depth + node.height > MAX_DEPTH:  # by an alias
+            raise _Broken(place, f"nested deeper than {MAX_DEPTH}")
+        if not isinstance(event, yaml.AliasEvent) and event.anchor is not None:
+            self._anchors[event.anchor] = node
+        return node
+
+    def _scalar(self, event: Any) -> ScalarNode:
+        place = self.place(event.start_mark, event.end_mark)
+        if anchor := _ANCHOR.match(place.written):
+            # What is written there is the value, not the name that it is given.
+            at, width = place.column + anchor.end(), place.width - anchor.end()
+            place = replace(place, column=at, width=width)
+        plain = event.style is None
+        self._reached(event)
+        self._check_text(event.value, place)
+        try:
+            return ScalarNode(resolve_scalar(event.value) if plain else event.value, place, plain)
+        except ValueError as error:
+            raise _Broken(place, str(error)) from error
+
+    def _reached(self, event: Any) -> None:
+        """Notes where a scalar ends, and where a `#` in it is no comment."""
+        start, end = event.start_mark, event.end_mark
+        block = event.style in ("|", ">")
+        # A block scalar ends where the next line begins.
+        self._end = end.line if block and not end.column else end.line + 1
+        if "#" in event.value:
+            # A comment may stand behind the `|` of a block scalar.
+            first = (start.line + 1, 0) if block else (start.line, start.column)
+            self._hashes.append((first, (end.line, end.column)))
+
+    def _begun(self, line: int) -> None:
+        """Notes that what began in `line` ends with the newest node."""
+        if self._end > line:
+            self._extents[line] = max(self._end, self._extents.get(line, 0))
+
+    def _check_text(self, text: str, place: Place) -> None:
+        # Escapes can name half of a surrogate pair, or characters that have no place in a name.
+        if any("\ud800" <= c <= "\udfff" or c == "\0" for c in text):
+            raise _Broken(place, "a character that is no text")
+
+    def _list(self, start: Any, place: Place, depth: int) -> ListNode:
+        items: list[Node] = []
+        size = 1
+        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+            items.append(self._node(event, depth + 1))
+            size = self._grown(size, items[-1])
+            self._begun(event.start_mark.line + 1)
+        self._closed(start, event)
+        return ListNode(tuple(items), place, size, 1 + max((i.height for i in items), default=0))
+
+    def _map(self, start: Any, place: Place, depth: int) -> MapNode:
+        entries: dict[str, Entry] = {}
+        size, height = 1, 0
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            key_place = self.place(event.start_mark, event.end_mark)
+            key = self._key(event, key_place)
+            value = self._node(next(self._events), depth + 1)
+            self._begun(key_place.line)
+            size = self._grown(size, value)
+            height = max(height, value.height)
+            if key in entries:
+                line = entries[key].key_place.line
+                message = f"key {key[:80]!r} twice, first in line {line}"
+                self.findings.append(finding_at(key_place, "duplicate-key", message))
+            else:
+                entries[key] = Entry(key_place, value)
+        self._closed(start, event)
+        return MapNode(entries, place, size, 1 + height)
+
+    def _closed(self, start: Any, end: Any) -> None:
+        """Notes where a list or map in brackets ends; one without ends with its newest node."""
+        if start.flow_style:
+            self._end = end.end_mark.line + 1
+
+    def _key(self, event: Any, place: Place) -> str:
+        if not isinstance(event, yaml.ScalarEvent) or event.tag is not None or not event.value:
+            raise _Broken(place, "a key must be a word")
+        self._check_text(event.value, place)
+        self._reached(event)
+        return event.value
+
+    def _grown(self, size: int, child: Node) -> int:
+        if size + child.size > MAX_NODES:
+            raise _Broken(child.place, f"more than {MAX_NODES} nodes, aliases expanded")
+        return size + child.size

@@ -1,0 +1,100 @@
+"""YAML text that reads back the same, by our reader and by PyYAML's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runspec.core.spec.validate import to_python
+from runspec.core.spec.values import (
+    format_duration,
+    format_rate,
+    format_size,
+    parse_duration,
+    parse_rate,
+    parse_size,
+)
+from runspec.core.spec.yaml_nodes import parse_yaml
+from runspec.core.spec.yaml_text import to_yaml, yaml_scalar
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
+KEY = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
+SCALAR = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**18), 10**18)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT
+)
+VALUE = st.recursive(
+    SCALAR | st.lists(SCALAR, max_size=3),
+    lambda inner: (
+        st.dictionaries(KEY, inner, max_size=3)
+        | st.lists(st.dictionaries(KEY, inner, min_size=1, max_size=3), max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def read(text: str) -> Any:
+    document = parse_yaml(text, "x.yaml")
+    assert document.root is not None and not document.findings, document.findings
+    return to_python(document.root)
+
+
+@settings(max_examples=60)
+@given(st.dictionaries(KEY, VALUE, min_size=1, max_size=4))
+def test_any_data_reads_back_the_same(data: dict[str, Any]) -> None:
+    assert read(to_yaml(data)) == data
+
+
+@given(TEXT)
+def test_text_is_text_to_every_reader(text: str) -> None:
+    written = f"key: {yaml_scalar(text)}\n"
+    assert read(written) == {"key": text}
+    assert yaml.safe_load(written) == {"key": text}
+
+
+@pytest.mark.parametrize("text", ["on", "no", "010", "12:30", "1e-6", "null", "~", "2024-01-01"])
+def test_text_that_another_reader_takes_for_something_else_is_quoted(text: str) -> None:
+    assert yaml_scalar(text) == f'"{text}"'
+
+
+def test_small_numbers_are_numbers_in_yaml_1_1_too() -> None:
+    assert yaml_scalar(1e-06) == "1.0e-06"
+    assert yaml.safe_load(yaml_scalar(1e-06)) == 1e-06
+
+
+def test_a_comment_cannot_end_its_line() -> None:
+    # given a comment with every kind of break
+    breaks = "a\nb\rc\x85d\u2028e"
+    # then the document has the one key that it should have
+    assert read(to_yaml({"key": 1}, lambda at: breaks)) == {"key": 1}
+
+
+@pytest.mark.parametrize(
+    ("parse", "form", "units"),
+    [
+        (parse_duration, format_duration, ["ms", "s", "m", "h", "d"]),
+        (parse_size, format_size, ["B", "kB", "KiB", "MB", "MiB", "GB", "GiB", "TB", "TiB"]),
+        (parse_rate, format_rate, ["kbit/s", "Mbit/s", "Gbit/s", "kB/s", "MB/s", "GB/s"]),
+    ],
+)
+@settings(max_examples=60)
+@given(st.data())
+def test_amounts_read_back_exactly(parse: Any, form: Any, units: Any, data: Any) -> None:
+    unit = data.draw(st.sampled_from(units))
+    number = data.draw(st.from_regex(r"[1-9][0-9]{0,11}(\.[0-9]{1,12})?", fullmatch=True))
+    amount = parse(f"{number}{unit}")
+    assert parse(form(amount)) == amount
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"), [(1234567.0, "1234567s"), (5400.0, "90m"), (0.0001, "0.0001s")]
+)
+def test_amounts_are_written_in_plain_digits(amount: float, text: str) -> None:
+    assert format_duration(amount) == text
