@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 
 from learner_jax.batch import BatchReader
-from learner_jax.compile_cache import CompileCounter, cache_folder, note_compiled
+from learner_jax.compile_cache import CompileCounter
 from learner_jax.distributed import Peers, Word, mesh_devices
 from learner_jax.execution import full_float32
 from learner_jax.feed import BatchFeed
@@ -90,7 +90,6 @@ def train(
                 mesh, programs, state, start.reference if published is None else published, base
             )
             log.info("%s", compiled)
-        note_compiled(cache_folder(run_dir, spec))
         clock = Clock()
         while step < spec.steps:
             try:

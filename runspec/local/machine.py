@@ -9,13 +9,38 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from runspec.core.files import expand_user
-from runspec.local.processes import Machine
+from runspec.core.spec.schema import Model
 from runspec.lock.cache import Repository, is_repository, snapshot
 
 _SMI_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the command lines need to know of this machine."""
+
+    python: str
+    cores: tuple[int, ...]
+    env: Mapping[str, str]
+    """The supervisor's environment."""
+
+    def module(self, *arguments: str) -> tuple[str, ...]:
+        """Command line of `python -m MODULE ARGUMENT...`."""
+        return (self.python, "-m", *arguments)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where the files of `model` lie on this machine; None for what is not here or not named."""
+
+    model: Path | None
+    """Directory with config.json and weights."""
+    tokenizer: Path | None
+    """Directory with the tokenizer.json that takes the place of the model's own."""
 
 
 def this_machine() -> Machine:
@@ -62,6 +87,20 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def find_files(model: Model, env: Mapping[str, str]) -> ModelFiles:
+    """Finds what `model` names: local directories, or snapshots in the Hugging Face cache.
+
+    Args:
+        model: of the spec.
+        env: HF_HUB_CACHE and HF_HOME say where the cache lies.
+    """
+    named = model.tokenizer
+    return ModelFiles(
+        None if model.hf is None else find_model(model.hf, model.revision, env),
+        None if named is None else _find(named.hf, named.revision, env, _has_tokenizer),
+    )
+
+
 def find_model(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | None:
     """The directory with a model's weights: a local one, or a snapshot in the Hugging Face cache.
 
@@ -71,11 +110,6 @@ def find_model(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | 
         env: HF_HUB_CACHE and HF_HOME say where the cache lies.
     """
     return _find(hf, revision, env, _has_weights)
-
-
-def find_tokenizer(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | None:
-    """The same of a directory with a tokenizer.json, whether it has weights or not."""
-    return _find(hf, revision, env, lambda folder: (folder / "tokenizer.json").is_file())
 
 
 def _find(
@@ -91,3 +125,7 @@ def _find(
 
 def _has_weights(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file()

@@ -337,6 +337,17 @@ def test_prune_of_an_empty_store_does_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("manifest.json"))
 
 
+def test_a_manifest_that_is_damaged_between_two_prunes_removes_nothing(run: Run) -> None:
+    for version in range(3):
+        run.publish(version, weights(seed=version))
+    prune(run.store, run="demo", keep_versions=3)
+    (run.store / "demo" / "versions" / "1" / "manifest.json").write_text("{}")
+    before = tree(run.store)
+    with pytest.raises(UserError, match="damaged"):
+        prune(run.store, run="demo", keep_versions=1)
+    assert tree(run.store) == before
+
+
 def test_a_file_being_read_survives_its_removal(run: Run) -> None:
     run.publish(0, weights())
     with run.chunks()[0].open("rb") as reader:

@@ -25,14 +25,13 @@ COMMANDS = [
     *[["lint", "spec.yaml"]] * 24,
     ["lint", "--format", "json", "spec.yaml"],
     ["lint", "--format", "sarif", "--fail-level", "warning", "spec.yaml"],
-    ["lint", "--format", "junit", "spec.yaml", "sound.yaml"],
+    ["lint", "--format", "github", "spec.yaml", "sound.yaml"],
     ["lint", "--fix", "spec.yaml"],
     ["lint", "sound.yaml", "--placement", "spec.yaml"],
     ["render", "spec.yaml"],
     ["render", "--show-origin", "spec.yaml"],
     ["plan", "--json", "spec.yaml"],
     ["lock", "--check", "spec.yaml"],
-    ["migrate", "spec.yaml"],
     ["diff", "spec.yaml"],
 ]
 

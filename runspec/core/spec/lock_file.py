@@ -15,7 +15,7 @@ from runspec.core.spec.validate import locate, to_python
 from runspec.core.spec.yaml_nodes import MAX_CHARACTERS, MapNode, Node, parse_yaml
 from runspec.core.spec.yaml_text import to_yaml
 
-LOCK_VERSION: Final = "runspec-lock/v1"
+LOCK_VERSION: Final = "runspec-lock/v2"
 MODEL, TOKENIZER, DATA = "model", "model.tokenizer", "data.sources."
 """Paths of pins; a source's name follows the last."""
 
@@ -43,18 +43,14 @@ class Pin(Block):
     """Of a repository on the Hub."""
     files: dict[str, FilePin] = {}
     """By name; of a repository, those of them that were on the machine."""
-    chat_template: Digest | None = None
-    """BLAKE3 of the template's text, from chat_template.jinja or tokenizer_config.json."""
     package: str | None = None
     """Name and version of the package that makes or reads the data."""
-    parameters: Digest | None = None
-    """BLAKE3 of everything else that the spec says of a data source, as canonical JSON."""
 
 
 class Lock(Block):
     """All pins of a spec."""
 
-    version: Literal["runspec-lock/v1"]
+    version: Literal["runspec-lock/v2"]
     pins: dict[str, Pin] = {}
     """By path of the spec: `model`, `model.tokenizer` and `data.sources.<name>`. A model that the
     run makes itself has none; its own tokenizer is among a model's files."""

@@ -11,9 +11,8 @@ from runspec.cli.profile_view import profile_identity
 from runspec.core.hashing import digest_bytes
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.profile_files import with_profiles
-from runspec.local.apply import open_run
 from tests.harness import TARGET_SHORT
-from tests.runspec.local.fake_run import small_spec
+from tests.runspec.local.fake_run import prepared, small_spec
 from tests.verify.calibration.profiles import document, made_profile
 
 
@@ -24,7 +23,7 @@ def diff(runs_dir: Path, *overrides: str) -> int:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    with open_run(small_spec(), tmp_path):
+    with prepared(small_spec(), tmp_path):
         pass
     return tmp_path
 
@@ -74,7 +73,7 @@ def test_a_profile_is_shown_by_what_it_is_and_not_by_its_tables(
     sets = ["name=small", "steps=5", entry]
     spec = load_layers(SpecFiles(TARGET_SHORT, "laptop", None, sets)).spec
     assert spec is not None
-    with open_run(with_profiles(spec, tmp_path), tmp_path):
+    with prepared(with_profiles(spec, tmp_path), tmp_path):
         pass
     assert diff(tmp_path, entry) == 0
     file.write_text(document(new))

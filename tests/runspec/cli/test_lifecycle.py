@@ -23,10 +23,10 @@ from runspec.cli.wait import wait_command
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.spec.resolved import dump_resolved
-from runspec.local.apply import NotReady, open_run
+from runspec.local.prepare import NotReady
 from runspec.local.state import RunState
 from tests.harness import ROOT
-from tests.runspec.local.fake_run import small_spec
+from tests.runspec.local.fake_run import prepared, small_spec
 from tests.waiting import DEADLINE_S
 
 
@@ -176,7 +176,7 @@ def test_full_states_that_lie_elsewhere_stay_and_are_named(
     assert (states / "step_2").is_dir()
     assert f"stay in {states}" in capsys.readouterr().out
     with pytest.raises(NotReady, match="full states of an earlier run"):
-        open_run(spec, tmp_path / "runs").__enter__()
+        prepared(spec, tmp_path / "runs").__enter__()
     assert not (tmp_path / "runs" / "small").exists()
 
 

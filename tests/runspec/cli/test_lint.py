@@ -81,9 +81,6 @@ def test_a_file_that_cannot_be_read_keeps_no_other_from_being_checked(bad: Path)
         [TARGET_SHORT, "--fail-level", "info"],
         [TARGET_SHORT, "--select", "no-such-rule"],
         [TARGET_SHORT, "--ignore", ""],
-        [TARGET_SHORT, "--write-baseline"],
-        [TARGET_SHORT, "--baseline", "nowhere.json"],
-        [TARGET_SHORT, "--baseline", TARGET_SHORT],
     ],
 )
 def test_what_cannot_be_read_and_bad_usage_exit_2(arguments: list[str | Path]) -> None:
@@ -118,20 +115,6 @@ def test_fix_says_which_file_stays_as_it_is(tmp_path: Path) -> None:
     done = lint(path, "--fix")
     assert (done.exit_code, path.read_text()) == (1, before)
     assert f"not mended: {path}: two edits of line 2" in done.stderr
-
-
-def test_a_baseline_hides_what_was_there_before(bad: Path) -> None:
-    # given a baseline of what is wrong now
-    baseline = bad.parent / "baseline.json"
-    written = lint(bad, "--baseline", baseline, "--write-baseline")
-    assert (written.exit_code, written.stdout) == (0, "")
-    # when nothing changes, then nothing is shown, and when something does, only that
-    assert lint(bad, "--baseline", baseline).exit_code == 0
-    write(bad, bad.read_text() + "seeed: 3\n")
-    done = lint(bad, "--baseline", baseline, "--format", "json")
-    content = json.loads(done.stdout)
-    assert [one["path"] for one in content["findings"]] == ["seeed"]
-    assert (done.exit_code, content["known"]) == (1, 2)
 
 
 def test_a_crash_is_no_finding(

@@ -18,14 +18,13 @@ from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import spec_digest
 from runspec.estimate.run import estimate_run
-from runspec.local.apply import open_run
 from runspec.local.planning import StalePlan, make_plan
 from runspec.local.run_dir import hold
 from runspec.local.state import RunState
 from runspec.plan.aot import AotReport
 from runspec.plan.saved import BadPlan, read_plan
 from tests.harness import TARGET_SHORT
-from tests.runspec.local.fake_run import drive_roles, small_spec, usual_roles
+from tests.runspec.local.fake_run import drive_roles, prepared, small_spec, usual_roles
 from tests.runspec.local.test_supervise import Watch
 
 Says = Callable[[], tuple[str, str]]
@@ -45,7 +44,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Says:
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """The folder of a run `small` of five steps, opened once and let go."""
-    with open_run(small_spec(), tmp_path):
+    with prepared(small_spec(), tmp_path):
         pass
     return tmp_path
 
@@ -241,7 +240,7 @@ def test_a_saved_plan_says_the_command_that_finds_its_run(runs: Path, said: Says
 def test_a_stale_plan_exits_4_with_what_changed(runs: Path) -> None:
     # given a plan, after which the run was changed
     path = saved(runs, "budget.max_hours=2.0")
-    with open_run(small_spec("small", 5, "placement.restarts=3"), runs):
+    with prepared(small_spec("small", 5, "placement.restarts=3"), runs):
         pass
     # when it is applied
     with pytest.raises(StalePlan) as refused:
@@ -256,15 +255,15 @@ def test_a_plan_is_checked_again_under_the_lock(runs: Path) -> None:
     path = saved(runs, "budget.max_hours=2.0")
     found = read_plan(path.path)
     assert found is not None
-    with open_run(small_spec("small", 5, "placement.restarts=3"), runs):
+    with prepared(small_spec("small", 5, "placement.restarts=3"), runs):
         pass
-    with pytest.raises(StalePlan), open_run(found.spec, runs, seen=found.seen):
+    with pytest.raises(StalePlan), prepared(found.spec, runs, seen=found.seen):
         pytest.fail("a stale plan was opened")
 
 
 def test_a_plan_of_a_new_run_is_stale_once_there_is_one(tmp_path: Path) -> None:
     path = saved(tmp_path)
-    with open_run(small_spec(), tmp_path):
+    with prepared(small_spec(), tmp_path):
         pass
     with pytest.raises(StalePlan, match="it saw no such run"):
         apply_command(path, False, tmp_path)
@@ -290,7 +289,7 @@ def test_what_is_larger_than_any_plan_is_unreadable(tmp_path: Path) -> None:
 
 def test_a_plan_of_a_finished_run_says_that_it_is_finished(tmp_path: Path, said: Says) -> None:
     # given a run that is finished
-    with open_run(small_spec(), tmp_path) as run:
+    with prepared(small_spec(), tmp_path) as run:
         drive_roles(run, usual_roles(run), Watch())
     # when a plan without changes is applied
     assert apply_command(saved(tmp_path), False, tmp_path) == 0
@@ -302,7 +301,7 @@ def test_a_plan_of_a_finished_run_says_that_it_is_finished(tmp_path: Path, said:
 
 def test_an_unchanged_spec_keeps_the_serial_and_a_changed_one_raises_it(runs: Path) -> None:
     for spec in (small_spec(), small_spec(steps=6), small_spec(steps=6)):
-        with open_run(spec, runs):
+        with prepared(spec, runs):
             pass
     with closing(RunState(runs / "small")) as state:
         assert [(row.serial, list(row.what)) for row in state.applied()] == [

@@ -14,9 +14,8 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec, Tokenizer
 from runspec.estimate.version_size import version_size
 from runspec.lint.check import check_spec
-from runspec.local.machine import find_model, module_is_installed
+from runspec.local.machine import Machine, find_model, module_is_installed
 from runspec.local.preflight import GIB, Facts, disk_bytes, missing
-from runspec.local.processes import Machine
 from runspec.local.starting_model import link_model
 from tests.runspec.local.fake_run import ROOT, small_spec
 
@@ -134,14 +133,15 @@ def test_disk_is_reckoned_from_the_shape() -> None:
     # then the disk holds 6 versions in 3 places of 4 bytes each with headers, 3 at the sampler
     # and 5 at the validator, who may be 2 steps behind, and 3 states of 12 bytes
     numbers = parameters * (4 * (6 * 3 + 3 + 5) + 12 * 3) + GIB // 2
-    assert 0 < disk_bytes(small_spec(), LAPTOP) - numbers < 26 * 5000
+    assert 0 < disk_bytes(small_spec(), model_config(small_spec())) - numbers < 26 * 5000
 
 
 def test_readers_elsewhere_need_no_disk_here() -> None:
     here, away = (small_spec("small", 5, *said) for said in ((), ("placement.roles=[]",)))
     # 6 versions at the relay, 3 at the sampler and 5 at the validator
-    version = (disk_bytes(here, LAPTOP) - disk_bytes(away, LAPTOP)) / 14
-    assert version == pytest.approx(version_size(here, model_config(here)).whole)
+    config = model_config(here)
+    version = (disk_bytes(here, config) - disk_bytes(away, config)) / 14
+    assert version == pytest.approx(version_size(here, config).whole)
 
 
 def test_with_deltas_stores_hold_two_anchors_and_what_changed_since(full_spec: RunSpec) -> None:
@@ -152,7 +152,8 @@ def test_with_deltas_stores_hold_two_anchors_and_what_changed_since(full_spec: R
     )
     # then origin and relay have 2 anchors and 25 deltas, where they had 6 versions; the directories
     # have 6 deltas beside their weights
-    saved = disk_bytes(full_spec, LAPTOP) - disk_bytes(deltas, LAPTOP)
+    config = model_config(full_spec)
+    saved = disk_bytes(full_spec, config) - disk_bytes(deltas, config)
     assert saved == pytest.approx(2 * (6 - 2) * whole - (2 * 25 + 6) * delta, abs=100)
 
 

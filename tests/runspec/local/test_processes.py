@@ -12,7 +12,9 @@ from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import Endpoints
 from runspec.local.identity import Identity
-from runspec.local.processes import Machine, RoleSpec, role_specs
+from runspec.local.machine import Machine
+from runspec.local.prepared import PreparedRun
+from runspec.local.processes import RoleSpec, role_specs
 from tests.runspec.local.fake_run import small_spec
 
 RUN = Path("/runs/small")
@@ -27,8 +29,8 @@ def roles_of(
 ) -> dict[str, RoleSpec]:
     identity = Identity(RUN / "keys", ROOT_KEY)
     machine = Machine("python", (0, 1), env or {})
-    roles = role_specs(spec, RUN, endpoints=endpoints, identity=identity, machine=machine)
-    return {role.name: role for role in roles}
+    run = PreparedRun(spec, RUN, endpoints, identity, machine, lock=-1)
+    return {role.name: role for role in role_specs(run)}
 
 
 def line(role: RoleSpec) -> str:

@@ -24,12 +24,11 @@ from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.spec.resolved import dump_resolved, load_resolved, spec_digest
 from runspec.local import rollback
-from runspec.local.apply import open_run
 from runspec.local.planning import make_plan
 from runspec.local.rollback import complete_rollback, roll_back
 from runspec.local.run_dir import hold
 from runspec.local.state import RunState
-from tests.runspec.local.fake_run import small_spec
+from tests.runspec.local.fake_run import prepared, small_spec
 from verify.coordinator.events import NonceDrawn, StepClosed, VersionPublished, WorkerRegistered
 from verify.coordinator.journal import Journal
 from verify.coordinator.policy import Policy
@@ -177,9 +176,9 @@ def test_every_command_works_on_a_run_that_was_taken_back(
     assert "rolled back to version 2" in capsys.readouterr().out
     plan = make_plan(load_resolved(run_dir), run_dir)
     assert (plan.state, list(plan.changes), plan.seen.serial) == ("paused", [], 2)
-    # and it may be opened to go on, its keys still to be made
-    with open_run(load_resolved(run_dir), tmp_path) as opened:
-        assert not (opened.directory / "keys").exists()
+    # and it may be opened to go on, with new keys
+    with prepared(load_resolved(run_dir), tmp_path) as opened:
+        assert (opened.directory / "keys" / "root.key").read_bytes() != b"secret"
     assert delete_command("small", True, tmp_path) == 0
 
 
