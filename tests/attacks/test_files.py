@@ -1,6 +1,6 @@
 """Files that are not what they should be: a rejection each, never a crash, never a byte elsewhere.
 
-Files that crash or stall what reads them are in `tests/fuzz` too, a million of each kind.
+Files that crash or stall what reads them are fuzz lanes too (`tests/fuzz`).
 """
 
 from __future__ import annotations

@@ -27,6 +27,14 @@ def test_write_atomic_replaces_whole_files(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["file"]
 
 
+def test_write_atomic_does_not_write_into_the_file_that_was_there(tmp_path):
+    path, reader = tmp_path / "file", tmp_path / "reader"
+    write_atomic(path, b"old")
+    reader.hardlink_to(path)
+    write_atomic(path, b"new")
+    assert (path.read_bytes(), reader.read_bytes()) == (b"new", b"old")
+
+
 def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path):
     target = tmp_path / "taken"
     target.mkdir()  # a directory cannot be replaced by a file

@@ -1,13 +1,12 @@
-"""Whatever is in a manifest: `BadSignature`, or a version that keeps every bound."""
+"""Lane: manifests of a policy version. `BadSignature`, or a version that keeps every bound."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from random import Random
 from typing import Any
 
-import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from hypothesis import given
-from hypothesis import strategies as st
 
 from broadcast.manifest import (
     KIND,
@@ -22,10 +21,7 @@ from runspec.core.hashing import is_digest
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, sign_document
 from tests.fuzz.bounds import bounded
-from tests.fuzz.campaign import campaign
-from tests.fuzz.json_values import changed, damaged, values
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+from tests.fuzz.mutate import Changer, damaged_json
 
 KEY = SigningKey(Ed25519PrivateKey.from_private_bytes(bytes(32)))
 DIGEST, OTHER = "ab" * 32, "cd" * 32
@@ -53,7 +49,6 @@ LEAVES = [
     *(DIGEST, OTHER, "a.safetensors", "config.json", "../x", "manifest.json"),
     *(2**44, MAX_CHUNK_BYTES, MAX_CHUNK_BYTES + 1),
 ]
-anything = values(LEAVES, [INFO, INFO["chunks"], ANCHOR["tensors"]])
 
 
 def check_bounds(manifest: WeightsManifest) -> None:
@@ -94,20 +89,14 @@ def check_damaged(data: bytes, original: bytes) -> bool:
     return True
 
 
-@campaign
-@given(payload=changed(VALID, anything))
-def test_signed_payloads(payload: dict[str, Any]) -> None:
-    check_payload(payload)
+def manifest() -> Callable[[Random], bool]:
+    """Signed payloads with changes; half of the cases are damaged bytes."""
+    draw = Changer(VALID, LEAVES)
 
+    def case(rng: Random) -> bool:
+        if rng.random() < 0.5:
+            return check_payload(draw(rng))
+        original = rng.choice(SIGNED)
+        return check_damaged(damaged_json(rng, original, SIGNED), original)
 
-@campaign
-@given(case=damaged(SIGNED))
-def test_damaged_bytes(case: tuple[bytes, bytes]) -> None:
-    check_damaged(*case)
-
-
-@campaign
-@given(data=st.binary(max_size=300))
-def test_manifest_of_any_bytes(data: bytes) -> None:
-    with pytest.raises(BadSignature):
-        open_manifest(data, run="demo", publishers=None)
+    return case

@@ -1,5 +1,4 @@
-"""Whatever is sent as proofs or lies in an .npy file: statistics or `MalformedProof`, activations
-or `UserError`."""
+"""Lanes: proofs and .npy files. Statistics or `MalformedProof`, activations or `UserError`."""
 
 from __future__ import annotations
 
@@ -7,16 +6,15 @@ import base64
 import math
 import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from runspec.core.errors import UserError
-from tests.fuzz.bounds import bounded, costly
+from tests.fuzz.bounds import OPEN, bounded
+from tests.fuzz.mutate import damaged
 from verify.activations import MAX_HIDDEN, MAX_TOKENS, bf16_pieces, open_activations, round_to_bf16
 from verify.proof_commands import check_proofs
 from verify.thresholds import BFLOAT16
@@ -32,13 +30,12 @@ from verify.toploc import (
 )
 from verify.toploc.field import PRIME
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
 MEMORY = 16 << 20
 VALUES = np.random.default_rng(0).normal(size=(37, 16)).astype(np.float32)
 BITS = round_to_bf16(VALUES)
 PROOFS = build_proofs(BITS)
 WORDS = [0, 1, 127, 128, 0x3F80, 0x7F80, 0x7FC0, 0xFF80, PRIME - 1, PRIME, PRIME + 1, 0xFFFF]
+_ODD_WORDS = [word.to_bytes(2, "big") for word in WORDS]
 HEADER_PIECES = [
     *(
         b"'descr'",
@@ -56,16 +53,6 @@ HEADER_PIECES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_activations(tmp_path_factory.mktemp("fuzz-proofs"))
-
-
-def with_activations(folder: Path) -> Path:
-    np.save(folder / "activations.npy", VALUES)
-    return folder
-
-
 def a_proof(rng: random.Random) -> bytes:
     """An honest one with changes, one of odd words, or any bytes of about the length."""
     match rng.randrange(4):
@@ -79,7 +66,7 @@ def a_proof(rng: random.Random) -> bytes:
             odd = [rng.choice(WORDS[:9]) for _ in range(k)] + [0] * (128 - k)
             return np.array([rng.choice([128, 5000, PRIME]), *odd], ">u2").tobytes()
         case 2:
-            return rng.choice(PROOFS) + rng.randbytes(rng.choice([0, 0, 1, 2, 258]))
+            return damaged(rng, rng.choice(PROOFS), PROOFS, _ODD_WORDS)
         case _:
             return rng.randbytes(rng.choice([0, 1, 257, 258, 258, 258, 259, 600]))
 
@@ -122,12 +109,6 @@ def check_proofs_from_outside(rng: random.Random) -> bool:
     return True
 
 
-@costly
-@given(seed=st.integers(0, 2**48))
-def test_proofs_from_outside(seed: int) -> None:
-    check_proofs_from_outside(random.Random(seed))
-
-
 def check_proof(data: bytes, k: int) -> bool:
     """A proof, or `MalformedProof`: as the format says in so many words."""
     with bounded(MEMORY):
@@ -151,13 +132,6 @@ def check_proofs_together(sent: Sequence[bytes], ks: Sequence[int]) -> bool:
     return None not in found
 
 
-@costly
-@given(data=st.binary(max_size=300), k=st.integers(1, TOP_K))
-def test_a_proof_of_any_bytes(data: bytes, k: int) -> None:
-    for proof in (data, (data * PROOF_BYTES)[:PROOF_BYTES]):
-        check_proof(proof, k)
-
-
 def check_lines(folder: Path, rng: random.Random) -> bool:
     """What `python -m verify check` reads: a verdict with a reason, whatever the lines are."""
     lines = b"".join(
@@ -179,12 +153,6 @@ def check_lines(folder: Path, rng: random.Random) -> bool:
         assert all(chunk.error_median == 0 for chunk in verdict.chunks)
     assert verdict.reason and len(verdict.reason) < 500
     return verdict.accepted
-
-
-@costly
-@given(seed=st.integers(0, 2**48))
-def test_lines_of_proofs(folder: Path, seed: int) -> None:
-    check_lines(folder, random.Random(seed))
 
 
 def a_file(rng: random.Random, valid: bytes) -> bytes:
@@ -230,16 +198,45 @@ def check_activations(folder: Path, rng: random.Random) -> bool:
     return True
 
 
-@costly
-@given(seed=st.integers(0, 2**48))
-def test_files_of_activations(folder: Path, seed: int) -> None:
-    check_activations(folder, random.Random(seed))
+# --- lanes --------------------------------------------------------------------------------------
+
+Case = Callable[[random.Random], bool]
 
 
-@costly
-@given(data=st.binary(max_size=200), framed=st.booleans())
-def test_activations_of_any_bytes(folder: Path, data: bytes, framed: bool) -> None:
-    path = folder / "any.npy"
-    path.write_bytes(b"\x93NUMPY\x01\0" + data if framed else data)
-    with bounded(MEMORY), pytest.raises(UserError):
-        open_activations(path)
+_KS = (1, 2, 16, 127, TOP_K, TOP_K)
+
+
+def proof() -> Case:
+    """One proof."""
+    return lambda rng: check_proof(a_proof(rng), rng.choice(_KS))
+
+
+def proofs_together() -> Case:
+    """Up to four of a submission."""
+
+    def case(rng: random.Random) -> bool:
+        sent = [a_proof(rng) for _ in range(rng.choice((0, 1, 2, 3, 4)))]
+        return check_proofs_together(sent, [rng.choice(_KS) for _ in sent])
+
+    return case
+
+
+def proofs_of_a_rollout() -> Case:
+    """Proofs of all chunks, and the statistics of those that are well formed."""
+    return check_proofs_from_outside
+
+
+def proof_lines() -> Case:
+    """A file of them, a line of base64 a chunk, for `python -m verify check`."""
+    return _in_folder(check_lines)
+
+
+def activations() -> Case:
+    """An .npy file of them."""
+    return _in_folder(check_activations)
+
+
+def _in_folder(check: Callable[[Path, random.Random], bool]) -> Case:
+    folder = Path(OPEN.enter_context(TemporaryDirectory()))
+    np.save(folder / "activations.npy", VALUES)
+    return lambda rng: check(folder, rng)

@@ -1,4 +1,4 @@
-"""Lanes: Parquet. Its footer, the decoder's own function as it runs confined, its answer, verdicts.
+"""Lanes: Parquet. Its footer, the decoder's process, its answer, verdicts.
 
 Tables are small (three of their columns' pages are most of a case's time), so that a case takes as
 little as Arrow does.
@@ -14,16 +14,13 @@ from tempfile import TemporaryDirectory
 import pyarrow as pa
 
 from tests.fuzz import test_decoder, test_tables
-from tests.fuzz.bounds import bounded
-from tests.fuzz.fast.mutate import damaged
+from tests.fuzz.bounds import OPEN, bounded
+from tests.fuzz.mutate import damaged
 from tests.fuzz.pages import damaged_pages, paged
 from tests.fuzz.tables import FOOTER_BYTES, VARINTS, made_up, written
 from tests.fuzz.tables import damaged as damaged_file
-from tests.fuzz.test_tables import KINDS, MAX_BYTES, MAX_ROWS, VERDICT, decoded
-from verify.decoder.__main__ import _answer
-from verify.decoder.confine import Limits
-from verify.decoder.parent import CPU_S
-from verify.decoder.wire import COLUMNS, MALFORMED, MAX_WORDS, MEMORY, MEMORY_OF_FILE
+from tests.fuzz.test_tables import KINDS, VERDICT, decoded
+from verify.decoder import Decoder
 from verify.formats.parquet_footer import MAGIC, MalformedFooter, read_row_groups
 
 Case = Callable[[Random], bool]
@@ -79,29 +76,23 @@ def _footer_size(file: bytes) -> int:
 
 
 def parquet_pages() -> Case:
-    """A submission's damaged pages, in the function and within the limits of the decoder."""
+    """A submission's damaged pages, in the decoder's process."""
+    decoder = _decoder()
     files = [paged(test_decoder.ROWS.slice(0, 2), Random(number)) for number in range(_FILES)]
-    return lambda rng: _confined(damaged_pages(rng.choice(files), rng))
+    return lambda rng: test_decoder.checked(decoder, damaged_pages(rng.choice(files), rng))
 
 
 def parquet_file() -> Case:
     """A submission's file with damage anywhere, likewise."""
+    decoder = _decoder()
     files = [paged(test_decoder.ROWS.slice(0, 2), Random(number)).data for number in range(_FILES)]
-    return lambda rng: _confined(damaged_file(rng.choice(files), rng, files))
+    return lambda rng: test_decoder.checked(decoder, damaged_file(rng.choice(files), rng, files))
 
 
-_limits = Limits()
-
-
-def _confined(data: bytes) -> bool:
-    """An answer that its parent takes, as long as the process lives."""
-    _limits.allow(cpu_s=CPU_S, memory=MEMORY + MEMORY_OF_FILE * MAX_BYTES)
-    kind, body = _answer(data, MAX_ROWS, MAX_BYTES)
-    if kind == COLUMNS:
-        assert test_decoder.believed(body)
-        return True
-    assert kind == MALFORMED and len(body) <= MAX_WORDS
-    return False
+def _decoder() -> Decoder:
+    decoder = Decoder(cpu_s=5, deadline_s=60.0)
+    OPEN.callback(decoder.close)
+    return decoder
 
 
 def decoder_answer() -> Case:
@@ -118,10 +109,10 @@ def verdict_file() -> Case:
 
 def fingerprints() -> Case:
     """Of a validator's table, as a restart reads them again."""
-    folder = TemporaryDirectory()
+    folder = Path(OPEN.enter_context(TemporaryDirectory()))
 
     def case(rng: Random) -> bool:
-        return test_tables.check_fingerprints(Path(folder.name) / "verdict.parquet", rng)
+        return test_tables.check_fingerprints(folder / "verdict.parquet", rng)
 
     return case
 

@@ -1,39 +1,32 @@
-"""Whatever is in a profile of calibrated limits: `BadSignature`, or limits that a check can use."""
+"""Lane: profiles of calibrated limits. `BadSignature`, or limits that a check can use."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
-
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from runspec.core.canonical import canonical_json
 from runspec.core.signed import BadSignature, sign_document
-from tests.fuzz.bounds import bounded, costly
-from tests.fuzz.json_values import changed, damaged, values
+from tests.fuzz.bounds import bounded
+from tests.fuzz.mutate import Changer
 from tests.verify.calibration.profiles import ROOT, made_profile
 from verify.calibration.profile import (
     KIND,
     Profile,
     looser_than_published,
     open_profile,
-    sign_profile,
 )
 from verify.thresholds import BFLOAT16, ChunkLimits, limits_for
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SHORT = (ChunkLimits(128, 0.2, 0.1, math.inf, 4.0), ChunkLimits(256, 0.1, 0.1, 9.0, 4.0))
 PROFILE = made_profile(replace(BFLOAT16, short=SHORT), sampler={"precision": "bfloat16"})
 PAYLOAD = PROFILE.model_dump(mode="json")
-SIGNED = [sign_profile(PROFILE, ROOT)]
 MEMORY = 4 << 20
 
 ODD = ["bfloat16", "exponential-tail/2", "../x", 2**53 + 1, 1e-300, -0.0, 10**400]
-anything = values(ODD)
 
 
 def opened(data: bytes) -> Profile | None:
@@ -65,14 +58,7 @@ def check_payload(made: dict[str, Any]) -> bool:
     return True
 
 
-@costly
-@given(data=st.data())
-def test_signed_payloads(data: st.DataObject) -> None:
-    check_payload(data.draw(changed([PAYLOAD], anything)))
-
-
-@costly
-@given(case=damaged(SIGNED))
-def test_damaged_bytes(case: tuple[bytes, bytes]) -> None:
-    profile = opened(case[0])
-    assert profile is None or profile == PROFILE
+def profile() -> Callable[[Random], bool]:
+    """Signed payloads with changes."""
+    draw = Changer([PAYLOAD], ODD)
+    return lambda rng: check_payload(draw(rng))
