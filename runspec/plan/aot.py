@@ -22,7 +22,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, hf_config
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.decoder import hf_config
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved
 from runspec.core.spec.schema import RunSpec
 

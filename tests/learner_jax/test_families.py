@@ -15,7 +15,7 @@ from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution
 from learner_jax.leaves import leaf_at, load_params
 from learner_jax.logprobs import token_logprobs
-from learner_jax.model import final_hidden, head_weight
+from learner_jax.model import bind
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh
 from runspec.core.models.config import ModelConfig, load_config
@@ -37,10 +37,9 @@ def ours(params: Any, batch: TokenBatch, weights: Any, config: ModelConfig, exec
     """Gradient of the weighted log-probs, the log-probs, and the logits."""
 
     def objective(params: Any) -> Any:
-        hidden = final_hidden(
-            params, config, batch.tokens, batch.segment_ids, batch.positions, execution
-        )
-        head = head_weight(params)
+        policy = bind(config, params)
+        hidden = policy(batch.tokens, batch.segment_ids, batch.positions, execution)
+        head = policy.head_weight()
         logprobs, _ = token_logprobs(
             hidden, head, batch.targets, temperature=1.0, mesh=execution.mesh
         )
