@@ -23,77 +23,6 @@ from runspec.core.models.decoder import OUTPUT_GAIN
 from runspec.core.models.family import normal
 
 
-class Decoder(nnx.Module):
-    """Embedding, layers and last norm; the output head, tied or of its own."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        width, vocabulary = config.hidden_size, config.vocab_size
-        self.embed = param(normal(width), {"vocab": vocabulary, "embed": width})
-        self.layers = stacked(self.layer(config), config.num_hidden_layers)
-        self.final_norm = RMSNorm({"norm": width}, config.rms_norm_eps)
-        tied = config.tie_word_embeddings
-        self.head = None if tied else param(normal(width), {"embed": width, "vocab": vocabulary})
-
-    def layer(self, config: ModelConfig) -> DecoderLayer:
-        """One layer, of which there are L: for a family that differs in it."""
-        return DecoderLayer(config)
-
-    def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        execution: Execution,
-        rows: Rows | None = None,
-    ) -> Float[Array, "B T D"]:
-        """See `model.Policy`."""
-        mesh = execution.mesh
-        # Under context parallelism the columns are in another order in here, and nowhere else.
-        tokens, segment_ids, positions = (
-            to_zigzag(x, mesh) for x in (tokens, segment_ids, positions)
-        )
-        x = embed(self.embed[...], tokens, execution)  # [B, T, D]
-        x = constrain(x, mesh, "batch", "sequence", None)
-        turn = rotation(positions, self.config)
-        x = scan_layers(
-            self.layers,
-            lambda layer, x: layer(x, segment_ids, turn, execution, rows),
-            x,
-            execution,
-        )
-        return from_zigzag(self.final_norm(x), mesh)
-
-    def head_weight(self) -> Float[Array, "D V"]:
-        """See `model.Policy`."""
-        return self.embed[...].T if self.head is None else self.head[...]
-
-
-class DecoderLayer(nnx.Module):
-    """Attention and MLP, each after a norm and added to the residual stream."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        width, eps = {"norm": config.hidden_size}, config.rms_norm_eps
-        self.attn_norm = RMSNorm(width, eps)
-        self.attention = Attention(config)
-        self.mlp_norm = RMSNorm(width, eps)
-        self.mlp = Mlp(config)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        segment_ids: Int[Array, "B T"],
-        turn: Rotation,
-        execution: Execution,
-        rows: Rows | None,
-    ) -> Float[Array, "B T D"]:
-        mesh = execution.mesh
-        x = x + self.attention(self.attn_norm(x), segment_ids, turn, execution, rows)
-        x = constrain(x, mesh, "batch", "sequence", None)
-        x = x + self.mlp(self.mlp_norm(x), execution)
-        return constrain(x, mesh, "batch", "sequence", None)
-
-
 class Attention(nnx.Module):
     """Causal attention of grouped heads inside the segments of packed rows."""
 
@@ -141,3 +70,73 @@ class Mlp(nnx.Module):
         mesh = execution.mesh
         gated = nn.silu(self.gate(x, mesh)) * self.up(x, mesh)  # [B, T, F]
         return self.down(gated, mesh)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        width, eps = {"norm": config.hidden_size}, config.rms_norm_eps
+        self.attn_norm = RMSNorm(width, eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(width, eps)
+        self.mlp = Mlp(config)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        segment_ids: Int[Array, "B T"],
+        turn: Rotation,
+        execution: Execution,
+        rows: Rows | None,
+    ) -> Float[Array, "B T D"]:
+        mesh = execution.mesh
+        x = x + self.attention(self.attn_norm(x), segment_ids, turn, execution, rows)
+        x = constrain(x, mesh, "batch", "sequence", None)
+        x = x + self.mlp(self.mlp_norm(x), execution)
+        return constrain(x, mesh, "batch", "sequence", None)
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers and last norm; the output head, tied or of its own."""
+
+    layer: type[nnx.Module] = DecoderLayer
+    """The class of its layers, of config: another family may have another."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        width, vocabulary = config.hidden_size, config.vocab_size
+        self.embed = param(normal(width), {"vocab": vocabulary, "embed": width})
+        self.layers = stacked(self.layer(config), config.num_hidden_layers)
+        self.final_norm = RMSNorm({"norm": width}, config.rms_norm_eps)
+        tied = config.tie_word_embeddings
+        self.head = None if tied else param(normal(width), {"embed": width, "vocab": vocabulary})
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        execution: Execution,
+        rows: Rows | None = None,
+    ) -> Float[Array, "B T D"]:
+        """See `model.Policy`."""
+        mesh = execution.mesh
+        # Under context parallelism the columns are in another order in here, and nowhere else.
+        tokens, segment_ids, positions = (
+            to_zigzag(x, mesh) for x in (tokens, segment_ids, positions)
+        )
+        x = embed(self.embed[...], tokens, execution)  # [B, T, D]
+        x = constrain(x, mesh, "batch", "sequence", None)
+        turn = rotation(positions, self.config)
+        x = scan_layers(
+            self.layers,
+            lambda layer, x: layer(x, segment_ids, turn, execution, rows),
+            x,
+            execution,
+        )
+        return from_zigzag(self.final_norm(x), mesh)
+
+    def head_weight(self) -> Float[Array, "D V"]:
+        """See `model.Policy`."""
+        return self.embed[...].T if self.head is None else self.head[...]

@@ -98,9 +98,11 @@ def compile_step(
     with TemporaryDirectory(prefix="runspec-aot-") as name:
         folder = Path(name)
         (folder / FILE_NAME).write_bytes(dump_resolved(spec))
-        shape = folder / "config.json"
-        fields = hf_config(config, dtype=spec.broadcast.dtype, eos_token_id=0, pad_token_id=0)
-        shape.write_text(json.dumps(fields))
+        shape = Path(spec.model.hf or "") / "config.json"
+        if not shape.is_file():
+            shape = folder / "config.json"
+            fields = hf_config(config, dtype=spec.broadcast.dtype, eos_token_id=0, pad_token_id=0)
+            shape.write_text(json.dumps(fields))
         return _report(_run(folder, shape, deadline_s))
 
 
