@@ -123,7 +123,7 @@ def save_steps(folder: Path, config: ModelConfig, share: float) -> None:
     rng = np.random.default_rng(0)
 
     def drawn(spec: Any) -> np.ndarray:
-        values = rng.standard_normal(spec.shape, np.float32) * spec.std + spec.mean
+        values = rng.standard_normal(spec.shape, np.float32) * spec.initial.std + spec.initial.mean
         return values.astype(ml_dtypes.bfloat16)
 
     def changed(leaf: np.ndarray) -> np.ndarray:

@@ -3,8 +3,8 @@
     adapter_config.json          rank, alpha and the matrices that have an adapter
     adapter_model.safetensors    for each of them lora_A [r, in] and lora_B [out, r], float32
 
-The tree is that of `learner_jax.lora`: beside a matrix `q` of the layers the leaves `q_a`
-[L, in..., r] and `q_b` [L, r, out...], which add (alpha / r) A B to it.
+The tree is that of `learner_jax.lora`: leaves `a` [L, in..., r] and `b` [L, r, out...] for each
+matrix W of the layers, to which they add (alpha / r) A B.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import numpy as np
 
 from bridge.safetensors_io import write_safetensors
 from bridge.tensors import dtype_named
-from bridge.weight_map import Entry, Row, axis_sizes, entry, rows, tensor_axes
+from bridge.weight_map import Entry, entry
 from bridge.weight_map import Path as LeafPath
 from runspec.core.errors import UserError
 from runspec.core.files import new_directory
 from runspec.core.models.config import ModelConfig
+from runspec.core.models.parameters import adapter_rows, axis_sizes
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -33,25 +34,10 @@ def adapter_map(config: ModelConfig, *, rank: int, targets: Sequence[str]) -> li
     Args:
         config: of the base model.
         rank: r.
-        targets: leaves of a layer that have an adapter, such as "q" and "down".
+        targets: matrices of a layer that have an adapter, such as "q" and "down".
     """
     sizes = {**axis_sizes(config), "r": rank}
-    return [
-        entry(adapter, sizes)
-        for row in rows(config)
-        if row.leaf.rpartition(".")[-1] in targets
-        for adapter in _adapters(row)
-    ]
-
-
-def _adapters(matrix: Row) -> tuple[Row, Row]:
-    """A and B of one matrix: transposed, as the matrix is."""
-    out, into = tensor_axes(matrix)
-    name = f"base_model.model.{matrix.hf_name.removesuffix('.weight')}"
-    return (
-        Row(f"{matrix.leaf}_a", f"{name}.lora_A.weight", f"L {into} r", f"r ({into})"),
-        Row(f"{matrix.leaf}_b", f"{name}.lora_B.weight", f"L r {out}", f"({out}) r"),
-    )
+    return [entry(row, sizes) for row in adapter_rows(config, targets)]
 
 
 def write_adapter(

@@ -57,7 +57,7 @@ class LeafReader:
         Memory: the part, and one layer of it twice.
 
         Args:
-            path: such as ("layers", "q").
+            path: such as ("layers", "attention", "q", "weight").
             index: a slice of step 1 for each dimension of the leaf, layers first where stacked.
 
         Returns:
@@ -106,8 +106,9 @@ def iter_leaves(hf_dir: Path, config: ModelConfig) -> Iterator[tuple[LeafPath, n
     """Reads a model leaf by leaf; at most one leaf and one tensor are in memory.
 
     Yields:
-        The leaf's path, such as ("layers", "q"), and its array in the stored dtype (float32 or
-        `ml_dtypes.bfloat16`), stacked [L, ...] below "layers". All leaves, in the map's order.
+        The leaf's path, such as ("layers", "mlp", "up", "weight"), and its array in the stored
+        dtype (float32 or `ml_dtypes.bfloat16`), stacked [L, ...] below "layers". All leaves, in
+        the map's order.
 
     Raises:
         UserError: as `LeafReader`.

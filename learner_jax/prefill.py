@@ -25,7 +25,7 @@ from broadcast.client import WeightsClient
 from broadcast.loaded import LoadedVersions
 from learner_jax.execution import execution, full_float32
 from learner_jax.leaves import load_params
-from learner_jax.model import final_hidden, head_weight
+from learner_jax.model import bind
 from learner_jax.sharding import make_mesh, shard_batch
 from learner_jax.shared_prompts import (
     Place,
@@ -238,9 +238,8 @@ def _prefill(
     wanted: Wanted,
 ) -> TokenFacts:
     """What there is to say of a microbatch's output tokens."""
-    hidden = final_hidden(
-        params,
-        config,
+    bound = bind(config, params)
+    hidden = bound(
         batch.tokens,
         batch.segment_ids,
         batch.positions,
@@ -249,7 +248,7 @@ def _prefill(
     )
     chosen = hidden.reshape(-1, hidden.shape[-1])[query.index]  # [N, D]
     bits = jax.lax.bitcast_convert_type(chosen.astype(jnp.bfloat16), jnp.uint16)
-    judged = _judge(chosen, head_weight(params), query, temperature, end_token, wanted)
+    judged = _judge(chosen, bound.head_weight(), query, temperature, end_token, wanted)
     return judged._replace(hidden=bits)
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from learner_jax.arrays import TokenBatch
 from learner_jax.execution import execution
 from learner_jax.logprobs import token_logprobs
-from learner_jax.model import final_hidden, head_weight
+from learner_jax.model import bind
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
 
@@ -51,15 +51,14 @@ def build_probe(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Callable[[Any
 
     @partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
     def score(params: Any) -> Float[Array, "B T"]:
-        hidden = final_hidden(
-            params,
-            config,
+        policy = bind(config, params)
+        hidden = policy(
             batch.tokens,
             batch.segment_ids,
             batch.positions,
             execution(spec.learner, mesh, remat="none"),
         )
-        return token_logprobs(hidden, head_weight(params), batch.targets, temperature=1.0)[0]
+        return token_logprobs(hidden, policy.head_weight(), batch.targets, temperature=1.0)[0]
 
     def probe(params: Any) -> dict[str, Any]:
         logprobs = np.asarray(score(params))[:, :-1]

@@ -22,7 +22,7 @@ from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution, full_float32
 from learner_jax.leaves import load_params
 from learner_jax.logprobs import token_logprobs
-from learner_jax.model import final_hidden, head_weight
+from learner_jax.model import bind
 from learner_jax.packing import Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch
 from runspec.core.errors import UserError
@@ -66,7 +66,7 @@ def score_command(
     began = time.monotonic()
     params = load_params(model_dir, config, grid)
     log.info("loaded %s in %.1f s", model_dir, time.monotonic() - began)
-    compute_dtype = jnp.dtype(dtype) if dtype else params["embed"].dtype
+    compute_dtype = jnp.dtype(dtype) if dtype else jax.tree.leaves(params)[0].dtype
     full_float32(compute_dtype)
     scored = score_lines(params, config, lines, Execution(compute_dtype, mesh=grid))
     try:
@@ -208,8 +208,7 @@ def _windows(lines: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
 def _logprobs(
     params: Any, batch: TokenBatch, *, config: ModelConfig, execution: Execution
 ) -> Float[Array, "B T"]:
-    hidden = final_hidden(
-        params, config, batch.tokens, batch.segment_ids, batch.positions, execution
-    )
-    head = head_weight(params)
+    policy = bind(config, params)
+    hidden = policy(batch.tokens, batch.segment_ids, batch.positions, execution)
+    head = policy.head_weight()
     return token_logprobs(hidden, head, batch.targets, temperature=1.0, mesh=execution.mesh)[0]

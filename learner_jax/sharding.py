@@ -103,7 +103,7 @@ def constrain(x: Array, mesh: Mesh | None, *axes: str | None) -> Array:
 
 
 def param_shardings(abstract: Any, mesh: Mesh) -> Any:
-    """Tree of NamedSharding for a tree of `model.ParamSpec` (`model.abstract_params`)."""
+    """Tree of NamedSharding for a tree of `Parameter` (`model.abstract_params`)."""
     return jax.tree.map(lambda spec: logical_sharding(mesh, spec.shape, spec.axes), abstract)
 
 

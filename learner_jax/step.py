@@ -29,10 +29,10 @@ from jaxtyping import Array, Float
 from learner_jax.arrays import Data, LossInputs, TokenBatch
 from learner_jax.execution import Execution, execution, wide_dtype
 from learner_jax.logprobs import token_logprobs
-from learner_jax.lora import abstract_lora, init_lora, merge, with_adapters
+from learner_jax.lora import abstract_lora, init_lora, merge
 from learner_jax.loss import grpo_loss
 from learner_jax.loss_metrics import LossMetrics
-from learner_jax.model import Params, abstract_params, final_hidden, head_weight
+from learner_jax.model import Policy, abstract_params, bind
 from learner_jax.optimizer import (
     Moments,
     abstract_moments,
@@ -159,26 +159,18 @@ def microbatch_bound(spec: RunSpec) -> int:
 
 
 def policy_logprobs(
-    params: Params,
-    config: ModelConfig,
+    policy: Policy,
     batch: TokenBatch,
     execution: Execution,
     *,
     temperature: float,
     chunk: int | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probs of the targets and entropies: `model.final_hidden`, then `token_logprobs`."""
-    hidden = final_hidden(
-        params,
-        config,
-        batch.tokens,
-        batch.segment_ids,
-        batch.positions,
-        execution,
-    )
+    """Log-probs of the targets and entropies: hidden states, then `token_logprobs`."""
+    hidden = policy(batch.tokens, batch.segment_ids, batch.positions, execution)
     return token_logprobs(
         hidden,
-        head_weight(params),
+        policy.head_weight(),
         batch.targets,
         temperature=temperature,
         mesh=execution.mesh,
@@ -248,7 +240,7 @@ class _Run:
 
     def score(self, params: Any, batches: TokenBatch, count: Array) -> Array:
         def one(i: Array, scores: Array) -> Array:
-            return scores.at[i].set(self._policy(params, _at(batches, i))[0])
+            return scores.at[i].set(self._logprobs(bind(self.config, params), _at(batches, i))[0])
 
         return jax.lax.fori_loop(0, count, one, jnp.zeros(batches.tokens.shape, jnp.float32))
 
@@ -288,10 +280,9 @@ class _Run:
         skipped = jnp.where(made, 0, state.skipped + 1)
         return TrainState(params, moments, state.updates + made, skipped), Update(norm, skipped)
 
-    def _policy(self, params: Params, batch: TokenBatch) -> tuple[Array, Array]:
+    def _logprobs(self, policy: Policy, batch: TokenBatch) -> tuple[Array, Array]:
         return policy_logprobs(
-            params,
-            self.config,
+            policy,
             batch,
             self.execution,
             temperature=self.temperature,
@@ -302,9 +293,8 @@ class _Run:
         self, params: Any, base: Any, batch: TokenBatch, inputs: LossInputs
     ) -> tuple[Array, tuple[LossMetrics, Array]]:
         lora = self.spec.learner.lora
-        logprobs, entropy = self._policy(
-            params if lora is None else with_adapters(base, params, lora), batch
-        )
+        trees = (params,) if lora is None else (base, params)
+        logprobs, entropy = self._logprobs(bind(self.config, *trees, lora=lora), batch)
         loss, metrics = grpo_loss(logprobs, entropy, batch.segment_ids, inputs, self.spec.algorithm)
         return loss, (metrics, logprobs)
 
@@ -332,7 +322,7 @@ def _copy_as(params: Any, dtype: np.dtype | type) -> Any:
 
 
 def _abstract_like(specs: Any, mesh: Mesh, dtype: np.dtype | type) -> Any:
-    """`jax.ShapeDtypeStruct` for a tree of `ParamSpec`."""
+    """`jax.ShapeDtypeStruct` for a tree of `Parameter`."""
     return jax.tree.map(
         lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding),
         specs,

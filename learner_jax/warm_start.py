@@ -31,7 +31,7 @@ from learner_jax.execution import Execution, full_float32
 from learner_jax.layout import initial_model
 from learner_jax.leaves import save_weights
 from learner_jax.logprobs import token_logprobs
-from learner_jax.model import abstract_params, final_hidden, head_weight, init_params
+from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.optimizer import Moments, adamw, global_norm
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh, param_shardings, shard_batch, shard_params
@@ -39,12 +39,13 @@ from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import new_directory, read_bounded, remove_leftovers
 from runspec.core.hashing import digest_bytes, digest_file
-from runspec.core.models.config import ModelConfig, hf_config, parse_config
+from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.decoder import hf_config
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import Optimizer, RunSpec, WarmStart
 from verify.plugins import Trace, WarmStartData, load_warm_start_data
 
-FORMAT = 2
+FORMAT = 3
 """Part of the digest: a change of this file that changes what is kept raises it."""
 HELD_OUT_TRACES = 256
 CURVE_FILE = "warm_start.json"
@@ -306,15 +307,14 @@ def _build_steps(config: ModelConfig, start: WarmStart, mesh: Mesh) -> _Steps:
     )
 
     def score(params: Any, batch: TokenBatch) -> Array:
-        hidden = final_hidden(
-            params,
-            config,
+        policy = bind(config, params)
+        hidden = policy(
             batch.tokens,
             batch.segment_ids,
             batch.positions,
             Execution(jnp.float32, mesh=mesh),
         )
-        head = head_weight(params)
+        head = policy.head_weight()
         return token_logprobs(hidden, head, batch.targets, temperature=1.0, mesh=mesh)[0]
 
     def init(params: Any) -> tuple[Moments, Array]:

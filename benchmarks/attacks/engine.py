@@ -177,9 +177,11 @@ def _block(
     x, after = params["embed"][tokens], []
     for number, (keys, values) in enumerate(caches):
         w = jax.tree.map(lambda leaf, number=number: leaf[number], params["layers"])
-        y = _norm(x, w["attn_norm"], config)
+        y = _norm(x, w["attn_norm"]["weight"], config)
+        attention, mlp = w["attention"], w["mlp"]
         q, k, v = (
-            jnp.einsum("bnd,dhk->bnhk", y, w[name]) + w[f"{name}_bias"] for name in ("q", "k", "v")
+            jnp.einsum("bnd,dhk->bnhk", y, part["weight"]) + part["bias"]
+            for part in (attention["q"], attention["k"], attention["v"])
         )
         q, k = rotate(q, turn), rotate(k, turn)
         k, v = (jnp.where(fp8_cache, _e4m3(each), each) for each in (k, v))
@@ -194,10 +196,11 @@ def _block(
         shares = jax.nn.softmax(scores).astype(x.dtype)
         mixed = jnp.einsum("bkgnt,btkh->bnkgh", shares, values)
         mixed = mixed.reshape(*mixed.shape[:2], -1, config.head_dim)
-        x = x + jnp.einsum("bnhk,hkd->bnd", mixed, w["o"])
-        y = _norm(x, w["mlp_norm"], config)
-        x = x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
-    return _norm(x, params["final_norm"], config), after
+        x = x + jnp.einsum("bnhk,hkd->bnd", mixed, attention["o"]["weight"])
+        y = _norm(x, w["mlp_norm"]["weight"], config)
+        gate, up, down = (mlp[name]["weight"] for name in ("gate", "up", "down"))
+        x = x + (jax.nn.silu(y @ gate) * (y @ up)) @ down
+    return _norm(x, params["final_norm"]["weight"], config), after
 
 
 def _norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:

@@ -24,9 +24,10 @@ import numpy as np
 from learner_jax.execution import Execution
 from learner_jax.leaves import save_weights
 from learner_jax.logprobs import token_logprobs
-from learner_jax.model import final_hidden, head_weight, init_params
+from learner_jax.model import bind, init_params
 from learner_jax.optimizer import Moments, adamw, global_norm
-from runspec.core.models.config import ModelConfig, hf_config, parse_config
+from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.decoder import hf_config
 from runspec.core.spec.schema import Optimizer
 from verify.toploc import CHUNK_ROWS
 
@@ -158,7 +159,9 @@ def _update(config: ModelConfig, lr: float) -> Callable[..., tuple]:
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         hidden = _forward(params, config, tokens, jnp.float32)
         targets = jnp.concatenate([tokens[:, 1:], jnp.full((len(tokens), 1), -1)], axis=1)
-        logprobs = token_logprobs(hidden, head_weight(params), targets, temperature=1.0)[0]
+        logprobs = token_logprobs(
+            hidden, bind(config, params).head_weight(), targets, temperature=1.0
+        )[0]
         return -jnp.sum(logprobs) / jnp.sum(targets >= 0)
 
     @partial(jax.jit, donate_argnums=1)
@@ -246,9 +249,9 @@ def rollouts(model: Any, prompts: np.ndarray, seed: int) -> np.ndarray:
 
 def with_outliers(params: Any, channels: int, factor: float) -> Any:
     """The model with some channels of its final norm scaled up: crafted, as large models have."""
-    scale = np.ones(params["final_norm"].shape, np.float32)
+    scale = np.ones(params["final_norm"]["weight"].shape, np.float32)
     scale[np.linspace(0, len(scale) - 1, channels).astype(int)] = factor
-    return {**params, "final_norm": params["final_norm"] * scale}
+    return {**params, "final_norm": {"weight": params["final_norm"]["weight"] * scale}}
 
 
 def rounded_weights(params: Any, kind: str) -> Any:
@@ -269,4 +272,4 @@ def rounded_weights(params: Any, kind: str) -> Any:
 def _forward(params: Any, config: ModelConfig, tokens: jax.Array, dtype: Any) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     ones = jnp.ones_like(tokens)
-    return final_hidden(params, config, tokens, ones, positions, Execution(dtype))
+    return bind(config, params)(tokens, ones, positions, Execution(dtype))

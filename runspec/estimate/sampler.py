@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_of
 from runspec.core.models.kv_cache import MAX_SEQUENCES, cpu_kv_bytes, kv_token_bytes
-from runspec.core.models.parameters import WIDTH, parameters
+from runspec.core.models.parameters import WIDTH, leaves, parameters
 from runspec.core.spec.schema import RunSpec, SamplerPool
 
 MEMORY_UTILIZATION = 0.92
@@ -101,18 +101,15 @@ def weight_bytes(pool: SamplerPool, config: ModelConfig) -> float:
     head keep the pool's dtype.
     """
     ranks, width = pool.parallel.tensor, WIDTH[pool.dtype]
-    tree = parameters(config)
     copies = -(-config.num_key_value_heads // ranks) / config.num_key_value_heads
-    total = float(width * tree["final_norm"].size)
-    for name in ("embed", "head"):
-        if name in tree:
-            total += width * tree[name].size / ranks
-    for name, leaf in tree["layers"].items():
-        if name.endswith("norm") or name == "o_bias":
-            total += width * leaf.size
-            continue
-        share = copies if name.startswith(("k", "v")) else 1 / ranks
-        if pool.quantization == "fp8" and not name.endswith("bias"):
+    total = 0.0
+    for leaf in leaves(parameters(config)):
+        share = 1.0
+        if "kv_heads" in leaf.axes:
+            share = copies
+        elif {"heads", "mlp", "vocab"} & set(leaf.axes):
+            share = 1 / ranks
+        if pool.quantization == "fp8" and {"layers", "embed"} <= set(leaf.axes):
             total += leaf.size * share + _FLOAT32 * config.num_hidden_layers
         else:
             total += width * leaf.size * share

@@ -22,7 +22,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, hf_config
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.decoder import hf_config
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved
 from runspec.core.spec.schema import RunSpec
 
@@ -97,9 +98,11 @@ def compile_step(
     with TemporaryDirectory(prefix="runspec-aot-") as name:
         folder = Path(name)
         (folder / FILE_NAME).write_bytes(dump_resolved(spec))
-        shape = folder / "config.json"
-        fields = hf_config(config, dtype=spec.broadcast.dtype, eos_token_id=0, pad_token_id=0)
-        shape.write_text(json.dumps(fields))
+        shape = Path(spec.model.hf or "") / "config.json"
+        if not shape.is_file():
+            shape = folder / "config.json"
+            fields = hf_config(config, dtype=spec.broadcast.dtype, eos_token_id=0, pad_token_id=0)
+            shape.write_text(json.dumps(fields))
         return _report(_run(folder, shape, deadline_s))
 
 

@@ -119,10 +119,10 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_that_names_the_tensor(
         file.truncate(info.offset + 7)
     # then reading says which tensor
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: the file became"):
-        reader.read(("layers", "up"))
+        reader.read(("layers", "mlp", "up", "weight"))
     path.unlink()
     with pytest.raises(UserError, match=r"up_proj\.weight: cannot read: No such file"):
-        reader.read(("layers", "up"))
+        reader.read(("layers", "mlp", "up", "weight"))
 
 
 def with_tensors(hf_dir: Path, extra: dict[str, np.ndarray]) -> None:
@@ -181,6 +181,6 @@ def test_layers_of_two_types_are_refused(make_model: MakeModel) -> None:
     with_tensors(hf_dir, with_two)
     # when the leaf is read, then its name is said; the others are read
     reader = LeafReader(hf_dir, config)
-    reader.read(("layers", "k"))
+    reader.read(("layers", "attention", "k", "weight"))
     with pytest.raises(UserError, match=r"layers of .*q_proj\.weight differ in dtype"):
-        reader.read(("layers", "q"))
+        reader.read(("layers", "attention", "q", "weight"))

@@ -9,7 +9,8 @@ import pytest
 import tensorstore as ts
 
 from bridge.orbax_io import leaf_spec, read_pieces
-from bridge.weight_map import Entry, Row, entry
+from bridge.weight_map import Entry, entry
+from runspec.core.models.family import Row
 
 SIZES = {"L": 3, "D": 7, "F": 5}
 ENTRIES = [

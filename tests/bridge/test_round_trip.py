@@ -68,7 +68,7 @@ def test_a_checkpoint_that_was_imported_is_one_of_orbax(make_model: MakeModel) -
     hf_dir = make_model(tied=False, dtype="bfloat16")
     zero_tensor(hf_dir / "model.safetensors", "model.norm.weight")
     leaves = dict(iter_leaves(hf_dir, load_config(hf_dir)))
-    assert not leaves["final_norm",].any()
+    assert not leaves["final_norm", "weight"].any()
     # when it is imported
     checkpoint = imported(hf_dir)
     # then Orbax finds the same tree, of the same types, whatever else lies there
@@ -82,9 +82,9 @@ def test_a_checkpoint_that_was_imported_is_one_of_orbax(make_model: MakeModel) -
     target = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), stored
     )
-    on_device = leaves_of(ocp.load(checkpoint, target))["layers", "q"]
+    on_device = leaves_of(ocp.load(checkpoint, target))["layers", "attention", "q", "weight"]
     assert isinstance(on_device, jax.Array)
-    np.testing.assert_array_equal(on_device, leaves["layers", "q"])
+    np.testing.assert_array_equal(on_device, leaves["layers", "attention", "q", "weight"])
 
 
 def zero_tensor(path: Path, name: str) -> None:
@@ -179,7 +179,7 @@ def test_what_orbax_writes_is_exported_however_it_is_cut(
 def test_one_leaf_among_others_is_read_whole(make_model: MakeModel) -> None:
     # given a checkpoint, of which one leaf is wanted
     hf_dir = make_model(tied=False, dtype="bfloat16")
-    checkpoint, path = imported(hf_dir), ("layers", "gate")
+    checkpoint, path = imported(hf_dir), ("layers", "mlp", "gate", "weight")
     stores = open_leaves(checkpoint, {path: (3, 20, 29)}, among_others=True)
     # when it is read, then it is that of the model
     leaf = read_leaf(stores[path], path, place=checkpoint)
@@ -187,7 +187,7 @@ def test_one_leaf_among_others_is_read_whole(make_model: MakeModel) -> None:
     # and when its data is lost, it is named
     for file in checkpoint.glob("state/d/*"):
         file.unlink()
-    with pytest.raises(UserError, match=r"leaf layers\.gate cannot be read"):
+    with pytest.raises(UserError, match=r"leaf layers\.mlp\.gate\.weight cannot be read"):
         read_leaf(stores[path], path, place=checkpoint)
 
 
@@ -230,8 +230,11 @@ def test_linear_layers_are_stored_out_by_in(make_model: MakeModel) -> None:
         expected = attention.q_proj(x).reshape(5, 4).numpy()
         merged = attention.o_proj(torch.linspace(-1, 1, 20)).numpy()
 
-    q = np.einsum("d,dhk->hk", x.numpy(), flat["layers", "q"][1]) + flat["layers", "q_bias"][1]
-    o = np.einsum("hk,hkd->d", x.numpy().reshape(5, 4), flat["layers", "o"][1])
+    def leaf(*path: str) -> np.ndarray:
+        return flat["layers", "attention", *path][1]
+
+    q = np.einsum("d,dhk->hk", x.numpy(), leaf("q", "weight")) + leaf("q", "bias")
+    o = np.einsum("hk,hkd->d", x.numpy().reshape(5, 4), leaf("o", "weight"))
 
     np.testing.assert_allclose(q, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(o, merged, rtol=1e-5, atol=1e-6)

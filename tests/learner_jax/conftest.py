@@ -25,7 +25,7 @@ from learner_jax.warm_start import model_config
 from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from runspec.core.models.config import hf_config
+from runspec.core.models.decoder import hf_config
 from runspec.core.roles import sign_roles
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec

@@ -89,8 +89,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+FROM_PACKAGE: dict[str, dict[str, Any]] = {
+    "exaone4": {
+        "model_type": "exaone4",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 3,
+        "rope_parameters": {"rope_theta": 3000.0, **LLAMA3},
+    }
+}
+"""Families that a package brings (`tests.family_package.installed`)."""
+
+
 def transformers_config(name: str) -> Any:
-    fields = {**_SIZES, **FAMILIES[name]}
+    fields = {**_SIZES, **(FAMILIES | FROM_PACKAGE)[name]}
     return CONFIG_MAPPING[fields.pop("model_type")](**fields)
 
 

@@ -71,19 +71,23 @@ def logits_of(params: Any, config: ModelConfig, tokens: jax.Array) -> jax.Array:
 
     x = params["embed"][tokens]
     for i in range(config.num_hidden_layers):
-        layer = {name: leaf[i] for name, leaf in params["layers"].items()}
-        y = norm(x, layer["attn_norm"])
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
+        attention, mlp = layer["attention"], layer["mlp"]
+        y = norm(x, layer["attn_norm"]["weight"])
         for head in range(heads):
             kv = head // group
-            q = rope(y @ layer["q"][:, head] + layer["q_bias"][head])
-            k = rope(y @ layer["k"][:, kv] + layer["k_bias"][kv])
-            v = y @ layer["v"][:, kv] + layer["v_bias"][kv]
+            q, k, v = (
+                y @ attention[name]["weight"][:, number] + attention[name]["bias"][number]
+                for name, number in (("q", head), ("k", kv), ("v", kv))
+            )
+            q, k = rope(q), rope(k)
             scores = jnp.where(np.tri(n, dtype=bool), q @ k.T / math.sqrt(h), -jnp.inf)
-            x = x + jax.nn.softmax(scores, axis=-1) @ v @ layer["o"][head]
-        y = norm(x, layer["mlp_norm"])
-        x = x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
+            x = x + jax.nn.softmax(scores, axis=-1) @ v @ attention["o"]["weight"][head]
+        y = norm(x, layer["mlp_norm"]["weight"])
+        gate, up, down = (mlp[name]["weight"] for name in ("gate", "up", "down"))
+        x = x + (jax.nn.silu(y @ gate) * (y @ up)) @ down
     head_matrix = params["embed"].T if config.tie_word_embeddings else params["head"]
-    return norm(x, params["final_norm"]) @ head_matrix
+    return norm(x, params["final_norm"]["weight"]) @ head_matrix
 
 
 @partial(jax.jit, static_argnames=("config", "temperature"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution
 from learner_jax.flops import Meter, peak_flops
 from learner_jax.hlo import program_cost
-from learner_jax.model import abstract_params
+from learner_jax.model import abstract_params, bind
 from learner_jax.step import policy_logprobs
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.flops import matrix_parameters, useful_flops
@@ -29,11 +29,12 @@ def test_the_forward_third_is_what_the_compiled_program_multiplies() -> None:
         lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), abstract_params(CONFIG)
     )
     ids = jax.ShapeDtypeStruct((1, n), jnp.int32)
-    forward = partial(
-        policy_logprobs, config=CONFIG, temperature=1.0, execution=Execution(jnp.float32)
-    )
+
+    def forward(params: Any, batch: TokenBatch) -> Any:
+        return policy_logprobs(bind(CONFIG, params), batch, Execution(jnp.float32), temperature=1.0)
+
     # when the log-probs are compiled, and the products of matrices in the program counted
-    program = jax.jit(lambda params, batch: forward(params, batch=batch))
+    program = jax.jit(forward)
     compiled = program.lower(params, TokenBatch(ids, ids, ids, ids)).compile()
     # then they are a third of an update's, and the masked half
     masked = 2 * 3 * (4 * 10) * n**2

@@ -13,7 +13,7 @@ import pytest
 from learner_jax.arrays import LossInputs, TokenBatch
 from learner_jax.execution import Execution
 from learner_jax.loss import grpo_loss, token_weights
-from learner_jax.model import abstract_params
+from learner_jax.model import abstract_params, bind
 from learner_jax.packing import Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import build_programs, policy_logprobs
@@ -62,9 +62,8 @@ def inputs_of(packed: Any, rollouts: list[Rollout], algorithm: Algorithm) -> Los
 @partial(jax.jit, static_argnames="mesh")
 def logprobs64(params: Any, batch: TokenBatch, mesh: jax.sharding.Mesh | None) -> Any:
     return policy_logprobs(
-        params,
-        batch=batch,
-        config=CONFIG,
+        bind(CONFIG, params),
+        batch,
         temperature=TEMPERATURE,
         execution=Execution(jnp.float64, "full", mesh=mesh),
     )

@@ -21,9 +21,9 @@ from learner_jax.__main__ import main
 from learner_jax.checkpoint import StateInfo, save_state
 from learner_jax.execution import Execution
 from learner_jax.layout import state_folder
-from learner_jax.leaves import load_params
-from learner_jax.lora import abstract_lora, init_lora, merge, with_adapters
-from learner_jax.model import abstract_params, final_hidden, head_weight
+from learner_jax.leaves import HostLeaves, leaf_at, load_params
+from learner_jax.lora import abstract_lora, init_lora, merge
+from learner_jax.model import abstract_params, bind
 from learner_jax.sharding import make_mesh, param_shardings
 from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
@@ -57,26 +57,23 @@ def random_adapters(lora: Lora) -> Any:
     )
 
 
-@jax.jit
-def logits_of(params: Any) -> jax.Array:
+def logits_of(*trees: Any, lora: Lora | None = None) -> jax.Array:
     tokens = jnp.asarray(IDS)[None]
-    hidden = final_hidden(
-        params,
-        config(),
+    policy = bind(config(), *trees, lora=lora)
+    hidden = policy(
         tokens,
         jnp.ones_like(tokens),
         jnp.arange(len(IDS))[None],
         Execution(jnp.float64),
     )
-    return (hidden @ head_weight(params))[0]
+    return (hidden @ policy.head_weight())[0]
 
 
 def exported(directory: Path, adapters: Any, lora: Lora) -> dict[str, torch.Tensor]:
     """The tensors of a PEFT directory, double, as leaves of torch's graph."""
-    leaves = {("layers", name): leaf for name, leaf in adapters["layers"].items()}
     write_adapter(
         directory,
-        leaves,
+        HostLeaves(jax.tree.map(jnp.asarray, adapters)),
         config(),
         rank=lora.rank,
         alpha=lora.alpha,
@@ -114,7 +111,7 @@ def test_adapters_beside_merged_and_exported_are_one_model(tmp_path: Path, lora:
     expected = in_transformers(tensors, lora).detach().numpy()
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), adapters)
-        beside = np.asarray(logits_of(with_adapters(base(), wide, lora)))
+        beside = np.asarray(logits_of(base(), wide, lora=lora))
         merged = np.asarray(logits_of(merge(base(), wide, lora)))
         without = np.asarray(logits_of(base()))
     # then the logits are the same, and are not those of the base
@@ -134,7 +131,7 @@ def test_gradients_of_adapters_are_those_of_torch(tmp_path: Path) -> None:
         frozen = base()
 
         def objective(adapters: Any) -> jax.Array:
-            return jnp.sum(weights * logits_of(with_adapters(frozen, adapters, LORA)))
+            return jnp.sum(weights * logits_of(frozen, adapters, lora=LORA))
 
         wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), adapters)
         grads = jax.tree.map(np.asarray, jax.grad(objective)(wide))
@@ -151,39 +148,38 @@ def test_gradients_of_adapters_are_those_of_torch(tmp_path: Path) -> None:
 def test_a_run_starts_at_its_base_model() -> None:
     # given fresh adapters of two seeds
     first, second = (init_lora(config(), LORA, jax.random.key(seed)) for seed in (0, 1))
-    for name, leaf in first["layers"].items():
-        if name.endswith("_b"):
+    for path, leaf in HostLeaves(first).items():
+        if path[-1] == "b":
             # then B is zero
-            assert not leaf.any(), name
+            assert not leaf.any(), path
         else:
             # and A is drawn from the seed, with the variance of a uniform draw in ±1/sqrt(fan-in)
             fan_in = math.prod(leaf.shape[1:-1])
-            assert float(leaf.std()) == pytest.approx((3 * fan_in) ** -0.5, rel=0.25), name
-            assert (leaf != second["layers"][name]).any(), name
+            assert float(leaf.std()) == pytest.approx((3 * fan_in) ** -0.5, rel=0.25), path
+            assert (leaf != leaf_at(second, path)).any(), path
     # so that what is published is the base, in the type that was asked for
     stored = load_params(saved(NAME), config(), make_mesh(Mesh()))
     merged = merge(stored, first, LORA, jnp.bfloat16)
-    for name, leaf in merged["layers"].items():
-        wanted = stored["layers"][name]
-        if name in LORA.targets:
+    for path, leaf in HostLeaves(merged).items():
+        wanted = leaf_at(stored, path)
+        if path[-2:-1] and path[-2] in LORA.targets:
             assert leaf.dtype == jnp.bfloat16
             wanted = wanted.astype(jnp.bfloat16)
-        np.testing.assert_array_equal(leaf, wanted, err_msg=name)
+        np.testing.assert_array_equal(leaf, wanted, err_msg=str(path))
 
 
 def test_adapters_are_cut_as_their_matrices_are() -> None:
     # given a mesh that cuts what it can
     mesh = make_mesh(Mesh(fsdp=2, tensor=2))
-    whole = param_shardings(abstract_params(config()), mesh)["layers"]
+    whole = param_shardings(abstract_params(config()), mesh)["layers"]["attention"]
     # when the adapters are laid on it
-    adapters = param_shardings(abstract_lora(config(), LORA), mesh)["layers"]
+    adapters = param_shardings(abstract_lora(config(), LORA), mesh)["layers"]["attention"]
     # then inputs are cut in A as in W, outputs in B, the rank never
-    for target, matrix in whole.items():
-        if target in LORA.targets:
-            inputs = 2 if target == "o" else 1
-            a, b = adapters[f"{target}_a"].spec, adapters[f"{target}_b"].spec
-            assert a == PartitionSpec(*matrix.spec[: 1 + inputs], None)
-            assert b == PartitionSpec(matrix.spec[0], None, *matrix.spec[1 + inputs :])
+    for target, inputs in (("q", 1), ("k", 1), ("o", 2)):
+        cut = whole[target]["weight"].spec
+        a, b = adapters[target]["a"].spec, adapters[target]["b"].spec
+        assert a == PartitionSpec(*cut[: 1 + inputs], None)
+        assert b == PartitionSpec(cut[0], None, *cut[1 + inputs :])
 
 
 def test_the_directory_is_pefts(tmp_path: Path) -> None:
@@ -230,7 +226,9 @@ def test_a_run_exports_the_adapters_of_a_full_state(
     # then the directory holds them, and a step of which there is no state is named
     tensors = load_file(out / "adapter_model.safetensors")
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
-    np.testing.assert_array_equal(tensors[name], np.asarray(adapters["layers"]["down_a"][1]).T)
+    np.testing.assert_array_equal(
+        tensors[name], np.asarray(adapters["layers"]["mlp"]["down"]["a"][1]).T
+    )
     assert len(tensors) == 2 * 2 * 2
     assert main(["export-adapter", str(run.path), str(tmp_path / "b"), "--step", "1"]) == 1
     assert "no full state of step 1; there are: 2" in capfd.readouterr().err

@@ -91,4 +91,4 @@ def test_adapters_may_be_bfloat16_too() -> None:
     lora = Lora(rank=2, alpha=4.0, targets=["q", "down"])
     result = trained(spec_of("bfloat16", lora=lora), batch_of(4))
     assert types(result)["params"] == {"bfloat16"}
-    assert np.any(np.asarray(result.state.params["layers"]["q_b"]))
+    assert np.any(np.asarray(result.state.params["layers"]["attention"]["q"]["b"]))

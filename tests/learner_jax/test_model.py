@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -13,15 +14,17 @@ import pytest
 
 from bridge.weight_map import weight_map
 from learner_jax.execution import Execution
-from learner_jax.leaves import leaf_at
-from learner_jax.model import abstract_params, final_hidden, head_weight, init_params
+from learner_jax.lora import abstract_lora
+from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.packing import Sample, pack
 from learner_jax.sharding import make_mesh
 from learner_jax.step import build_programs
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, hf_config, parse_config
-from runspec.core.models.named_models import model_names, named_model
+from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.decoder import hf_config
+from runspec.core.models.parameters import lora_parameters, parameters
+from runspec.core.spec.schema import Lora
 from tests.learner_jax.conftest import tiny_spec
 
 LENGTHS = ((3, 4), (1, 9), (6, 2), (5, 5))
@@ -29,15 +32,14 @@ LENGTHS = ((3, 4), (1, 9), (6, 2), (5, 5))
 
 @partial(jax.jit, static_argnames="config")
 def logits_of(params: Any, config: ModelConfig, batch: Any) -> jax.Array:
-    hidden = final_hidden(
-        params,
-        config,
+    policy = bind(config, params)
+    hidden = policy(
         batch.tokens,
         batch.segment_ids,
         batch.positions,
         Execution(jnp.float32),
     )
-    return hidden @ head_weight(params)
+    return hidden @ policy.head_weight()
 
 
 def samples_of(vocab: int) -> list[Sample]:
@@ -96,26 +98,29 @@ def test_initial_parameters_have_the_scales_of_the_recipe() -> None:
     # then each scale is as said
     expected = {"q": 64**-0.5, "gate": 64**-0.5, "o": 0.1 * 64**-0.5, "down": 0.1 * 100**-0.5}
     for name, std in expected.items():
-        assert float(params["layers"][name].std()) == pytest.approx(std, rel=0.05), name
+        part = params["layers"]["attention" if name in "qo" else "mlp"][name]
+        assert float(part["weight"].std()) == pytest.approx(std, rel=0.05), name
     assert float(params["embed"].std()) == pytest.approx(1 / 8, rel=0.05)
-    assert not params["layers"]["q_bias"].any() and (params["final_norm"] == 1).all()
-    # and every array is as the abstract tree says
-    shapes = jax.tree.map(lambda spec: spec.shape, abstract_params(config))
-    assert shapes == jax.tree.map(lambda leaf: leaf.shape, params)
+    assert not params["layers"]["attention"]["q"]["bias"].any()
+    assert (params["final_norm"]["weight"] == 1).all()
 
 
-@pytest.mark.parametrize("name", model_names())
-def test_the_tree_of_a_named_model_is_that_of_the_map(name: str) -> None:
-    # given the config that ships
-    config = parse_config(named_model(name) or {}, place=name)
-    # when the tree is described, then it has the leaves of the weight map and no others
-    abstract = abstract_params(config)
-    entries = weight_map(config)
-    for entry in entries:
-        spec = leaf_at(abstract, entry.path)
-        assert spec.shape == entry.leaf_shape
-        assert len(spec.axes) == len(spec.shape)
-    assert len(jax.tree.leaves(abstract)) == len(entries)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("flags", list(product([False, True], repeat=4)), ids=str)
+def test_the_module_is_as_its_table_says(family: str, flags: tuple[bool, ...]) -> None:
+    # given a config of every combination of flags, in sizes that all differ
+    tied, qkv_bias, output_bias, qk_norm = flags
+    config = ModelConfig(
+        family, 11, 12, 13, 2, 6, 3, 8, 64, 1e4, 1e-6, tied, qkv_bias, output_bias, qk_norm
+    )
+    # then shapes, logical axes and initial values are those of the table, of adapters too
+    assert abstract_params(config) == parameters(config)
+    lora = Lora(rank=5)
+    assert abstract_lora(config, lora) == lora_parameters(config, lora)
+    # and the weight map has every leaf once
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
+    entries = {entry.path: entry.leaf_shape for entry in weight_map(config)}
+    assert entries == {tuple(key.key for key in path): leaf.shape for path, leaf in leaves}
 
 
 def test_rows_longer_than_the_model_is_exact_for_are_refused() -> None:
@@ -127,25 +132,16 @@ def test_rows_longer_than_the_model_is_exact_for_are_refused() -> None:
         build_programs(spec, config, make_mesh(spec.learner.mesh))
 
 
-@pytest.mark.parametrize(
-    ("family", "leaves"),
-    [
-        ("qwen2", {"q_bias", "k_bias", "v_bias"}),
-        ("qwen3", {"q_norm", "k_norm"}),
-        ("llama", set()),
-        ("mistral", set()),
-    ],
-)
-def test_a_shape_of_every_family_is_a_model_of_it(family: str, leaves: set[str]) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+def test_a_shape_of_every_family_is_a_model_of_it(family: str) -> None:
     # given a spec whose model is a shape, with heads of a size of their own
     spec = tiny_spec()
     shape = spec.model.shape.model_copy(update={"model_type": family, "head_dim": 6})
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"shape": shape})})
     # when its config is made
     config = model_config(spec)
-    # then it has the family's arrays, no window, and a config.json that is read back
-    common = {"attn_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down"}
-    assert abstract_params(config)["layers"].keys() == common | leaves
+    # then it has the family's biases and norms, no window, and a config.json that is read back
+    assert (config.qkv_bias, config.qk_norm) == (family == "qwen2", family == "qwen3")
     assert (config.head_dim, config.exact_length) == (6, None)
     written = hf_config(config, dtype="float32", eos_token_id=1, pad_token_id=0)
     assert parse_config(written, place="config.json") == config

@@ -19,7 +19,7 @@ import pytest
 from learner_jax.checkpoint import save_params
 from learner_jax.execution import Execution
 from learner_jax.layout import params_folder
-from learner_jax.model import abstract_params, final_hidden, head_weight, init_params
+from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.prefill import JaxPrefill, Policy, prefill
 from learner_jax.publisher import Publisher
 from learner_jax.sharding import make_mesh, shard_params
@@ -72,15 +72,14 @@ def hidden_of(
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states and logits of the first `length` of [1, ROW] tokens."""
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden = final_hidden(
-        params,
-        config,
+    bound = bind(config, params)
+    hidden = bound(
         tokens,
         (positions < length).astype(jnp.int32),
         positions,
         Execution(jnp.dtype(dtype)),
     )[0]
-    return hidden, (hidden @ head_weight(params).astype(hidden.dtype)).astype(jnp.float32)
+    return hidden, (hidden @ bound.head_weight().astype(hidden.dtype)).astype(jnp.float32)
 
 
 def states_alone(policy: Policy, rollout: PrefillInput) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from learner_jax.execution import Execution
-from learner_jax.model import abstract_params, final_hidden
+from learner_jax.model import abstract_params, bind
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec import schema
 
@@ -35,9 +35,7 @@ def compiled(remat: schema.Remat) -> jax.stages.Compiled:
 
     def objective(params: dict, tokens: jax.Array) -> jax.Array:
         segments, positions = jnp.ones_like(tokens), jnp.cumsum(jnp.ones_like(tokens), axis=1)
-        return jnp.sum(
-            final_hidden(params, CONFIG, tokens, segments, positions, execution) * weights
-        )
+        return jnp.sum(bind(CONFIG, params)(tokens, segments, positions, execution) * weights)
 
     return jax.jit(jax.grad(objective)).lower(params, tokens).compile()
 
@@ -57,9 +55,9 @@ def test_every_policy_gives_the_same_gradient() -> None:
     # given one set of parameters and tokens
     rng = np.random.default_rng(0)
     params = jax.tree.map(
-        lambda spec: (spec.mean + rng.normal(size=spec.shape) * (spec.std or 0.1)).astype(
-            np.float32
-        ),
+        lambda spec: (
+            spec.initial.mean + rng.normal(size=spec.shape) * (spec.initial.std or 0.1)
+        ).astype(np.float32),
         abstract_params(CONFIG),
     )
     tokens = rng.integers(0, 32, (ROWS, TOKENS)).astype(np.int32)

@@ -16,6 +16,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from learner_jax.arrays import LossInputs, TokenBatch
+from learner_jax.leaves import HostLeaves, leaf_at
 from learner_jax.loss import token_weights
 from learner_jax.model import abstract_params, init_params
 from learner_jax.optimizer import HOST_MEMORY
@@ -166,7 +167,9 @@ def test_masters_and_moments_are_cut_over_fsdp() -> None:
     made = bench()
     # given two devices, then each matrix has half of its elements on each
     for tree in (made.state.params, made.state.moments.mean):
-        for leaf in (tree["embed"], tree["head"], tree["layers"]["q"], tree["layers"]["down"]):
+        layers = tree["layers"]
+        matrices = layers["attention"]["q"]["weight"], layers["mlp"]["down"]["weight"]
+        for leaf in (tree["embed"], tree["head"], *matrices):
             assert leaf.addressable_shards[0].data.size == leaf.size // 2
     # and a restore is told the same shapes, types and shardings
     for leaf, like in zip(
@@ -206,20 +209,22 @@ def test_the_gradient_of_adapters_is_the_chain_rule_on_that_of_the_weights() -> 
     found = adapted.accumulated(old, base).grads["layers"]
     # then with W + s A B and B = 0, dB is s A^T dW and dA is 0
     adapters, scale = adapted.state.params["layers"], LORA.alpha / LORA.rank
-    for target, formula in (("q", "ldr,ldhk->lrhk"), ("down", "lfr,lfd->lrd")):
-        expected = scale * np.einsum(formula, adapters[f"{target}_a"], whole[target])
-        error = np.linalg.norm(found[f"{target}_b"] - expected) / np.linalg.norm(expected)
-        assert error < 1e-5
-        assert not np.any(found[f"{target}_a"])
+    formulas = {("attention", "q"): "ldr,ldhk->lrhk", ("mlp", "down"): "lfr,lfd->lrd"}
+    for target, formula in formulas.items():
+        a, weight = leaf_at(adapters, (*target, "a")), leaf_at(whole, (*target, "weight"))
+        expected = scale * np.einsum(formula, a, weight)
+        gradient = leaf_at(found, target)
+        assert np.linalg.norm(gradient["b"] - expected) / np.linalg.norm(expected) < 1e-5
+        assert not np.any(gradient["a"])
     # and what is published is the base before the first update, and merged after it
     before = adapted.programs.publish(adapted.state.params, base)
     jax.tree.map(np.testing.assert_array_equal, before, base)
     state, _ = adapted.programs.apply(adapted.state, adapted.accumulated(old, base))
     after = adapted.programs.publish(state.params, base)
     moved = {
-        name for name in base["layers"] if np.any(after["layers"][name] != base["layers"][name])
+        path for path, leaf in HostLeaves(after).items() if np.any(leaf != leaf_at(base, path))
     }
-    assert moved == set(LORA.targets)
+    assert moved == {("layers", *target, "weight") for target in formulas}
 
 
 def test_a_mesh_larger_than_the_machine_is_refused() -> None:
@@ -232,8 +237,8 @@ def test_a_dimension_that_the_mesh_does_not_divide_is_whole() -> None:
     mesh = make_mesh(Mesh(tensor=2))
     params = shard_params(init_params(CONFIG, jax.random.key(0)), abstract_params(CONFIG), mesh)
     # then it is on both, and what divides is cut
-    assert params["layers"]["k"].sharding.is_fully_replicated
-    assert params["layers"]["gate"].addressable_shards[0].data.shape == (2, 16, 12)
+    assert params["layers"]["attention"]["k"]["weight"].sharding.is_fully_replicated
+    assert params["layers"]["mlp"]["gate"]["weight"].addressable_shards[0].data.shape == (2, 16, 12)
 
 
 @pytest.mark.parametrize(

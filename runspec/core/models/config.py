@@ -10,27 +10,9 @@ from typing import Any
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.models.rope_scaling import Dynamic, Scaling, parse_rope, rope_fields
+from runspec.core.models.family import family
+from runspec.core.models.rope_scaling import Dynamic, Scaling
 
-_SILENT: dict[str, dict[str, Any]] = {
-    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-    "qwen3": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-}
-"""What transformers assumes, by family, where a config.json is silent."""
-_ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-}
-FAMILIES = tuple(_SILENT)
 CONFIG_NAME = "config.json"
 MAX_BYTES = 1024 * 1024
 MAX_LAYERS = 4096
@@ -99,88 +81,28 @@ class ModelConfig:
 
 
 def parse_config(config: dict[str, Any], *, place: str) -> ModelConfig:
-    """Reads a config.json of any transformers version from 4.40 on.
+    """Reads a config.json, by the reader of its family.
 
     Raises:
-        UserError: a family that the map does not know, something that the model does not have and
-            transformers would compute, or a field that is missing or is no size.
+        UserError: a family that nobody offers, something that its module does not compute, or a
+            field that is missing or is no size.
     """
-    family = config.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
         raise UserError(
-            f"model_type {family!r} is not supported",
+            f"model_type {model_type!r} is not supported",
             place=place,
-            remedy=f"use a model of one of these families: {', '.join(FAMILIES)}",
+            remedy="point at the config.json of a language model",
         )
-    _refuse_unknown(config, family, place)
-    fields = {**_SILENT[family], **config}
-    biased = family in ("llama", "qwen3") and bool(config.get("attention_bias"))
-    try:
-        heads = fields["num_attention_heads"]
-        theta, scaling = parse_rope(config, place=place)
-        kv_heads, head_dim = fields.get("num_key_value_heads"), fields.get("head_dim")
-        parsed = ModelConfig(
-            model_type=family,
-            vocab_size=fields["vocab_size"],
-            hidden_size=fields["hidden_size"],
-            intermediate_size=fields["intermediate_size"],
-            num_hidden_layers=fields["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=heads if kv_heads is None else kv_heads,
-            head_dim=fields["hidden_size"] // heads if head_dim is None else head_dim,
-            max_position_embeddings=fields["max_position_embeddings"],
-            rope_theta=theta,
-            rms_norm_eps=float(fields["rms_norm_eps"]),
-            tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-            qkv_bias=family == "qwen2" or biased,
-            output_bias=biased,
-            qk_norm=family == "qwen3",
-            rope_scaling=scaling,
-            sliding_window=_sliding_window(fields, family, place),
-        )
-    except KeyError as error:
-        raise UserError(f"field {error} is missing", place=place) from error
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"a field is not a number: {error}", place=place) from error
-    _check_sizes(parsed, place)
-    return parsed
+    return family(model_type, place=place).read(config, place)
 
 
-def _refuse_unknown(config: dict[str, Any], family: str, place: str) -> None:
-    """What transformers or vLLM would compute and this model would not, in silence."""
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise UserError(f"hidden_act {activation!r} is not supported", place=place)
-    refused = ["mlp_bias", "dual_chunk_attention_config", "quantization_config"]
-    if family == "mistral":
-        refused.append("attention_bias")  # transformers ignores it, vLLM does not
-    for name in refused:
-        if config.get(name):
-            raise UserError(f"{name} is not supported", place=place)
+def check_sizes(config: ModelConfig, place: str) -> None:
+    """Refuses sizes that no decoder has: for the reader of a family.
 
-
-def _sliding_window(fields: dict[str, Any], family: str, place: str) -> int | None:
-    """The window of the layers that have one, None where every layer sees everything."""
-    if family == "llama":
-        return None
-    window = fields["sliding_window"]
-    kinds = fields.get("layer_types")
-    if family != "mistral":
-        none_slides = kinds is None and fields["max_window_layers"] >= fields["num_hidden_layers"]
-        if none_slides or not fields.get("use_sliding_window"):
-            window = None
-    if kinds is not None:
-        if not isinstance(kinds, list) or set(kinds) - {"full_attention", "sliding_attention"}:
-            raise UserError("layer_types: only full and sliding attention are known", place=place)
-        if "sliding_attention" in kinds and window is None:
-            raise UserError("layer_types has sliding layers, but there is no window", place=place)
-        if "sliding_attention" not in kinds and family != "mistral":
-            window = None
-    if window is not None and (type(window) is not int or window < 1):
-        raise UserError(f"sliding_window is {window!r}, not a natural number", place=place)
-    return window
-
-
-def _check_sizes(config: ModelConfig, place: str) -> None:
+    Raises:
+        UserError: a size is no natural number, or sizes do not go together.
+    """
     for name in _SIZES:
         size = getattr(config, name)
         if type(size) is not int or not 1 <= size < 2**31:
@@ -222,49 +144,3 @@ def read_config(model_dir: Path) -> dict[str, Any]:
             remedy="point at a Hugging Face model directory",
         ) from error
     return config
-
-
-def hf_config(
-    config: ModelConfig, *, dtype: str, eos_token_id: int, pad_token_id: int
-) -> dict[str, Any]:
-    """The config.json of a model that we made ourselves.
-
-    Args:
-        config: the shape.
-        dtype: `float32` or `bfloat16`, the type its weights are stored in.
-        eos_token_id, pad_token_id: of its tokenizer.
-
-    Raises:
-        ValueError: a combination that no config.json of its family can say.
-    """
-    written = {
-        "architectures": [_ARCHITECTURES[config.model_type]],
-        "model_type": config.model_type,
-        "hidden_act": "silu",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        **rope_fields(config.rope_theta, config.rope_scaling),
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_dropout": 0.0,
-        "dtype": dtype,
-        "eos_token_id": eos_token_id,
-        "pad_token_id": pad_token_id,
-        "bos_token_id": None,
-    }
-    if config.model_type != "llama":
-        written["sliding_window"] = config.sliding_window
-    if config.model_type in ("qwen2", "qwen3"):
-        written["use_sliding_window"] = config.sliding_window is not None
-        written["max_window_layers"] = 0
-    if config.model_type in ("llama", "qwen3"):
-        written["attention_bias"] = config.output_bias
-    if parse_config(written, place="hf_config") != config:
-        raise ValueError(f"no {config.model_type} config.json says {config}")
-    return written

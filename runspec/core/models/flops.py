@@ -20,23 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runspec.core.models.config import ModelConfig
+from runspec.core.models.parameters import matrix_shapes
 from runspec.core.spec.schema import Lora, RunSpec
-
-
-def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """[in, out] of each matrix of a layer, by the names of `parameters.parameters`."""
-    d, f = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    return {
-        "q": (d, queries),
-        "k": (d, keys),
-        "v": (d, keys),
-        "o": (queries, d),
-        "gate": (d, f),
-        "up": (d, f),
-        "down": (f, d),
-    }
 
 
 def matrix_parameters(config: ModelConfig) -> int:

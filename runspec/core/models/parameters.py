@@ -1,16 +1,17 @@
 """The parameters of a model, by shape and by the mesh axes that cut them.
 
-What is said here is what `learner_jax.model` makes and `learner_jax.sharding` cuts.
+They follow from the table of the model's family (`family.Row`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from runspec.core.models.config import ModelConfig
+from runspec.core.models.family import AXES, ZEROS, Initial, Row, family, normal
 from runspec.core.spec.schema import Lora, Mesh
 
 MESH_AXES: dict[str, tuple[str, ...]] = {
@@ -30,8 +31,6 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
 """From logical axes to the axes of `learner.mesh`."""
 WIDTH = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by `FloatType`."""
-CONTRACTED = {"o": 2}
-"""Dimensions of a layer's matrix that are its input, where there is more than one."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ class Parameter:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     """Logical axis of each dimension, a key of `MESH_AXES`."""
+    initial: Initial = ZEROS
 
     @property
     def size(self) -> int:
@@ -61,66 +61,67 @@ class Parameter:
 
 
 Tree = Mapping[str, Any]
-"""Nested dict of `Parameter`: {"embed": ..., "layers": {...}, "final_norm": ..., "head": ...}."""
+"""Nested dict of `Parameter`."""
 
 
 def parameters(config: ModelConfig) -> dict[str, Any]:
-    """The tree; absent is what the config does not have, and a tied `head`.
+    """The tree of a model, such as {"embed": ..., "layers": {...}, "final_norm": {...}}.
 
-    The layers are stacked on axis 0. Letters: D hidden size, H query heads, K key/value heads,
-    h head size, F MLP size, L layers, V vocabulary. q [L, D, H, h], k and v [L, D, K, h],
-    o [L, H, h, D], gate and up [L, D, F], down [L, F, D], embed [V, D], head [D, V].
+    What the config does not have is absent, and so is a tied head.
     """
-    d, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
-    heads, kv_heads, h = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-
-    def layer(axes: tuple[str, ...], *shape: int) -> Parameter:
-        return Parameter((config.num_hidden_layers, *shape), ("layers", *axes))
-
-    query, key_value = ("heads", "head_dim"), ("kv_heads", "head_dim")
-    layers = {
-        "attn_norm": layer(("norm",), d),
-        "q": layer(("embed", *query), d, heads, h),
-        "k": layer(("embed", *key_value), d, kv_heads, h),
-        "v": layer(("embed", *key_value), d, kv_heads, h),
-        "o": layer((*query, "embed"), heads, h, d),
-        "mlp_norm": layer(("norm",), d),
-        "gate": layer(("embed", "mlp"), d, f),
-        "up": layer(("embed", "mlp"), d, f),
-        "down": layer(("mlp", "embed"), f, d),
-    }
-    if config.qkv_bias:
-        layers["q_bias"] = layer(query, heads, h)
-        layers["k_bias"] = layers["v_bias"] = layer(key_value, kv_heads, h)
-    if config.output_bias:
-        layers["o_bias"] = layer(("norm",), d)
-    if config.qk_norm:
-        layers["q_norm"] = layers["k_norm"] = layer(("norm",), h)
-    tree: dict[str, Any] = {
-        "embed": Parameter((v, d), ("vocab", "embed")),
-        "layers": layers,
-        "final_norm": Parameter((d,), ("norm",)),
-    }
-    if not config.tie_word_embeddings:
-        tree["head"] = Parameter((d, v), ("embed", "vocab"))
-    return tree
+    return _tree(family(config.model_type).rows(config), axis_sizes(config))
 
 
 def lora_parameters(config: ModelConfig, lora: Lora) -> dict[str, Any]:
-    """The tree of the adapters: of each target `<target>_a` [L, in..., rank] and `<target>_b`
-    [L, rank, out...]."""
-    base = parameters(config)["layers"]
-    layers: dict[str, Parameter] = {}
-    for target in lora.targets:
-        matrix, inner = base[target], 1 + CONTRACTED.get(target, 1)
-        layers[f"{target}_a"] = Parameter(
-            (*matrix.shape[:inner], lora.rank), (*matrix.axes[:inner], "rank")
+    """The tree of the adapters: A [L, in..., rank] and B [L, rank, out...] of each target."""
+    return _tree(adapter_rows(config, lora.targets), axis_sizes(config) | {"r": lora.rank})
+
+
+def adapter_rows(config: ModelConfig, targets: Sequence[str]) -> list[Row]:
+    """The rows of the adapters, two for each target, in the table's order.
+
+    Args:
+        config: of the base model.
+        targets: matrices of a layer, such as "q" and "down".
+    """
+    matrices = (row for row in family(config.model_type).rows(config) if row.matrix in targets)
+    return [adapter for row in matrices for adapter in row.adapters()]
+
+
+def axis_sizes(config: ModelConfig) -> dict[str, int]:
+    """The size of every axis that the tables name, by its letter."""
+    return {letter: getattr(config, field) for letter, (_, field) in AXES.items()}
+
+
+def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """[in, out] of each matrix of a layer, by its name, such as "q"."""
+    sizes = axis_sizes(config)
+    shapes = {}
+    for row in family(config.model_type).rows(config):
+        if row.matrix is not None:
+            out, into = (_product(axes, sizes) for axes in row.tensor_axes())
+            shapes[row.matrix] = into, out
+    return shapes
+
+
+def _tree(rows: Sequence[Row], sizes: Mapping[str, int]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for row in rows:
+        node = tree
+        for key in row.path[:-1]:
+            node = node.setdefault(key, {})
+        axes = row.tree.split()
+        fan_in = _product(row.tensor_axes()[-1], sizes)
+        node[row.path[-1]] = Parameter(
+            tuple(sizes[axis] for axis in axes),
+            tuple("rank" if axis == "r" else AXES[axis][0] for axis in axes),
+            Initial(row.mean, normal(fan_in, row.gain).std),
         )
-        layers[f"{target}_b"] = Parameter(
-            (matrix.shape[0], lora.rank, *matrix.shape[inner:]),
-            (matrix.axes[0], "rank", *matrix.axes[inner:]),
-        )
-    return {"layers": layers}
+    return tree
+
+
+def _product(axes: str, sizes: Mapping[str, int]) -> int:
+    return prod(sizes[axis] for axis in axes.split())
 
 
 def leaves(tree: Tree) -> Iterator[Parameter]:

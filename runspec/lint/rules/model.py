@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from runspec.core.models.named_models import model_names, named_model
+from runspec.core.models.parameters import matrix_shapes
 from runspec.lint.divisors import divisors
 from runspec.lint.hub import is_on_hub
 from runspec.lint.registry import Context, Violation, rule
@@ -126,17 +127,8 @@ def lora_rank(context: Context) -> Iterator[Violation]:
     config, lora = context.config, context.spec.learner.lora
     if config is None or lora is None:
         return
-    width, kv_width = config.hidden_size, config.num_key_value_heads * config.head_dim
-    sizes = {
-        "q": config.num_attention_heads * config.head_dim,
-        "k": kv_width,
-        "v": kv_width,
-        "o": config.num_attention_heads * config.head_dim,
-        "gate": config.intermediate_size,
-        "up": config.intermediate_size,
-        "down": config.intermediate_size,
-    }
-    least, target = min((min(sizes[target], width), target) for target in lora.targets)
+    shapes = matrix_shapes(config)
+    least, target = min((min(shapes[target]), target) for target in lora.targets)
     if lora.rank >= least:
         yield Violation(
             ("learner", "lora", "rank"),

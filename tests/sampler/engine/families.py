@@ -20,7 +20,8 @@ from learner_jax.model import init_params
 from learner_jax.prefill import Policy, prefill
 from learner_jax.probe import build_probe
 from learner_jax.sharding import make_mesh
-from runspec.core.models.config import hf_config, parse_config
+from runspec.core.models.config import parse_config
+from runspec.core.models.decoder import hf_config
 from runspec.core.spec import schema
 from tests.learner_jax.conftest import tiny_spec
 from tests.sampler.engine.models import END_TOKEN, MAX_MODEL_LEN, VOCABULARY

@@ -11,7 +11,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bridge.weight_map import hf_shapes
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, hf_config, parse_config
+from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.decoder import hf_config
 from runspec.core.models.named_models import model_names, named_model
 from runspec.core.models.rope_scaling import Dynamic, Linear, Llama3, Scaling, Yarn
 

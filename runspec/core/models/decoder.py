@@ -1,0 +1,180 @@
+"""The families qwen2, qwen3, llama and mistral: one decoder, read from their config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig, check_sizes, parse_config
+from runspec.core.models.family import Family, Row, layer_rows
+from runspec.core.models.rope_scaling import parse_rope, rope_fields
+
+_SILENT: dict[str, dict[str, Any]] = {
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+}
+"""What transformers assumes, by family, where a config.json is silent."""
+_ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+OUTPUT_GAIN = 0.1
+"""Factor on the initial values of matrices that write to the residual stream."""
+_LAYER = layer_rows(
+    Row("attn_norm.weight", "input_layernorm.weight", "N", "N", mean=1.0),
+    Row("attention.q.weight", "self_attn.q_proj.weight", "D H h", "(H h) D", gain=1.0),
+    Row("attention.q.bias", "self_attn.q_proj.bias", "H h", "(H h)", when="qkv_bias"),
+    Row("attention.q_norm.weight", "self_attn.q_norm.weight", "h", "h", mean=1.0, when="qk_norm"),
+    Row("attention.k.weight", "self_attn.k_proj.weight", "D K h", "(K h) D", gain=1.0),
+    Row("attention.k.bias", "self_attn.k_proj.bias", "K h", "(K h)", when="qkv_bias"),
+    Row("attention.k_norm.weight", "self_attn.k_norm.weight", "h", "h", mean=1.0, when="qk_norm"),
+    Row("attention.v.weight", "self_attn.v_proj.weight", "D K h", "(K h) D", gain=1.0),
+    Row("attention.v.bias", "self_attn.v_proj.bias", "K h", "(K h)", when="qkv_bias"),
+    Row("attention.o.weight", "self_attn.o_proj.weight", "H h D", "D (H h)", gain=OUTPUT_GAIN),
+    Row("attention.o.bias", "self_attn.o_proj.bias", "N", "N", when="output_bias"),
+    Row("mlp_norm.weight", "post_attention_layernorm.weight", "N", "N", mean=1.0),
+    Row("mlp.gate.weight", "mlp.gate_proj.weight", "D F", "F D", gain=1.0),
+    Row("mlp.up.weight", "mlp.up_proj.weight", "D F", "F D", gain=1.0),
+    Row("mlp.down.weight", "mlp.down_proj.weight", "F D", "D F", gain=OUTPUT_GAIN),
+)
+TABLE = (
+    Row("embed", "model.embed_tokens.weight", "V D", "V D", gain=1.0),
+    *_LAYER,
+    Row("final_norm.weight", "model.norm.weight", "N", "N", mean=1.0),
+    Row("head", "lm_head.weight", "D V", "V D", gain=1.0, tied="embed"),
+)
+"""The families name alike what they share; `when` says what each lacks."""
+
+
+def read_config(config: dict[str, Any], place: str) -> ModelConfig:
+    """Reads a config.json of any transformers version from 4.40 on.
+
+    Raises:
+        UserError: something that the model does not have and transformers would compute, or a field
+            that is missing or is no size.
+    """
+    family = config["model_type"]
+    _refuse_unknown(config, family, place)
+    fields = {**_SILENT[family], **config}
+    biased = family in ("llama", "qwen3") and bool(config.get("attention_bias"))
+    try:
+        heads = fields["num_attention_heads"]
+        theta, scaling = parse_rope(config, place=place)
+        kv_heads, head_dim = fields.get("num_key_value_heads"), fields.get("head_dim")
+        parsed = ModelConfig(
+            model_type=family,
+            vocab_size=fields["vocab_size"],
+            hidden_size=fields["hidden_size"],
+            intermediate_size=fields["intermediate_size"],
+            num_hidden_layers=fields["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=heads if kv_heads is None else kv_heads,
+            head_dim=fields["hidden_size"] // heads if head_dim is None else head_dim,
+            max_position_embeddings=fields["max_position_embeddings"],
+            rope_theta=theta,
+            rms_norm_eps=float(fields["rms_norm_eps"]),
+            tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2" or biased,
+            output_bias=biased,
+            qk_norm=family == "qwen3",
+            rope_scaling=scaling,
+            sliding_window=_sliding_window(fields, family, place),
+        )
+    except KeyError as error:
+        raise UserError(f"field {error} is missing", place=place) from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"a field is not a number: {error}", place=place) from error
+    check_sizes(parsed, place)
+    return parsed
+
+
+def _refuse_unknown(config: dict[str, Any], family: str, place: str) -> None:
+    """What transformers or vLLM would compute and this model would not, in silence."""
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise UserError(f"hidden_act {activation!r} is not supported", place=place)
+    refused = ["mlp_bias", "dual_chunk_attention_config", "quantization_config"]
+    if family == "mistral":
+        refused.append("attention_bias")  # transformers ignores it, vLLM does not
+    for name in refused:
+        if config.get(name):
+            raise UserError(f"{name} is not supported", place=place)
+
+
+def _sliding_window(fields: dict[str, Any], family: str, place: str) -> int | None:
+    """The window of the layers that have one, None where every layer sees everything."""
+    if family == "llama":
+        return None
+    window = fields["sliding_window"]
+    kinds = fields.get("layer_types")
+    if family != "mistral":
+        none_slides = kinds is None and fields["max_window_layers"] >= fields["num_hidden_layers"]
+        if none_slides or not fields.get("use_sliding_window"):
+            window = None
+    if kinds is not None:
+        if not isinstance(kinds, list) or set(kinds) - {"full_attention", "sliding_attention"}:
+            raise UserError("layer_types: only full and sliding attention are known", place=place)
+        if "sliding_attention" in kinds and window is None:
+            raise UserError("layer_types has sliding layers, but there is no window", place=place)
+        if "sliding_attention" not in kinds and family != "mistral":
+            window = None
+    if window is not None and (type(window) is not int or window < 1):
+        raise UserError(f"sliding_window is {window!r}, not a natural number", place=place)
+    return window
+
+
+FAMILY = Family(read_config, TABLE, "learner_jax.decoder:Decoder")
+
+
+def hf_config(
+    config: ModelConfig, *, dtype: str, eos_token_id: int, pad_token_id: int
+) -> dict[str, Any]:
+    """The config.json of a model that we made ourselves.
+
+    Args:
+        config: the shape.
+        dtype: `float32` or `bfloat16`, the type its weights are stored in.
+        eos_token_id, pad_token_id: of its tokenizer.
+
+    Raises:
+        ValueError: a combination that no config.json of its family can say.
+    """
+    written = {
+        "architectures": [_ARCHITECTURES[config.model_type]],
+        "model_type": config.model_type,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        **rope_fields(config.rope_theta, config.rope_scaling),
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_dropout": 0.0,
+        "dtype": dtype,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+        "bos_token_id": None,
+    }
+    if config.model_type != "llama":
+        written["sliding_window"] = config.sliding_window
+    if config.model_type in ("qwen2", "qwen3"):
+        written["use_sliding_window"] = config.sliding_window is not None
+        written["max_window_layers"] = 0
+    if config.model_type in ("llama", "qwen3"):
+        written["attention_bias"] = config.output_bias
+    if parse_config(written, place="hf_config") != config:
+        raise ValueError(f"no {config.model_type} config.json says {config}")
+    return written
