@@ -38,6 +38,8 @@ from runspec.core.spec.schema import RunSpec
 
 CODE = 48e6
 """Bytes of the program itself, on TPUs."""
+MOMENTS = {"adamw": 2, "sgd": 1}
+"""Float32 numbers that `optimizer.kind` keeps of a trained parameter."""
 _WIDE = WIDTH["float32"]
 _MLP, _STREAM, _HEADS, _MATRICES = 6, 6, 3, 3
 
@@ -49,7 +51,7 @@ class LearnerMemory:
     masters: float
     """The trained weights, or adapters, in `learner.master_dtype`."""
     moments: float
-    """AdamW's two, float32; 0 on the device with `optimizer.offload`."""
+    """The optimizer's, float32; 0 on the device with `optimizer.offload`."""
     gradients: float
     """Summed over the microbatches, float32."""
     published: float
@@ -88,7 +90,8 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
         config: shape of the model.
     """
     learner, algorithm, sizes = spec.learner, spec.algorithm, _sizes(spec, config)
-    published, moments = WIDTH[spec.broadcast.dtype], 2 * _WIDE * sizes.trained
+    published = WIDTH[spec.broadcast.dtype]
+    moments = MOMENTS[spec.optimizer.kind] * _WIDE * sizes.trained
     offload = spec.optimizer.offload
     moment, activations, logits, temporaries = _worst_moment(spec, config, sizes)
     layer_inputs = sizes.activation(config.hidden_size) * config.num_hidden_layers

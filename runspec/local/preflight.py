@@ -24,6 +24,7 @@ from runspec.core.spec.role_names import (
 from runspec.core.spec.run_files import numbered, state_folder
 from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.core.spec.source_files import source_files
+from runspec.estimate.learner import MOMENTS
 from runspec.estimate.version_size import version_size
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import (
@@ -328,9 +329,9 @@ def disk_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     as many bytes of whole versions at the origin and at each relay. Where they hold deltas, that is
     those of `keep_versions` and of the way back to the newest anchor, and the anchors on it. What
     readers have: a sampler the current version and the newest, a validator `async_level` + 2, and
-    each one more that is on its way. Full states (masters and two moments of what is trained, 12 P
-    in float32, P parameters), `checkpoints.keep` + 1 of them; and room for logs and rollouts. Room
-    alone where the model's shape is not known. Left out: versions that are kept longer because
+    each one more that is on its way. Full states (masters and moments of what is trained, 12 P with
+    adamw in float32, P parameters), `checkpoints.keep` + 1 of them; and room for logs and rollouts.
+    Room alone where the model's shape is not known. Left out: versions that are kept longer because
     somebody reads them.
     """
     if config is None:
@@ -355,5 +356,5 @@ def states_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     if config is None:
         return 0
     learner = spec.learner
-    number = WIDTH[learner.master_dtype] + 2 * WIDTH["float32"]
+    number = WIDTH[learner.master_dtype] + MOMENTS[spec.optimizer.kind] * WIDTH["float32"]
     return trained_count(config, learner.lora) * number * (spec.checkpoints.keep + 1)

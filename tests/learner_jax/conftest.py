@@ -15,12 +15,14 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from learner_jax.leaves import save_weights
 from learner_jax.model import init_params
+from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
 from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
@@ -96,6 +98,11 @@ def tiny_spec(**changes: Any) -> RunSpec:
         "checkpoints": {"every": 2, "keep": 2},
     }
     return RunSpec.model_validate({**blocks, **changes})
+
+
+def updates_made(state: TrainState) -> int:
+    """The count of the learning rate's schedule."""
+    return int(optax.tree.get_all_with_path(state.optimizer, "count")[-1][1])
 
 
 @dataclass

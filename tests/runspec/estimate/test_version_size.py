@@ -92,7 +92,7 @@ def test_where_everything_changes_whole_versions_travel() -> None:
 def test_what_is_taken_to_change(overrides: list[str], share: float, source: str) -> None:
     spec, config = shipped(*overrides)
 
-    taken = changed_share(spec, config.hidden_size)
+    taken = changed_share(spec, config)
 
     assert taken.value == pytest.approx(share)
     assert source in taken.source

@@ -23,6 +23,8 @@ PLAIN_NUMBERS = {
     "algorithm.entropy_coef": "a weight",
     "algorithm.importance.cap": "a ratio",
     "optimizer.lr": "a ratio",
+    "optimizer.final_lr": "a ratio",
+    "optimizer.momentum": "a ratio",
     "optimizer.eps": "a norm, as the gradient's",
     "optimizer.weight_decay": "a ratio",
     "optimizer.clip_norm": "a norm, as the gradient's",

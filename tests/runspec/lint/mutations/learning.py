@@ -57,6 +57,11 @@ RULES = {
     ),
     "learning-rate": Mutation(put(optimizer__lr=0.1)),
     "warmup-length": Mutation(put(optimizer__warmup_updates=10**6)),
+    "decay-length": Mutation(put(optimizer__schedule="cosine", optimizer__decay_updates=10**6)),
+    "final-lr": Mutation(
+        put(optimizer__schedule="wsd", optimizer__decay_updates=1, optimizer__final_lr=1.0)
+    ),
+    "optimizer-fields": Mutation(put(optimizer__momentum=0.5)),
     "adam-betas": Mutation(put(optimizer__betas=[0.9, 1.0])),
     "task-advantage": Mutation(
         put(algorithm__advantage__normalize="task", length__form="max"),

@@ -32,6 +32,10 @@ BREACHES = [
      "learning-rate", "optimizer.lr", "warning"),
     (FLEET, ["optimizer.lr=5e-8", "learner.lora={}"], "learning-rate", "optimizer.lr", "warning"),
     (FLEET, ["optimizer.lr=5e-9"], "learning-rate", "optimizer.lr", "warning"),
+    (FLEET, ["optimizer.kind=sgd"], "learning-rate", "optimizer.lr", "warning"),
+    (FLEET, ["optimizer={kind: sgd, lr: 20.0}"], "learning-rate", "optimizer.lr", "warning"),
+    (BASE, ["optimizer.schedule=wsd"], "optimizer-fields", "optimizer.schedule", "error"),
+    (BASE, ["optimizer.final_lr=1e-5"], "optimizer-fields", "optimizer.final_lr", "error"),
     (BASE, ["optimizer.betas=[1.0, 0.95]"], "adam-betas", "optimizer.betas", "error"),
     (BASE, ["algorithm.filters.zero_variance=false", "reward.length=null"],
      "std-without-filter", "algorithm.filters.zero_variance", "warning"),
@@ -93,6 +97,9 @@ SILENT = [
     (BASE, ["algorithm={updates_per_step: 1, importance: {cap: 2.0}}"]),
     # Adapters want ten times the rate.
     (FLEET, ["optimizer.lr=1e-4", "learner.lora={}"]),
+    # With sgd all weights share one clipped step.
+    (FLEET, ["optimizer={kind: sgd, lr: 1.0}"]),
+    (BASE, ["optimizer={schedule: wsd, decay_updates: 40, final_lr: 5e-5}"]),
     # Adapters start at zero: no rounding floor.
     (FLEET, ["optimizer.lr=1e-5", "learner={lora: {}, master_dtype: bfloat16}"]),
     (FLEET, ["optimizer.lr=3e-5", "learner.master_dtype=bfloat16"]),
