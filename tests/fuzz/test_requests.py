@@ -23,8 +23,8 @@ from runspec.core.signed import sign_document
 from tests.fuzz.bounds import bounded, costly
 from tests.fuzz.json_values import changed, damaged, pieces, text, values
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec
-from verify.coordinator import rates
 from verify.coordinator.activity import Activity, scalars
+from verify.coordinator.edge import limiter
 from verify.formats.lease import open_lease
 from verify.formats.verdict import VerdictEnvelope
 from verify.request_auth import (
@@ -156,7 +156,7 @@ def test_heartbeats(states: list[dict[str, Any]], step: float) -> None:
 
 # --- requests to a server -----------------------------------------------------------------------
 
-PATIENT = rates.Rate(1e9, 10**9)
+PATIENT = limiter.Rate(1e9, 10**9)
 NO_WAIT = [0, 0.0, -1, -(10**400), 1e-9, True, "0", None, [], 1e-300]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/workers": {"pool": "near", "info": INFO},
@@ -200,9 +200,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         site.serving() as task,
         httpx.Client(trust_env=False, timeout=60) as http,
     ):
-        patch.setattr(rates, "WORKER_RATES", dict.fromkeys(rates.WORKER_RATES, PATIENT))
-        patch.setattr(rates, "PER_PLACE", dict.fromkeys(rates.PER_PLACE, PATIENT))
-        patch.setattr(rates, "TOGETHER", dict.fromkeys(rates.TOGETHER, PATIENT))
+        patch.setattr(limiter, "RATES", dict.fromkeys(limiter.RATES, PATIENT))
         key, client = site.worker()
         made = []
         for _ in range(2):
