@@ -14,8 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from broadcast.door import possible_connections
 from broadcast.server import Limits, ServerOptions
+from runspec.core.connection_limits import possible_connections
 from tests.waiting import eventually
 
 from .conftest import LOG, Run, Served, contents, large_chunk, weights
@@ -273,11 +273,12 @@ def test_as_many_files_as_there_may_be(caplog: pytest.LogCaptureFixture) -> None
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
         # the soft limit is raised as far as is needed
-        assert possible_connections(200, LOG) == 200
+        assert possible_connections(200, LOG, files_each=2, files_beside=256) == 200
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 2 * 200 + 256
         assert caplog.messages == []
         # and where the hard one is lower, there are fewer connections, which is said
-        assert possible_connections(before[1], LOG) == (before[1] - 256) // 2
+        possible = possible_connections(before[1], LOG, files_each=2, files_beside=256)
+        assert possible == (before[1] - 256) // 2
         assert f"not {before[1]}" in caplog.text
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -21,7 +21,7 @@ from runspec.core.hashing import is_digest
 from runspec.core.join_link import parse_join_link
 from tests.fuzz.bounds import bounded
 from tests.fuzz.mutate import EDGES, damaged
-from verify.coordinator.addresses import UNKNOWN, place_of
+from verify.coordinator.edge.addresses import UNKNOWN, client_address
 
 Case = Callable[[Random], bool]
 MEMORY = 4 << 20
@@ -52,7 +52,7 @@ def chunk_range() -> Case:
 
     def case(rng: Random) -> bool:
         size = rng.choice((0, 1, 10, 2**31, 2**44))
-        header = draw(rng)[:4096]  # `broadcast.door` takes no longer one
+        header = draw(rng)[:4096]  # `broadcast.server` accepts no longer one
         with bounded(MEMORY):
             part = byte_range(header, size)
         assert part is None or (part.step == 1 and part.start >= 0 and part.stop <= max(size, 0))
@@ -71,7 +71,7 @@ def forwarded() -> Case:
         remote = rng.choice((None, "10.0.0.7", "fd00::1", "9.9.9.9", addresses(rng)))
         headers = [lines(rng) for _ in "xx"[: rng.choice((0, 1, 1, 2))]]
         with bounded(MEMORY):
-            place = place_of(remote, headers, proxies)
+            place = client_address(remote, headers, proxies)
         assert place == UNKNOWN or ip_network(place).prefixlen in (32, 64)
         return place != UNKNOWN
 

@@ -1,4 +1,4 @@
-"""The validators' desk: hands out submissions to judge, takes verdicts in."""
+"""The validators' service: hands out submissions to judge, receives verdicts."""
 
 from __future__ import annotations
 

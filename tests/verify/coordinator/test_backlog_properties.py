@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from runspec.core.spec.schema import Backlog as Limits
 from tests.verify.coordinator.filled import Filled, digest, key, policy
 from verify.coordinator import filling
-from verify.coordinator.backlog import GRACE_S, Backlog
+from verify.coordinator.edge.backlog import GRACE_S, Backlog
 from verify.coordinator.events import CoordinatorStarted, Event, SubmissionReceived
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
@@ -142,7 +142,7 @@ class Intake(RuleBasedStateMachine):
             *(digest("s", record.digest), size),
         )
         try:
-            with self.backlog.admitted(record, envelope, self.run.now):
+            with self.backlog.reserve(record, envelope, self.run.now):
                 self.run.record(
                     SubmissionReceived(
                         self.run.now, record.digest, digest("s", record.digest), size

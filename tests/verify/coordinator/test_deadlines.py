@@ -1,12 +1,17 @@
-"""Steps that close or stall with what they have, and groups that come late."""
+"""Steps that close or stall with what they have, late groups, and clocks that jump."""
+
+from contextlib import closing
 
 import pytest
 
-from tests.verify.coordinator.filled import Filled, key, started
+from runspec.core.keys import SigningKey
+from runspec.core.process import RunStopped
+from tests.verify.coordinator.filled import POLICY, Filled, key, started
+from tests.verify.coordinator.services import journal_of
 from verify.coordinator import filling
-from verify.coordinator.events import (
-    CoordinatorStarted,
-)
+from verify.coordinator.activity import Activity
+from verify.coordinator.closing import Closing
+from verify.coordinator.events import CoordinatorStarted
 
 
 def test_a_step_that_used_up_max_groups_closes_with_what_it_has():
@@ -135,3 +140,28 @@ def test_the_time_in_which_the_coordinator_was_down_counts_for_no_deadline():
 
     assert run.advance() == []
     assert filling.next_due(run.state) == pytest.approx(run.now + 1.0)
+
+
+@pytest.mark.parametrize("jump", [7200.0, -7200.0, 5.0])
+def test_a_jump_of_the_clock_counts_for_no_deadline(tmp_path, jump: float):
+    """A laptop that is shut, or a clock that is set: nobody could work then. A clock that is a
+    little off is no reason for more time."""
+    run = started()
+    run.lease("x")
+    clock = steady = run.now
+    with closing(journal_of(run, tmp_path, lambda: clock)) as journal:
+        clockwork = Closing(
+            *(journal, "run", SigningKey.generate(), Activity()), steady=lambda: steady
+        )
+        for seconds, jumps in ((POLICY.deadline_s - 1.0, 0.0), (0.0, jump)):
+            clock, steady = clock + seconds + jumps, steady + seconds
+            if jumps == 5.0:
+                with pytest.raises(RunStopped, match="step 0 stalled"):
+                    clockwork._advance()
+                return
+            clockwork._advance()  # nothing stalls
+        clock, steady = clock + POLICY.deadline_s - 1.0, steady + POLICY.deadline_s - 1.0
+        clockwork._advance()
+        clock, steady = clock + 2.0, steady + 2.0
+        with pytest.raises(RunStopped, match="step 0 stalled"):
+            clockwork._advance()

@@ -53,6 +53,24 @@ def test_without_the_filter_equal_rewards_train_and_a_faulty_grader_drops():
 
 
 @pytest.mark.parametrize(
+    ("task_rewards", "penalties", "expected"),
+    [
+        ([1.0, 1.0], [-0.1, -0.2], "filtered"),  # only lengths differ
+        ([0.0, 0.0], [-0.1, -0.2], "filtered"),
+        ([1.0, 0.0], [-0.1, -0.1], "usable"),
+        ([1.0, 0.5], [-1.0, -0.5], "usable"),  # rewards equal, task rewards not
+    ],
+)
+def test_the_filter_asks_whether_task_rewards_differ(task_rewards, penalties, expected: str):
+    """Noise in the length keeps no group alive."""
+    rows = [
+        replace(each, task_reward=task, length_penalty=penalty, reward=task + penalty)
+        for each, task, penalty in zip(ROWS, task_rewards * 2, penalties * 2, strict=True)
+    ]
+    assert [group.outcome for group in grade(rows)] == [expected] * 2
+
+
+@pytest.mark.parametrize(
     ("rows", "words"),
     [
         (ROWS[:3], "groups of 2 rows"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -11,11 +11,9 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from runspec.core.roles import Roles
 from tests.verify.coordinator.deployment import RUN, tiny_spec, verdict
 from tests.verify.coordinator.filled import Filled, policy
-from verify.coordinator.admission import Admission
-from verify.coordinator.backlog import Backlog
+from tests.verify.coordinator.services import chunks, edge_of, roles_of
 from verify.coordinator.events import SubmissionJudged
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
@@ -47,7 +45,7 @@ class Breaking(SqliteStore):
 
 
 class Desks:
-    """Both desks of a run of one worker with one open lease."""
+    """Both services of a run of one worker with one open lease."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,11 +67,9 @@ class Desks:
     def at_work(self) -> Iterator[None]:
         """From a start of the coordinator until it is killed."""
         self.at = self.journal(self.policy)
-        spec, nobody = tiny_spec(), frozenset[str]()
-        roles = Roles(RUN, 0.0, 1e12, nobody, nobody, nobody)
-        room = Backlog(self.at, lambda: self.at.state.to_judge, spec.verify.backlog)
-        admission = Admission(spec, roles, [])
-        self.leasing = Leasing(self.at, spec, SigningKey.generate(), roles, admission, room)
+        spec, roles = tiny_spec(), roles_of()
+        edge = edge_of(self.at, spec)
+        self.leasing = Leasing(self.at, spec, SigningKey.generate(), roles, edge)
         self.judging = Judging(self.at, RUN)
         with closing(self.at):
             yield
@@ -100,10 +96,6 @@ class Desks:
         key = validator.public_hex
         envelope = open_verdict(signed, validators=frozenset({key}))
         await self.judging.judge(key, envelope, signed, chunks(rows))
-
-
-async def chunks(body: bytes) -> AsyncIterator[bytes]:
-    yield body
 
 
 @pytest.fixture

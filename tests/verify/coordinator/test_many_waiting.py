@@ -8,11 +8,12 @@ from typing import Literal
 
 from tests.verify.coordinator.filled import Filled, digest, key, policy
 from verify.coordinator import filling
-from verify.coordinator.admission import MAX_UNPROVEN
-from verify.coordinator.rates import MAX_NEWCOMER_POLLS
+from verify.coordinator.edge.admission import MAX_UNPROVEN
+from verify.coordinator.edge.limiter import AT_ONCE
 from verify.coordinator.state import State
 
 LEASES = 6000
+MAX_NEWCOMER_POLLS = AT_ONCE["all", "newcomer poll"]
 LONG_S = 0.5
 """Of processor time, for what takes 0.1 s at most, and took seconds where each looked through all
 keys or all leases."""

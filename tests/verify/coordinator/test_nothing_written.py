@@ -86,9 +86,9 @@ async def test_a_step_closes_once_it_can_be_written(tmp_path: Path):
         for event in run.events:
             journal.record(event)
         (tmp_path / "rollouts").write_bytes(b"")  # no folder can be made here
-        desk = Closing(journal, "run", SigningKey.generate(), Activity())
+        clockwork = Closing(journal, "run", SigningKey.generate(), Activity())
         with locked(tmp_path):
-            keeping = asyncio.create_task(desk.keep_time())
+            keeping = asyncio.create_task(clockwork.keep_time())
             await asyncio.sleep(0.05)
             assert journal.state.next_close == 0 and not keeping.done()
         while journal.state.next_close == 0:
@@ -116,8 +116,10 @@ async def test_a_batch_that_cannot_be_written_is_not_waited_for_without_end(tmp_
         for event in run.events:
             journal.record(event)
         (tmp_path / "rollouts").write_bytes(b"")
-        desk = Closing(*(journal, "run", SigningKey.generate(), Activity()), steady=lambda: now[0])
-        keeping = asyncio.create_task(desk.keep_time())
+        clockwork = Closing(
+            *(journal, "run", SigningKey.generate(), Activity()), steady=lambda: now[0]
+        )
+        keeping = asyncio.create_task(clockwork.keep_time())
         while journal.state.next_close == 0:
             await asyncio.sleep(0.01)
         async with asyncio.timeout(DEADLINE_S):

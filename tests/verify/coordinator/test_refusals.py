@@ -1,4 +1,4 @@
-"""Requests that the server refuses, by who asks and by what was sent."""
+"""Requests that the server refuses, and servers that the client does not believe."""
 
 from __future__ import annotations
 
@@ -87,3 +87,18 @@ def test_requests_are_refused_by_their_signature_and_size(site: Site):
         for state in ({"x": []}, {"x": "y" * 200}, {str(i): i for i in range(20)}, {"x": 10**999}):
             body = canonical_json({"state": state})
             assert post(site, key, "/v1/heartbeat", body).status_code == 400, state
+
+
+def test_the_client_believes_only_the_root_that_it_pins(site: Site):
+    with site.serving():
+        key = SigningKey.generate()
+        for wrong in (site.client(key, root=key.public_hex), site.client(key, run="other")):
+            with pytest.raises(UserError, match="not to be believed"):
+                wrong.spec()
+
+
+def test_the_client_names_a_coordinator_that_cannot_be_reached(site: Site, free_port: int):
+    site.url = f"http://127.0.0.1:{free_port}"
+    client = site.client(SigningKey.generate(), deadline_s=0.1)
+    with pytest.raises(UserError, match=f"coordinator http://127.0.0.1:{free_port}: cannot be"):
+        client.spec()

@@ -9,34 +9,23 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.desk import _MAX_STATUS_BYTES
-from runspec.core.roles import Roles
 from tests.verify.coordinator.deployment import tiny_spec
-from tests.verify.coordinator.filled import POLICY, Filled, key, policy
-from verify.coordinator.activity import DEAD_AFTER_S, Activity, scalars
-from verify.coordinator.admission import MAX_UNPROVEN, Admission
-from verify.coordinator.backlog import Backlog
-from verify.coordinator.journal import Journal
+from tests.verify.coordinator.filled import Filled, key, policy
+from tests.verify.coordinator.services import edge_of, journal_of
+from verify.coordinator.activity import DEAD_AFTER_S, Peers, scalars
+from verify.coordinator.edge.admission import MAX_UNPROVEN
 from verify.coordinator.judging import Judging
-from verify.coordinator.policy import Policy
 from verify.coordinator.status import Status
 
 
 class Told:
     """The status of a coordinator at a time of our choice."""
 
-    def __init__(self, folder: Path, run: Filled, of: Policy = POLICY) -> None:
-        self.run, self.workers = run, Activity()
-        self.journal = Journal(folder, of, clock=lambda: run.now)
-        for event in run.events[1:]:  # its own start is there already
-            self.journal.record(event)
-        judging = Judging(self.journal, "run")
-        backlog = Backlog(self.journal, judging.submitted, tiny_spec().verify.backlog)
-        nobody: frozenset[str] = frozenset()
-        roles = Roles("run", 0.0, 1e12, nobody, nobody, nobody)
-        admission = Admission(tiny_spec(), roles, ())
-        self._status = Status(
-            "run", self.journal, judging, backlog, self.workers, Activity(), admission
-        )
+    def __init__(self, folder: Path, run: Filled) -> None:
+        self.journal, peers = journal_of(run, folder), Peers()
+        self.workers = peers.workers
+        edge = edge_of(self.journal, tiny_spec())
+        self._status = Status("run", self.journal, Judging(self.journal, "run"), edge, peers)
 
     def report(self) -> dict:
         return self._status.report()
@@ -51,7 +40,7 @@ def test_leases_of_silent_workers_are_told_until_they_speak_again(tmp_path):
     run.register("x"), run.register("y"), run.publish(0)
     held = run.lease("x"), run.lease("y")
     assert all(held)
-    with closing(Told(tmp_path, run, long)) as told:
+    with closing(Told(tmp_path, run)) as told:
         assert told.report()["leases_of_dead_workers"] == []  # the process has only begun
 
         run.now += DEAD_AFTER_S
@@ -71,7 +60,7 @@ def test_why_newcomers_are_held_back_is_told(tmp_path):
     run.work("known")
     run.register("new")
     assert run.lease("new") is not None
-    with closing(Told(tmp_path, run, few)) as told:
+    with closing(Told(tmp_path, run)) as told:
         (step,) = told.report()["open_steps"]
         assert step["needed_groups"] == 2
         assert {k: step["newcomers"][k] for k in ("may_hold", "hold", "failed_lately")} == {

@@ -1,13 +1,15 @@
-"""Validators over HTTP: what they claim, and verdicts that fit or do not."""
+"""Validators: what they are offered and claim, and verdicts that fit or do not."""
 
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import httpx
+import pytest
 
 from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import (
@@ -16,7 +18,10 @@ from tests.verify.coordinator.deployment import (
     tiny_spec,
     verdict,
 )
+from tests.verify.coordinator.filled import started
 from tests.verify.coordinator.over_http import check, post, sample
+from tests.verify.coordinator.services import journal_of
+from verify.coordinator.judging import Judging
 from verify.coordinator.reputation import WORKERS_GAPS
 from verify.formats.lease import Lease
 
@@ -110,3 +115,17 @@ def test_verdicts_that_do_not_fit_are_refused(site: Site):
 
         validator.verdict(envelope, table)
         assert validator.next_submission(0.0) is None
+
+
+@pytest.mark.parametrize(("async_level", "offered"), [(0, 0), (1, 1)])
+def test_what_can_train_no_more_is_not_offered(tmp_path: Path, async_level: int, offered: int):
+    # given a step that closed at its deadline without a submission that nobody had judged
+    run = started(async_level=async_level)
+    run.work("x")
+    late = run.lease("y")
+    run.submit(late)
+    run.now += 101.0
+    assert [close.step for close in run.advance()] == [0]
+    # then it is offered only where a later step may still train it
+    with closing(journal_of(run, tmp_path)) as journal:
+        assert [r.digest for r in Judging(journal, "run").submitted()] == [late.digest] * offered

@@ -1,14 +1,14 @@
-"""How much may wait for a verdict: beyond it, workers are told to come again later.
+"""Limits how many submissions wait for a verdict; beyond it, workers are told to come again.
 
-Validators may be slower than workers, or away. Then what was handed in would fill the disk. So
-submissions that wait for a verdict are bounded in number and bytes, and a reserve of the disk is
-kept for verdicts and the ledger. Above a bound a submission is answered 429 before its body is
-read, with a `Retry-After` from the measured rate of verdicts, and no new lease is granted.
+Validators may be slower than workers, or down, and submissions would fill the disk. So those that
+wait are limited in number and bytes, and a reserve of the disk is kept for verdicts and the ledger.
+Above a limit a submission gets 429 before its body is read, with a `Retry-After` from the measured
+rate of verdicts, and no new lease is granted.
 
-Nothing is lost by that. Who came in time keeps the lease: where its time would run out before the
-worker is to come again, a `SubmissionDeferred` extends it. Past the lease's own time only the
-submission that the holder had by then is taken, so that waiting gives nobody time to sample. It
-may last for another `fill.deadline` in all, and no longer than its lag allows.
+The worker loses nothing. If its lease would end before it is to come again, a `SubmissionDeferred`
+extends the lease. Past the lease's own time only the submission that the worker announced is
+accepted, so waiting gives nobody time to sample. An extension lasts at most `fill.deadline` in all,
+and not beyond the lag.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from runspec.core.spec.schema import Backlog as Limits
+from runspec.core.spec.schema import Backlog as BacklogLimits
 from verify.coordinator.events import SubmissionDeferred
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
@@ -28,59 +28,59 @@ from verify.coordinator.state import LeaseRecord
 from verify.formats.submission import SubmissionEnvelope
 
 GRACE_S = 60.0
-"""What a worker may be late beyond the `Retry-After` that it was told."""
+"""Seconds a worker may be late beyond its `Retry-After`."""
 LONGEST_RETRY_S = 60
 """Workers ask at least this often, so that a validator that comes back finds work."""
 FIRST_RETRY_S = 5
-"""Where no verdict was ever measured."""
+"""`Retry-After` before the first verdict."""
 
 
 class Backlog:
-    """Admits submissions while there is room.
+    """Accepts submissions while there is room.
 
     Args:
         journal: the run's.
-        waiting: the submissions that wait for a verdict.
+        waiting: returns the submissions that wait for a verdict.
         limits: `verify.backlog` of the spec.
-        free_bytes: of the disk that holds the run directory.
+        free_bytes: free space of the disk that holds the run directory.
     """
 
     def __init__(
         self,
         journal: Journal,
         waiting: Callable[[], Sequence[LeaseRecord]],
-        limits: Limits,
+        limits: BacklogLimits,
         *,
         free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
     ) -> None:
         self._journal, self._waiting, self._limits = journal, waiting, limits
         self._free_bytes = free_bytes
         self._uploading: dict[str, int] = {}
-        """Bytes that are still to come, by lease."""
-        self._told: dict[str, float] = {}
-        """By lease, until when a worker that was told to come again is awaited."""
+        """Bytes announced by uploads under way, by lease."""
+        self._deferred: dict[str, float] = {}
+        """Until when a worker that was told to come again is expected, by lease."""
 
     @contextmanager
-    def admitted(
+    def reserve(
         self, record: LeaseRecord, envelope: SubmissionEnvelope, now: float
     ) -> Iterator[None]:
-        """Keeps room for a submission while it is uploaded.
+        """Reserve room for a submission while it is uploaded.
 
         Args:
-            record: of its lease, which is open to it at `now`.
+            record: its lease, open at `now`.
             envelope: of the submission.
-            now: when that was found. A lease that ends between two looks at the clock would be
-                deferred after its end, which is no event that can follow.
+            now: when the lease was found open. A later look at the clock could find it ended, and
+                a lease cannot be deferred after its end.
 
         Raises:
-            Refusal: 429, there is none now.
+            Refusal: 429, there is no room.
         """
         reason = self.full(envelope.bytes)
         if reason is not None:
             retry_after_s = self._retry_after_s(now)
             self._defer(record, envelope.digest, retry_after_s, now)
             raise Refusal(429, reason, retry_after_s=retry_after_s)
-        self._told.pop(record.digest, None)
+        self._deferred.pop(record.digest, None)
         self._uploading[record.digest] = envelope.bytes
         try:
             yield
@@ -88,10 +88,10 @@ class Backlog:
             del self._uploading[record.digest]
 
     def full(self, more: int = 1) -> str | None:
-        """Why nothing is taken in and nothing new is leased; None when there is room.
+        """Return why there is no room; None if there is.
 
         Args:
-            more: bytes that would come.
+            more: bytes of the next submission.
         """
         count, size = self._held()
         if count >= self._limits.submissions:
@@ -110,13 +110,13 @@ class Backlog:
         return None
 
     def report(self) -> dict[str, Any]:
-        """For `GET /v1/status`."""
+        """Return the `backlog` part of `GET /v1/status`."""
         count, size = self._held()
         now = self._journal.clock()
         return {
             "submissions": count,
             "bytes": size,
-            "deferred": sum(until > now for until in self._told.values()),
+            "deferred": sum(until > now for until in self._deferred.values()),
             "withheld": self.full(),
         }
 
@@ -126,18 +126,18 @@ class Backlog:
         return len(waiting) + len(self._uploading), size + sum(self._uploading.values())
 
     def _retry_after_s(self, now: float) -> int:
-        """Seconds until it is this caller's turn, by the rate of verdicts so far."""
-        self._told = {lease: until for lease, until in self._told.items() if until > now}
+        """Seconds until it is this worker's turn, by the rate of verdicts so far."""
+        self._deferred = {lease: until for lease, until in self._deferred.items() if until > now}
         rate = self._journal.history.verdicts_per_s(now)
         if rate <= 0.0:
             return FIRST_RETRY_S
-        return max(1, min(LONGEST_RETRY_S, math.ceil((len(self._told) + 1) / rate)))
+        return max(1, min(LONGEST_RETRY_S, math.ceil((len(self._deferred) + 1) / rate)))
 
     def _defer(self, record: LeaseRecord, submission: str, retry_after_s: int, now: float) -> None:
         state = self._journal.state
         comes_again = now + retry_after_s
-        self._told[record.digest] = comes_again + GRACE_S
-        # A row only where the lease needs it: who asks all the time must not fill the ledger.
+        self._deferred[record.digest] = comes_again + GRACE_S
+        # Written only if the lease needs it: a worker that asks often must not fill the ledger.
         if comes_again + GRACE_S / 2 <= record.expires or state.lag(record) > (
             state.policy.async_level
         ):

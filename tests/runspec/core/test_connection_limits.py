@@ -1,4 +1,4 @@
-"""The door of every server: who makes room, who is told to come again, what is witnessed."""
+"""Limits of connections: which is closed for a new one, which is refused, what is reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from contextlib import asynccontextmanager, closing
 
 from aiohttp import web
 
-from runspec.core.door import Bounds, Door, answering
+from runspec.core.connection_limits import (
+    ConnectionLimiter,
+    ConnectionLimits,
+    answering,
+    connection_of,
+)
 
 LOG = logging.getLogger(__name__)
 ASK = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -25,13 +30,15 @@ class Served:
         self.go, self.asked = asyncio.Event(), 0
         self.dropped_for: list[str] = []
         self.malformed_as: list[int] = []
-        self.door: Door
+        self.limiter: ConnectionLimiter
         self.port = 0
 
     async def answer(self, request: web.Request) -> web.Response:
         self.asked += 1
+        with connection_of(request).receiving():
+            body = await request.text()
         await self.go.wait()
-        return web.Response(text=await request.text() or "done")
+        return web.Response(text=body or "done")
 
     def dropped(self, why: str) -> None:
         self.dropped_for.append(why)
@@ -47,7 +54,7 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    *, connections: int = 8, idle_s: float = DEADLINE_S, head_s: float | None = None
+    *, connections: int = 8, idle_s: float = DEADLINE_S, head_s: float = DEADLINE_S
 ) -> AsyncIterator[Served]:
     it = Served()
     application = web.Application(middlewares=[answering])
@@ -55,19 +62,19 @@ async def served(
     runner = web.AppRunner(application, shutdown_timeout=0.1)
     await runner.setup()
     assert runner.server is not None
-    bounds = Bounds(connections, idle_s, header_bytes=4096, head_s=head_s)
-    it.door = Door(runner.server, bounds, it, LOG)
+    limits = ConnectionLimits(connections, idle_s, head_s, header_bytes=4096)
+    it.limiter = ConnectionLimiter(runner.server, limits, it, LOG)
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         listener.setblocking(False)
         it.port = listener.getsockname()[1]
-        it.door.open(listener)
+        it.limiter.open(listener)
         async with asyncio.timeout(DEADLINE_S):
             try:
                 yield it
             finally:
-                await it.door.close()
+                await it.limiter.close()
                 await runner.cleanup()
-                await it.door.abandon()
+                await it.limiter.abandon()
 
 
 async def rest(stream: Stream) -> bytes:
@@ -90,7 +97,7 @@ async def test_the_longest_idle_makes_room_and_who_is_answered_is_not_cut_off() 
         busy = await it.connect(ASK)
         await until(lambda: it.asked == 1)
         idle = await it.connect()
-        await until(lambda: len(it.door) == 2)
+        await until(lambda: len(it.limiter) == 2)
         # when another comes, then the idle one makes room
         second = await it.connect(ASK)
         assert await rest(idle) == b""
@@ -104,18 +111,30 @@ async def test_the_longest_idle_makes_room_and_who_is_answered_is_not_cut_off() 
         assert it.dropped_for == ["room", "full"]
 
 
-async def test_without_a_deadline_for_heads_half_a_head_is_idle() -> None:
-    async with served(idle_s=0.2) as it:
-        stream = await it.connect(ASK[:10])
-        assert await rest(stream) == b""
-        assert it.dropped_for == ["idle"]
-        assert len(it.door) == 0
+async def test_a_connection_whose_body_is_due_makes_room_and_one_that_is_answered_does_not() -> (
+    None
+):
+    async with served(connections=2) as it:
+        slow = await it.connect(ASK[:-2] + b"Content-Length: 4\r\n\r\nhal")
+        busy = await it.connect(ASK[:-2] + b"Content-Length: 4\r\n\r\nhalf")
+        await until(lambda: it.asked == 2)
+        other = await it.connect(ASK)
+        assert await rest(slow) == b""
+        await until(lambda: it.asked == 3)
+        it.go.set()
+        for each in (busy, other):
+            assert (await each[0].readline()).startswith(b"HTTP/1.1 200 ")
+            each[1].close()
+        assert it.dropped_for == ["room"]
 
 
-async def test_with_one_half_a_head_is_late() -> None:
-    async with served(head_s=0.2) as it:
+async def test_half_a_head_and_an_idle_connection_end() -> None:
+    async with served(head_s=0.2, idle_s=0.4) as it:
         assert await rest(await it.connect(ASK[:10])) == b""
-        assert it.dropped_for == ["late head"]
+        it.go.set()
+        assert (await rest(await it.connect(ASK))).startswith(b"HTTP/1.1 200 ")
+        assert it.dropped_for == ["late head", "idle"]
+        assert len(it.limiter) == 0
 
 
 async def test_malformed_requests_are_answered_and_witnessed() -> None:
