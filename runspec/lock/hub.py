@@ -7,10 +7,11 @@ import re
 from collections.abc import Mapping
 from urllib.parse import quote
 
-import httpx
+import aiohttp
 
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
+from runspec.core.http_client import NoAnswer, fetch
 from runspec.lock.cache import Repository
 
 ENDPOINT = "https://huggingface.co"
@@ -46,30 +47,27 @@ def ask_commit(
     token = env.get("HF_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token and url.startswith("https:") else {}
     try:
-        data = asyncio.run(_get(url, headers, deadline_s))
+        data = asyncio.run(_get(f"{url}?expand=sha", headers, deadline_s))
         commit = parse_object(data, max_bytes=MAX_BYTES).get("sha")
-    except TimeoutError as error:
-        raise _unknown(repository, url, f"no whole answer within {deadline_s:g} s") from error
-    except (httpx.HTTPError, httpx.InvalidURL, MalformedJson) as error:
-        raise _unknown(repository, url, str(error) or type(error).__name__) from error
+    except (NoAnswer, MalformedJson) as error:
+        raise _unknown(repository, url, str(error)) from error
     if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
         raise _unknown(repository, url, "the answer names no commit")
     return commit
 
 
 async def _get(url: str, headers: dict[str, str], deadline_s: float) -> bytes:
-    data = bytearray()
-    async with (
-        asyncio.timeout(deadline_s),  # httpx's own are for each read, and for each redirect
-        httpx.AsyncClient(timeout=deadline_s, follow_redirects=True, max_redirects=5) as client,
-        client.stream("GET", url, params={"expand": "sha"}, headers=headers) as answer,
-    ):
-        answer.raise_for_status()
-        async for piece in answer.aiter_bytes():
-            data += piece
-            if len(data) > MAX_BYTES:
-                raise MalformedJson(f"more than the {MAX_BYTES} bytes allowed")
-    return bytes(data)
+    async with aiohttp.ClientSession(trust_env=True) as session:
+        answer = await fetch(
+            *(session, "GET", url),
+            headers=headers,
+            max_bytes=MAX_BYTES,
+            timeout_s=deadline_s,
+            redirects=5,
+        )
+    if not answer.is_success:
+        raise NoAnswer(f"the Hub answers {answer.status}")
+    return answer.content
 
 
 def _unknown(repository: Repository, url: str, why: str) -> UserError:

@@ -44,7 +44,7 @@ LANES = [
         "bearer",
         "join link",
     ),
-    *_of("text", "answer head", "heartbeat", "request body", "json object"),
+    *_of("text", "heartbeat", "request body", "json object"),
     *_of("documents", "submission", "lease", "verdict", "latest", "roles", "invite", cheap=True),
     *_of("documents", "batch", "site", "manifest", "profile", cheap=True),
     *_of("text", "request headers"),
