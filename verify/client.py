@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
+from runspec.core.http_client import Answer
 from runspec.core.invite import use_invite
 from runspec.core.keys import SigningKey
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
@@ -159,7 +159,7 @@ class CoordinatorClient:
         with self._held:
             body = {"wait": wait_s, "holding": sorted(self._leases)}
         answer = self._post("/v1/leases", body, wait_s=wait_s)
-        if answer.status_code == httpx.codes.NO_CONTENT:
+        if answer.status == HTTPStatus.NO_CONTENT:
             return None
         try:
             lease = open_lease(answer.content, coordinators=self.roles().coordinator)
@@ -261,7 +261,7 @@ class CoordinatorClient:
         with self._held:
             body = {"wait": wait_s, "holding": sorted(self._claims)}
         answer = self._post("/v1/validator/next", body, wait_s=wait_s)
-        if answer.status_code == httpx.codes.NO_CONTENT:
+        if answer.status == HTTPStatus.NO_CONTENT:
             return None
         item = self._work_item(answer.content)
         with self._held:
@@ -322,5 +322,5 @@ class CoordinatorClient:
             raise self._http.not_believed(error) from error
         return WorkItem(submitted.digest, lease, envelope, float(share))
 
-    def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> httpx.Response:
+    def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> Answer:
         return self._http.call("POST", path, body=canonical_json(dict(body)), wait_s=wait_s)

@@ -1,21 +1,20 @@
-"""A pool of connections, and a file that chunks go into."""
+"""A session for chunks, and a file that they go into."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
-from broadcast.chunk_pool import ChunkPool
-from broadcast.transport import Access
+from broadcast.transport import Access, new_session
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[ChunkPool]:
-    made = ChunkPool(Access())
-    yield made
-    made.close()
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with new_session(Access()) as made:
+        yield made
 
 
 @pytest.fixture

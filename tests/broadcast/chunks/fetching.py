@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from broadcast.chunk_pool import ChunkPool
-from broadcast.connection import Transfer
+import aiohttp
+
+from broadcast.chunk_transfer import Transfer, fetch_chunk
 from broadcast.manifest import Chunk
 from runspec.core.hashing import digest_bytes
 from tests.broadcast.scripted import Peer
@@ -17,7 +18,7 @@ CHUNK = Chunk(digest_bytes(BODY), len(BODY))
 
 
 async def fetch(
-    pool: ChunkPool,
+    session: aiohttp.ClientSession,
     url: str,
     file: Path,
     *,
@@ -26,7 +27,9 @@ async def fetch(
     is_hopeless: Callable[[float], bool] = lambda elapsed_s: False,
 ) -> None:
     transfer = Transfer(CHUNK, file, offset)
-    await pool.fetch(url, "demo/chunks/x", transfer, timeout_s=timeout_s, is_hopeless=is_hopeless)
+    await fetch_chunk(
+        session, f"{url}/demo/chunks/x", transfer, timeout_s=timeout_s, is_hopeless=is_hopeless
+    )
     assert transfer.received == len(BODY)
 
 

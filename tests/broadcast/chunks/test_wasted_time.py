@@ -7,9 +7,9 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
+import aiohttp
 import pytest
 
-from broadcast.chunk_pool import ChunkPool
 from broadcast.transport import Fault, TooSlow
 from tests.broadcast.chunks.fetching import BODY, fetch, honest, silent
 from tests.broadcast.scripted import Peer, Serve
@@ -39,30 +39,30 @@ WASTERS = [silent, dripping_head, dripping_body, stuck_in_the_body]
 
 @pytest.mark.parametrize("script", WASTERS)
 async def test_who_wastes_time_is_left_at_the_timeout(
-    pool: ChunkPool, serve: Serve, file: Path, script: Callable[[Peer], None]
+    session: aiohttp.ClientSession, serve: Serve, file: Path, script: Callable[[Peer], None]
 ) -> None:
     server = serve(script)
 
     with pytest.raises(Fault, match=f"of {len(BODY)} bytes within 0.3 s"):
-        await fetch(pool, server.url, file, timeout_s=0.3)
+        await fetch(session, server.url, file, timeout_s=0.3)
 
     eventually(lambda: server.ended == 1, "the connection ends")
 
 
 @pytest.mark.parametrize("script", WASTERS)
 async def test_who_wastes_time_is_left_when_others_are_better(
-    pool: ChunkPool, serve: Serve, file: Path, script: Callable[[Peer], None]
+    session: aiohttp.ClientSession, serve: Serve, file: Path, script: Callable[[Peer], None]
 ) -> None:
     server = serve(script)
 
     with pytest.raises(TooSlow, match=f"of {len(BODY)} bytes so far"):
-        await fetch(pool, server.url, file, is_hopeless=lambda elapsed_s: elapsed_s > 0.1)
+        await fetch(session, server.url, file, is_hopeless=lambda elapsed_s: elapsed_s > 0.1)
 
     eventually(lambda: server.ended == 1, "the connection ends")
 
 
 async def test_what_was_given_up_writes_no_more(
-    pool: ChunkPool, serve: Serve, file: Path, caplog: pytest.LogCaptureFixture
+    session: aiohttp.ClientSession, serve: Serve, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The bytes of the file are another attempt's then, even where the rest was under way."""
     started = asyncio.Event()
@@ -76,7 +76,7 @@ async def test_what_was_given_up_writes_no_more(
         peer.wait_for_the_end()
 
     slow, good = serve(slow_half), serve(honest)
-    first = asyncio.create_task(fetch(pool, slow.url, file))
+    first = asyncio.create_task(fetch(session, slow.url, file))
     async with asyncio.timeout(20):
         await started.wait()
     first.cancel()
@@ -85,7 +85,7 @@ async def test_what_was_given_up_writes_no_more(
 
     file.write_bytes(b"")
     assert file.read_bytes() == b""
-    await fetch(pool, good.url, file)
+    await fetch(session, good.url, file)
 
     eventually(lambda: slow.ended == 1, "the first connection ends")
     assert file.read_bytes() == BODY
@@ -94,7 +94,7 @@ async def test_what_was_given_up_writes_no_more(
 
 
 async def test_a_cancellation_is_not_lost_while_a_thread_ends(
-    pool: ChunkPool, serve: Serve, file: Path
+    session: aiohttp.ClientSession, serve: Serve, file: Path
 ) -> None:
     """It comes in the moment in which the attempt is given up for another reason."""
     server = serve(silent)
@@ -103,7 +103,7 @@ async def test_a_cancellation_is_not_lost_while_a_thread_ends(
         asyncio.get_running_loop().call_soon(task.cancel)
         return True
 
-    task = asyncio.create_task(fetch(pool, server.url, file, is_hopeless=cancel_too))
+    task = asyncio.create_task(fetch(session, server.url, file, is_hopeless=cancel_too))
 
     with pytest.raises(asyncio.CancelledError):
         await task
