@@ -14,8 +14,7 @@ from aiohttp import web
 from broadcast.access import Tokens
 from broadcast.answers import byte_range
 from broadcast.app import MAX_WAIT_S, _poll_parameters
-from broadcast.http1 import MAX_HEAD_BYTES, parse_head
-from broadcast.transport import Busy, Fault, base_url, refusal
+from broadcast.transport import base_url
 from runspec.core.errors import UserError
 from runspec.core.hashing import is_digest
 from runspec.core.join_link import parse_join_link
@@ -141,33 +140,5 @@ def join_link() -> Case:
                 again = parse_join_link(str(link))
                 assert (again.run, again.root) == (link.run or None, link.root)
         return taken
-
-    return case
-
-
-def answer_head() -> Case:
-    """What a relay says before a chunk."""
-    sound = [
-        b'HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: "x"',
-        b"HTTP/1.1 429 Too Many\r\nRetry-After: 7\r\nConnection: close\r\nContent-Length: 0",
-        b"HTTP/1.0 404 Not Found\r\nContent-Encoding: identity\r\nContent-Length: 5",
-        b"HTTP/1.1 503\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\nContent-Length: 5",
-    ]
-    pieces = [*TEXT_PIECES, b"Content-Length: 6\r\n", b"HTTP/1.1 ", b"Retry-After: 9\r\n"]
-
-    def case(rng: Random) -> bool:
-        data = damaged(rng, rng.choice(sound), sound, pieces)[:MAX_HEAD_BYTES]
-        with bounded(MEMORY):
-            try:
-                head = parse_head(data)
-            except Fault as error:
-                assert len(str(error)) < 500
-                return False
-            fault = refusal(head.status, head.retry_after)
-        assert 100 <= head.status <= 599
-        assert head.length is None or 0 <= head.length < 10**15
-        if isinstance(fault, Busy):
-            assert fault.retry_after_s is None or 0 <= fault.retry_after_s < 1e9
-        return True
 
     return case
