@@ -9,7 +9,7 @@ from pathlib import Path
 
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.core.errors import UserError
-from runspec.core.spec.findings import Finding, finding_at
+from runspec.core.spec.findings import Finding
 from runspec.core.spec.layers import ParsedFiles, profile_path
 from runspec.core.spec.load import Layered, SpecFiles, load_layers, required_spec
 from runspec.core.spec.schema import RunSpec
@@ -172,7 +172,7 @@ def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:
         if any(secret in violation.message for secret in secrets):
             continue  # once the secret is gone it is looked at again
         place = locate(layered.tree, violation.location)[0]
-        yield finding_at(
+        yield Finding(
             replace(place, source="") if violation.secret else place,
             rule.code,
             violation.message,

@@ -74,15 +74,7 @@ def logits_of(params: Any) -> jax.Array:
 def exported(directory: Path, adapters: Any, lora: Lora) -> dict[str, torch.Tensor]:
     """The tensors of a PEFT directory, double, as leaves of torch's graph."""
     leaves = {("layers", name): leaf for name, leaf in adapters["layers"].items()}
-    write_adapter(
-        directory,
-        leaves,
-        config(),
-        rank=lora.rank,
-        alpha=lora.alpha,
-        targets=lora.targets,
-        base_model="some/base",
-    )
+    write_adapter(directory, leaves, config(), lora=lora, base_model="some/base")
     tensors = load_file(directory / "adapter_model.safetensors")
     return {name: tensor.double().requires_grad_() for name, tensor in tensors.items()}
 

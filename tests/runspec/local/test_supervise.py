@@ -19,7 +19,6 @@ import pytest
 from runspec.cli.status import read_status
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
-from runspec.core.spec.schema import Budget
 from runspec.local import prepare
 from runspec.local.apply import RunFailed, is_finished, supervise
 from runspec.local.children import birth
@@ -237,17 +236,6 @@ def test_a_spent_budget_ends_the_run_and_says_so(tmp_path: Path) -> None:
         pytest.raises(RunFailed, match=r"budget of 0\.0003 hours"),
     ):
         drive_roles(run, usual_roles(run), Watch())
-
-
-def test_spent_money_ends_the_run_as_time_does(tmp_path: Path) -> None:
-    # given a run of two devices at 3600 an hour that may cost 4
-    price = "learner.hardware={kind: cpu, price_per_hour: 3600}"
-    budget = Budget(max_cost=4.0)
-    spec = small_spec("spent", 10_000, price).model_copy(update={"budget": budget})
-    with prepared(spec, tmp_path) as run, pytest.raises(RunFailed) as failure:
-        drive_roles(run, usual_roles(run), Watch())
-    assert failure.value.place == "budget.max_cost"
-    assert "--set budget.max_cost=MORE" in failure.value.remedy
 
 
 def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(
