@@ -85,9 +85,7 @@ def check_spec(files: SpecFiles, *, environ: Mapping[str, str] | None = None) ->
     return CheckedSpec(spec, findings, looked.layered, looked.applied.suppressed)
 
 
-def check_files(
-    specs: Sequence[SpecFiles], *, environ: Mapping[str, str] | None = None
-) -> CheckedFiles:
+def check_files(specs: Sequence[SpecFiles]) -> CheckedFiles:
     """Checks several specs in one pass.
 
     A finding in a file that several of them extend is named once, and a suppression is unused
@@ -96,7 +94,7 @@ def check_files(
     parsed, looked, unreadable = ParsedFiles(), [], []
     for files in specs:
         try:
-            looked.append(_look(files, environ, parsed))
+            looked.append(_look(files, None, parsed))
         except UserError as error:
             unreadable.append(Unreadable(str(files.path), error))
     used = {pair for one in looked for pair in one.applied.used}
