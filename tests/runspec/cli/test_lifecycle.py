@@ -24,6 +24,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.spec.resolved import dump_resolved
 from runspec.local.prepare import NotReady
+from runspec.local.run_dir import RunLocked
 from runspec.local.state import RunState
 from tests.harness import ROOT
 from tests.runspec.local.fake_run import prepared, small_spec
@@ -47,7 +48,8 @@ def test_a_run_is_waited_for_described_and_paused(
         assert words in described
     # and it can be neither resumed nor taken back
     assert resume_command("small", False, alive) == 5
-    assert rollback_command("small", 0, True, alive) == 5
+    with pytest.raises(RunLocked):
+        rollback_command("small", 0, True, alive)
     # when it is paused
     assert pause_command("small", alive) == 0
     # then every role has ended in order and the state says so

@@ -19,7 +19,7 @@ import pytest
 from runspec.cli.status import read_status
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
-from runspec.local import prepare
+from runspec.local import children
 from runspec.local.apply import RunFailed, is_finished, supervise
 from runspec.local.children import birth
 from runspec.local.run_dir import RunLocked, holder
@@ -259,7 +259,7 @@ def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(
     eventually(lambda: not any(birth(pid) for pid in polite), "the end of the roles")
     assert birth(roles["stubborn"].pid) == roles["stubborn"].born
     # then its lock is no obstacle, the leftover is ended, and the run reaches its end
-    monkeypatch.setattr(prepare, "LEFTOVER_PATIENCE_S", 0.5)
+    monkeypatch.setattr(children, "LEFTOVER_PATIENCE_S", 0.5)
     with prepared(small_spec(steps=40), tmp_path) as run:
         assert birth(roles["stubborn"].pid) is None
         outcome = drive_roles(run, usual_roles(run), Watch())
