@@ -40,24 +40,19 @@ def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
     plan = saved_plan(files)
     spec, seen = (plan.spec, plan.seen) if plan else (sound_spec(files), None)
     run_dir = run_directory(spec, runs_dir)
-    # A plan that was applied is stale: its changes are there.
-    again = f"runspec resume {run_dir}" if plan else _command_line(files, runs_dir)
     try:
-        return go_on(spec, run_dir, again=again, detach=detach, seen=seen)
+        return go_on(spec, run_dir, detach=detach, seen=seen)
     except NotReady as error:
         _show_missing(error, None if plan else files)
         return EXIT_FAILED
 
 
-def go_on(
-    spec: RunSpec, run_dir: Path, *, again: str, detach: bool, seen: Seen | None = None
-) -> int:
+def go_on(spec: RunSpec, run_dir: Path, *, detach: bool, seen: Seen | None = None) -> int:
     """Starts or continues a run, or changes it while it is alive; returns the exit code.
 
     Args:
         spec: what the run is to be.
         run_dir: its directory.
-        again: the command that goes on once this one was interrupted.
         detach: leaves the supervisor in the background.
         seen: the state that a saved plan was made from; None where nothing was planned.
 
@@ -81,12 +76,11 @@ def go_on(
     except RunLocked as error:
         return _change_live(spec, run_dir, seen, error)
     show_result(run_dir)
-    if outcome.kind == "interrupted":
-        print(f"Interrupted by {requests.last}. To go on from the newest checkpoint: {again}")
-        return EXIT_INTERRUPTED
-    if outcome.kind == "paused":
-        print(f"Paused. To go on from the newest checkpoint: runspec resume {run_dir}")
-    return 0
+    if outcome.kind == "finished":
+        return 0
+    how = f"Interrupted by {requests.last}" if outcome.kind == "interrupted" else "Paused"
+    print(f"{how}. To go on from the newest checkpoint: runspec resume {run_dir}")
+    return EXIT_INTERRUPTED if outcome.kind == "interrupted" else 0
 
 
 def saved_plan(files: SpecFiles) -> SavedPlan | None:
@@ -170,12 +164,3 @@ def _show_missing(error: NotReady, files: SpecFiles | None) -> None:
     if laptop.exists():
         command = shlex.join(["runspec", "apply", str(files.path), "--profile", LAPTOP])
         console.print(f"The same loop, small enough for this machine: {command}", soft_wrap=True)
-
-
-def _command_line(files: SpecFiles, runs_dir: Path | None) -> str:
-    words = ["runspec", "apply", str(files.path)]
-    words += ["--profile", files.profile] if files.profile else []
-    words += ["--placement", str(files.placement)] if files.placement else []
-    words += [word for override in files.overrides for word in ("--set", override)]
-    words += ["--runs-dir", str(runs_dir)] if runs_dir is not None else []
-    return shlex.join(words)

@@ -24,7 +24,7 @@ def resume_command(run: str, detach: bool, runs_dir: Path) -> int:
             remedy=f"rename the directory to {home}",
         )
     try:
-        return go_on(spec, run_dir, again=f"runspec resume {run_dir}", detach=detach)
+        return go_on(spec, run_dir, detach=detach)
     except NotReady as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED

@@ -57,7 +57,6 @@ def ask(
     payload: Mapping[str, Any],
     *,
     say: Callable[[str], None] = lambda text: None,
-    patience_s: float = ANSWER_PATIENCE_S,
 ) -> str:
     """Asks the supervisor of a live run for something, and waits until that is done.
 
@@ -66,7 +65,6 @@ def ask(
         kind: CHANGE with {"spec", "serial"}, or PAUSE with {}.
         payload: JSON.
         say: told whom the supervisor waits for, whenever that changes.
-        patience_s: how long to wait in all.
 
     Returns:
         What came of it.
@@ -93,7 +91,7 @@ def ask(
                 raise NotTaken(reason, place=str(run_dir), remedy="look at its status, then again")
             if request.answer and request.answer != said:
                 say(said := request.answer)
-            if waited > patience_s:
+            if waited > ANSWER_PATIENCE_S:
                 raise UserError(
                     f"not done after {waited:.0f} s: the supervisor {request.answer}",
                     place=str(run_dir),

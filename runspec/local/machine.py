@@ -7,13 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from runspec.core.files import expand_user
-from runspec.core.spec.schema import Model
+from runspec.core.spec.schema import Hardware, Model
 from runspec.lock.cache import Repository, is_repository, snapshot
 
 _SMI_PATIENCE_S = 10.0
@@ -52,12 +52,23 @@ def this_machine() -> Machine:
 
 def gpu_names() -> list[str]:
     """Names of the NVIDIA GPUs that the driver's own tool lists; empty without one."""
+    return _each_gpu("name")
+
+
+def gpu_memory() -> float | None:
+    """Bytes of the smallest NVIDIA GPU; None without one."""
+    with suppress(ValueError):
+        return min(float(mebibytes) for mebibytes in _each_gpu("memory.total")) * 2**20
+    return None
+
+
+def _each_gpu(field: str) -> list[str]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
     try:
         listed = subprocess.run(
-            [tool, "--query-gpu=name", "--format=csv,noheader"],
+            [tool, f"--query-gpu={field}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=_SMI_PATIENCE_S,
@@ -66,6 +77,30 @@ def gpu_names() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return listed.stdout.split("\n")[:-1]
+
+
+def free_memory() -> float | None:
+    """Bytes that Linux says a new process can have; None elsewhere."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return float(line.split()[1]) * 1024.0
+    return None
+
+
+def devices_here(hardware: Hardware, gpus: Sequence[str], tpus: int) -> tuple[int, str]:
+    """How many devices of a kind this machine has, and what they are called.
+
+    Args:
+        hardware: of the spec; not `cpu`.
+        gpus: names of the GPUs here.
+        tpus: TPU chips here.
+    """
+    if hardware.kind.startswith("tpu"):
+        return tpus, "TPU chips"
+    family = hardware.kind.lower().split("-")
+    word = family[1] if family[0] == "rtx" and len(family) > 1 else family[0]
+    return sum(word in name.lower() for name in gpus), f"{word.upper()} GPUs"
 
 
 def tpu_chips() -> int:

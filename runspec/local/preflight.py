@@ -30,6 +30,7 @@ from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import (
     Machine,
     ModelFiles,
+    devices_here,
     find_files,
     free_bytes,
     gpu_names,
@@ -139,11 +140,7 @@ def _lack(hardware: Hardware, processes: int, slices: int, facts: Facts) -> str:
     if hardware.kind == "cpu":
         return ""
     wanted = (device_count(hardware, slices) or 1) * processes
-    if hardware.kind.startswith("tpu"):
-        here, unit = facts.tpus, "TPU chips"
-    else:
-        family = hardware.kind.split("-")[0].lower()
-        here, unit = sum(family in name.lower() for name in facts.gpus), f"{family.upper()} GPUs"
+    here, unit = devices_here(hardware, facts.gpus, facts.tpus)
     if here >= wanted:
         return ""
     shape = hardware.topology or f"x {wanted}"

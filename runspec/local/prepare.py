@@ -34,9 +34,6 @@ from runspec.local.state import RunState
 from runspec.plan.changes import difference
 from runspec.plan.saved import Seen
 
-LEFTOVER_PATIENCE_S = 10.0
-"""Seconds between SIGTERM and SIGKILL for roles that a killed supervisor left behind."""
-
 
 class NotReady(UserError):
     """The machine lacks things that the run needs."""
@@ -86,7 +83,7 @@ def prepare_run(spec: RunSpec, run_dir: Path, *, seen: Seen | None = None) -> It
             if before is not None:
                 refuse_another_run(changes, run_dir)
                 require_ready(spec, run_dir)
-            end_leftovers(state.roles(), LEFTOVER_PATIENCE_S)
+            end_leftovers(state.roles())
             machine, identity = this_machine(), make_identity(run_dir, spec)
             endpoints = _plan(spec, run_dir)
             save_endpoints(run_dir, endpoints)

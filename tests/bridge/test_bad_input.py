@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from bridge.delta import write_delta
 from bridge.export import export_checkpoint
 from bridge.importer import import_model
-from bridge.load import iter_leaves
 from bridge.safetensors_io import read_header, read_tensor, write_safetensors
 from runspec.core.errors import UserError
 from runspec.core.models.config import load_config
+from tests.bridge.leaves import iter_leaves
 
 from .conftest import MakeModel
 

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.load import LeafReader, iter_leaves
+from bridge.load import LeafReader
 from bridge.safetensors_io import TensorInfo, read_header, read_slice, write_safetensors
 from bridge.weight_map import hf_shapes, weight_map
 from runspec.core.errors import UserError
 from runspec.core.models.config import load_config, parse_config
+from tests.bridge.leaves import iter_leaves
 
 from .conftest import MakeModel
 

@@ -16,7 +16,6 @@ import zstandard
 from bridge.delta import apply_deltas, write_delta
 from bridge.delta.container import SUFFIX
 from bridge.delta.layout import Records
-from bridge.delta.segments import MAX_BYTES_PER_ELEMENT
 from bridge.safetensors_io import SINGLE_NAME, read_header
 from runspec.core.errors import UserError
 from tests.bridge.delta.hostile import full, packed, raw, sparse, u32, write_blocks
@@ -66,7 +65,7 @@ def make_setting(place: Path) -> Setting:
         weights = (target / SINGLE_NAME).read_bytes()
         steps.append(Step(target, records(target), weights, delta))
     (place / "under-test").mkdir()
-    limit = MAX_BYTES_PER_ELEMENT * sum(tensor.size for tensor in old.values()) + 2**19
+    limit = 32 * sum(tensor.size for tensor in old.values()) + 2**19
     return Setting(base, steps, place / "under-test", limit)
 
 

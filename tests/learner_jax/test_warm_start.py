@@ -15,13 +15,13 @@ import jax
 import numpy as np
 import pytest
 
-from bridge.load import iter_leaves
 from learner_jax.warm_start import make_initial_model, model_config, warm_start_digest
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.models.config import load_config
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
+from tests.bridge.leaves import iter_leaves
 from tests.learner_jax.conftest import tiny_spec
 from verify.plugins import load_task_set, load_warm_start_data
 

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.spec.findings import Finding, finding_at
+from runspec.core.spec.findings import Finding
 from runspec.core.spec.schema import Block
 from runspec.core.spec.validate import locate, to_python
 from runspec.core.spec.yaml_nodes import MAX_CHARACTERS, MapNode, Node, parse_yaml
@@ -117,7 +117,7 @@ def parse_lock(root: Node, findings: list[Finding]) -> Lock | None:
         for item in error.errors(include_url=False):
             place = locate(root, item["loc"])[0]
             path = ".".join(str(step) for step in item["loc"])
-            finding = finding_at(place, "bad-value", item["msg"], path=path, blocking=True)
+            finding = Finding(place, "bad-value", item["msg"], path=path, blocking=True)
             findings.append(finding)
         return None
 

@@ -13,7 +13,6 @@ import pytest
 from bridge.delta import apply_deltas, write_delta
 from bridge.delta.container import MAGIC, SUFFIX
 from bridge.delta.segments import (
-    MAX_BYTES_PER_ELEMENT,
     SEGMENT_ELEMENTS,
     UNCHANGED,
     MalformedSegment,
@@ -230,7 +229,7 @@ def test_memory_is_bounded_by_the_segment(rng: np.random.Generator, dtype: type,
     """At the largest segment and the forms that take most of it, for coding and decoding."""
     # Given
     new = rng.integers(0, 2**16, SEGMENT_ELEMENTS).astype(dtype)
-    limit = MAX_BYTES_PER_ELEMENT * SEGMENT_ELEMENTS
+    limit = 32 * SEGMENT_ELEMENTS
     where = np.arange(SEGMENT_ELEMENTS)
     planes = [packed(bytes(SEGMENT_ELEMENTS))] * new.itemsize
     gaps = packed(bytes(SEGMENT_ELEMENTS))

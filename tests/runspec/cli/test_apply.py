@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, TARGET_SHORT, runspec
+from tests.harness import ROOT, TARGET_SHORT
+from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import drive_roles, prepared, small_spec, usual_roles
 from tests.runspec.local.test_supervise import Watch
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.diff import diff_command
-from runspec.cli.profile_view import profile_identity
 from runspec.core.hashing import digest_bytes
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.profile_files import with_profiles
@@ -95,9 +94,3 @@ def test_a_profile_is_shown_by_what_it_is_and_not_by_its_tables(
     ]
     assert "      pool: vllm, float32, cpu\n" in out
     assert "mismatch_share" not in out and "signature" not in out
-
-
-def test_a_document_that_is_no_profile_is_named_as_that() -> None:
-    shown = profile_identity('{"kind": "calibration"}')
-    assert shown["digest"] == digest_bytes(b'{"kind": "calibration"}')
-    assert set(shown) == {"digest", "unreadable"}

@@ -37,11 +37,6 @@ def test_it_writes_a_lock_that_holds(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith("model: config.json is not the file of the lock")
 
 
-def test_there_must_be_a_lock_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert lock_command(SpecFiles(small_spec(tmp_path)), check=True) == 1
-    assert "spec.lock.yaml is not there" in capsys.readouterr().out
-
-
 def test_a_name_that_cannot_be_pinned_leaves_nothing_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,19 +55,6 @@ def test_what_no_lock_can_hold_is_a_warning(
     files = SpecFiles(small_spec(tmp_path, LOCAL), overrides=[web])
     assert lock_command(files, check=False) == 0
     assert "warning: data.sources.web: https://example.org" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("files", "code"),
-    [
-        (SpecFiles(Path("gone.yaml")), 2),
-        (SpecFiles(SPECS / "placements" / "h200.yaml"), 2),
-        (SpecFiles(SPECS / "target_short.yaml", overrides=["steps=no"]), 1),
-    ],
-)
-def test_what_is_no_spec(files: SpecFiles, code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert lock_command(files, check=False) == code
-    assert capsys.readouterr().err
 
 
 def test_a_damaged_lock_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.local.fleet import Changed, Outcome, PauseRequested
+from runspec.local.fleet import Changed, Outcome
 from runspec.local.live import (
     CHANGE,
     PAUSE,
@@ -90,13 +90,6 @@ def test_a_change_is_on_disk_and_in_the_history_before_any_role_is_told(
     ]
 
 
-def test_a_run_turns_to_deltas_by_its_publisher_alone(run: PreparedRun, state: RunState) -> None:
-    live = live_run(run, state)
-    new = changed("broadcast.format=delta", "broadcast.anchor_every=5")
-    taken = live.take(request(change_request(new, serial=1)))
-    assert taken.event == Changed(5, 1.0, ("publisher",))
-
-
 @pytest.mark.parametrize(
     ("payload", "said"),
     [
@@ -118,21 +111,6 @@ def test_what_a_live_run_cannot_take_over_is_refused_and_changes_nothing(
         live.take(request(payload))
     assert live.run.spec == load_resolved(run.directory) == SPEC
     assert state.serial() == 1
-
-
-def test_an_event_tells_of_each_change(run: PreparedRun, state: RunState) -> None:
-    live_run(run, state).take(request(change_request(changed("placement.restarts=2"), 1)))
-    assert [(event.role, event.text) for event in state.events()] == [
-        ("run", "serial 2: placement.restarts: 5 there, 2 now")
-    ]
-
-
-def test_an_unknown_request_is_refused_and_a_pause_is_none(
-    run: PreparedRun, state: RunState
-) -> None:
-    with pytest.raises(UserError, match="unknown request 'shred'"):
-        live_run(run, state).take(request({}, kind="shred"))
-    assert live_run(run, state).take(request({}, kind=PAUSE)).event == PauseRequested()
 
 
 def test_a_longer_budget_is_signed_for_and_whoever_hands_signatures_out_is_renewed(
@@ -172,17 +150,6 @@ def test_what_a_dead_supervisor_was_asked_is_not_done_by_the_next(
     assert state.asked() == []
     found = state.request(number)
     assert found is not None and found.state == "refused"
-
-
-def test_a_wait_that_is_too_long_says_for_whom(run: PreparedRun, state: RunState) -> None:
-    # given a supervisor that is at it
-    with hold(run.directory), ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask, run.directory, PAUSE, {}, patience_s=0.3)
-        eventually(lambda: state.asked() or asked.done(), "the request")
-        state.answer(state.asked()[0].id, "taken", "waits for learner to end")
-        # then whoever asked hears whom it waits for
-        with pytest.raises(UserError, match="the supervisor waits for learner to end"):
-            asked.result()
 
 
 class Asking(Watch):

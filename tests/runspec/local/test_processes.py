@@ -85,13 +85,6 @@ def test_learner_and_sampler_have_a_core_each_and_the_rest_roam() -> None:
     assert "device_count=1" in roles["validator-0"].env["XLA_FLAGS"]
 
 
-def test_only_the_learner_ends_the_run_and_only_workers_may_end_before() -> None:
-    roles = roles_of(small_spec())
-    assert [name for name, role in roles.items() if role.ends_run] == ["learner"]
-    early = [name for name, role in roles.items() if role.ends_when_sampled]
-    assert early == ["validator-0", "volunteers-0"]
-
-
 def test_workers_take_turns_at_the_relays_and_fall_back_to_the_origin() -> None:
     relays = "broadcast.relays={a: {upstream: [origin]}, b: {upstream: [a, origin]}, local: null}"
     spec = small_spec("small", 5, "samplers.volunteers.replicas=2", relays)
@@ -183,15 +176,3 @@ def test_a_role_sees_the_devices_that_placement_gives_it() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in tpu["learner"].env
     # and the others all
     assert "CUDA_VISIBLE_DEVICES" not in gpu["validator-0"].env
-
-
-def test_validators_have_hardware_of_their_own_where_the_spec_names_it() -> None:
-    roles = roles_of(small_spec("small", 5, "verify.hardware={kind: l4}"))
-    assert "JAX_PLATFORMS" not in roles["validator-0"].env
-    assert roles["learner"].env["JAX_PLATFORMS"] == "cpu"
-
-
-def test_without_validators_there_are_none() -> None:
-    spec = small_spec()
-    spec = spec.model_copy(update={"verify": spec.verify.model_copy(update={"validators": 0})})
-    assert not any(name.startswith("validator") for name in roles_of(spec))

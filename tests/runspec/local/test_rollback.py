@@ -20,7 +20,6 @@ from runspec.cli.rollback import rollback_command
 from runspec.cli.status import read_status
 from runspec.cli.wait import wait_command
 from runspec.core.errors import UserError
-from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.spec.resolved import dump_resolved, load_resolved, spec_digest
 from runspec.local import rollback
@@ -233,17 +232,6 @@ def test_a_rollback_cut_short_is_completed_by_the_next_command(
         assert (completed is None) == (until == 0), "only the intent begins it"
 
 
-def test_a_removal_cut_short_leaves_no_key_behind(tmp_path: Path) -> None:
-    # given a rollback that was killed while it removed the keys
-    run_dir = small_run(tmp_path)
-    write_atomic(run_dir / "rollback.json", b'{"to":4}')
-    (run_dir / "keys").rename(run_dir / ".tmp-0123-keys")
-    # when it is completed
-    with hold(run_dir):
-        assert complete_rollback(run_dir) == 4
-    assert not any("keys" in name for name in tree(run_dir))
-
-
 def test_a_version_without_a_full_state_is_refused_with_those_there_are(tmp_path: Path) -> None:
     run_dir = small_run(tmp_path)
     before = tree(run_dir)
@@ -288,22 +276,3 @@ def test_states_elsewhere_go_too(tmp_path: Path) -> None:
     (run_dir / "checkpoints" / "state").rename(elsewhere)
     assert rollback_command("small", 2, True, tmp_path) == 0
     assert [path.name for path in elsewhere.iterdir()] == ["step_2"]
-
-
-def test_a_live_run_is_not_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = small_run(tmp_path)
-    before = tree(run_dir)
-    with hold(run_dir):
-        assert rollback_command("small", 4, True, tmp_path) == 5
-    assert "the run is alive" in capsys.readouterr().err
-    assert tree(run_dir) == before
-
-
-def test_a_run_that_is_there_already_has_nothing_to_lose(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = small_run(tmp_path)
-    before = tree(run_dir)
-    assert rollback_command("small", 6, False, tmp_path) == 0
-    assert "there is nothing after it" in capsys.readouterr().out
-    assert tree(run_dir) == before

@@ -57,12 +57,6 @@ def test_a_held_run_names_its_holder_and_is_free_afterwards(tmp_path: Path) -> N
         pass
 
 
-def test_a_lock_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    (tmp_path / "lock").mkdir()
-    with pytest.raises(UserError, match="cannot be locked: Is a directory"), hold(tmp_path):
-        pytest.fail("held a folder")
-
-
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     opened = prepared(small_spec(), tmp_path / "runs")

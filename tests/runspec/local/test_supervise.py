@@ -19,8 +19,7 @@ import pytest
 from runspec.cli.status import read_status
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
-from runspec.core.spec.schema import Budget
-from runspec.local import prepare
+from runspec.local import children
 from runspec.local.apply import RunFailed, is_finished, supervise
 from runspec.local.children import birth
 from runspec.local.run_dir import RunLocked, holder
@@ -239,17 +238,6 @@ def test_a_spent_budget_ends_the_run_and_says_so(tmp_path: Path) -> None:
         drive_roles(run, usual_roles(run), Watch())
 
 
-def test_spent_money_ends_the_run_as_time_does(tmp_path: Path) -> None:
-    # given a run of two devices at 3600 an hour that may cost 4
-    price = "learner.hardware={kind: cpu, price_per_hour: 3600}"
-    budget = Budget(max_cost=4.0)
-    spec = small_spec("spent", 10_000, price).model_copy(update={"budget": budget})
-    with prepared(spec, tmp_path) as run, pytest.raises(RunFailed) as failure:
-        drive_roles(run, usual_roles(run), Watch())
-    assert failure.value.place == "budget.max_cost"
-    assert "--set budget.max_cost=MORE" in failure.value.remedy
-
-
 def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,7 +259,7 @@ def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(
     eventually(lambda: not any(birth(pid) for pid in polite), "the end of the roles")
     assert birth(roles["stubborn"].pid) == roles["stubborn"].born
     # then its lock is no obstacle, the leftover is ended, and the run reaches its end
-    monkeypatch.setattr(prepare, "LEFTOVER_PATIENCE_S", 0.5)
+    monkeypatch.setattr(children, "LEFTOVER_PATIENCE_S", 0.5)
     with prepared(small_spec(steps=40), tmp_path) as run:
         assert birth(roles["stubborn"].pid) is None
         outcome = drive_roles(run, usual_roles(run), Watch())

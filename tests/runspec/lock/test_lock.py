@@ -93,18 +93,6 @@ def test_large_weights_are_pinned_by_their_header(
     assert "model.safetensors is not the file of the lock" in stale(path)[0]
 
 
-def test_weights_without_a_header_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock_files, "WHOLE_BYTES", 0)
-    folder = write_model(tmp_path / "policy")
-    for content in (b"", b"\xff" * 8, (1000).to_bytes(8, "little") + b"short"):
-        (folder / "model.safetensors").write_bytes(content)
-        if content:
-            with pytest.raises(UserError, match="its header is cut short"):
-                lock(small_spec(tmp_path, LOCAL))
-
-
 def test_the_model_beside_the_spec_is_pinned_as_the_run_takes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,17 +113,6 @@ def test_the_model_beside_the_spec_is_pinned_as_the_run_takes_it(
     assert stale(path) == []
 
 
-@pytest.mark.parametrize("name", ["~nobody-of-this-name/model", "a" * 300])
-def test_a_name_that_can_be_no_path_is_missing(tmp_path: Path, name: str) -> None:
-    path = small_spec(tmp_path)
-    overrides = f"model.hf={name}", f"data.sources=[{{name: rows, kind: parquet, uri: {name}}}]"
-    seen = look(resolved(path, *overrides), tmp_path, {})
-    assert seen.absent == {
-        "model": f"no config.json in {name}",
-        "data.sources.rows": f"no file {name}",
-    }
-
-
 def test_a_repository_is_pinned_by_the_commit_in_the_cache(tmp_path: Path) -> None:
     env = {"HF_HOME": str(tmp_path / "home")}
     write_model(cache(tmp_path / "home"))
@@ -154,15 +131,6 @@ def test_a_repository_is_pinned_by_the_commit_in_the_cache(tmp_path: Path) -> No
     assert stale(path, f"model.revision={OTHER}") == [
         f"model: commit {OTHER}, and {COMMIT} in the lock"
     ]
-
-
-def test_a_cached_file_that_was_tampered_with_is_named(tmp_path: Path) -> None:
-    env = {"HF_HOME": str(tmp_path / "home")}
-    snapshot = write_model(cache(tmp_path / "home"))
-    path = small_spec(tmp_path, ON_HUB)
-    lock(path, env=env)
-    write_weights(snapshot / "model.safetensors", b"evil")
-    assert "model.safetensors is not the file of the lock" in stale(path, env=env)[0]
 
 
 def test_another_tokenizer_has_a_pin_of_its_own(tmp_path: Path) -> None:
@@ -217,19 +185,6 @@ def test_data_on_the_hub_is_pinned_by_its_commit(tmp_path: Path) -> None:
     ]
 
 
-def test_names_that_come_and_go_are_told(tmp_path: Path) -> None:
-    write_model(tmp_path / "policy")
-    path = small_spec(tmp_path, LOCAL)
-    lock(path)
-    other = "data.sources={words: null, letters: {kind: reasoning_gym, dataset: letters, size: 3}}"
-    assert stale(path, other) == [
-        "data.sources.letters: letters is not in the lock",
-        "data.sources.words: spell_backward is in the lock, and not in the spec",
-    ]
-    write_model(tmp_path / "other")
-    assert stale(path, "model.hf=other") == ["model: other, and policy in the lock"]
-
-
 def test_what_is_neither_here_nor_in_the_spec_is_left_open(tmp_path: Path) -> None:
     path = small_spec(
         tmp_path,
@@ -253,10 +208,6 @@ def test_what_is_neither_here_nor_in_the_spec_is_left_open(tmp_path: Path) -> No
     assert list(look(resolved(path, "model.hf=some/model"), tmp_path, {}).unknown) == ["model"]
 
 
-def test_without_a_lock_nothing_is_stale(tmp_path: Path) -> None:
-    assert stale(small_spec(tmp_path)) == []
-
-
 def test_a_stale_lock_stops_a_run_with_the_list(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "policy")
     path = small_spec(tmp_path, LOCAL)
@@ -267,11 +218,6 @@ def test_a_stale_lock_stops_a_run_with_the_list(tmp_path: Path) -> None:
         require_lock(resolved(path), path)
     assert "model: config.json is not the file of the lock: 2 bytes, 23" in str(raised.value)
     assert raised.value.place == str(tmp_path / "spec.lock.yaml")
-
-
-def test_a_profile_has_a_lock_of_its_own(tmp_path: Path) -> None:
-    assert lock_path(Path("a/spec.yaml")) == Path("a/spec.lock.yaml")
-    assert lock_path(Path("a/spec.yaml"), "laptop") == Path("a/spec.laptop.lock.yaml")
 
 
 def test_the_rule_on_revisions_takes_the_locks_commit(tmp_path: Path) -> None:
