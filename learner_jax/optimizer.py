@@ -10,6 +10,9 @@ and the direction d by `optimizer.kind`, mu being `momentum`:
     adamw   m = beta1 m + (1 - beta1) g',  v = beta2 v + (1 - beta2) g'^2     (arXiv 1711.05101)
             d = m^ / (sqrt(v^) + eps),  m^ = m / (1 - beta1^(n + 1)), v^ likewise
     sgd     m = g' + mu m,  d = g' + mu m                                     (Nesterov)
+    muon    m = mu m + (1 - mu) g',  u = (mu m^ + (1 - mu) g'^), m^ and g'^ as adamw's m^, of each
+            layer's matrix [a, b];  d = 0.2 sqrt(max(a, b)) O(u), O five Newton-Schulz steps
+            towards the nearest orthogonal matrix; all else as adamw          (arXiv 2502.16982)
 
 The learning rate is part of the weight decay, and every parameter decays, norms and biases too.
 theta is rounded to the type of the masters. In bfloat16 neighbours lie 2^-8 to 2^-7 of their size
@@ -28,9 +31,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
 from learner_jax.execution import widen
+from runspec.core.models.parameters import CONTRACTED, is_matrix
 from runspec.core.spec.schema import Optimizer
 
 HOST_MEMORY = "pinned_host"
+UPDATE_RMS = 0.2
+"""Root mean square of muon's direction, near AdamW's, so that one `lr` is right for both."""
 
 
 def learning_rate(spec: Optimizer, updates: int) -> optax.Schedule:
@@ -71,8 +77,8 @@ def build_optimizer(spec: Optimizer, updates: int) -> optax.GradientTransformati
         updates: that the run makes.
     """
     rule = _skippable(_rule(spec, learning_rate(spec, updates)))
-    if spec.offload:
-        rule = _layer_by_layer(rule)
+    if spec.offload or spec.kind == "muon":
+        rule = _layer_by_layer(rule, hosted=spec.offload)
     return optax.chain(optax.clip_by_global_norm(spec.clip_norm), rule)
 
 
@@ -83,7 +89,36 @@ def _rule(spec: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation
             optax.add_decayed_weights(spec.weight_decay),
             optax.scale_by_learning_rate(rate),
         )
-    return optax.adamw(rate, *spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+    adamw = optax.adamw(rate, *spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+    if spec.kind == "adamw":
+        return adamw
+    muon = optax.contrib.muon(
+        rate,
+        beta=spec.momentum,
+        eps=spec.eps,
+        weight_decay=spec.weight_decay,
+        muon_weight_dimension_numbers=_dimensions,
+        consistent_rms=UPDATE_RMS,
+    )
+    return optax.partition({"muon": muon, "adamw": adamw}, _labels)
+
+
+def _labels(params: Any) -> Any:
+    def label(path: tuple[Any, ...], leaf: Array) -> str:
+        in_layers = jax.tree_util.DictKey("layers") in path
+        return "muon" if in_layers and is_matrix(path[-1].key, leaf.ndim) else "adamw"
+
+    return jax.tree.map_with_path(label, params)
+
+
+def _dimensions(params: Any) -> Any:
+    """Which dimensions of a layer's matrix are its input, and which its output."""
+
+    def numbers(path: tuple[Any, ...], leaf: Array) -> optax.contrib.MuonDimensionNumbers:
+        inner = 1 + CONTRACTED.get(path[-1].key.removesuffix("_a"), 1)
+        return optax.contrib.MuonDimensionNumbers(range(1, inner), range(inner, leaf.ndim))
+
+    return jax.tree.map_with_path(numbers, params)
 
 
 def abstract_state(
@@ -101,7 +136,9 @@ def abstract_state(
     def like(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def moment(leaf: Any, param: Any) -> jax.ShapeDtypeStruct:
+    def moment(leaf: Any, param: Any) -> Any:
+        if _is_masked(leaf):
+            return leaf
         sharding = param.sharding
         return like(leaf, sharding.with_memory_kind(HOST_MEMORY) if offload else sharding)
 
@@ -111,6 +148,7 @@ def abstract_state(
         jax.eval_shape(partial(init_state, optimizer), params),
         params,
         transform_non_params=lambda leaf: like(leaf, NamedSharding(mesh, PartitionSpec())),
+        is_leaf=_is_masked,
     )
 
 
@@ -153,22 +191,28 @@ def _skippable(rule: optax.GradientTransformation) -> optax.GradientTransformati
 
 
 def _layer_by_layer(
-    rule: optax.GradientTransformationExtraArgs,
+    rule: optax.GradientTransformationExtraArgs, *, hosted: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """`rule` with its moments in the host's memory.
+    """`rule` applied to one layer of the stacked matrices at a time, and to the others at once.
 
-    Those of the stacked matrices visit the device a layer at a time, the others at once. A loop,
-    not a sequence: only a loop keeps XLA from fetching all layers first.
+    A loop, not a sequence: only a loop keeps XLA from fetching all layers first.
+
+    Args:
+        rule: that updates each leaf, and each layer of it, by itself.
+        hosted: moments lie in the host's memory, and visit the device.
     """
+
+    def moved(tree: Any, space: Any) -> Any:
+        return _moved(tree, space) if hosted else tree
 
     def update(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         whole, rest = rule.update(
             _pick(grads, "whole"),
-            _moved(_pick(state, "whole", "shared"), jax.memory.Space.Device),
+            moved(_pick(state, "whole", "shared"), jax.memory.Space.Device),
             _pick(params, "whole"),
             **extra,
         )
-        rest = _moved(rest, jax.memory.Space.Host)
+        rest = moved(rest, jax.memory.Space.Host)
         stacked, shared = _pick(params, "stacked"), _pick(state, "shared")
         layers = {leaf.shape[0] for leaf in jax.tree.leaves(stacked)}
 
@@ -180,9 +224,9 @@ def _layer_by_layer(
                 return jax.lax.dynamic_update_slice_in_dim(x, new, i, 0)
 
             grads, moments = carry
-            held = _merge(_moved(cut(moments), jax.memory.Space.Device), shared)
+            held = _merge(moved(cut(moments), jax.memory.Space.Device), shared)
             updates, held = rule.update(cut(grads), held, cut(stacked), **extra)
-            held = _moved(_pick(held, "stacked"), jax.memory.Space.Host)
+            held = moved(_pick(held, "stacked"), jax.memory.Space.Host)
             return jax.tree.map(put, grads, updates), jax.tree.map(put, moments, held)
 
         carry = _pick(grads, "stacked"), _pick(state, "stacked")
@@ -214,11 +258,11 @@ def _pick(tree: Any, *kinds: str) -> Any:
 
 def _merge(one: Any, other: Any) -> Any:
     """The leaves of two trees of one structure, of which `_pick` has left out different ones."""
+    return jax.tree.map(lambda a, b: b if _is_masked(a) else a, one, other, is_leaf=_is_masked)
 
-    def masked(node: Any) -> bool:
-        return isinstance(node, optax.MaskedNode)
 
-    return jax.tree.map(lambda a, b: b if masked(a) else a, one, other, is_leaf=masked)
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def _moved(tree: Any, space: Any) -> Any:

@@ -33,13 +33,18 @@ from dataclasses import dataclass
 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.logits import KEPT_LOGITS, device_positions, logits_chunk
-from runspec.core.models.parameters import WIDTH, lora_parameters, parameters, shard_elements
-from runspec.core.spec.schema import RunSpec
+from runspec.core.models.parameters import (
+    WIDTH,
+    Tree,
+    is_matrix,
+    parameters,
+    shard_elements,
+    trained_parameters,
+)
+from runspec.core.spec.schema import Mesh, RunSpec
 
 CODE = 48e6
 """Bytes of the program itself, on TPUs."""
-MOMENTS = {"adamw": 2, "sgd": 1}
-"""Float32 numbers that `optimizer.kind` keeps of a trained parameter."""
 _WIDE = WIDTH["float32"]
 _MLP, _STREAM, _HEADS, _MATRICES = 6, 6, 3, 3
 
@@ -91,7 +96,7 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
     """
     learner, algorithm, sizes = spec.learner, spec.algorithm, _sizes(spec, config)
     published = WIDTH[spec.broadcast.dtype]
-    moments = MOMENTS[spec.optimizer.kind] * _WIDE * sizes.trained
+    moments = _WIDE * sizes.moments
     offload = spec.optimizer.offload
     moment, activations, logits, temporaries = _worst_moment(spec, config, sizes)
     layer_inputs = sizes.activation(config.hidden_size) * config.num_hidden_layers
@@ -107,6 +112,22 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
         moment=moment,
         host=(moments if offload else 0.0) + (layer_inputs if learner.remat == "offload" else 0.0),
     )
+
+
+def moment_elements(kind: str, trained: Tree, mesh: Mesh) -> int:
+    """Float32 numbers that an optimizer keeps on one device.
+
+    Args:
+        kind: of `optimizer`.
+        trained: tree of the trained parameters.
+        mesh: that cuts them.
+    """
+    count = shard_elements(trained, mesh)
+    if kind == "muon":
+        layers: Tree = trained["layers"]
+        matrices = {n: leaf for n, leaf in layers.items() if is_matrix(n, len(leaf.shape))}
+        return 2 * count - shard_elements(matrices, mesh)
+    return count if kind == "sgd" else 2 * count
 
 
 def logits_bytes(spec: RunSpec, config: ModelConfig) -> float:
@@ -126,6 +147,7 @@ class _Sizes:
 
     model: int
     trained: int
+    moments: int
     layers: int
     """W."""
     table: int
@@ -154,10 +176,11 @@ def _cut(size: int, by: int) -> int:
 def _sizes(spec: RunSpec, config: ModelConfig) -> _Sizes:
     learner, mesh = spec.learner, spec.learner.mesh
     tree, h = parameters(config), config.head_dim
-    adapters = None if learner.lora is None else lora_parameters(config, learner.lora)
+    trained = trained_parameters(config, learner.lora)
     return _Sizes(
         model=shard_elements(tree, mesh),
-        trained=shard_elements(tree if adapters is None else adapters, mesh),
+        trained=shard_elements(trained, mesh),
+        moments=moment_elements(spec.optimizer.kind, trained, mesh),
         layers=shard_elements(tree["layers"], mesh),
         table=tree["embed"].shard_size(mesh, whole="fsdp"),
         positions=device_positions(learner),

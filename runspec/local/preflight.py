@@ -11,7 +11,7 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig, load_config
 from runspec.core.models.hardware import device_count
 from runspec.core.models.of_spec import model_config
-from runspec.core.models.parameters import WIDTH, trained_count
+from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
 from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.role_names import (
@@ -22,9 +22,9 @@ from runspec.core.spec.role_names import (
     worker_names,
 )
 from runspec.core.spec.run_files import numbered, state_folder
-from runspec.core.spec.schema import Hardware, RunSpec
+from runspec.core.spec.schema import Hardware, Mesh, RunSpec
 from runspec.core.spec.source_files import source_files
-from runspec.estimate.learner import MOMENTS
+from runspec.estimate.learner import moment_elements
 from runspec.estimate.version_size import version_size
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import (
@@ -353,5 +353,8 @@ def states_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     if config is None:
         return 0
     learner = spec.learner
-    number = WIDTH[learner.master_dtype] + MOMENTS[spec.optimizer.kind] * WIDTH["float32"]
-    return trained_count(config, learner.lora) * number * (spec.checkpoints.keep + 1)
+    trained = trained_parameters(config, learner.lora)
+    moments = moment_elements(spec.optimizer.kind, trained, Mesh())
+    masters = trained_count(config, learner.lora)
+    state = WIDTH[learner.master_dtype] * masters + WIDTH["float32"] * moments
+    return state * (spec.checkpoints.keep + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ SHAPES: dict[str, Any] = {
     },
     "final_norm": ("norm",),
 }
+KINDS = ["adamw", "sgd", "muon"]
 SIZES = {"vocab": 12, "embed": 8, "layers": 6, "mlp": 10, "norm": 7, "heads": 2, "head_dim": 4}
 
 
@@ -71,6 +73,13 @@ def random_trees(count: int) -> list[Any]:
         jax.tree.map(draw, SHAPES, is_leaf=lambda node: isinstance(node, tuple))
         for _ in range(count)
     ]
+
+
+def on_mesh(tree: Any, shape: Mesh) -> Any:
+    mesh = make_mesh(shape)
+    return jax.tree.map(
+        lambda x, axes: jax.device_put(x, logical_sharding(mesh, x.shape, axes)), tree, SHAPES
+    )
 
 
 def test_updates_are_those_of_adamw_after_the_clip() -> None:
@@ -122,6 +131,43 @@ def test_updates_are_those_of_plain_optax(kind: str) -> None:
     )
 
 
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(fsdp=4, tensor=2)], ids=["one", "fsdp and tensor"])
+def test_muon_is_that_of_optax_on_each_layers_matrix(mesh: Mesh) -> None:
+    # given optax's own on matrices that are not stacked, gradients clipped by the norm of all
+    params, *gradients = random_trees(4)
+
+    def rate(n: jax.Array) -> jax.Array:
+        return 0.1 * jnp.minimum(1.0, (n + 1) / 2)
+
+    def unstacked(tree: Any) -> Any:
+        layers = range(SIZES["layers"])
+        gates = {f"gate{i}": tree["layers"]["gate"][i] for i in layers}
+        outputs = {f"o{i}": tree["layers"]["o"][i].reshape(8, 8) for i in layers}
+        return gates | outputs
+
+    theirs = optax.contrib.muon(rate, beta=0.7, eps=1e-3, weight_decay=0.2, consistent_rms=0.2)
+    expected = unstacked(params)
+    state = theirs.init(expected)
+    for grads in gradients:
+        clipped, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
+        changes, state = theirs.update(unstacked(clipped), state, expected)
+        expected = optax.apply_updates(expected, changes)
+    # when ours updates the stacked tree, cut over a mesh
+    placed = on_mesh(params, mesh)
+    found, _ = updated(spec_of("muon"), placed, [on_mesh(g, mesh) for g in gradients])
+    # then matrices are equal, and all else is as with adamw
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        unstacked(found),
+        expected,
+    )
+    plainly, _ = updated(spec_of("adamw"), params, gradients)
+    for name in ("embed", "final_norm"):
+        np.testing.assert_allclose(found[name], plainly[name], rtol=1e-5, atol=1e-7)
+    norms = (tree["layers"]["mlp_norm"] for tree in (found, plainly))
+    np.testing.assert_allclose(*norms, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
@@ -144,7 +190,7 @@ def test_without_a_warm_up_the_first_update_has_the_whole_rate() -> None:
     assert float(learning_rate(Optimizer(lr=4.0), 10)(jnp.int32(0))) == 4.0
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_update_that_is_not_made_changes_no_bit(kind: str) -> None:
     params, good, bad = random_trees(3)
     params["embed"] = params["embed"].at[0, 0].set(-0.0)
@@ -156,25 +202,26 @@ def test_an_update_that_is_not_made_changes_no_bit(kind: str) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_moments_on_the_host_make_the_same_updates(kind: str) -> None:
     # given parameters on a mesh, and moments in the host's memory
-    mesh = make_mesh(Mesh(fsdp=2, tensor=2))
     params, *gradients = random_trees(4)
     expected = updated(spec_of(kind), params, gradients)
-    params = jax.tree.map(
-        lambda x, axes: jax.device_put(x, logical_sharding(mesh, x.shape, axes)), params, SHAPES
-    )
+    params = on_mesh(params, Mesh(fsdp=2, tensor=2))
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )
     spec = spec_of(kind, offload=True)
-    abstract = abstract_state(build_optimizer(spec, 10), like, offload=True)
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
+    optimizer = build_optimizer(spec, 10)
+    abstract = abstract_state(optimizer, like, offload=True)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    state = jax.jit(partial(init_state, optimizer), out_shardings=shardings)(params)
     # when updated
     found = updated(spec, params, gradients, state)
     # then parameters and moments are those of moments on the device, and still on the host
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, expected
     )
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(found[1]) if x.ndim} == {HOST_MEMORY}
+    like, found = jax.tree.leaves(abstract), jax.tree.leaves(found[1])
+    assert [x.sharding.memory_kind for x in found] == [x.sharding.memory_kind for x in like]
+    assert {x.sharding.memory_kind for x in found if x.ndim > 1} == {HOST_MEMORY}

@@ -33,6 +33,11 @@ WIDTH = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by `FloatType`."""
 
 
+def is_matrix(name: str, dimensions: int) -> bool:
+    """Whether a leaf of `layers` is a stack of matrices: neither norms nor biases."""
+    return dimensions > 2 and not name.endswith("_bias")
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One array of the tree."""
@@ -143,8 +148,11 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(leaf.size for leaf in leaves(parameters(config)))
 
 
+def trained_parameters(config: ModelConfig, lora: Lora | None) -> dict[str, Any]:
+    """The tree of what is trained: the model's, or the adapters'."""
+    return parameters(config) if lora is None else lora_parameters(config, lora)
+
+
 def trained_count(config: ModelConfig, lora: Lora | None) -> int:
     """Parameters that are trained: all, or those of the adapters."""
-    if lora is None:
-        return parameter_count(config)
-    return sum(leaf.size for leaf in leaves(lora_parameters(config, lora)))
+    return sum(leaf.size for leaf in leaves(trained_parameters(config, lora)))

@@ -64,8 +64,9 @@ def train_state_fits(context: Context) -> Iterator[Violation]:
         masters = b P / n,  moments = 4 k P / n
 
     P trained parameters, b bytes of a master (4 in float32), n the devices that a parameter is cut
-    over: fsdp x tensor for most. k is 2 for adamw and 1 for sgd, 0 on the device with
-    `optimizer.offload`. Gradients, activations and the compiler's own buffers must fit beside them.
+    over: fsdp x tensor for most. k is 2 for adamw, 1 for sgd and for the layers' matrices under
+    muon, 0 on the device with `optimizer.offload`. Gradients, activations and the compiler's own
+    buffers must fit beside them.
     """
     spec, config, memory = context.spec, context.config, _learner_device(context)
     if config is None or memory is None:

@@ -12,9 +12,9 @@ LEAST_MOVE, LARGEST_MOVE = 5e-5, 0.5
 NARROWEST, WIDEST = 64, 16384
 """Hidden sizes between which a model lies whose shape is not known."""
 USERS = {
-    "betas": ("kind", ("adamw",)),
-    "eps": ("kind", ("adamw",)),
-    "momentum": ("kind", ("sgd",)),
+    "betas": ("kind", ("adamw", "muon")),
+    "eps": ("kind", ("adamw", "muon")),
+    "momentum": ("kind", ("sgd", "muon")),
     "decay_updates": ("schedule", ("linear", "cosine", "wsd")),
     "final_lr": ("schedule", ("linear", "cosine", "wsd")),
 }
@@ -26,7 +26,7 @@ def learning_rate(context: Context) -> Iterator[Violation]:
     """The learning rate must lie in the band in which fine-tuning is known to work.
 
         5e-5 <= move x D <= 0.5        D the hidden size
-        adamw   move = lr
+        adamw   move = lr, as with muon, whose updates have the same size
         sgd     move = lr clip_norm / ((1 - momentum) sqrt(P)),  P trained parameters
 
     With LoRA lr / 10 takes the place of lr. AdamW moves every weight by about lr an update; with
@@ -144,8 +144,8 @@ def final_lr(context: Context) -> Iterator[Violation]:
 def optimizer_fields(context: Context) -> Iterator[Violation]:
     """The optimizer's fields must be those that its kind and schedule use.
 
-        betas, eps                 kind: adamw
-        momentum                   kind: sgd
+        betas, eps                 kind: adamw or muon
+        momentum                   kind: sgd or muon
         decay_updates, final_lr    schedule: linear, cosine or wsd, which need decay_updates
 
     A field that is not used must keep its default: a value there was meant for another kind.

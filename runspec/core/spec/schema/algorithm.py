@@ -118,16 +118,17 @@ class Optimizer(Block):
     A field that `kind` or `schedule` does not use keeps its default; the linter refuses others.
     """
 
-    kind: Literal["adamw", "sgd"] = "adamw"
-    """`adamw`; `sgd`, with Nesterov momentum."""
+    kind: Literal["adamw", "sgd", "muon"] = "adamw"
+    """`adamw`; `sgd`, with Nesterov momentum; `muon` for the layers' matrices, with adamw for all
+    else."""
     lr: Positive
     """Learning rate after the warm-up."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
-    """For `adamw`: decays of the means of the gradient and of its square."""
+    """For `adamw` and `muon`: decays of the means of the gradient and of its square."""
     eps: Positive = 1e-8
-    """For `adamw`: added to the root of the second mean."""
+    """For `adamw` and `muon`: added to the root of the second mean."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
-    """For `sgd`: share of the sum of gradients that the next update keeps."""
+    """For `sgd` and `muon`: decay of the sum, or the mean, of gradients."""
     weight_decay: NonNegative = 0.0
     """Decoupled decay a unit of learning rate."""
     clip_norm: Positive = 1.0
