@@ -11,13 +11,8 @@ import pytest
 
 from runspec.core.errors import UserError
 from runspec.core.signed import sign_document
-from tests.verify.coordinator.deployment import (
-    RUN,
-    Site,
-    submission,
-    tiny_spec,
-)
-from tests.verify.coordinator.over_http import granted, post
+from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec
+from tests.verify.coordinator.over_http import granted, post, status
 from tests.waiting import eventually
 from verify.client import SubmissionRefused
 from verify.formats.lease import lease_digest
@@ -74,9 +69,8 @@ def test_an_expired_lease_is_refused_and_a_new_one_granted(tmp_path: Path):
     with site.origin(), site.serving():
         key, worker = site.worker()
         data, lease = granted(site, worker)
-        status = lambda: httpx.get(f"{site.url}/v1/status", trust_env=False).json()  # noqa: E731
         # on a slow machine an earlier one may have expired before it was answered with
-        withheld = lambda: status()["workers"][0]["withheld_leases"]  # noqa: E731
+        withheld = lambda: status(site)["workers"][0]["withheld_leases"]  # noqa: E731
         eventually(lambda: withheld() > lease.index, "the lease expires")
 
         with pytest.raises(SubmissionRefused, match="the lease has expired"):
