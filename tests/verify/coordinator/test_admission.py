@@ -190,15 +190,3 @@ def test_a_command_line_that_makes_no_sense_is_refused(site: Site, option, said)
         SigningKey.generate().save(site.run_dir / "keys" / "root.key")
         result = told("invite", site.run_dir, *option)
         assert isinstance(result.exception, UserError) and said in str(result.exception)
-
-
-def test_an_invite_that_would_admit_to_no_pool_is_not_made(tmp_path: Path):
-    spec = tiny_spec()
-    pools = [pool.model_copy(update={"trust": "trusted"}) for pool in spec.samplers]
-    site = Site(tmp_path, spec.model_copy(update={"samplers": pools}))
-
-    result = told("invite", site.run_dir)
-
-    assert isinstance(result.exception, UserError)
-    assert "takes only invites that name it" in str(result.exception)
-    assert result.exception.remedy == "name one: near, far"

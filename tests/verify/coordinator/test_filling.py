@@ -67,37 +67,6 @@ def test_an_open_lease_comes_again_until_the_worker_says_that_it_holds_it():
     assert run.lease("x", holding=[second.digest]) == first
 
 
-def test_a_rejected_submission_is_replaced_by_a_further_lease_under_the_next_index():
-    run = started()
-    run.work("x", "rejected")
-    run.work("y")
-    assert run.advance() == []
-
-    replacement = run.work("x")
-
-    assert (replacement.lease.step, replacement.lease.index) == (0, 1)
-    (closed,) = run.advance()
-    assert closed.complete
-    assert run.state.workers[key("x")].standing.rejected == 1
-
-
-def test_an_expired_lease_counts_as_withheld_and_is_replaced():
-    run = started()
-    withheld = run.lease("x")
-    run.work("y")
-
-    run.now += 31.0
-    run.advance()
-
-    assert run.state.leases[withheld.digest].status == "expired"
-    assert run.state.workers[key("x")].standing.withheld == 1
-    replacement = run.lease("x")
-    assert replacement.lease.index == 1
-    assert replacement.lease.seed != withheld.lease.seed
-    run.answer(replacement)
-    assert len(run.advance()) == 1
-
-
 @pytest.mark.parametrize("outcome", ["filtered", "dropped"])
 def test_groups_that_cannot_be_trained_are_replaced_and_nobody_is_blamed(outcome: str):
     run = started()
@@ -185,17 +154,6 @@ def test_the_groups_of_a_lease_that_was_given_back_are_leased_to_others_at_once(
     assert (other.lease.step, other.lease.groups) == (0, 2)
     run.answer(other)
     assert [c.step for c in run.advance()] == [0]
-
-
-def test_a_lease_that_was_given_back_comes_again_while_it_is_needed():
-    run = started()
-    given_back = run.lease("x")
-    run.release(given_back)
-
-    assert run.lease("x").document == given_back.document
-    assert run.state.leases[given_back.digest].status == "open"
-    run.answer(run.state.leases[given_back.digest])
-    assert run.state.workers[key("x")].standing.withheld == 0
 
 
 def test_a_lease_that_was_given_back_and_replaced_buys_no_other_seed():

@@ -92,10 +92,3 @@ def test_the_client_believes_only_the_root_that_it_pins(site: Site):
         for wrong in (site.client(key, root=key.public_hex), site.client(key, run="other")):
             with pytest.raises(UserError, match="not to be believed"):
                 wrong.spec()
-
-
-def test_the_client_names_a_coordinator_that_cannot_be_reached(site: Site, free_port: int):
-    site.url = f"http://127.0.0.1:{free_port}"
-    client = site.client(SigningKey.generate(), deadline_s=0.1)
-    with pytest.raises(UserError, match=f"coordinator http://127.0.0.1:{free_port}: cannot be"):
-        client.spec()

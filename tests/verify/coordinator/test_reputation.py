@@ -7,10 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.verify.coordinator.filled import Filled, key, policy
-from verify.coordinator import filling
 from verify.coordinator.events import (
-    BY_OPERATOR,
-    KeyBanned,
     QuarantineEnded,
     SubmissionJudged,
     WorkerQuarantined,
@@ -147,32 +144,3 @@ def test_what_nobody_recomputed_does_not_lead_out_of_quarantine():
         run.judge(record, ["usable", "usable"], recomputed=False)
 
     assert standing(run).quarantine is not None and standing(run).strikes == 1
-
-
-@pytest.mark.parametrize("fall", ["quarantine", "ban"])
-def test_what_was_taken_on_the_word_of_a_worker_that_is_caught_trains_no_more(fall: str):
-    # given one submission that was recomputed, and one that was not
-    run = started()
-    proven = run.work("x")
-    believed = run.lease("x")
-    assert believed is not None
-    run.submit(believed)
-    run.judge(believed, ["usable", "usable"], recomputed=False)
-    other = run.lease("y")
-    assert other is not None
-    run.submit(other)
-    run.judge(other, ["usable", "usable"], recomputed=False)
-    needed = filling.needed_groups(run.state, 0)
-
-    # when the worker is caught
-    if fall == "quarantine":
-        reject(run, EXACT)
-    else:
-        run.record(KeyBanned(run.now, key("x"), "by hand", BY_OPERATOR))
-
-    # then the second is struck and its groups are leased again, the others' work stands
-    leases = run.state.leases
-    assert leases[believed.digest].usable == ()
-    assert leases[proven.digest].usable == leases[other.digest].usable == (0, 1)
-    assert filling.needed_groups(run.state, 0) == needed + 2
-    assert run.state.tallies[0].expired_groups == 2

@@ -18,7 +18,7 @@ from runspec.core.hashing import digest_bytes
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, verdict
 from tests.verify.coordinator.filled import POLICY, Filled
 from verify.coordinator.journal import Journal
-from verify.formats.layout import STATE_FILE, step_folder, submission_files
+from verify.formats.layout import step_folder, submission_files
 from verify.formats.lease import open_lease
 
 START_S = 120.0
@@ -117,24 +117,6 @@ def test_a_taken_port_is_an_error_that_names_it(site: Site):
 
     assert process.returncode == 1
     assert f"127.0.0.1:{port}: the port is taken" in words
-
-
-def test_a_second_coordinator_of_a_run_is_refused_and_the_first_goes_on(site: Site):
-    with site.serving():
-        key, worker = site.worker()
-        first = site.url
-
-        with pytest.raises(UserError, match="another process writes this run's ledger") as refused:
-            site.serving().__enter__()
-
-        assert refused.value.place == str(site.run_dir / STATE_FILE)
-        assert site.url == first
-        data = worker.lease(DEADLINE_S)
-        assert data is not None
-        lease = open_lease(data, coordinators=worker.roles().coordinator)
-        worker.submit(*submission(data, lease, key))
-    with site.serving():  # its lock went with it
-        site.client(key).heartbeat({})
 
 
 def with_a_lease(folder: Path) -> Journal:
