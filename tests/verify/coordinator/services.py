@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from tests.verify.coordinator.filled import Filled
 from verify.coordinator.edge import Edge
 from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.journal import Journal
+from verify.ledger_store import SqliteStore, StoredRow, StoreError
 
 NOBODY = frozenset[str]()
 
@@ -50,3 +51,24 @@ def edge_of(
 async def chunks(body: bytes) -> AsyncIterator[bytes]:
     """A body as the server gives it."""
     yield body
+
+
+class Killed(BaseException):
+    """The process, in the middle of an append."""
+
+
+class Breaking(SqliteStore):
+    """A store whose next append fails as `how` says: full, broken, killed, and `unwritten`."""
+
+    how = ""
+
+    def append(self, rows: Sequence[StoredRow]) -> None:
+        how, self.how = self.how, ""
+        if how == "full":
+            raise StoreError("the disk is full", passing=True)
+        if "unwritten" not in how:
+            super().append(rows)
+        if "broken" in how:
+            raise StoreError("the connection broke", passing=True, in_doubt=True)
+        if "killed" in how:
+            raise Killed

@@ -4,7 +4,6 @@ killed at any append: no event is refused, no file lost, and an audit finds noth
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from runspec.core.process import RunStopped
 from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec, verdict
 from tests.verify.coordinator.filled import digest
-from tests.verify.coordinator.services import chunks, edge_of, roles_of
+from tests.verify.coordinator.services import Breaking, Killed, chunks, edge_of, roles_of
 from verify.audit.replay import audit
 from verify.coordinator.activity import Activity
 from verify.coordinator.closing import Closing
@@ -32,30 +31,8 @@ from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
 from verify.ledger import Ledger, NotNow
-from verify.ledger_store import SqliteStore, StoredRow, StoreError
 
 ACTS = 500
-
-
-class Killed(BaseException):
-    """The process, in the middle of an append."""
-
-
-class Breaking(SqliteStore):
-    """A store whose next append goes wrong: `how` says in which way."""
-
-    how = ""
-
-    def append(self, rows: Sequence[StoredRow]) -> None:
-        how, self.how = self.how, ""
-        if how == "full":
-            raise StoreError("the disk is full", passing=True)
-        if "unwritten" not in how:
-            super().append(rows)
-        if "broken" in how:
-            raise StoreError("the connection broke", passing=True, in_doubt=True)
-        if "killed" in how:
-            raise Killed
 
 
 HOW = ["full", "broken", "broken unwritten", "killed", "killed unwritten"]

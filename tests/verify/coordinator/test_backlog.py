@@ -26,7 +26,7 @@ from tests.verify.coordinator.deployment import (
     verdict,
 )
 from tests.verify.coordinator.filled import POLICY, Filled, digest, policy
-from tests.verify.coordinator.over_http import granted
+from tests.verify.coordinator.over_http import granted, status
 from tests.verify.coordinator.services import chunks, edge_of, journal_of, roles_of
 from tests.waiting import eventually
 from verify.audit.replay import audit
@@ -57,10 +57,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     site.publish(0)
     with site.origin():
         yield site
-
-
-def status(site: Site) -> dict[str, Any]:
-    return httpx.get(f"{site.url}/v1/status", trust_env=False).json()
 
 
 def test_what_is_too_much_waits_and_all_of_it_is_taken(site: Site):
@@ -211,33 +207,17 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     desk.journal.close()
 
 
-def test_bytes_that_wait_are_bounded_and_a_large_one_is_taken_alone(desk: Desk):
-    assert desk.ask(0, 5000) is None
-    desk.submit(0, 600)
-
-    refusal = desk.ask(1, 401)
-
-    assert refusal is not None and (refusal.status, refusal.retry_after_s) == (429, 5)
-    assert "verify.backlog.bytes is 1000" in refusal.words
-    assert desk.ask(1, 400) is None
-
-
 def test_a_reserve_of_the_disk_is_kept(desk: Desk):
     desk.free = 800
 
     assert desk.ask(0, 300) is None
     refusal = desk.ask(0, 301)
     assert refusal is not None and "verify.backlog.disk_reserve is 500" in refusal.words
+    with desk.backlog.reserve(desk.record(0), desk.envelope(0, 200), desk.now):
+        assert desk.ask(1, 101) is not None  # what is being uploaded counts
     assert desk.backlog.full() is None
     desk.free = 500
     assert desk.backlog.full() is not None
-
-
-def test_what_is_being_uploaded_counts(desk: Desk):
-    with desk.backlog.reserve(desk.record(0), desk.envelope(0, 700), desk.now):
-        assert desk.ask(1, 301) is not None
-        assert desk.ask(1, 300) is None
-    assert desk.ask(1, 1000) is None
 
 
 def test_when_to_come_again_follows_the_rate_of_verdicts(desk: Desk, monkeypatch: Any):

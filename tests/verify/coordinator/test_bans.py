@@ -10,10 +10,8 @@ import pytest
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
-from tests.verify.coordinator.deployment import (
-    Site,
-)
-from tests.verify.coordinator.over_http import check, granted, post, sample
+from tests.verify.coordinator.deployment import Site
+from tests.verify.coordinator.over_http import check, granted, post, sample, status
 from verify.coordinator import reputation
 from verify.coordinator.events import BanLifted, KeyBanned
 from verify.ledger import Ledger
@@ -35,15 +33,19 @@ def test_a_banned_key_is_refused_until_its_ban_is_lifted(site: Site):
         with pytest.raises(UserError, match="403, this key is banned: edited tokens") as refused:
             worker.lease(0.0)
         assert f"To appeal, send this message and the key {key.public_hex}" in str(refused.value)
-        status = httpx.get(f"{site.url}/v1/status", trust_env=False).json()
-        assert status["banned"] == {key.public_hex: "edited tokens"}
-        assert [w["standing"] for w in status["workers"]] == ["banned"]
+    with site.serving():  # and a restart changes nothing
+        worker = site.client(key)
+        with pytest.raises(UserError, match="403, this key is banned: edited tokens"):
+            worker.register("near", {})
+        told = status(site)
+        assert told["banned"] == {key.public_hex: "edited tokens"}
+        assert [w["standing"] for w in told["workers"]] == ["banned"]
 
         lifted = operate(site, "unban", key.public_hex, "the wrong key", by=site.coordinator)
 
         assert lifted.status_code == 200
         granted(site, worker)
-        (mine,) = httpx.get(f"{site.url}/v1/status", trust_env=False).json()["workers"]
+        (mine,) = status(site)["workers"]
         assert (mine["standing"], mine["prefill_share"]) == ("quarantined", 1.0)
         assert mine["reason"] == "its ban was lifted: the wrong key"
 
@@ -74,19 +76,13 @@ def test_a_worker_learns_why_it_was_banned_by_which_submission_and_how_to_appeal
             f"To appeal, send this message and the key {key.public_hex} to whoever invited you",
         ):
             assert words in str(refused.value)
+        (rejection, _) = status(site)["recent_rejections"]
+        assert rejection["reason"] == "logprobs: row 0: 0.25 > 0.1"
         # and whoever is asked sees the same, grants it, and the worker goes on
-        (mine,) = httpx.get(f"{site.url}/v1/status", trust_env=False).json()["workers"]
+        (mine,) = status(site)["workers"]
         assert mine["standing"] == "banned" and mine["reason"] in str(refused.value)
         assert operate(site, "unban", key.public_hex, "ok", by=site.coordinator).status_code == 200
         granted(site, worker)
-
-
-def test_a_ban_holds_over_a_restart(site: Site):
-    key = SigningKey.generate()
-    with site.serving():
-        assert operate(site, "ban", key.public_hex, "x", by=site.coordinator).status_code == 200
-    with site.serving(), pytest.raises(UserError, match="403, this key is banned: x"):
-        site.client(key).register("near", {})
 
 
 def test_only_the_coordinators_own_key_bans_and_only_what_can_be_banned(site: Site):

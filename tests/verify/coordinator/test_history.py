@@ -53,14 +53,6 @@ def test_what_was_rejected_counts_for_nothing_and_what_was_filtered_counts():
     assert rates(run) == {0: 6 * TOKENS / 20.0}
 
 
-def test_no_time_is_no_rate():
-    run = Filled(policy(groups=2))
-    run.register("x"), run.publish(0)
-    run.work("x")
-    run.advance()
-    assert rates(run) == {0: None}
-
-
 def test_overlapping_steps_count_all_that_was_accepted_while_they_were_open():
     run = Filled(policy(groups=2, lease_timeout_s=1000.0))
     run.register("x"), run.register("y"), run.publish(0)

@@ -15,7 +15,7 @@ from runspec.core.spec.schema import Verify
 from tests.verify.coordinator.deployment import RUN, tiny_spec
 from tests.verify.coordinator.filled import Filled, key
 from tests.verify.coordinator.services import roles_of
-from verify.coordinator.edge import admission, limiter
+from verify.coordinator.edge import admission
 from verify.coordinator.edge.addresses import UNKNOWN, client_address, networks
 from verify.coordinator.edge.admission import Admission
 from verify.coordinator.edge.limiter import AT_ONCE, RATES, Limiter, Name, Rate
@@ -31,34 +31,14 @@ gaps = st.lists(st.floats(0.0, 3.0), min_size=1, max_size=80)
 rates = st.builds(Rate, st.floats(0.2, 5.0), st.integers(1, 6))
 
 
-@pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Rate]:
-    """The rates, which a test may change."""
-    changed = dict(RATES)
-    monkeypatch.setattr(limiter, "RATES", changed)
-    return changed
-
-
 class TestBuckets:
     @given(gaps, rates)
-    def test_no_window_sees_more_than_the_burst_and_its_rate(self, gaps, rate):
+    def test_no_window_sees_more_than_the_rate_and_who_returns_when_told_is_served(
+        self, gaps, rate
+    ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(RATES, ("key", "lease"), rate)
-            limits, now, taken = Limiter(), 0.0, []
-            for gap in gaps:
-                now += gap
-                if limits.take(K, now=now) == 0.0:
-                    taken.append(now)
-        for first in range(len(taken)):
-            for last in range(first, len(taken)):
-                window = taken[last] - taken[first]
-                assert last - first + 1 <= rate.burst + rate.per_s * window + 1e-6
-
-    @given(gaps, rates)
-    def test_a_client_that_returns_when_told_is_served_and_a_slow_one_always(self, gaps, rate):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(RATES, ("key", "lease"), rate)
-            limits, calm, now = Limiter(), Limiter(), 0.0
+            limits, calm, now, taken = Limiter(), Limiter(), 0.0, []
             for gap in gaps:
                 now += gap
                 told = limits.wait_s(K, now=now)
@@ -66,8 +46,13 @@ class TestBuckets:
                 if told > 0.0:
                     now += told + 1e-6
                     assert limits.take(K, now=now) == 0.0
+                taken.append(now)
             step = (1.0 + 1e-6) / rate.per_s
             assert all(calm.take(K, now=n * step) == 0.0 for n in range(20))
+        for first in range(len(taken)):
+            for last in range(first, len(taken)):
+                window = taken[last] - taken[first]
+                assert last - first + 1 <= rate.burst + rate.per_s * window + 1e-6
 
     @given(st.lists(st.tuples(st.integers(0, 30), st.floats(0.0, 2.0)), max_size=120))
     def test_the_memory_is_bounded_and_never_kinder_than_an_unbounded_one(self, requests):
@@ -79,14 +64,6 @@ class TestBuckets:
             assert len(bounded) <= 5
             if not refused:
                 assert free.take(name, now=now) == 0.0
-
-    def test_each_key_and_kind_of_request_counts_alone(self):
-        limits, burst = Limiter(), RATES["key", "heartbeat"].burst
-        beat = Name("key", "heartbeat", "a")
-        assert [limits.take(beat, now=0.0) for _ in range(burst)] == burst * [0.0]
-        assert limits.take(beat, now=0.0) == pytest.approx(1.0)
-        assert limits.take(Name("key", "heartbeat", "b"), now=0.0) == 0.0
-        assert limits.take(Name("key", "lease", "a"), now=0.0) == 0.0
 
     @pytest.mark.parametrize("kind", ["registration", "stranger", "public"])
     def test_a_flood_from_one_address_takes_nothing_from_the_others(self, kind):
@@ -159,16 +136,6 @@ class TestNewKeys:
         # and others come as ever
         assert keys.come("honest", "there") is None
 
-    def test_invited_keys_and_the_runs_own_are_under_no_limit(self, table, monkeypatch) -> None:
-        keys = Registering(Filled())
-        table["address", "new key"] = Rate(1e-6, 1)
-        monkeypatch.setattr(admission, "MAX_UNPROVEN", 1)
-        assert keys.come("stranger") is None
-        assert keys.come("another") is not None
-        invite = an_invite(uses=3)
-        assert [keys.come(name, invite=invite) for name in ("x", "y", "z")] == [None] * 3
-        assert keys.come("own") is None
-
     def test_keys_that_never_worked_are_bounded_and_work_makes_room(self, monkeypatch) -> None:
         monkeypatch.setattr(admission, "MAX_UNPROVEN", 3)
         run = Filled()
@@ -183,6 +150,7 @@ class TestNewKeys:
         assert refused is not None and (refused.status, refused.retry_after_s) == (403, None)
         assert "3 keys without accepted work are registered" in refused.words
         assert keys.come("guest", address="late", invite=an_invite(uses=1)) is None
+        assert keys.come("own", address="late") is None
         # and once work of one is accepted there is room for one, after a restart too
         run.work("w")
         again = Registering(run)

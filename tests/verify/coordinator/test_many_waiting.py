@@ -34,47 +34,42 @@ def with_leases(
     return replace(run.state, leases=leases, steps=dict.fromkeys(range(steps), run.state.steps[0]))
 
 
-def test_as_many_newcomers_as_may_wait_and_as_many_keys_as_may_register():
-    run = Filled(policy(groups=LEASES, newcomer_groups=LEASES // 2, max_groups=4 * LEASES))
-    for number in range(MAX_UNPROVEN):
+def asked(state: State, names: range, now: float) -> None:
+    """Every key asks, each within its share of the time that all may take."""
+    begun = time.process_time()
+    for number in names:
+        filling.decide_lease(state, key(f"w{number}"), now)
+    assert time.process_time() - begun < LONG_S
+
+
+def registered(keys: int, *, newcomer_groups: int) -> Filled:
+    run = Filled(policy(groups=LEASES, newcomer_groups=newcomer_groups, max_groups=4 * LEASES))
+    for number in range(keys):
         run.register(f"w{number}")
     run.publish(0)
-    state = with_leases(run)
+    return run
 
-    begun = time.process_time()
-    for number in range(2, 2 + MAX_NEWCOMER_POLLS):
-        filling.decide_lease(state, key(f"w{number}"), run.now)
-    assert time.process_time() - begun < LONG_S
+
+def test_as_many_newcomers_as_may_wait_and_as_many_keys_as_may_register():
+    run = registered(MAX_UNPROVEN, newcomer_groups=LEASES // 2)
+    asked(with_leases(run), range(2, 2 + MAX_NEWCOMER_POLLS), run.now)
 
 
 def test_as_many_newcomers_as_may_wait_and_as_many_leases_that_newcomers_failed_to_answer():
     # given three open steps, of which newcomers are leased nothing for a while
-    run = Filled(policy(groups=LEASES, newcomer_groups=LEASES // 6, max_groups=4 * LEASES))
-    for number in range(MAX_NEWCOMER_POLLS):
-        run.register(f"w{number}")
-    run.publish(0)
+    run = registered(MAX_NEWCOMER_POLLS, newcomer_groups=LEASES // 6)
     run.work("w0")
     state = with_leases(run, of="w1", status="expired", steps=3)
-
-    begun = time.process_time()
-    for number in range(2, MAX_NEWCOMER_POLLS):
-        assert filling.decide_lease(state, key(f"w{number}"), run.now) is None
-    assert time.process_time() - begun < LONG_S
+    assert filling.decide_lease(state, key("w2"), run.now) is None
+    asked(state, range(2, MAX_NEWCOMER_POLLS), run.now)
 
 
 def test_a_thousand_workers_with_a_name():
-    run = Filled(policy(groups=LEASES, newcomer_groups=LEASES // 2, max_groups=4 * LEASES))
-    for number in range(1000):
-        run.register(f"w{number}")
-    run.publish(0)
+    run = registered(1000, newcomer_groups=LEASES // 2)
     run.work("w0")
     state = with_leases(run)
     named = state.workers[key("w0")].standing
     assert not named.newcomer
     for name, worker in list(state.workers.items()):
         state = replace(state, workers=state.workers.insert(name, replace(worker, standing=named)))
-
-    begun = time.process_time()
-    for number in range(2, 1000):
-        filling.decide_lease(state, key(f"w{number}"), run.now)
-    assert time.process_time() - begun < LONG_S
+    asked(state, range(2, 1000), run.now)

@@ -59,14 +59,6 @@ def test_newcomers_together_hold_a_share_of_a_step_and_the_rest_is_for_others():
     assert [run.work("k").lease.groups for _ in range(2)] == [1, 1]
 
 
-def test_a_newcomer_whose_work_is_accepted_is_none_any_more():
-    run = started(groups=4, newcomer_groups=1)
-    run.work("s1")
-    assert not run.state.workers[key("s1")].standing.newcomer
-    for _ in range(3):
-        assert run.lease("s1", holding=list(run.state.leases)) is not None
-
-
 def test_where_nobody_has_a_name_newcomers_get_everything():
     run = started(groups=4, newcomer_groups=1)
     run.record(KeyBanned(run.now, key("k"), "by hand", BY_OPERATOR))
@@ -96,16 +88,6 @@ def test_a_newcomer_that_is_held_back_opens_no_later_step():
     run.work("k")  # now step 1 needs no more, and the next may open
     ask(run, "s2")
     assert list(run.state.steps) == [1, 2]
-
-
-def test_a_share_of_all_groups_sets_no_limit():
-    run = started(groups=2, newcomer_groups=2)
-    ask(run, "s1")
-    run.now += run.state.policy.lease_timeout_s
-    run.advance()
-    ask(run, "s2")
-    ask(run, "s3")
-    assert held_by_sybils(run) == 2
 
 
 deeds = st.lists(

@@ -146,16 +146,6 @@ class Registering(RuleBasedStateMachine):
             assert dict(self.uses) == dict(self.run.state.invited)
             assert all(used <= most[key] for key, used in self.uses.items())
 
-    @invariant()
-    def nobody_came_with_an_invite_after_it_was_revoked(self):
-        if hasattr(self, "run"):
-            revoked: set[str] = set()
-            for event in self.run.events:
-                if isinstance(event, InviteRevoked):
-                    revoked.add(event.invite)
-                elif isinstance(event, WorkerRegistered):
-                    assert event.invite not in revoked
-
     def teardown(self):
         if hasattr(self, "run"):
             assert replay(self.run.state.policy, self.run.events) == self.run.state

@@ -7,20 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.verify.coordinator.filled import Filled, key, policy
-from verify.coordinator import filling
 from verify.coordinator.events import (
-    BY_COORDINATOR,
-    BY_OPERATOR,
-    BanLifted,
-    KeyBanned,
     QuarantineEnded,
-    RolledBack,
     SubmissionJudged,
     WorkerQuarantined,
-    WorkerRegistered,
 )
 from verify.coordinator.reputation import (
-    BAN_AFTER,
     CLEAR_AFTER,
     EXACT_CHECKS,
     QUARANTINE_AFTER,
@@ -28,7 +20,6 @@ from verify.coordinator.reputation import (
     prefill_share,
     reputation,
 )
-from verify.coordinator.transitions import IllegalTransition
 
 NOISY, EXACT = "logprobs: row 0: 0.2 > 0.1", "assignment: row 0: 1 > 0"
 
@@ -100,11 +91,6 @@ def test_the_share_stays_between_floor_and_start_and_follows_the_work(history, o
     assert prefill_share(before.quarantined("why"), start=start, floor=floor) == 1.0
 
 
-def test_a_thousand_good_submissions_bring_the_share_near_the_floor():
-    share = prefill_share(after(1000 * [(True, True)]), start=1.0, floor=0.1)
-    assert 0.1 < share < 0.12
-
-
 @pytest.mark.parametrize("check", sorted(EXACT_CHECKS))
 def test_what_cannot_be_an_accident_is_quarantine_at_once(check: str):
     run = started()
@@ -124,19 +110,6 @@ def test_rejections_by_measured_limits_are_quarantine_when_they_come_together():
     assert standing(run).quarantine is None  # the strike before it is forgotten
     reject(run)
     assert standing(run).quarantine == named(run, NOISY)
-
-
-def test_a_worker_in_quarantine_holds_one_lease_until_its_verdict():
-    run = started()
-    reject(run, EXACT)
-
-    record = run.lease("x")
-    assert record is not None
-    assert run.lease("x", holding=[record.digest]) is None
-    run.submit(record)
-    assert run.lease("x") is None
-    run.judge(record, ["usable", "usable"])
-    assert run.lease("x") is not None
 
 
 def test_quarantine_ends_with_enough_good_work_in_a_row():
@@ -171,100 +144,3 @@ def test_what_nobody_recomputed_does_not_lead_out_of_quarantine():
         run.judge(record, ["usable", "usable"], recomputed=False)
 
     assert standing(run).quarantine is not None and standing(run).strikes == 1
-
-
-def test_too_many_strikes_are_a_ban_that_names_them():
-    run = started()
-    for _ in range(BAN_AFTER):
-        assert not run.state.bans
-        reject(run)
-
-    banned = run.events[-1]
-    assert isinstance(banned, KeyBanned) and banned.by == BY_COORDINATOR
-    reason = f"6 submissions rejected, the last one for {named(run, NOISY)}"
-    assert dict(run.state.bans) == {key("x"): reason}
-    assert run.lease("x") is None
-    assert run.lease("y") is not None
-
-
-def test_the_open_leases_of_a_banned_key_are_over_and_others_get_the_groups():
-    run = started(groups_per_submission={"a": 40}, async_level=0)
-    held = run.lease("x")
-    assert held is not None and run.lease("y") is None
-
-    run.record(KeyBanned(run.now, key("x"), "by hand", BY_OPERATOR))
-
-    assert run.state.leases[held.digest].status == "expired"
-    assert standing(run).withheld == 1
-    second = run.lease("y")
-    assert second is not None and second.lease.groups == 40
-
-
-@pytest.mark.parametrize("fall", ["quarantine", "ban"])
-def test_what_was_taken_on_the_word_of_a_worker_that_is_caught_trains_no_more(fall: str):
-    # given one submission that was recomputed, and one that was not
-    run = started()
-    proven = run.work("x")
-    believed = run.lease("x")
-    assert believed is not None
-    run.submit(believed)
-    run.judge(believed, ["usable", "usable"], recomputed=False)
-    other = run.lease("y")
-    assert other is not None
-    run.submit(other)
-    run.judge(other, ["usable", "usable"], recomputed=False)
-    needed = filling.needed_groups(run.state, 0)
-
-    # when the worker is caught
-    if fall == "quarantine":
-        reject(run, EXACT)
-    else:
-        run.record(KeyBanned(run.now, key("x"), "by hand", BY_OPERATOR))
-
-    # then the second is struck and its groups are leased again, the others' work stands
-    leases = run.state.leases
-    assert leases[believed.digest].usable == ()
-    assert leases[proven.digest].usable == leases[other.digest].usable == (0, 1)
-    assert filling.needed_groups(run.state, 0) == needed + 2
-    assert run.state.tallies[0].expired_groups == 2
-
-
-def test_an_appeal_leads_into_quarantine_with_a_clean_slate():
-    run = started()
-    for _ in range(BAN_AFTER):
-        reject(run)
-
-    run.record(BanLifted(run.now, key("x"), "a broken GPU, replaced", BY_OPERATOR))
-
-    assert not run.state.bans
-    assert standing(run).quarantine == "its ban was lifted: a broken GPU, replaced"
-    assert (standing(run).strikes, standing(run).rejected) == (0, BAN_AFTER)
-    for _ in range(CLEAR_AFTER):
-        run.work("x")
-    assert standing(run).quarantine is None
-    kinds = [type(e) for e in run.events if isinstance(e, KeyBanned | BanLifted)]
-    assert kinds == [KeyBanned, BanLifted]  # both stay in the ledger
-
-
-def test_a_key_is_banned_before_it_ever_registers_and_bans_and_invites_outlive_a_rollback():
-    run = started()
-    run.record(WorkerRegistered(run.now, key("i"), "a", invite=key("invite")))
-    run.record(KeyBanned(run.now, key("z"), "known from another run", BY_OPERATOR))
-    run.record(RolledBack(run.now, 0))
-    assert dict(run.state.bans) == {key("z"): "known from another run"}
-    assert dict(run.state.invited) == {key("invite"): 1}
-    assert not run.state.workers
-
-
-def test_a_ledger_in_which_a_ban_cannot_follow_is_refused():
-    run = started()
-    for event in (
-        BanLifted(run.now, key("x"), "none to lift", BY_OPERATOR),
-        QuarantineEnded(run.now, key("x")),
-        WorkerQuarantined(run.now, key("nobody"), "why"),
-    ):
-        with pytest.raises(IllegalTransition):
-            run.record(event)
-    run.record(KeyBanned(run.now, key("x"), "why", BY_OPERATOR))
-    with pytest.raises(IllegalTransition):
-        run.record(KeyBanned(run.now, key("x"), "why", BY_OPERATOR))

@@ -16,13 +16,8 @@ from runspec.core.keys import SigningKey
 from runspec.core.process import RunStopped
 from runspec.core.spec.resolved import dump_resolved
 from tests.ended_at_once import hears_sigterm_at_once
-from tests.verify.coordinator.deployment import (
-    DEADLINE_S,
-    RUN,
-    Site,
-    tiny_spec,
-)
-from tests.verify.coordinator.over_http import check, granted, sample
+from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
+from tests.verify.coordinator.over_http import check, granted, sample, status
 from tests.waiting import eventually
 from verify.client import RunFinished
 from verify.formats.layout import submission_files
@@ -67,41 +62,12 @@ def test_a_run_from_its_first_lease_to_its_last_batch(site: Site):
         for ask in (worker.lease, validator.next_submission):
             with pytest.raises(RunFinished):
                 ask(DEADLINE_S)
-        status = httpx.get(f"{site.url}/v1/status", trust_env=False).json()
-        assert (status["state"], status["steps_closed"]) == ("finished", 3)
-        assert status["workers"][0]["accepted_tokens"] == 3 * 8 * 5
-        assert status["workers"][0]["state"]["tokens"] == 100
+        told = status(site)
+        assert (told["state"], told["steps_closed"]) == ("finished", 3)
+        assert told["workers"][0]["accepted_tokens"] == 3 * 8 * 5
+        assert told["workers"][0]["state"]["tokens"] == 100
         metrics = httpx.get(f"{site.url}/metrics", trust_env=False).text
         assert "coordinator_accepted_rollouts_total 24.0" in metrics
-
-
-def test_rejected_and_filtered_work_is_leased_again_and_counted(site: Site):
-    with site.serving():
-        key, worker = site.worker()
-        validator = site.client(site.validator)
-        for findings in ({"accepted": False}, {"task_rewards": (1.0, 1.0)}, {"dropped": (0,)}):
-            sample(site, key, worker)
-            check(site, validator, **findings)
-        for _ in range(2):  # two groups, then the one that is left
-            sample(site, key, worker)
-            check(site, validator)
-
-        batch = site.batch(0)
-
-        assert batch.complete
-        counted = {name: batch.stats[name] for name in batch.stats if name.endswith("groups")}
-        assert counted == {
-            "leased_groups": 9,
-            "graded_groups": 6,
-            "filtered_groups": 2,
-            "dropped_groups": 1,
-            "expired_groups": 0,
-        }
-        assert batch.stats["rejected_submissions"] == 1
-        assert batch.stats["rejected_rollouts"] == 4
-        assert batch.stats["accepted_rollouts"] == 12
-        status = httpx.get(f"{site.url}/v1/status", trust_env=False).json()
-        assert status["recent_rejections"][0]["reason"] == "logprobs: row 0: 0.25 > 0.1"
 
 
 def test_a_worker_that_waits_is_answered_when_a_version_is_published(site: Site):

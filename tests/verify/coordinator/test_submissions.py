@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import base64
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import httpx
 import pytest
 
-from runspec.core.errors import UserError
 from runspec.core.signed import sign_document
-from tests.verify.coordinator.deployment import (
-    RUN,
-    Site,
-    submission,
-    tiny_spec,
-)
+from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.over_http import granted, post
-from tests.waiting import eventually
 from verify.client import SubmissionRefused
 from verify.formats.lease import lease_digest
 from verify.formats.submission import KIND, open_submission, sign_submission
@@ -40,49 +32,6 @@ def test_a_restarted_worker_gets_its_lease_again_and_its_answer_counts_once(site
         other = submission(data, lease, key, note=1)
         with pytest.raises(SubmissionRefused, match="answered already, with other bytes"):
             worker.submit(*other)
-
-
-def test_a_submission_must_be_the_lease_holders_own(site: Site):
-    with site.serving():
-        key, worker = site.worker()
-        thief_key, thief = site.worker()
-        data, lease = granted(site, worker)
-        envelope, table = submission(data, lease, key)
-
-        with pytest.raises(UserError, match="403, the lease is another worker's"):
-            thief.submit(*submission(data, lease, thief_key))
-        with pytest.raises(UserError, match="403, the submission is another worker's"):
-            thief.submit(envelope, table)
-
-        worker.submit(envelope, table)
-        stolen_data, stolen_lease = granted(site, thief)
-        theft = sign_submission(
-            table,
-            run=RUN,
-            step=stolen_lease.step,
-            index=stolen_lease.index,
-            lease=lease_digest(stolen_data),
-            key=thief_key,
-        )
-        with pytest.raises(SubmissionRefused, match="same bytes were submitted for another lease"):
-            thief.submit(theft, table)
-
-
-def test_an_expired_lease_is_refused_and_a_new_one_granted(tmp_path: Path):
-    site = Site(tmp_path, tiny_spec(lease_timeout="50ms"))
-    site.publish(0)
-    with site.origin(), site.serving():
-        key, worker = site.worker()
-        data, lease = granted(site, worker)
-        status = lambda: httpx.get(f"{site.url}/v1/status", trust_env=False).json()  # noqa: E731
-        # on a slow machine an earlier one may have expired before it was answered with
-        withheld = lambda: status()["workers"][0]["withheld_leases"]  # noqa: E731
-        eventually(lambda: withheld() > lease.index, "the lease expires")
-
-        with pytest.raises(SubmissionRefused, match="the lease has expired"):
-            worker.submit(*submission(data, lease, key))
-
-        assert granted(site, worker)[1].index > lease.index
 
 
 def test_malformed_submissions_are_refused_and_leave_no_file(site: Site):

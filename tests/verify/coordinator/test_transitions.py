@@ -6,17 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from tests.verify.coordinator.filled import POLICY, key, started
+from tests.verify.coordinator.filled import POLICY, digest, key, started
 from verify.coordinator.events import (
+    BY_OPERATOR,
+    BanLifted,
     Event,
+    FailedAttempt,
+    InviteRevoked,
+    KeyBanned,
     LeaseExpired,
     LeaseGranted,
     NonceDrawn,
+    QuarantineEnded,
     RolledBack,
     StepClosed,
     SubmissionReceived,
+    SubmissionSetAside,
     TrainedGroup,
     VersionPublished,
+    WorkerQuarantined,
     WorkerRegistered,
 )
 from verify.coordinator.transitions import IllegalTransition, apply, replay
@@ -25,6 +33,12 @@ from verify.coordinator.transitions import IllegalTransition, apply, replay
 def test_what_cannot_follow_is_refused() -> None:
     run = started()
     record = run.work("x")
+    waiting = run.lease("y")
+    assert waiting is not None
+    run.submit(waiting)
+    run.record(InviteRevoked(run.now, key("invite"), "published", BY_OPERATOR))
+    run.record(KeyBanned(run.now, key("banned"), "known from another run", BY_OPERATOR))
+    failed = (FailedAttempt(1.0, "ab" * 32, "its process ended"),)
     granted = next(e for e in run.events if isinstance(e, LeaseGranted))
     changes = ({"index": 2}, {"nonce": key("other")}, {"step": 1}, {"worker": key("z")})
     twice = (TrainedGroup(record.digest, 0),) * 2
@@ -41,6 +55,14 @@ def test_what_cannot_follow_is_refused() -> None:
         ),
         SubmissionReceived(run.now, record.digest, key("again"), 1),
         LeaseExpired(run.now, record.digest),
+        InviteRevoked(run.now, key("invite"), "again", BY_OPERATOR),
+        WorkerRegistered(run.now, key("y2"), "a", key("invite")),
+        BanLifted(run.now, key("x"), "none to lift", BY_OPERATOR),
+        QuarantineEnded(run.now, key("x")),
+        WorkerQuarantined(run.now, key("nobody"), "why"),
+        KeyBanned(run.now, key("banned"), "again", BY_OPERATOR),
+        SubmissionSetAside(run.now, record.digest, str(record.submission), failed),  # it is judged
+        SubmissionSetAside(run.now, waiting.digest, digest("s", waiting.digest), ()),  # by nobody
         StepClosed(run.now, 1, (), ""),
         StepClosed(run.now, 0, (TrainedGroup(record.digest, 2),), ""),
         StepClosed(run.now, 0, twice, ""),

@@ -8,35 +8,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import httpx
 import pytest
 
 from runspec.core.keys import SigningKey
-from tests.verify.coordinator.deployment import (
-    DEADLINE_S,
-    Site,
-    tiny_spec,
-    verdict,
-)
+from tests.verify.coordinator.deployment import DEADLINE_S, Site, tiny_spec, verdict
 from tests.verify.coordinator.filled import started
-from tests.verify.coordinator.over_http import check, post, sample
+from tests.verify.coordinator.over_http import post, sample, status
 from tests.verify.coordinator.services import journal_of
 from verify.coordinator.judging import Judging
 from verify.coordinator.reputation import WORKERS_GAPS
 from verify.formats.lease import Lease
-
-
-def test_a_validator_that_dies_loses_no_submission(site: Site):
-    with site.serving():
-        key, worker = site.worker()
-        digest, _ = sample(site, key, worker)
-        first = site.client(site.validator)
-        assert first.next_submission(DEADLINE_S).submission == digest
-        assert first.next_submission(0.0) is None  # it is held
-
-        second = site.client(site.validator)  # the same key, a new process that holds nothing
-
-        assert check(site, second) == digest
 
 
 def test_a_claim_without_a_verdict_is_offered_to_another_validator(tmp_path: Path):
@@ -54,9 +35,9 @@ def test_a_claim_without_a_verdict_is_offered_to_another_validator(tmp_path: Pat
 
         quick.verdict(*verdict(digest, lease, other))
         slow.verdict(*verdict(digest, lease, site.validator, accepted=False))  # too late to count
-        status = httpx.get(f"{site.url}/v1/status", trust_env=False).json()
-        assert status["rejected_submissions"] == 0
-        assert status["workers"][0]["accepted_rollouts"] == 4
+        told = status(site)
+        assert told["rejected_submissions"] == 0
+        assert told["workers"][0]["accepted_rollouts"] == 4
 
 
 def test_a_validator_that_is_at_a_long_prefill_keeps_its_claim_while_it_is_heard_of(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""A worker whose gaps exceed rounding by little, in every submission: found out by their sum."""
+"""What only the coordinator sees: gaps that are too large in sum, and rollouts handed in twice."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ from tests.verify.audit.tampering import Copy
 from tests.verify.calibration.profiles import document as signed
 from tests.verify.calibration.profiles import made_profile
 from tests.verify.coordinator.deployment import Site, tiny_spec
-from tests.verify.coordinator.filled import Filled, key, policy
 from tests.verify.coordinator.over_http import check, sample
-from verify.calibration.lookup import gap_noise_by_pool
+from verify.coordinator.duplicates import Seen, repeated_submission
 from verify.coordinator.events import (
-    BY_COORDINATOR,
-    BY_OPERATOR,
-    BanLifted,
-    KeyBanned,
     SubmissionJudged,
     WorkerQuarantined,
 )
@@ -113,17 +108,6 @@ def test_a_sum_is_of_one_calibration() -> None:
     assert fault(worker(0.9 * LIMIT), 0.9 * again.largest_excess, again) == ""
 
 
-def test_a_pardon_begins_a_sum_anew() -> None:
-    run = Filled(policy())
-    run.register("x")
-    of_x = replace(run.state.workers[key("x")], gap_excess=0.5 * LIMIT, gap_noise=NOISE)
-    run.state = replace(run.state, workers=run.state.workers.insert(key("x"), of_x))
-    run.record(KeyBanned(run.now, key("x"), "six rejections", BY_COORDINATOR))
-    assert run.state.workers[key("x")].gap_excess == 0.5 * LIMIT
-    run.record(BanLifted(run.now, key("x"), "a broken GPU", BY_OPERATOR))
-    assert run.state.workers[key("x")].gap_excess == 0.0
-
-
 def test_where_half_of_several_workers_are_near_their_limits_the_calibration_is_doubted() -> None:
     near, far, other = worker(0.8 * LIMIT), worker(0.1 * LIMIT), Worker(0, "far")
     assert stale([near, far, other], NOISE)
@@ -147,7 +131,7 @@ def calibrated(site: Site, **changes: Any) -> RunSpec:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def calibrated_site(tmp_path: Path) -> Iterator[Site]:
     site = Site(tmp_path, tiny_spec())
     write_atomic(site.run_dir / "spec.json", dump_resolved(calibrated(site)))
     site.publish(0)
@@ -160,13 +144,8 @@ def of_ledger(run_dir: Path, kind: type[Any]) -> list[Any]:
         return [event for event in ledger.events() if isinstance(event, kind)]
 
 
-def test_calibrated_pools_have_their_noise_after_their_profile_has_expired_too(site: Site) -> None:
-    assert gap_noise_by_pool(calibrated(site)) == {"near": NOISE, "far": NOISE}
-    assert gap_noise_by_pool(calibrated(site, expires=1.0)) == {"near": NOISE, "far": NOISE}
-    assert gap_noise_by_pool(tiny_spec()) == {}
-
-
-def test_the_sum_over_submissions_rejects_what_each_alone_does_not(site: Site) -> None:
+def test_the_sum_over_submissions_rejects_what_each_alone_does_not(calibrated_site: Site) -> None:
+    site = calibrated_site
     # given a worker whose gaps exceed rounding in each submission, and one whose gaps do not
     with site.serving():
         doubtful = site.worker()
@@ -228,3 +207,63 @@ def test_what_was_judged_before_a_pool_was_calibrated_stays_true(tmp_path: Path)
         (pytest.approx(0.001 * ROWS), NOISE),
     ]
     assert Copy(site.run_dir, site).audit().findings == []
+
+
+# -- rollouts that another submission had before ---------------------------------------------------
+
+
+def printed(number: int, *prints: int) -> RolloutVerdict:
+    return RolloutVerdict(
+        "ab" * 32, number, 0, 0.0, 0.0, 0.0, 5, None, None, None, [], list(prints)
+    )
+
+
+def test_the_first_row_that_repeats_is_named() -> None:
+    seen = Seen()
+    seen.add(3, "cd" * 32, [[1, 2], [], [2**63 - 1]])
+    assert seen.fault([printed(0, 5), printed(1)]) == ""
+    reason = seen.fault([printed(0, 5), printed(1, 7, 2, 1)])
+    assert repeated_submission(reason) == "cd" * 32
+    assert reason.startswith("duplicates: row 1: 2 runs of tokens of submission cdcd")
+    assert seen.fault([printed(-7, 5), printed(-9, 7, 2, 1)]) == reason
+
+
+def test_a_validators_own_finding_names_no_other_submission() -> None:
+    assert repeated_submission("duplicates: row 3: a run of tokens of row 1 (measured 1)") is None
+    assert repeated_submission("") is None
+
+
+def test_the_second_of_two_alike_is_rejected_whatever_its_verdict_says(site: Site) -> None:
+    # given two workers, of whom the second repeats a run of the first's tokens
+    with site.serving():
+        one, two = site.worker(), site.worker()
+        validator = site.client(site.validator)
+        first, _ = sample(site, *one)
+        second, _ = sample(site, *two)
+        # when a validator that looked at each alone accepts both
+        assert check(site, validator, fingerprints=[11, 12]) == first
+        assert check(site, validator, fingerprints=[99, 12]) == second
+        # and a third repeats it after a restart
+    with site.serving():
+        third, _ = sample(site, one[0], site.client(one[0]))
+        assert check(site, site.client(site.validator), fingerprints=[11]) == third
+    # then the first alone may train, and the ledger says why
+    found = {e.submission: e for e in of_ledger(site.run_dir, SubmissionJudged)}
+    assert found[first].accepted and found[first].groups
+    for copy in (second, third):
+        assert not found[copy].accepted and found[copy].groups == ()
+        assert found[copy].reason.startswith("duplicates: row 0: 1 runs of tokens of submission ")
+        assert first in found[copy].reason
+    # and whoever audits the ledger finds the same
+    run = Copy(site.run_dir, site)
+    assert run.audit().findings == []
+
+    # when the coordinator names another submission than the one that is repeated
+    def blame_each_other(rows: list[tuple[str, dict[str, Any]]]) -> None:
+        for kind, body in rows:
+            if kind == "SubmissionJudged" and body["submission"] == second:
+                body["reason"] = body["reason"].replace(first, third)
+
+    run.rewrite(blame_each_other)
+    # then the audit finds that it was not there to be repeated
+    assert "duplicates" in {finding.what for finding in run.audit().findings}
