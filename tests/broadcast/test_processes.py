@@ -147,20 +147,6 @@ def test_a_client_killed_while_it_applies_deltas_goes_on_from_there(
     assert sorted(path.name for path in out.glob(".[pd]*")) == []
 
 
-def test_served_bytes_survive_a_restart(run: Run, processes: Processes) -> None:
-    run.publish(0, weights())
-    counter = run.store / "served.json"
-    total = sum(len(data) for data in weights().values())
-
-    for start in (1, 2):
-        origin = processes.start("origin", run.store, "--listen", "127.0.0.1:0")
-        url = processes.url(origin)
-        run.client(url, cache=f"cache-{start}").fetch(0, manifest_digest=None, deadline_s=10)
-        origin.send_signal(signal.SIGTERM)
-        assert origin.wait(10) == 0
-        assert counter.read_text() == f'{{"bytes": {start * total}}}'
-
-
 @pytest.mark.parametrize("role", ["origin", "relay"])
 def test_a_taken_port_is_named(run: Run, role: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:

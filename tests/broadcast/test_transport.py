@@ -11,7 +11,7 @@ import pytest
 
 from broadcast.chunk_transfer import Transfer, fetch_chunk
 from broadcast.manifest import Chunk
-from broadcast.transport import Access, Busy, Fault, NotThere, base_url, get, new_session, refusal
+from broadcast.transport import Access, Busy, Fault, NotThere, base_url, get, new_session
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 
@@ -97,23 +97,6 @@ def test_certificates_that_are_none_are_named(tmp_path: Path) -> None:
     for file in (path, tmp_path / "none"):
         with pytest.raises(UserError, match=str(file)):
             _ = Access(ca_file=file).ssl_context
-
-
-@pytest.mark.parametrize(
-    ("header", "wait_s"),
-    [
-        ("7", 7.0),
-        ("", None),
-        ("Fri, 31 Dec 2100 00:00:00 GMT", None),
-        ("-1", None),
-        ("9" * 50, None),
-    ],
-)
-def test_how_long_a_server_asks_us_to_wait(header: str, wait_s: float | None) -> None:
-    busy = refusal(429, header)
-
-    assert isinstance(busy, Busy)
-    assert busy.retry_after_s == wait_s
 
 
 class Client:
@@ -268,23 +251,5 @@ async def test_a_handshake_that_never_ends_ends_at_the_timeout(tmp_path: Path) -
         url = server.url.replace("http:", "https:")
         with pytest.raises(Fault, match=r"0 of 100000 bytes within 0\.3 s"):
             await client.chunk(url, timeout_s=0.3)
-
-    await client.close()
-
-
-async def test_a_body_that_stops_under_tls_ends_at_the_timeout(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    client = Client(Access(TOKEN, authority.ca_file), tmp_path)
-
-    def half(peer: Peer) -> None:
-        peer.read_request()
-        peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + BODY[:50_000])
-        peer.wait_for_the_end()
-
-    with (
-        Scripted(half, tls=tls(authority)) as server,
-        pytest.raises(Fault, match=r"50000 of 100000 bytes within 0\.3 s"),
-    ):
-        await client.chunk(server.url, timeout_s=0.3)
 
     await client.close()

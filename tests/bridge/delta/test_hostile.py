@@ -110,13 +110,6 @@ def test_a_malformed_block(
     assert now[info.offset + info.nbytes :] == before[info.offset + info.nbytes :]
 
 
-def test_a_block_for_nothing(tmp_path: Path, rng: np.random.Generator) -> None:
-    base = write_weights(tmp_path / "old", {"a": normal(rng, (0, 3), BF16)})
-    delta = write_blocks(tmp_path / "delta", base, base, {"a": SAME})
-    with pytest.raises(UserError, match=r"tensor a: malformed delta: 1 bytes after the last"):
-        apply_deltas(base, [delta], records(base))
-
-
 def test_a_full_segment_may_lie_anyhow(tmp_path: Path, pair: tuple[Path, Path], copy: Copy) -> None:
     """The cases above fail for what is wrong with them: the same made well is right."""
     base, _ = pair
