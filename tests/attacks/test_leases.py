@@ -7,7 +7,6 @@ The coordinator's own decisions, without its IO: `tests.verify.coordinator.fille
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from tests.attacks.setting import rejection
 from tests.verify.bench import Bench
-from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
+from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, tiny_spec
 from tests.verify.coordinator.filled import Filled, key, policy
 from tests.waiting import eventually
 from verify.client import SubmissionRefused
@@ -109,12 +107,6 @@ class TestKeyGrinding:
         # and no two share a seed
         assert len({lease.seed for lease in leases}) == len(leases)
 
-    def test_registering_again_draws_nothing_anew(self) -> None:
-        run = started()
-        first = run.lease("x")
-        again = run.lease("x")  # a process that says that it holds nothing
-        assert again.document == first.document and again.lease.seed == first.lease.seed
-
 
 def problem(lease: Lease, of: int = PROBLEMS) -> int:
     return assignments(lease, n_problems=of, targets=[])[0].problem
@@ -129,11 +121,6 @@ class TestVersionPicking:
         found = rejection(bench, rows)
         assert (found.check, found.value) == ("assignment", 1)
         assert f"version is '{version}', assigned '0'" in found.words
-
-    def test_versions_of_single_tokens_are_claimed(self, bench: Bench) -> None:
-        """What only pools with `in_flight_updates` may do: there no prefill can look."""
-        rows = [replace(r, versions=0 * r.output_tokens) for r in bench.honest()]
-        assert rejection(bench, rows).check == "versions"
 
     def test_a_lease_keeps_its_version_whoever_waits(self) -> None:
         run = started()
@@ -209,16 +196,6 @@ class TestWithholding:
         again = run.lease("x", holding=())
         assert again is None or again.digest in held
 
-    def test_others_get_the_groups(self) -> None:
-        run = started()
-        run.lease("x")
-        run.now += 31.0
-        run.advance()
-        run.work("y"), run.work("y")
-        (closed,) = run.advance()
-        assert closed.complete
-        assert {run.state.leases[g.lease].lease.worker for g in closed.groups} == {key("y")}
-
     def test_many_keys_that_look_and_keep_silent(self) -> None:
         """A hundred new keys see two groups of eight in the time of a lease, and delay nobody."""
         run = started(groups=8, max_groups=10_000, newcomer_groups=2, async_level=0)
@@ -236,10 +213,6 @@ class TestWithholding:
         run.advance()
         work_off(run, "x")
         assert [closed.step for closed in run.advance()] == [1]
-
-    def test_part_of_a_lease(self, bench: Bench) -> None:
-        found = rejection(bench, bench.honest()[:4])
-        assert found.check == "assignment" and "4 rows, the lease asks for 8" in found.words
 
 
 class TestDrawGrinding:
@@ -312,19 +285,6 @@ class TestClockTricks:
         with pytest.raises(UserError, match="no such lease"):
             worker.submit(*submission(later, lease, signer))
         assert list(site.run_dir.glob("rollouts/*/*.parquet")) == []
-
-    def test_over_the_wire(self, quick_site: Site) -> None:
-        site, body = quick_site, canonical_json({"wait": 0, "holding": []})
-        signer, _ = site.worker()
-        for off in (-400, 400):
-            headers = sign_request(
-                *(signer,), run=RUN, method="POST", path="/v1/leases", body=body,
-                now=time.time() + off,
-            )  # fmt: skip
-            answer = httpx.post(
-                f"{site.url}/v1/leases", content=body, headers=headers, verify=False
-            )
-            assert (answer.status_code, "set the clock" in answer.json()["error"]) == (401, True)
 
 
 @pytest.fixture

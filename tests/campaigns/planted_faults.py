@@ -75,7 +75,7 @@ PLANTED = [
         "broadcast/manifest.py",
         "kind=KIND, keys=publishers,",
         "kind=KIND, keys=None,",
-        ("tests/broadcast/test_manifest.py",),
+        ("tests/broadcast/faults/test_trust.py::test_a_stranger_cannot_publish",),
     ),
     Planted(
         "roles expire",
@@ -189,7 +189,7 @@ PLANTED = [
         ("tests/sampler/tasks/rewards/test_math.py",),
     ),
     Planted(
-        "groups without variance are filtered, others are not",
+        "only groups without variance are filtered",
         "verify/coordinator/grading.py",
         "filtered = zero_variance_filter and equal",
         "filtered = zero_variance_filter and not equal",
