@@ -303,13 +303,6 @@ class OneTokenOutside(Worker):
         return tokens
 
 
-class CutsMore(Worker):
-    """Samples from fewer tokens than the spec keeps, which raises rewards."""
-
-    def sample(self, prompt: list[int], key: tuple[int, int]) -> list[int]:
-        return sampling_like(self, top_p=0.4).sample(prompt, key)
-
-
 class LeavesOutTheLast(Worker):
     """Samples from all that the spec keeps but the least likely of it: top-k 3 for top-k 4."""
 
@@ -352,8 +345,3 @@ class TestAnotherCut:
         attack: type[Worker],
     ) -> None:
         rejected(run_of(precision, sampling=sampling), attack)
-
-    def test_a_smaller_nucleus_than_the_specs(
-        self, run_of: Callable[..., Bench], precision: str
-    ) -> None:
-        rejected(run_of(precision, sampling={"temperature": 0.8, "top_p": 0.9}), CutsMore)

@@ -6,7 +6,6 @@ The coordinator's own decisions, without its IO: `tests.verify.coordinator.fille
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, ti
 from tests.verify.coordinator.filled import Filled, key, policy
 from tests.waiting import eventually
 from verify.client import SubmissionRefused
-from verify.coordinator.events import LeaseGranted, NonceDrawn, WorkerRegistered
+from verify.coordinator.events import LeaseGranted
 from verify.coordinator.filling import MAX_OPEN_LEASES
 from verify.coordinator.reputation import reputation
 from verify.coordinator.state import LeaseRecord
@@ -79,33 +78,6 @@ class TestKeyGrinding:
         assert granted.nonce != known.nonce
         predicted = replace(granted, nonce=known.nonce)
         assert problem(granted) != problem(predicted)
-
-    @pytest.mark.parametrize("seed", range(5))
-    def test_every_nonce_is_younger_than_the_keys_that_it_covers(self, seed: int) -> None:
-        # given keys that register and ask in any order
-        rng = random.Random(seed)
-        run = Filled(policy(groups=40, max_groups=1000, async_level=3))
-        run.publish(0)
-        names: list[str] = []
-        for _ in range(60):
-            if not names or rng.random() < 0.3:
-                names.append(f"k{len(names)}")
-                run.register(names[-1])
-            else:
-                leased(run, rng.choice(names))
-        # then each lease's nonce was drawn after its key was registered
-        at = {type(event): {} for event in run.events}
-        for place, event in enumerate(run.events):
-            if isinstance(event, WorkerRegistered):
-                at[WorkerRegistered][event.worker] = place
-            elif isinstance(event, NonceDrawn):
-                at[NonceDrawn][event.nonce] = place
-        leases = [event.lease for event in run.events if isinstance(event, LeaseGranted)]
-        assert len(leases) > 20
-        for lease in leases:
-            assert at[NonceDrawn][lease.nonce] > at[WorkerRegistered][lease.worker]
-        # and no two share a seed
-        assert len({lease.seed for lease in leases}) == len(leases)
 
 
 def problem(lease: Lease, of: int = PROBLEMS) -> int:

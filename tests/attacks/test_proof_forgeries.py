@@ -31,7 +31,7 @@ from verify.toploc import (
     verify_proofs_batch,
 )
 from verify.toploc.field import PRIME
-from verify.toploc.null import bits_against_guessing, null_test
+from verify.toploc.null import bits_against_guessing
 
 WIDTH, CHUNKS, KNOWN = 128, 200, 300
 MODEL = SmallModel.random(seed=3)
@@ -171,30 +171,6 @@ class TestRulesOfProofs:
         found = verify_proofs(hidden, [Proof(PRIME, low).to_bytes()])[0]
         assert found.missing_terms == 127 - degree
         assert not judge([found], BFLOAT16).passed
-
-    def test_every_chunk_that_can_tell_is_judged_by_itself(self) -> None:
-        # given a rollout of three honest chunks, of which a forger's replaces one
-        hidden = states(3, seed=6).reshape(96, WIDTH)
-        proofs = build_proofs(hidden)
-        assert judge(verify_proofs(hidden, proofs), FLOAT32).passed
-
-        verdict = judge(verify_proofs(hidden, [proofs[0], proofs[0], proofs[2]]), FLOAT32)
-
-        assert not verdict.passed and verdict.reason.endswith("of chunk 1")
-
-    @pytest.mark.parametrize("guesses", [0, 20, 40, 60, 80, 128])
-    def test_a_chunk_is_judged_as_leniently_as_its_bits_allow(self, guesses: int) -> None:
-        test = null_test(
-            128, 4096, (guesses, guesses), shares=(20 / 128, 38 / 128), noise=8, enough_bits=160
-        )
-        assert 20 <= test.allowed <= 38
-        assert test.bits == bits_against_guessing(128, guesses, 128 - test.allowed)
-        if test.bits < 160:
-            assert (test.radius, test.allowed) == (0, 20)
-        else:  # the next more lenient would be worth less
-            assert (
-                test.allowed == 38 or bits_against_guessing(128, guesses, 127 - test.allowed) < 160
-            )
 
 
 class TestBoundOfGuesses:

@@ -86,21 +86,6 @@ class TestReplayedSubmission:
         words = "step is '0'" if step else "lease is"
         assert reason.startswith(f"assignment: row 0: {words}")
 
-    @pytest.mark.parametrize(("index", "step"), [(1, 0), (0, 1)], ids=["lease", "step"])
-    def test_rows_renamed_for_another_lease_or_step(
-        self, bench: Bench, index: int, step: int
-    ) -> None:
-        """They carry the old lease's problems; under the new ones' names, its prompts."""
-        old = bench.honest()
-        take_lease(bench, index, step=step)
-        renamed = [
-            replace(r, lease=n.lease, step=step, problem_id=n.problem_id, target=n.target)
-            for r, n in zip(old, bench.honest(), strict=True)
-        ]
-        found = rejection(bench, renamed)
-        assert found.check == "assignment"
-        assert "the prompt is not the assigned problem's" in found.words
-
     def test_the_signed_file_in_another_run(self, bench: Bench) -> None:
         envelope, table = bench.packed(bench.honest())
         other = fresh(bench)

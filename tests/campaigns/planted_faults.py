@@ -68,7 +68,7 @@ PLANTED = [
         "verify/formats/submission.py",
         "if envelope.worker != document.key:",
         "if False:",
-        ("tests/attacks/test_replays.py", "tests/attacks/test_forgeries.py"),
+        ("tests/attacks/test_forgeries.py::TestForgedSignature",),
     ),
     Planted(
         "a manifest is signed by a publisher",
