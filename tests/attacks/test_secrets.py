@@ -140,12 +140,6 @@ def test_no_command_over_the_spec_prints_it(
     assert result.output
 
 
-def test_no_saved_plan_holds_it(spec_file: Path, tmp_path: Path) -> None:
-    saved = tmp_path / "small.plan"
-    assert_silent(run("plan", spec_file, "-o", saved, "--runs-dir", tmp_path))
-    assert CANARY.encode() not in saved.read_bytes()
-
-
 @pytest.mark.parametrize(
     "override",
     [

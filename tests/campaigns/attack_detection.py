@@ -6,16 +6,14 @@ from tests.campaigns._benchmark import printed
 
 
 def run() -> dict[str, dict[str, object]]:
-    """False rejections, and the classes that are rejected nearly always, by model and pair."""
-    figures: dict[str, dict[str, object]] = {}
+    """False rejections, and the classes that are detected in 99.9 % of the largest submissions."""
+    honest, attacks = {}, {}
     for found in printed("attack_detection"):
-        for pair, honest in found["honest"].items():
+        for pair, each in found["honest"].items():
+            name = f"hidden {found['hidden']}, {pair}:"
+            rejected, submissions = each["rejected_submissions"], each["submissions"]
+            honest[name] = f"{rejected} of {submissions} rejected"
             rows = [row for row in found["attacks"][pair] if "own" in row]
-            largest = [row["own"]["submissions"][-1]["detected"] for row in rows]
-            figures[f"hidden {found['hidden']}, {pair}"] = {
-                "honest submissions": honest["submissions"],
-                "rejected": honest["rejected_submissions"],
-                "classes of attacks": len(rows),
-                "detected in 99.9 %": sum(share >= 0.999 for share in largest),
-            }
-    return figures
+            seen = [row["own"]["submissions"][-1]["detected"] >= 0.999 for row in rows]
+            attacks[name] = f"{sum(seen)} of {len(seen)} classes"
+    return {"honest": honest, "attacks": attacks}

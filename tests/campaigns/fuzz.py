@@ -18,7 +18,7 @@ from tests.fuzz.__main__ import NUMBER
 from tests.fuzz.lanes import LANES
 
 ROOT = Path(__file__).resolve().parents[2]
-SLOW = {"commands on specs": 50, "requests": 10, "made-up tables": 10}
+SLOW = {"commands on specs": 50, "requests": 50, "made-up tables": 10}
 """Lanes whose cases take tens of milliseconds, and by how much fewer cases they have."""
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
 

@@ -68,14 +68,14 @@ PLANTED = [
         "verify/formats/submission.py",
         "if envelope.worker != document.key:",
         "if False:",
-        ("tests/attacks/test_replays.py", "tests/attacks/test_forgeries.py"),
+        ("tests/attacks/test_forgeries.py::TestForgedSignature",),
     ),
     Planted(
         "a manifest is signed by a publisher",
         "broadcast/manifest.py",
         "kind=KIND, keys=publishers,",
         "kind=KIND, keys=None,",
-        ("tests/broadcast/test_manifest.py",),
+        ("tests/broadcast/faults/test_trust.py::test_a_stranger_cannot_publish",),
     ),
     Planted(
         "roles expire",
@@ -189,7 +189,7 @@ PLANTED = [
         ("tests/sampler/tasks/rewards/test_math.py",),
     ),
     Planted(
-        "groups without variance are filtered, others are not",
+        "only groups without variance are filtered",
         "verify/coordinator/grading.py",
         "filtered = zero_variance_filter and equal",
         "filtered = zero_variance_filter and not equal",

@@ -8,14 +8,13 @@ from tests.campaigns._benchmark import printed
 def run() -> dict[str, dict[str, object]]:
     """False rejections by precision, and the share of the largest submissions that is rejected."""
     [found] = printed("unseeded_checks")
-    figures: dict[str, dict[str, object]] = {
-        f"honest, {name}": {
-            "submissions": each["submissions"],
-            "rejected": each["rejected_submissions"],
-        }
+    honest = {
+        f"{name}:": f"{each['rejected_submissions']} of {each['submissions']} rejected"
         for name, each in found["honest"].items()
     }
-    for name, tables in found["attacks"].items():
-        last = tables["bfloat16 limits"][-1]
-        figures[name] = {"tokens": last["tokens"], "rejected": f"{last['detected']:.1%}"}
-    return figures
+    last = {name: tables["bfloat16 limits"][-1] for name, tables in found["attacks"].items()}
+    attacks = {
+        f"{name}:": f"{each['detected']:.1%} of {each['tokens']} tokens"
+        for name, each in last.items()
+    }
+    return {"honest": honest, "attacks": attacks}
