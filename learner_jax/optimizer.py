@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
 from learner_jax.execution import widen
-from runspec.core.models.parameters import CONTRACTED, is_matrix
+from runspec.core.models.parameters import Parameter, Tree
 from runspec.core.spec.schema import Optimizer
 
 HOST_MEMORY = "pinned_host"
@@ -67,7 +67,9 @@ def learning_rate(spec: Optimizer, updates: int) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup])
 
 
-def build_optimizer(spec: Optimizer, updates: int) -> optax.GradientTransformationExtraArgs:
+def build_optimizer(
+    spec: Optimizer, updates: int, trained: Tree | None = None
+) -> optax.GradientTransformationExtraArgs:
     """The chain: clip, then the rule of `optimizer.kind`.
 
     `update` takes `made`, a bool []: where false, state and parameters stay as they are.
@@ -75,14 +77,15 @@ def build_optimizer(spec: Optimizer, updates: int) -> optax.GradientTransformati
     Args:
         spec: of the run.
         updates: that the run makes.
+        trained: tree of `Parameter`, which muon asks for the layers' matrices.
     """
-    rule = _skippable(_rule(spec, learning_rate(spec, updates)))
+    rule = _skippable(_rule(spec, learning_rate(spec, updates), trained or {}))
     if spec.offload or spec.kind == "muon":
         rule = _layer_by_layer(rule, hosted=spec.offload)
     return optax.chain(optax.clip_by_global_norm(spec.clip_norm), rule)
 
 
-def _rule(spec: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
+def _rule(spec: Optimizer, rate: optax.Schedule, trained: Tree) -> optax.GradientTransformation:
     if spec.kind == "sgd":
         return optax.chain(
             optax.trace(spec.momentum, nesterov=True),
@@ -97,28 +100,34 @@ def _rule(spec: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation
         beta=spec.momentum,
         eps=spec.eps,
         weight_decay=spec.weight_decay,
-        muon_weight_dimension_numbers=_dimensions,
+        muon_weight_dimension_numbers=partial(_dimensions, trained),
         consistent_rms=UPDATE_RMS,
     )
-    return optax.partition({"muon": muon, "adamw": adamw}, _labels)
+    return optax.partition({"muon": muon, "adamw": adamw}, partial(_labels, trained))
 
 
-def _labels(params: Any) -> Any:
-    def label(path: tuple[Any, ...], leaf: Array) -> str:
-        in_layers = jax.tree_util.DictKey("layers") in path
-        return "muon" if in_layers and is_matrix(path[-1].key, leaf.ndim) else "adamw"
+def _labels(trained: Tree, params: Any) -> Any:
+    def label(path: tuple[Any, ...], _: Any) -> str:
+        return "adamw" if _described(trained, path).inputs is None else "muon"
 
     return jax.tree.map_with_path(label, params)
 
 
-def _dimensions(params: Any) -> Any:
+def _dimensions(trained: Tree, params: Any) -> Any:
     """Which dimensions of a layer's matrix are its input, and which its output."""
 
     def numbers(path: tuple[Any, ...], leaf: Array) -> optax.contrib.MuonDimensionNumbers:
-        inner = 1 + CONTRACTED.get(path[-1].key.removesuffix("_a"), 1)
-        return optax.contrib.MuonDimensionNumbers(range(1, inner), range(inner, leaf.ndim))
+        ends = 1 + (_described(trained, path).inputs or 0)
+        return optax.contrib.MuonDimensionNumbers(range(1, ends), range(ends, leaf.ndim))
 
     return jax.tree.map_with_path(numbers, params)
+
+
+def _described(trained: Tree, path: tuple[Any, ...]) -> Parameter:
+    node: Any = trained
+    for step in path:
+        node = node[step.key]
+    return node
 
 
 def abstract_state(

@@ -180,7 +180,9 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
     """
     _check_packing(spec, mesh)
     config.check_length(spec.learner.packing.tokens, place="learner.packing.tokens")
-    optimizer = build_optimizer(spec.optimizer, spec.steps * spec.algorithm.updates_per_step)
+    lora, updates = spec.learner.lora, spec.steps * spec.algorithm.updates_per_step
+    trained = abstract_params(config) if lora is None else abstract_lora(config, lora)
+    optimizer = build_optimizer(spec.optimizer, updates, trained)
     abstract_state = _abstract_state(spec, config, mesh, optimizer)
     abstract_batch = _abstract_batch(spec, mesh)
     weights = abstract_like(abstract_params(config), mesh, jnp.dtype(spec.broadcast.dtype))

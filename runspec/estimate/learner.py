@@ -36,7 +36,7 @@ from runspec.core.models.logits import KEPT_LOGITS, device_positions, logits_chu
 from runspec.core.models.parameters import (
     WIDTH,
     Tree,
-    is_matrix,
+    leaves,
     parameters,
     shard_elements,
     trained_parameters,
@@ -124,9 +124,8 @@ def moment_elements(kind: str, trained: Tree, mesh: Mesh) -> int:
     """
     count = shard_elements(trained, mesh)
     if kind == "muon":
-        layers: Tree = trained["layers"]
-        matrices = {n: leaf for n, leaf in layers.items() if is_matrix(n, len(leaf.shape))}
-        return 2 * count - shard_elements(matrices, mesh)
+        matrices = [leaf for leaf in leaves(trained) if leaf.inputs is not None]
+        return 2 * count - sum(leaf.shard_size(mesh) for leaf in matrices)
     return count if kind == "sgd" else 2 * count
 
 

@@ -20,6 +20,7 @@ from learner_jax.optimizer import (
     learning_rate,
 )
 from learner_jax.sharding import logical_sharding, make_mesh
+from runspec.core.models.parameters import Parameter
 from runspec.core.spec.schema import Mesh, Optimizer
 
 SETTINGS: dict[str, Any] = {
@@ -40,6 +41,8 @@ SHAPES: dict[str, Any] = {
     },
     "final_norm": ("norm",),
 }
+INPUTS = {"gate": 1, "o": 2}
+"""Contracted dimensions of the matrices."""
 KINDS = ["adamw", "sgd", "muon"]
 SIZES = {"vocab": 12, "embed": 8, "layers": 6, "mlp": 10, "norm": 7, "heads": 2, "head_dim": 4}
 
@@ -48,9 +51,19 @@ def spec_of(kind: str, **changes: Any) -> Optimizer:
     return Optimizer.model_validate({**SETTINGS, "kind": kind, **changes})
 
 
+def described(shapes: dict[str, Any] = SHAPES) -> dict[str, Any]:
+    """The tree of `Parameter`."""
+    return {
+        name: described(axes)
+        if isinstance(axes, dict)
+        else Parameter(tuple(SIZES[axis] for axis in axes), axes, inputs=INPUTS.get(name))
+        for name, axes in shapes.items()
+    }
+
+
 def updated(spec: Optimizer, params: Any, gradients: list[Any], state: Any = None) -> Any:
     """(parameters, state) after an update with each of the gradients."""
-    optimizer = build_optimizer(spec, 10)
+    optimizer = build_optimizer(spec, 10, described())
     state = init_state(optimizer, params) if state is None else state
 
     @jax.jit
@@ -212,7 +225,7 @@ def test_moments_on_the_host_make_the_same_updates(kind: str) -> None:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )
     spec = spec_of(kind, offload=True)
-    optimizer = build_optimizer(spec, 10)
+    optimizer = build_optimizer(spec, 10, described())
     abstract = abstract_state(optimizer, like, offload=True)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     state = jax.jit(partial(init_state, optimizer), out_shardings=shardings)(params)

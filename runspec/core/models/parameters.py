@@ -33,11 +33,6 @@ WIDTH = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by `FloatType`."""
 
 
-def is_matrix(name: str, dimensions: int) -> bool:
-    """Whether a leaf of `layers` is a stack of matrices: neither norms nor biases."""
-    return dimensions > 2 and not name.endswith("_bias")
-
-
 @dataclass(frozen=True)
 class Parameter:
     """One array of the tree."""
@@ -46,6 +41,8 @@ class Parameter:
     axes: tuple[str, ...]
     """Logical axis of each dimension, a key of `MESH_AXES`."""
     initial: Initial = ZEROS
+    inputs: int | None = None
+    """Dimensions that a layer's matrix contracts, which follow the layers'; None for others."""
 
     @property
     def size(self) -> int:
@@ -121,6 +118,7 @@ def _tree(rows: Sequence[Row], sizes: Mapping[str, int]) -> dict[str, Any]:
             tuple(sizes[axis] for axis in axes),
             tuple("rank" if axis == "r" else AXES[axis][0] for axis in axes),
             Initial(row.mean, normal(fan_in, row.gain).std),
+            len(row.tensor_axes()[-1].split()) if row.matrix else None,
         )
     return tree
 
