@@ -6,6 +6,8 @@ size, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 from flax import nnx
 from jax import nn
 from jaxtyping import Array, Float, Int
@@ -100,7 +102,7 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, layers and last norm; the output head, tied or of its own."""
 
-    layer: type[nnx.Module] = DecoderLayer
+    layer: type[Any] = DecoderLayer
     """The class of its layers, of config: another family may have another."""
 
     def __init__(self, config: ModelConfig) -> None:

@@ -21,7 +21,7 @@ from learner_jax.model import abstract_params
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig, load_config, parse_config
 from runspec.core.models.family import MODELS_GROUP, Family, Row, family
-from runspec.core.models.parameters import lora_parameters, parameters
+from runspec.core.models.parameters import adapter_rows, lora_parameters, parameters
 from runspec.core.spec.schema import Lora
 from tests.family_package.installed import FOLDER, add_package
 from tests.learner_jax.families import saved
@@ -113,3 +113,8 @@ def test_a_family_may_extend_the_config() -> None:
     for there in (True, False):
         config = WithField(**vars(base), optional_norm=there)
         assert (norm in extended.rows(config)) == there
+
+
+def test_a_target_that_the_family_does_not_have_is_named() -> None:
+    with pytest.raises(UserError, match="exaone4 has no matrix qkv"):
+        adapter_rows(load_config(saved("exaone4")), ["q", "qkv"])

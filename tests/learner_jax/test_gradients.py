@@ -42,7 +42,9 @@ def params_of(dtype: Any) -> Any:
     """Parameters with biases and norms that matter; the same in every type."""
     rng = np.random.default_rng(1)
     return jax.tree.map(
-        lambda s: jnp.asarray(s.mean + rng.normal(size=s.shape) * (s.std or 0.1), dtype),
+        lambda s: jnp.asarray(
+            s.initial.mean + rng.normal(size=s.shape) * (s.initial.std or 0.1), dtype
+        ),
         abstract_params(CONFIG),
     )
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from learner_jax.logprobs import token_logprobs
 from learner_jax.sharding import make_mesh
-from runspec.core.models.logits import KEPT_LOGITS, chunk_tokens
+from runspec.core.models.logits import KEPT_LOGITS
 from runspec.core.spec.schema import Mesh
 
 B, T, D, V = 2, 13, 8, 19
@@ -149,25 +149,6 @@ def test_no_target_at_all_is_no_gradient() -> None:
     assert all((np.asarray(grad) == 0).all() for grad in grads)
 
 
-def test_a_tied_head_gets_the_sum_of_both_gradients() -> None:
-    # given an embedding that is looked up and, transposed, is the head
-    _, head, targets = arrays()
-    tokens = np.random.default_rng(1).integers(0, V, (B, T))
-
-    def value(embed: jax.Array, function: Any) -> jax.Array:
-        return objective(
-            partial(function, targets=targets, temperature=0.9), embed[tokens], embed.T
-        )
-
-    # when
-    with jax.enable_x64(True):
-        embed = jnp.asarray(head.T)
-        found = jax.grad(value)(embed, partial(token_logprobs, chunk=4))
-        expected = jax.grad(value)(embed, whole)
-    # then
-    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
-
-
 def test_bfloat16_states_sum_the_gradient_of_the_head_in_float32() -> None:
     # given a float32 head used in bfloat16, and many chunks
     rng = np.random.default_rng(0)
@@ -238,9 +219,3 @@ def test_a_mesh_changes_nothing_and_gathers_no_logits(shape: Mesh) -> None:
     }
     assert sizes
     assert not any(chunk in size and set(size) & {vocab, vocab // 2} for size in sizes)
-
-
-def test_chunks_shrink_as_the_vocabulary_grows() -> None:
-    assert chunk_tokens(32_768, 192) == 2048
-    assert chunk_tokens(8192, 192) == 1024
-    assert chunk_tokens(32_768, 1 << 20) == 512

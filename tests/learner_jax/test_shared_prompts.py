@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,7 +22,7 @@ from learner_jax.shared_prompts import (
 )
 from runspec.core.errors import UserError
 from tests.learner_jax.conftest import VOCABULARY
-from tests.learner_jax.test_prefill import TEMPERATURE, alone, policy
+from tests.learner_jax.test_prefill import TEMPERATURE, assert_alone, policy
 from verify.plugins import PrefillInput
 
 T = 32
@@ -105,14 +104,7 @@ def test_rollouts_that_share_prompts_get_what_each_would_get_alone(devices: int)
     outputs = prefill(subject, inputs, temperature=TEMPERATURE)
     # then each has the log-probs, gaps and states of the definition
     for output, rollout in zip(outputs, inputs, strict=True):
-        expected = alone(subject, rollout)
-        assert expected.seeded_gap is not None and output.seeded_gap is not None
-        np.testing.assert_allclose(output.logprobs, expected.logprobs, atol=2e-6)
-        np.testing.assert_allclose(output.seeded_gap, expected.seeded_gap, atol=5e-6)
-        states = [
-            x.view(jax.numpy.bfloat16).astype(np.float32) for x in (output.hidden, expected.hidden)
-        ]
-        np.testing.assert_allclose(*states, rtol=2**-7)
+        assert_alone(output, subject, rollout)
 
 
 def test_shared_prompts_take_fewer_positions() -> None:

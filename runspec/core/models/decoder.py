@@ -55,7 +55,7 @@ TABLE = (
 """The families name alike what they share; `when` says what each lacks."""
 
 
-def read_config(config: dict[str, Any], place: str) -> ModelConfig:
+def read_shape(config: dict[str, Any], place: str) -> ModelConfig:
     """Reads a config.json of any transformers version from 4.40 on.
 
     Raises:
@@ -131,7 +131,7 @@ def _sliding_window(fields: dict[str, Any], family: str, place: str) -> int | No
     return window
 
 
-FAMILY = Family(read_config, TABLE, "learner_jax.decoder:Decoder")
+FAMILY = Family(read_shape, TABLE, "learner_jax.decoder:Decoder")
 
 
 def hf_config(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import AXES, ZEROS, Initial, Row, family, normal
 from runspec.core.spec.schema import Lora, Mesh
@@ -85,8 +86,17 @@ def adapter_rows(config: ModelConfig, targets: Sequence[str]) -> list[Row]:
     Args:
         config: of the base model.
         targets: matrices of a layer, such as "q" and "down".
+
+    Raises:
+        UserError: a target that is no matrix of the family.
     """
-    matrices = (row for row in family(config.model_type).rows(config) if row.matrix in targets)
+    matrices = [row for row in family(config.model_type).rows(config) if row.matrix in targets]
+    if missing := set(targets) - {row.matrix for row in matrices}:
+        raise UserError(
+            f"{config.model_type} has no matrix {', '.join(sorted(missing))}",
+            place="learner.lora.targets",
+            remedy=f"choose of {', '.join(matrix_shapes(config))}",
+        )
     return [adapter for row in matrices for adapter in row.adapters()]
 
 

@@ -128,8 +128,9 @@ def lora_rank(context: Context) -> Iterator[Violation]:
     if config is None or lora is None:
         return
     shapes = matrix_shapes(config)
-    least, target = min((min(shapes[target]), target) for target in lora.targets)
-    if lora.rank >= least:
+    ranks = sorted((min(shapes[name]), name) for name in lora.targets if name in shapes)
+    if ranks and lora.rank >= ranks[0][0]:
+        least, target = ranks[0]
         yield Violation(
             ("learner", "lora", "rank"),
             f"{lora.rank} is no low rank for {target}, a matrix of rank {least}",

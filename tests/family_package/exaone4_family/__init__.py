@@ -34,7 +34,7 @@ TABLE = (
 )
 
 
-def read_config(config: dict[str, Any], place: str) -> ModelConfig:
+def read_shape(config: dict[str, Any], place: str) -> ModelConfig:
     """Reads the config.json of a model with full attention in every layer.
 
     Raises:
@@ -67,4 +67,4 @@ def read_config(config: dict[str, Any], place: str) -> ModelConfig:
     return parsed
 
 
-FAMILY = Family(read_config, TABLE, "exaone4_family.policy:Exaone4")
+FAMILY = Family(read_shape, TABLE, "exaone4_family.policy:Exaone4")
