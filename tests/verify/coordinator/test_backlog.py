@@ -93,12 +93,7 @@ def test_what_is_too_much_waits_and_all_of_it_is_taken(site: Site):
         submitting.result(DEADLINE_S)
         batch = site.batch(0)
         assert len(batch.groups) == 4 and batch.complete
-        assert status(site)["backlog"] == {
-            "submissions": 0,
-            "bytes": 0,
-            "deferred": 0,
-            "withheld": None,
-        }
+        assert set(status(site)["backlog"].values()) == {0, None}
         assert batch.stats["verdict_latency_p99"] >= batch.stats["verdict_latency_p50"] > 0.0
         assert batch.stats["manifest_latency_p99"] >= batch.stats["verdict_latency_p99"]
         before = status(site)["latency"]

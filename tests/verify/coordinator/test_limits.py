@@ -112,10 +112,6 @@ class Registering:
         return None
 
 
-def an_invite(uses: int) -> str:
-    return make_invite(RUN, pool=None, uses=uses, valid_s=1e6, coordinator=COORDINATOR)
-
-
 class TestNewKeys:
     def test_of_one_address_so_many_a_day_and_no_more_for_ever(self) -> None:
         keys = Registering(Filled())
@@ -149,7 +145,8 @@ class TestNewKeys:
         refused = keys.come("late", address="late")
         assert refused is not None and (refused.status, refused.retry_after_s) == (403, None)
         assert "3 keys without accepted work are registered" in refused.words
-        assert keys.come("guest", address="late", invite=an_invite(uses=1)) is None
+        invite = make_invite(RUN, pool=None, uses=1, valid_s=1e6, coordinator=COORDINATOR)
+        assert keys.come("guest", address="late", invite=invite) is None
         assert keys.come("own", address="late") is None
         # and once work of one is accepted there is room for one, after a restart too
         run.work("w")
