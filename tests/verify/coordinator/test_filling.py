@@ -9,15 +9,11 @@ import pytest
 
 from runspec.core.keys import SigningKey
 from runspec.core.process import RunStopped
-from runspec.core.spec.load import SpecFiles
-from runspec.lint.check import check_spec
-from tests.runspec.core.spec.spec_files import SPECS
 from tests.verify.coordinator.filled import POLICY, Filled, key, started
 from tests.verify.coordinator.services import journal_of
 from verify.coordinator import filling
 from verify.coordinator.activity import Activity
 from verify.coordinator.closing import Closing
-from verify.coordinator.policy import Policy
 
 
 def test_groups_train_in_lease_order_though_the_later_lease_is_decided_first():
@@ -139,13 +135,6 @@ def test_groups_without_variance_are_replaced_until_the_step_is_full_or_its_cap_
     seeds = {each.lease.seed for each in run.state.leases.values()}
     assert len(seeds) == len(run.state.leases)
     assert run.state.workers[key("x")].standing.rejected == 0
-
-
-def test_the_cap_is_max_groups_times_the_need():
-    overrides = ("algorithm.filters.zero_variance=true", "algorithm.fill.max_groups=2.5")
-    files = SpecFiles(SPECS / "target_short.yaml", profile="laptop", overrides=overrides)
-    made = Policy.of(check_spec(files).require())
-    assert (made.groups, made.max_groups, made.zero_variance_filter) == (16, 40, True)
 
 
 # -- leases that are given back ------------------------------------------------------------------

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.verify.coordinator.filled import Filled, digest, key, policy
 from verify.coordinator import filling
-from verify.coordinator.edge.admission import MAX_UNPROVEN
 from verify.coordinator.edge.limiter import AT_ONCE
+from verify.coordinator.edge.new_keys import MAX_UNPROVEN
 from verify.coordinator.events import BY_OPERATOR, KeyBanned
 from verify.coordinator.state import State
 

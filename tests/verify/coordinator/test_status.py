@@ -14,7 +14,7 @@ from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import POLICY, Filled, key, policy
 from tests.verify.coordinator.services import edge_of, journal_of
 from verify.coordinator.activity import DEAD_AFTER_S, Activity, Peers, scalars
-from verify.coordinator.edge.admission import MAX_UNPROVEN
+from verify.coordinator.edge.new_keys import MAX_UNPROVEN
 from verify.coordinator.events import StepClosed
 from verify.coordinator.history import History
 from verify.coordinator.judging import Judging
@@ -127,19 +127,6 @@ def test_the_first_step_has_a_rate_as_every_other():
 
     groups = POLICY.groups
     assert rates(run) == {0: groups * TOKENS / 10.0, 1: groups * TOKENS / 2.0}
-
-
-def test_what_was_rejected_counts_for_nothing_and_what_was_filtered_counts():
-    run = Filled(POLICY)
-    run.register("x"), run.publish(0)
-    for outcome in ("rejected", "filtered", "usable", "usable"):
-        record = run.lease("x")
-        assert record is not None
-        run.now += 5.0
-        run.answer(record, outcome)
-    run.advance()
-
-    assert rates(run) == {0: 6 * TOKENS / 20.0}
 
 
 def test_overlapping_steps_count_all_that_was_accepted_while_they_were_open():
