@@ -29,7 +29,7 @@ from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submissio
 from tests.verify.coordinator.over_http import post as requested
 from tests.waiting import eventually
 from verify.coordinator import server
-from verify.coordinator.edge import admission, limiter
+from verify.coordinator.edge import limiter, new_keys
 from verify.coordinator.edge.cache import Cache
 from verify.coordinator.events import WorkerRegistered
 from verify.ledger import Ledger
@@ -106,7 +106,7 @@ class TestFlooding:
     ) -> None:
         """An attacker with addresses enough shuts the open door; nothing grows, and nobody who
         works or is invited notices."""
-        monkeypatch.setattr(admission, "MAX_UNPROVEN", 4)
+        monkeypatch.setattr(new_keys, "MAX_UNPROVEN", 4)
         (_, worker), body = site.worker(), canonical_json({"pool": "near", "info": {}})
         answers = [post(SigningKey.generate(), "/v1/workers", body) for _ in range(12)]
         assert [a.status_code for a in answers] == [200] * 3 + [403] * 9

@@ -13,6 +13,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator import filling
+from verify.coordinator.admission import Admission
 from verify.coordinator.edge import Edge
 from verify.coordinator.events import (
     LeaseGranted,
@@ -41,7 +42,8 @@ class Leasing:
         spec: the run's resolved spec.
         key: signs the leases.
         roles: whose keys cannot be workers'.
-        edge: decides who may register, and whether there is room for submissions.
+        admission: decides who may register.
+        edge: says whether there is room for submissions.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class Leasing:
         spec: RunSpec,
         key: SigningKey,
         roles: Roles,
+        admission: Admission,
         edge: Edge,
     ) -> None:
-        self._journal, self._spec, self._key, self._edge = journal, spec, key, edge
+        self._journal, self._spec, self._key = journal, spec, key
+        self._admission, self._backlog = admission, edge.backlog
         self._staff = roles.publisher | roles.coordinator | roles.validator
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._uploading: set[str] = set()
@@ -79,7 +83,7 @@ class Leasing:
         if known is None:
             now = self._journal.clock()
             state = self._journal.state
-            by = self._edge.admission.admit(state, key, pool, invite, now, address=address)
+            by = self._admission.admit(state, key, pool, invite, now, address=address)
             self._journal.record(WorkerRegistered(now, key, pool, by))
             _log.info("worker %s of pool %s registered", key[:16], pool)
 
@@ -116,7 +120,7 @@ class Leasing:
                     return record
                 case None:
                     return None
-                case _ if self._edge.backlog.full() is not None:
+                case _ if self._backlog.full() is not None:
                     return None  # status says why
                 case filling.NonceNeeded(step):
                     nonce = secrets.token_hex(32)
@@ -189,7 +193,7 @@ class Leasing:
             raise Refusal(503, "this submission is being uploaded already")
         self._uploading |= names
         try:
-            with self._edge.backlog.reserve(record, envelope, now):
+            with self._backlog.reserve(record, envelope, now):
                 await self._take_in(record, envelope, signed, chunks)
         finally:
             self._uploading -= names

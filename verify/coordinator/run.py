@@ -23,12 +23,12 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from verify.calibration.lookup import gap_noise_by_pool
 from verify.coordinator.activity import Peers
+from verify.coordinator.admission import Admission, own_workers
 from verify.coordinator.attempts import AttemptFiles
 from verify.coordinator.claims import CLAIM_TIMEOUT_S
 from verify.coordinator.closing import Closing
 from verify.coordinator.data import SiteService
 from verify.coordinator.edge import Edge
-from verify.coordinator.edge.admission import own_workers
 from verify.coordinator.edge.connections import Connections
 from verify.coordinator.edge.log_limits import limited_log
 from verify.coordinator.journal import Journal
@@ -82,12 +82,14 @@ async def serve(
     judging = Judging(journal, spec.name, noise, claim_timeout_s=claim_timeout_s)
     attempts = AttemptFiles(run_dir)
     judging.claims.remember_in(attempts, attempts.load())
-    edge = Edge.of(journal, spec, roles, own_workers(run_dir, spec), judging.submitted)
+    own = own_workers(run_dir, spec)
+    edge = Edge.of(journal, spec, roles, own, judging.submitted)
+    admission = Admission(spec, roles, own, edge.new_keys)
     peers = Peers()
     closing = Closing(journal, spec.name, key, peers.workers)
     site = SiteService(spec, key, public_weights or [weights])
     services = Services(
-        Leasing(journal, spec, key, roles, edge),
+        Leasing(journal, spec, key, roles, admission, edge),
         judging,
         OperatorService(journal, roles),
         site,

@@ -19,8 +19,8 @@ from prometheus_client.registry import Collector
 
 from verify.coordinator.activity import Peer, Peers
 from verify.coordinator.edge import Edge
-from verify.coordinator.edge.admission import MAX_UNPROVEN
 from verify.coordinator.edge.cache import Cache
+from verify.coordinator.edge.new_keys import MAX_UNPROVEN
 from verify.coordinator.filling import (
     leasable_groups,
     needed_groups,
@@ -82,7 +82,7 @@ class Status:
                 for key in sorted(state.workers, key=lambda key: state.workers[key].number)
             ],
             "unproven": {
-                "registered": self._edge.admission.unproven(state),
+                "registered": self._edge.new_keys.unproven(state),
                 "may_register": MAX_UNPROVEN,
             },
             "banned": dict(sorted(state.bans.items())),

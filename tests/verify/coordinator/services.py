@@ -6,14 +6,17 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles
 from runspec.core.spec.schema import Backlog as BacklogLimits
 from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN
 from tests.verify.coordinator.filled import Filled
+from verify.coordinator.admission import Admission
 from verify.coordinator.edge import Edge
 from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.journal import Journal
+from verify.coordinator.leasing import Leasing
 from verify.ledger_store import SqliteStore, StoredRow, StoreError
 
 NOBODY = frozenset[str]()
@@ -46,6 +49,13 @@ def edge_of(
     limits = limits or spec.verify.backlog
     backlog = Backlog(journal, waiting, limits, free_bytes=lambda _: free_bytes())
     return replace(edge, backlog=backlog)
+
+
+def leasing_of(
+    journal: Journal, spec: RunSpec, key: SigningKey, roles: Roles, edge: Edge
+) -> Leasing:
+    """The workers' service of a run without workers of its own."""
+    return Leasing(journal, spec, key, roles, Admission(spec, roles, (), edge.new_keys), edge)
 
 
 async def chunks(body: bytes) -> AsyncIterator[bytes]:

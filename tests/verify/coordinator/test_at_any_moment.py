@@ -15,14 +15,20 @@ from runspec.core.process import RunStopped
 from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec, verdict
 from tests.verify.coordinator.filled import digest
-from tests.verify.coordinator.services import Breaking, Killed, chunks, edge_of, roles_of
+from tests.verify.coordinator.services import (
+    Breaking,
+    Killed,
+    chunks,
+    edge_of,
+    leasing_of,
+    roles_of,
+)
 from verify.audit.replay import audit
 from verify.coordinator.activity import Activity
 from verify.coordinator.closing import Closing
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.judging import Judging
-from verify.coordinator.leasing import Leasing
 from verify.coordinator.operator import OperatorService
 from verify.coordinator.policy import Policy
 from verify.coordinator.transitions import replay
@@ -64,7 +70,7 @@ class Coordinator:
         )
         self.judging = Judging(self.journal, RUN)
         edge = edge_of(self.journal, spec, roles)
-        self.leasing = Leasing(self.journal, spec, site.coordinator, roles, edge)
+        self.leasing = leasing_of(self.journal, spec, site.coordinator, roles, edge)
         self.closing = Closing(self.journal, RUN, site.coordinator, Activity())
         self.operator = OperatorService(self.journal, roles)
 

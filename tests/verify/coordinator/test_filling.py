@@ -1,15 +1,19 @@
-"""Filling a step, case by case: what is leased to whom, what trains, what is given back."""
+"""Filling a step, case by case: leases, the online filter, leases given back, deadlines."""
+
+from __future__ import annotations
 
 import random
+from contextlib import closing
 
 import pytest
 
-from runspec.core.spec.load import SpecFiles
-from runspec.lint.check import check_spec
-from tests.runspec.core.spec.spec_files import SPECS
-from tests.verify.coordinator.filled import key, started
-from verify.coordinator.filling import MAX_OPEN_LEASES
-from verify.coordinator.policy import Policy
+from runspec.core.keys import SigningKey
+from runspec.core.process import RunStopped
+from tests.verify.coordinator.filled import POLICY, Filled, key, started
+from tests.verify.coordinator.services import journal_of
+from verify.coordinator import filling
+from verify.coordinator.activity import Activity
+from verify.coordinator.closing import Closing
 
 
 def test_groups_train_in_lease_order_though_the_later_lease_is_decided_first():
@@ -133,13 +137,6 @@ def test_groups_without_variance_are_replaced_until_the_step_is_full_or_its_cap_
     assert run.state.workers[key("x")].standing.rejected == 0
 
 
-def test_the_cap_is_max_groups_times_the_need():
-    overrides = ("algorithm.filters.zero_variance=true", "algorithm.fill.max_groups=2.5")
-    files = SpecFiles(SPECS / "target_short.yaml", profile="laptop", overrides=overrides)
-    made = Policy.of(check_spec(files).require())
-    assert (made.groups, made.max_groups, made.zero_variance_filter) == (16, 40, True)
-
-
 # -- leases that are given back ------------------------------------------------------------------
 
 
@@ -154,30 +151,6 @@ def test_the_groups_of_a_lease_that_was_given_back_are_leased_to_others_at_once(
     assert (other.lease.step, other.lease.groups) == (0, 2)
     run.answer(other)
     assert [c.step for c in run.advance()] == [0]
-
-
-def test_a_lease_that_was_given_back_and_replaced_buys_no_other_seed():
-    # given a worker that gave back all that it may hold, and others who took its groups
-    run = started(async_level=3, max_groups=100)
-    held: list[str] = []
-    for _ in range(MAX_OPEN_LEASES):
-        held.append(run.lease("x", holding=held).digest)
-    for digest in held:
-        run.release(run.state.leases[digest])
-    for _ in range(2):
-        run.work("y")
-    while (record := run.lease("y")) and record.lease.step < 2:
-        run.answer(record)
-
-    # when it asks for more, then it gets none until those have expired, as if it had kept silent
-    assert run.lease("x") is None
-    run.now += 31.0
-    run.advance()
-    assert run.state.workers[key("x")].standing.withheld == len(held)
-    fresh = run.lease("x")
-    assert fresh is not None
-    assert fresh.digest not in held
-    assert fresh.lease.seed not in {run.state.leases[d].lease.seed for d in held}
 
 
 def test_volunteers_who_come_and_go_do_not_use_up_what_a_step_may_lease():
@@ -208,3 +181,103 @@ def test_many_keys_cannot_look_at_leases_faster_than_by_keeping_silent():
     # then nobody is leased its groups before it expires
     assert run.state.leases[seen.digest].status == "open"
     assert run.lease("x").lease.step == 1
+
+
+def test_a_step_that_used_up_max_groups_closes_with_what_it_has():
+    run = started(max_groups=6)
+    run.work("x", "filtered"), run.work("y", "filtered")
+
+    run.work("x")
+
+    assert filling.leasable_groups(run.state, 0) == 0
+    (closed,) = run.advance()
+    assert not closed.complete
+    assert len(closed.groups) == 2
+
+
+def test_a_step_that_used_up_max_groups_in_vain_stalls_and_says_why():
+    run = started(max_groups=4)
+    run.work("x", "rejected"), run.work("y", "filtered")
+
+    reason = run.stalled()
+
+    for part in (
+        "step 0 stalled: 0 of 4 groups, at least 2 needed",
+        "4 groups leased",
+        "1 submissions rejected",
+        "2 filtered",
+        "last rejection: logprobs: 0.05 > 0.01",
+    ):
+        assert part in reason
+
+
+def test_the_deadline_closes_a_step_with_its_share_and_a_late_group_trains_a_step_later():
+    run = started(lease_timeout_s=1000.0)
+    late, prompt = run.lease("x"), run.lease("y")
+    run.answer(prompt)
+
+    run.now += 100.0
+    (closed,) = run.advance()
+    assert not closed.complete
+    assert {g.lease for g in closed.groups} == {prompt.digest}
+
+    run.answer(late)
+    own = run.lease("y")
+    assert (own.lease.step, own.lease.groups) == (1, 2)
+    assert filling.needed_groups(run.state, 1) == 0  # the late ones count
+    run.answer(own)
+    (closed,) = run.advance()
+    assert closed.complete
+    assert [g.lease for g in closed.groups] == [late.digest] * 2 + [own.digest] * 2
+
+
+def test_a_stall_at_the_deadline_names_whom_the_step_waited_for():
+    run = started(lease_timeout_s=1000.0)
+    run.lease("x")
+    run.submit(run.lease("y"))
+
+    run.now += 100.0
+
+    assert f"waited for worker {key('x')[:16]}, validators (1 submissions)" in run.stalled()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "expected"),
+    [
+        (lambda run: None, "the publisher: version 0 is needed, the newest published is none"),
+        (lambda run: run.publish(0), "a worker to register"),
+        (
+            lambda run: (run.publish(0), run.register("x")),
+            "a lease request of any of the 1 registered workers",
+        ),
+    ],
+)
+def test_a_run_that_never_begins_stalls_too(prepare, expected: str):
+    run = Filled()
+    prepare(run)
+    assert run.advance() == []
+
+    run.now += filling.IDLE_DEADLINE_S
+
+    assert expected in run.stalled()
+
+
+@pytest.mark.parametrize(("jump", "counts"), [(7200.0, False), (-7200.0, False), (5.0, True)])
+def test_a_jump_of_the_clock_counts_for_no_deadline(tmp_path, jump: float, counts: bool):
+    """A laptop that is shut, or a clock that is set: nobody could work then. A clock that is a
+    little off is no reason for more time."""
+    run = started()
+    run.lease("x")
+    clock = steady = run.now
+    with closing(journal_of(run, tmp_path, lambda: clock)) as journal:
+        clockwork = Closing(
+            *(journal, "run", SigningKey.generate(), Activity()), steady=lambda: steady
+        )
+        clock, steady = clock + POLICY.deadline_s - 1.0, steady + POLICY.deadline_s - 1.0
+        clockwork._advance()
+        clock += jump
+        if not counts:
+            clockwork._advance()  # nothing stalls: the time begins anew
+            clock, steady = clock + POLICY.deadline_s, steady + POLICY.deadline_s
+        with pytest.raises(RunStopped, match="step 0 stalled"):
+            clockwork._advance()

@@ -19,12 +19,18 @@ from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import RUN, Site, tiny_spec, verdict
 from tests.verify.coordinator.filled import POLICY, Filled, policy, started
 from tests.verify.coordinator.over_http import check, sample
-from tests.verify.coordinator.services import Breaking, chunks, edge_of, journal_of, roles_of
+from tests.verify.coordinator.services import (
+    Breaking,
+    chunks,
+    edge_of,
+    journal_of,
+    leasing_of,
+    roles_of,
+)
 from verify.coordinator.events import RolledBack, StepClosed, SubmissionJudged
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
-from verify.coordinator.leasing import Leasing
 from verify.coordinator.state import LeaseRecord
 from verify.formats.layout import SubmissionFiles, submission_files
 from verify.formats.submission import SubmissionEnvelope
@@ -54,7 +60,7 @@ class Desks:
         self.at = Journal(self.folder, policy, ledger=ledger, clock=lambda: self.run.now)
         spec, roles = tiny_spec(), roles_of()
         edge = edge_of(self.at, spec)
-        self.leasing = Leasing(self.at, spec, SigningKey.generate(), roles, edge)
+        self.leasing = leasing_of(self.at, spec, SigningKey.generate(), roles, edge)
         self.judging = Judging(self.at, RUN)
         with closing(self.at):
             yield

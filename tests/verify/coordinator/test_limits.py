@@ -15,10 +15,11 @@ from runspec.core.spec.schema import Verify
 from tests.verify.coordinator.deployment import RUN, tiny_spec
 from tests.verify.coordinator.filled import Filled, key
 from tests.verify.coordinator.services import roles_of
-from verify.coordinator.edge import admission
+from verify.coordinator.admission import Admission
+from verify.coordinator.edge import new_keys
 from verify.coordinator.edge.addresses import UNKNOWN, client_address, networks
-from verify.coordinator.edge.admission import Admission
 from verify.coordinator.edge.limiter import AT_ONCE, RATES, Limiter, Name, Rate
+from verify.coordinator.edge.new_keys import NewKeys
 from verify.coordinator.events import BY_OPERATOR, KeyBanned, WorkerRegistered
 from verify.coordinator.intake import Refusal
 from verify.coordinator.transitions import replay
@@ -97,9 +98,8 @@ class Registering:
     def __init__(self, run: Filled) -> None:
         self.run, self.now = run, 0.0
         roles = roles_of(coordinator=[COORDINATOR.public_hex])
-        self.admission = Admission(
-            *(tiny_spec(), roles, [key("own")], Limiter()), clock=lambda: self.now
-        )
+        limit = NewKeys(Limiter(), [key("own")], clock=lambda: self.now)
+        self.admission = Admission(tiny_spec(), roles, [key("own")], limit)
 
     def come(self, name: str, address: str = "here", invite: str | None = None) -> Refusal | None:
         """Registers a key; the refusal, if it is refused."""
@@ -110,10 +110,6 @@ class Registering:
             return refusal
         self.run.record(WorkerRegistered(self.run.now, key(name), "a", by))
         return None
-
-
-def an_invite(uses: int) -> str:
-    return make_invite(RUN, pool=None, uses=uses, valid_s=1e6, coordinator=COORDINATOR)
 
 
 class TestNewKeys:
@@ -137,7 +133,7 @@ class TestNewKeys:
         assert keys.come("honest", "there") is None
 
     def test_keys_that_never_worked_are_bounded_and_work_makes_room(self, monkeypatch) -> None:
-        monkeypatch.setattr(admission, "MAX_UNPROVEN", 3)
+        monkeypatch.setattr(new_keys, "MAX_UNPROVEN", 3)
         run = Filled()
         keys = Registering(run)
         run.publish(0)
@@ -149,7 +145,8 @@ class TestNewKeys:
         refused = keys.come("late", address="late")
         assert refused is not None and (refused.status, refused.retry_after_s) == (403, None)
         assert "3 keys without accepted work are registered" in refused.words
-        assert keys.come("guest", address="late", invite=an_invite(uses=1)) is None
+        invite = make_invite(RUN, pool=None, uses=1, valid_s=1e6, coordinator=COORDINATOR)
+        assert keys.come("guest", address="late", invite=invite) is None
         assert keys.come("own", address="late") is None
         # and once work of one is accepted there is room for one, after a restart too
         run.work("w")

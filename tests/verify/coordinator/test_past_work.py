@@ -19,10 +19,7 @@ from tests.verify.calibration.profiles import made_profile
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.verify.coordinator.over_http import check, sample
 from verify.coordinator.duplicates import Seen, repeated_submission
-from verify.coordinator.events import (
-    SubmissionJudged,
-    WorkerQuarantined,
-)
+from verify.coordinator.events import SubmissionJudged, WorkerQuarantined
 from verify.coordinator.gap_history import (
     AnotherCalibration,
     excess_of,
@@ -45,11 +42,10 @@ A_THIRD = LIMIT / 2.5 / ROWS
 """Excess of a row: two submissions of such are within the worker's budget, and three not."""
 
 
-def row(gap_excess: float | None, *, recomputed: bool = True) -> RolloutVerdict:
+def row(gap_excess: float | None = None, *prints: int, recomputed: bool = True) -> RolloutVerdict:
     diff = 0.001 if recomputed else None
-    return RolloutVerdict(
-        *("ab" * 32, 0, 0, 0.0, 0.0, 0.0, 5, None, None, diff, []), gap_excess=gap_excess
-    )
+    values = ("ab" * 32, 0, 0, 0.0, 0.0, 0.0, 5, None, None, diff, [], list(prints))
+    return RolloutVerdict(*values, gap_excess=gap_excess)
 
 
 def worker(gap_excess: float) -> Worker:
@@ -61,9 +57,7 @@ def test_the_excess_of_a_submission_is_that_of_the_rows_that_were_recomputed() -
     assert excess_of(rows, NOISE) == pytest.approx(-0.02)
     assert excess_of([row(None, recomputed=False)], NOISE) is None
     assert excess_of(rows, None) is None
-
-
-def test_a_validator_that_says_nothing_of_gaps_judges_by_another_spec() -> None:
+    # a validator that says nothing of gaps judges by another spec
     with pytest.raises(AnotherCalibration, match="another spec"):
         excess_of([row(0.01), row(None)], NOISE)
 
@@ -212,23 +206,14 @@ def test_what_was_judged_before_a_pool_was_calibrated_stays_true(tmp_path: Path)
 # -- rollouts that another submission had before ---------------------------------------------------
 
 
-def printed(number: int, *prints: int) -> RolloutVerdict:
-    return RolloutVerdict(
-        "ab" * 32, number, 0, 0.0, 0.0, 0.0, 5, None, None, None, [], list(prints)
-    )
-
-
 def test_the_first_row_that_repeats_is_named() -> None:
     seen = Seen()
     seen.add(3, "cd" * 32, [[1, 2], [], [2**63 - 1]])
-    assert seen.fault([printed(0, 5), printed(1)]) == ""
-    reason = seen.fault([printed(0, 5), printed(1, 7, 2, 1)])
+    assert seen.fault([row(None, 5), row()]) == ""
+    reason = seen.fault([row(None, 5), row(None, 7, 2, 1)])
     assert repeated_submission(reason) == "cd" * 32
     assert reason.startswith("duplicates: row 1: 2 runs of tokens of submission cdcd")
-    assert seen.fault([printed(-7, 5), printed(-9, 7, 2, 1)]) == reason
-
-
-def test_a_validators_own_finding_names_no_other_submission() -> None:
+    # a validator's own finding names no other submission
     assert repeated_submission("duplicates: row 3: a run of tokens of row 1 (measured 1)") is None
     assert repeated_submission("") is None
 

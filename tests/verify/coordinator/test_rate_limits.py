@@ -12,12 +12,10 @@ import pytest
 
 from runspec.core.canonical import canonical_json
 from runspec.core.keys import SigningKey
-from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, tiny_spec
-from tests.verify.coordinator.over_http import granted, post
+from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
+from tests.verify.coordinator.over_http import post
 from tests.waiting import eventually
 from verify.coordinator.edge.limiter import AT_ONCE, RATES, Rate
-from verify.coordinator.filling import MAX_OPEN_LEASES
-from verify.formats.lease import lease_digest
 from verify.request_auth import RequestChecker
 
 BEAT = canonical_json({"state": {}})
@@ -104,34 +102,30 @@ def test_what_no_worker_signed_is_bounded_by_address(proxied: Site, monkeypatch,
 
 def test_only_so_many_requests_of_a_key_wait_for_a_lease(site: Site, monkeypatch):
     monkeypatch.setitem(RATES, ("key", "lease"), Rate(1e6, 10**6))
+    (site.store / RUN / "latest.json").unlink()  # nothing can be leased
     most = AT_ONCE["key", "poll"]
     with site.serving(), ThreadPoolExecutor(most) as pool:
-        key, worker = site.worker()
-        leases = [granted(site, worker) for _ in range(MAX_OPEN_LEASES)]
-        held = [lease_digest(data) for data, _ in leases]
+        key, _ = site.worker()
+        refused = []
 
         def ask(wait: float) -> httpx.Response:
-            return post(site, key, "/v1/leases", canonical_json({"wait": wait, "holding": held}))
+            return post(site, key, "/v1/leases", canonical_json({"wait": wait, "holding": []}))
 
         def wait_for_a_lease() -> httpx.Response:
             while (answer := ask(30.0)).status_code == 429:
                 """The one too many came first."""
             return answer
 
-        # given as many requests as may wait, and none that can be answered
-        waiting = [pool.submit(wait_for_a_lease) for _ in range(most)]
-        refused = []
-
         def one_too_many() -> bool:
             refused.append(ask(0.0))
             return refused[-1].status_code == 429
 
+        waiting = [pool.submit(wait_for_a_lease) for _ in range(most)]
         eventually(one_too_many, "as many requests are waiting as may")
         assert refused[-1].headers["Retry-After"] == "1"
         assert "are waiting for a lease already" in refused[-1].json()["error"]
         # when there is something to lease, then all of them are told, and there is room again
-        data, lease = leases[0]
-        worker.submit(*submission(data, lease, key))
+        site.publish(0)
         answers = [each.result(DEADLINE_S) for each in waiting]
         assert [answer.status_code for answer in answers] == [200] * most
         assert len({answer.content for answer in answers}) == 1

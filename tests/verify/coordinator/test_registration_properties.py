@@ -15,8 +15,9 @@ from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import RUN, tiny_spec
 from tests.verify.coordinator.filled import Filled, policy
 from tests.verify.coordinator.services import roles_of
-from verify.coordinator.edge.admission import Admission
+from verify.coordinator.admission import Admission
 from verify.coordinator.edge.limiter import Limiter
+from verify.coordinator.edge.new_keys import NewKeys
 from verify.coordinator.events import (
     BY_OPERATOR,
     BanLifted,
@@ -52,7 +53,8 @@ class Registering(RuleBasedStateMachine):
         spec = spec.model_copy(update={"samplers": pools, "verify": verify})
         roles = roles_of(coordinator=[COORDINATOR.public_hex])
         self.is_open = admission == "open"
-        self.admission = Admission(spec, roles, [OWN.public_hex], Limiter())
+        own = [OWN.public_hex]
+        self.admission = Admission(spec, roles, own, NewKeys(Limiter(), own))
         self.run = Filled(policy(groups_per_submission={TRUSTED: 2, OPEN: 2}))
         self.invites: list[tuple[str, str | None, int]] = []
         """Text, pool and uses."""

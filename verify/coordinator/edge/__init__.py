@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from runspec.core.roles import Roles
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge.addresses import networks
-from verify.coordinator.edge.admission import Admission
 from verify.coordinator.edge.authentication import Authentication
 from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.edge.limiter import Limiter
+from verify.coordinator.edge.new_keys import NewKeys
 from verify.coordinator.journal import Journal
 from verify.coordinator.state import LeaseRecord
 from verify.request_auth import RequestChecker
@@ -26,7 +26,7 @@ class Edge:
     """What stands between clients and the coordinator's core."""
 
     authentication: Authentication
-    admission: Admission
+    new_keys: NewKeys
     backlog: Backlog
 
     @classmethod
@@ -51,6 +51,6 @@ class Edge:
         checker = RequestChecker(spec.name)
         return cls(
             Authentication(journal, checker, limiter, roles, own, proxies),
-            Admission(spec, roles, own, limiter),
+            NewKeys(limiter, own),
             Backlog(journal, waiting, spec.verify.backlog),
         )

@@ -24,7 +24,6 @@ HEAD_S = 30.0
 LINGER_S = 10.0
 MAX_HEADER_BYTES = 32 * 1024
 """The largest header is a verdict's envelope, at most 16 KiB before base64."""
-_ACCEPTED_AT_ONCE = 128
 _FILES_BESIDE = 1024
 """Open files beside the connections: ledger, uploads, connections about to be closed."""
 _WARN_EVERY_S = 10.0
@@ -83,9 +82,7 @@ def _listeners(host: str, port: int) -> list[socket.socket]:
     listeners: list[socket.socket] = []
     with ExitStack() as on_error:
         for family, address in dict.fromkeys((each[0], each[4][0]) for each in found):
-            listener = socket.create_server(
-                (str(address), port), family=family, backlog=_ACCEPTED_AT_ONCE
-            )
+            listener = socket.create_server((str(address), port), family=family, backlog=128)
             on_error.callback(listener.close)
             listener.setblocking(False)
             listeners.append(listener)

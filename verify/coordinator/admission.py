@@ -1,17 +1,12 @@
-"""Decides who may register: everybody or invited workers, and how many new keys there may be.
+"""Decides who may register: everybody or invited workers, and the run's own always.
 
 Work from trusted pools is checked less, so they take only keys that the operator named: the run's
 own, and those with an invite for that pool.
-
-A key costs nothing to make, and the ledger remembers it as long as the run lasts. So keys without
-an invite are limited twice: those of one address in a day, and all that never had a submission
-accepted. Neither limit holds for invited keys and the run's own.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 from runspec.core.invite import Invite, open_invite
@@ -20,12 +15,9 @@ from runspec.core.roles import Roles
 from runspec.core.signed import BadSignature
 from runspec.core.spec.role_names import worker_names
 from runspec.core.spec.schema import RunSpec
-from verify.coordinator.edge.limiter import RATES, Limiter, Name
+from verify.coordinator.edge.new_keys import NewKeys
 from verify.coordinator.intake import Refusal
 from verify.coordinator.state import State
-
-MAX_UNPROVEN = 10_000
-"""Registered keys without an invite and without an accepted submission."""
 
 
 class Admission:
@@ -35,20 +27,14 @@ class Admission:
         spec: the run's resolved spec.
         roles: keys that may sign invites.
         own: public keys of the run's own workers.
-        limiter: counts the new keys of each address.
-        clock: seconds, never going back.
+        new_keys: limits keys without an invite.
     """
 
     def __init__(
-        self,
-        spec: RunSpec,
-        roles: Roles,
-        own: Collection[str],
-        limiter: Limiter,
-        clock: Callable[[], float] = time.monotonic,
+        self, spec: RunSpec, roles: Roles, own: Collection[str], new_keys: NewKeys
     ) -> None:
         self._spec, self._roles, self._own = spec, roles, frozenset(own)
-        self._limiter, self._clock = limiter, clock
+        self._new_keys = new_keys
         self._trusted = frozenset(pool.name for pool in spec.samplers if pool.trust == "trusted")
 
     def admit(
@@ -77,7 +63,7 @@ class Admission:
                     "invite for this pool",
                 )
             if self._spec.verify.admission == "open":
-                self._limit_new_keys(state, address)
+                self._new_keys.take(state, address)
                 return None
             raise Refusal(403, "this run takes invited workers only: ask for a link with an invite")
         try:
@@ -96,28 +82,6 @@ class Admission:
         if pool in self._trusted and invite.pool is None:
             raise Refusal(403, f"pool {pool!r} is trusted, and the invite does not name it")
         return invite.key
-
-    def unproven(self, state: State) -> int:
-        """Return how many registered keys `MAX_UNPROVEN` counts."""
-        own = (state.workers.get(key) for key in self._own)
-        return state.unproven - sum(worker is not None and worker.unproven for worker in own)
-
-    def _limit_new_keys(self, state: State, address: str) -> None:
-        if self.unproven(state) >= MAX_UNPROVEN:
-            raise Refusal(
-                403,
-                f"{MAX_UNPROVEN} keys without accepted work are registered, as many as may be: ask "
-                "for a link with an invite",
-            )
-        wait_s = self._limiter.take(Name("address", "new key", address), now=self._clock())
-        if wait_s > 0.0:
-            raise Refusal(
-                429,
-                f"{RATES['address', 'new key'].burst} new keys of your address have registered, as "
-                f"many as may in a day: come again in {wait_s:.0f} s, or ask for a link with an "
-                "invite",
-                retry_after_s=wait_s,
-            )
 
 
 def _check_fits(invite: Invite, pool: str, used: int) -> None:
