@@ -67,8 +67,9 @@ lint: install  ## ruff, types, import rule, and runspec lint over every shipped 
 	for placement in specs/placements/*.yaml; do \
 	  $(BIN)/runspec lint specs/*.yaml --placement $$placement || exit 1; done
 
-test-fast: install  ## the quick tests of all but the learner, which compile nothing
-	$(BIN)/pytest $(WORKERS) -m "not slow" --ignore=tests/learner_jax
+test-fast: install  ## quick tests; leaves out the learner, attacks, fuzzing and what is marked slow
+	$(BIN)/pytest $(WORKERS) -m "not slow" \
+	  --ignore=tests/learner_jax --ignore=tests/attacks --ignore=tests/fuzz --ignore=tests/e2e
 
 test-learner: install  ## the quick tests of the learner, some minutes of compiling
 	$(BIN)/pytest $(WORKERS) -m "not slow" tests/learner_jax

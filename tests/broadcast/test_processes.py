@@ -18,6 +18,8 @@ from .conftest import Run, contents, weights
 from .model_versions import ModelVersions
 from .processes import COMMAND, Processes, broadcast
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:

@@ -17,6 +17,8 @@ from ..processes import Processes, broadcast
 from . import fake_relay as lies
 from .fake_relay import Answer, FakeRelay, instead, only
 
+pytestmark = pytest.mark.slow
+
 Fake = Callable[..., FakeRelay]
 DYING = (
     "import os, sys; import bridge.delta; from runspec.core.errors import UserError; "
