@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from pathlib import Path
-
-from jax.sharding import Mesh
 
 from learner_jax.agreement import alarm_limit
 from learner_jax.batch import Batch
 from learner_jax.flops import Meter, peak_flops
 from learner_jax.layout import initial_model
+from learner_jax.learner_run import LearnerRun
 from learner_jax.metrics import JsonLines
 from learner_jax.report import SampleWriter, metrics_line
 from learner_jax.training import StepResult
-from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import RunSpec
 
 
 class Records:
     """Process 0's, of one run. A step trained again is logged, and its lines stay as they were.
 
     Args:
-        run_dir: the run directory.
-        spec, config, mesh: of the run.
-        log: told of each step.
+        run: its log is told of each step.
     """
 
-    def __init__(
-        self, run_dir: Path, spec: RunSpec, config: ModelConfig, mesh: Mesh, log: logging.Logger
-    ) -> None:
+    def __init__(self, run: LearnerRun) -> None:
         self._metrics, self._samples = (
-            JsonLines(run_dir / f"{name}.jsonl") for name in ("metrics", "samples")
+            JsonLines(run.folder / f"{name}.jsonl") for name in ("metrics", "samples")
         )
-        self._decode, self._log = SampleWriter(initial_model(run_dir)), log
-        peak = peak_flops(mesh.devices.flat[0].device_kind)
-        self._meter = Meter(config, spec.learner.lora, mesh.size, peak)
-        self._alarm = alarm_limit(spec)
+        self._decode, self._log = SampleWriter(initial_model(run.folder)), run.log
+        peak = peak_flops(run.mesh.devices.flat[0].device_kind)
+        self._meter = Meter(run.config, run.spec.learner.lora, run.mesh.size, peak)
+        self._alarm = alarm_limit(run.spec)
         self._replay_difference: float | None = None
 
     def write(

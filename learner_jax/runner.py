@@ -22,6 +22,7 @@ from learner_jax.execution import full_float32
 from learner_jax.feed import BatchFeed
 from learner_jax.fingerprint import fingerprint
 from learner_jax.layout import initial_model
+from learner_jax.learner_run import LearnerRun
 from learner_jax.metrics import Clock
 from learner_jax.probe import build_probe
 from learner_jax.records import Records
@@ -65,20 +66,21 @@ def train(
     mesh = make_mesh(spec.learner.mesh, mesh_devices(peers.count, needed))
     programs = build_programs(spec, config, mesh)
     here = peers.json_from_first(lambda: fingerprint(spec, mesh))
+    run = LearnerRun(run_dir, spec, config, mesh, here, peers, log)
     with Saver(log) as saver:
         reader = (
             BatchReader(run_dir, spec, _root_public_key(run_dir, spec)) if peers.first else None
         )
-        start = find_start(run_dir, spec, config, mesh, programs, peers, reader, here, log)
+        start = find_start(run, programs, reader)
         state, base, step, trained = start.state, start.base, start.step, start.batch
         log.info("version %d on %d devices, %d steps to go", step, mesh.size, spec.steps - step)
 
         # What is written and read.
         probe = build_probe(spec, config, mesh)
-        versions = VersionWriter(run_dir, spec, config, mesh, here, probe, peers, saver, log)
-        states = StateWriter(run_dir, spec, start, here, versions, peers, saver)
+        versions = VersionWriter(run, probe, saver)
+        states = StateWriter(run, start, versions, saver)
         feed = BatchFeed(reader, peers, stop, log)
-        records = Records(run_dir, spec, config, mesh, log) if peers.first else None
+        records = Records(run) if peers.first else None
 
         published = versions.start(step, programs.publish(state.params, base), start.published)
         if step < spec.steps:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
-
 from learner_jax.batch import BatchReader, manifest_digest
 from learner_jax.checkpoint import StateInfo, check_state, load_state, state_steps
-from learner_jax.distributed import Peers
 from learner_jax.fingerprint import differences
 from learner_jax.layout import clear_unfinished, initial_model, params_folder, state_folder
+from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import load_params
 from learner_jax.step import Programs, TrainState
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes, digest_file
-from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
 from verify.formats.batch import FILE_NAME
 from verify.formats.layout import step_folder
@@ -44,34 +40,26 @@ class Start:
     """Whether the masters should give version `step` its published bits."""
 
 
-def find_start(
-    run_dir: Path,
-    spec: RunSpec,
-    config: ModelConfig,
-    mesh: Mesh,
-    programs: Programs,
-    peers: Peers,
-    reader: BatchReader | None,
-    fingerprint: dict[str, Any],
-    log: logging.Logger,
-) -> Start:
+def find_start(run: LearnerRun, programs: Programs, reader: BatchReader | None) -> Start:
     """Collective: reads the newest full state, or version 0; removes what was never finished.
 
     Args:
-        run_dir, spec, config, mesh, programs: of the run.
-        peers: the processes.
+        run: its log is told what differs from the program that wrote the state.
+        programs: of the run.
         reader: process 0's.
-        fingerprint: of this program.
-        log: told what differs from the program that wrote the state.
 
     Raises:
         UserError: the state is damaged, or of another run.
     """
-    model_dir, states = initial_model(run_dir), state_folder(run_dir, spec)
+    spec, model_dir, states = (
+        run.spec,
+        initial_model(run.folder),
+        state_folder(run.folder, run.spec),
+    )
 
     def newest() -> dict[str, Any]:
-        for folder in (states, params_folder(run_dir)):
-            clear_unfinished(folder, log)
+        for folder in (states, params_folder(run.folder)):
+            clear_unfinished(folder, run.log)
         digest = _model_digest(model_dir)
         steps = state_steps(states)
         if not steps:
@@ -79,14 +67,14 @@ def find_start(
         info = check_state(states, steps[-1])
         assert reader is not None, "process 0 has one"
         _check_run(info, spec, digest, states)
-        _check_position(info, run_dir, reader)
+        _check_position(info, run.folder, reader)
         return {"digest": digest, "info": asdict(info)}
 
-    found = peers.json_from_first(newest)
+    found = run.peers.json_from_first(newest)
     info = StateInfo(**found["info"]) if "info" in found else None
     initial = frozen = None
     if info is None or spec.algorithm.kl.coef or spec.learner.lora:
-        initial = load_params(model_dir, config, mesh)
+        initial = load_params(model_dir, run.config, run.mesh)
     if spec.algorithm.kl.coef or spec.learner.lora:
         frozen = programs.freeze(initial)
     reference = frozen if spec.algorithm.kl.coef else None
@@ -94,8 +82,8 @@ def find_start(
     if info is None:
         state = programs.init_state(initial)
         return Start(0, state, reference, base, found["digest"], None, True)
-    for difference in differences(info.fingerprint, fingerprint):
-        log.info("not the program that wrote the full state: %s", difference)
+    for difference in differences(info.fingerprint, run.fingerprint):
+        run.log.info("not the program that wrote the full state: %s", difference)
     state = load_state(states, info.step, programs.abstract_state)
     return Start(info.step, state, reference, base, found["digest"], info.batch, info.published)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from learner_jax.checkpoint import StateInfo, save_state, state_steps
-from learner_jax.distributed import Peers
 from learner_jax.layout import numbered, state_folder
+from learner_jax.learner_run import LearnerRun
 from learner_jax.saver import Finish, Saver
 from learner_jax.start import Start
 from learner_jax.step import TrainState
 from learner_jax.versions import VersionWriter
-from runspec.core.spec.schema import RunSpec
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.layout import step_folder
 
@@ -21,28 +19,16 @@ class StateWriter:
     """Writes checkpoints/state/step_<N>, in the background.
 
     Args:
-        run_dir: the run directory.
-        spec: its resolved spec.
+        run: whose states these are; `write` is collective over its processes.
         start: what the loop begins with.
-        fingerprint: of this program.
         versions: knows whether the masters give the published bits.
-        peers: the processes; `write` is collective.
         saver: writes.
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        spec: RunSpec,
-        start: Start,
-        fingerprint: dict[str, Any],
-        versions: VersionWriter,
-        peers: Peers,
-        saver: Saver,
+        self, run: LearnerRun, start: Start, versions: VersionWriter, saver: Saver
     ) -> None:
-        self._run_dir, self._spec, self._fingerprint = run_dir, spec, fingerprint
-        self._versions = versions
-        self._peers, self._saver = peers, saver
+        self._run, self._versions, self._saver = run, versions, saver
         self._reference, self._newest = start.model_digest, start.step
 
     def write(self, step: int, state: TrainState, *, batch: str | None) -> None:
@@ -59,23 +45,24 @@ class StateWriter:
         info = StateInfo(
             step=step,
             batch=batch,
-            seed=self._spec.seed,
+            seed=self._run.spec.seed,
             reference=self._reference,
             published=self._versions.published,
-            fingerprint=self._fingerprint,
+            fingerprint=self._run.fingerprint,
         )
         self._saver.run(f"the full state of step {step}", lambda: self._begin(info, state))
 
     def _begin(self, info: StateInfo, state: TrainState) -> Finish:
-        folder = state_folder(self._run_dir, self._spec)
-        write = save_state(folder, info, state, keep=self._spec.checkpoints.keep)
+        spec = self._run.spec
+        folder = state_folder(self._run.folder, spec)
+        write = save_state(folder, info, state, keep=spec.checkpoints.keep)
 
         def finish() -> None:
             write()
-            if self._peers.first:
+            if self._run.peers.first:
                 # A step trains rollouts leased up to `async_level` steps before it.
-                passed = state_steps(folder)[0] - self._spec.algorithm.async_level
-                _drop_rollouts(self._run_dir, passed)
+                passed = state_steps(folder)[0] - spec.algorithm.async_level
+                _drop_rollouts(self._run.folder, passed)
 
         return finish
 

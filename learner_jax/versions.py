@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from bridge.records import TENSORS_NAME
@@ -19,15 +17,14 @@ from learner_jax.checkpoint import load_params, save_params
 from learner_jax.distributed import Peers
 from learner_jax.fingerprint import same_bits
 from learner_jax.layout import params_folder, versions_in, weights_folder
+from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import HostLeaves
 from learner_jax.leaves import load_params as load_weights
 from learner_jax.metrics import JsonLines
 from learner_jax.saver import Saver
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.models.config import ModelConfig
 from runspec.core.process import RunStopped
-from runspec.core.spec.schema import RunSpec
 
 FINGERPRINTS_FILE = "fingerprints.jsonl"
 MAX_FINGERPRINTS_BYTES = 16 * 1024 * 1024
@@ -42,33 +39,21 @@ class VersionWriter:
     the published bits stay the version.
 
     Args:
-        run_dir: the run directory.
-        spec: its resolved spec.
-        config: the model's shape.
-        mesh: that published bits are read back onto.
-        fingerprint: of this program.
+        run: whose versions these are; published bits are read back onto its mesh, its log is told
+            of what is compared, and every method is collective over its processes.
         probe: from `learner_jax.probe.build_probe`.
-        peers: the processes; every method is collective.
         saver: writes.
-        log: told of what is compared.
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        spec: RunSpec,
-        config: ModelConfig,
-        mesh: Mesh,
-        fingerprint: dict[str, Any],
-        probe: Callable[[Any], dict[str, Any]],
-        peers: Peers,
-        saver: Saver,
-        log: logging.Logger,
+        self, run: LearnerRun, probe: Callable[[Any], dict[str, Any]], saver: Saver
     ) -> None:
-        self._params, self._weights = params_folder(run_dir), weights_folder(run_dir)
-        self._config, self._mesh, self._dtype = config, mesh, spec.broadcast.dtype
-        self._probe, self._peers, self._saver, self._log = probe, peers, saver, log
-        self._made_on = MadeOn(run_dir / "checkpoints" / FINGERPRINTS_FILE, fingerprint, peers)
+        spec, peers = run.spec, run.peers
+        self._params, self._weights = params_folder(run.folder), weights_folder(run.folder)
+        self._config, self._mesh, self._dtype = run.config, run.mesh, spec.broadcast.dtype
+        self._probe, self._peers, self._saver, self._log = probe, peers, saver, run.log
+        made_on = run.folder / "checkpoints" / FINGERPRINTS_FILE
+        self._made_on = MadeOn(made_on, run.fingerprint, peers)
         self._exact = True
         self._adapters = spec.learner.lora is not None
         self._recompute = spec.algorithm.old_logprobs == "recompute"
