@@ -14,7 +14,7 @@ WORKERS := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # Whole runs: one process of tests has them all, one after another, beside what the others do.
 RUNS := tests/e2e tests/attacks/test_dishonest_workers.py
 
-.PHONY: help install aot shardcast quickstart lint test test-fast test-learner test-runs fuzz bench clean
+.PHONY: help install aot shardcast quickstart lint test test-fast test-learner test-runs campaigns bench clean
 
 help:  ## what there is to call
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -67,8 +67,9 @@ lint: install  ## ruff, types, import rule, and runspec lint over every shipped 
 	for placement in specs/placements/*.yaml; do \
 	  $(BIN)/runspec lint specs/*.yaml --placement $$placement || exit 1; done
 
-test-fast: install  ## the quick tests of all but the learner, which compile nothing
-	$(BIN)/pytest $(WORKERS) -m "not slow" --ignore=tests/learner_jax
+test-fast: install  ## quick tests; leaves out the learner, attacks, fuzzing and what is marked slow
+	$(BIN)/pytest $(WORKERS) -m "not slow" \
+	  --ignore=tests/learner_jax --ignore=tests/attacks --ignore=tests/fuzz --ignore=tests/e2e
 
 test-learner: install  ## the quick tests of the learner, some minutes of compiling
 	$(BIN)/pytest $(WORKERS) -m "not slow" tests/learner_jax
@@ -79,8 +80,8 @@ test-runs: install  ## whole runs of real processes, dishonest workers among the
 test: lint $(AOT_STAMP) $(SHARDCAST_STAMP)  ## everything that must hold
 	$(BIN)/pytest $(WORKERS)
 
-fuzz: install  ## each lane of tests/fuzz with a million inputs, hours
-	$(BIN)/python -m tests.fuzz
+campaigns: install  ## statistics, fuzz lanes of a million cases, planted faults: hours
+	$(BIN)/python -m tests.campaigns
 
 bench: install  ## benchmarks, each prints JSON
 	$(BIN)/python -m benchmarks

@@ -23,6 +23,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import new_directory
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import adapter_rows, axis_sizes
+from runspec.core.spec.schema import Lora
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -45,9 +46,7 @@ def write_adapter(
     leaves: Mapping[LeafPath, np.ndarray],
     config: ModelConfig,
     *,
-    rank: int,
-    alpha: float,
-    targets: Sequence[str],
+    lora: Lora,
     base_model: str,
 ) -> None:
     """Writes a PEFT directory, which appears by one rename.
@@ -55,22 +54,22 @@ def write_adapter(
     Args:
         out_dir: must not exist.
         leaves: every leaf of `adapter_map` by its path, float32.
-        config, rank, targets: as `adapter_map`.
-        alpha: numerator of the scale alpha / rank.
+        config: of the base.
+        lora: rank, scale and matrices of the adapters.
         base_model: where PEFT will look for the base: a repository or a directory.
 
     Raises:
         UserError: `out_dir` exists, or cannot be written.
     """
-    entries = adapter_map(config, rank=rank, targets=targets)
+    entries = adapter_map(config, rank=lora.rank, targets=lora.targets)
     shapes = {name: leaf.hf_shape for leaf in entries for name in leaf.tensor_names()}
     modules = {leaf.hf_name.rsplit(".", 3)[1] for leaf in entries}
     said = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
-        "r": rank,
-        "lora_alpha": alpha,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": sorted(modules),
         "bias": "none",

@@ -102,22 +102,6 @@ def _read_part(entry: Entry, info: TensorInfo, index: tuple[slice, ...]) -> np.n
     return part.transpose(entry.inverse_axes())
 
 
-def iter_leaves(hf_dir: Path, config: ModelConfig) -> Iterator[tuple[LeafPath, np.ndarray]]:
-    """Reads a model leaf by leaf; at most one leaf and one tensor are in memory.
-
-    Yields:
-        The leaf's path, such as ("layers", "mlp", "up", "weight"), and its array in the stored
-        dtype (float32 or `ml_dtypes.bfloat16`), stacked [L, ...] below "layers". All leaves, in
-        the map's order.
-
-    Raises:
-        UserError: as `LeafReader`.
-    """
-    reader = LeafReader(hf_dir, config)
-    for path in reader.entries:
-        yield path, reader.read(path)
-
-
 def checked_headers(hf_dir: Path, config: ModelConfig) -> dict[str, TensorInfo]:
     """The headers of a model, exactly the tensors that its config asks for.
 

@@ -51,11 +51,6 @@ def tensor_digest(array: np.ndarray) -> str:
     return digest_bytes(tensor_bytes(array))
 
 
-def tensor_record(array: np.ndarray) -> dict[str, Any]:
-    """What a weights manifest says of a tensor: {dtype, shape, blake3}."""
-    return record(array.dtype, array.shape, blake3(tensor_bytes(array)))
-
-
 def record(dtype: np.dtype, shape: tuple[int, ...], digest: blake3) -> dict[str, Any]:
     """The record of a tensor whose bytes were hashed."""
     return {"dtype": dtype_name(dtype), "shape": list(shape), "blake3": digest.hexdigest()}

@@ -14,7 +14,7 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 from aiohttp import web
 
@@ -24,7 +24,7 @@ from broadcast.answers import IMMUTABLE, REVALIDATE, FileAnswers, Kind, not_modi
 from broadcast.layout import RUN
 from broadcast.manifest import WeightsManifest
 from broadcast.metrics import CONTENT_TYPE, Metrics
-from runspec.core.door import Connection
+from runspec.core.connection_limits import connection_of
 from runspec.core.hashing import digest_bytes
 
 MAX_WAIT_S = 60.0
@@ -154,7 +154,7 @@ def _guard(admission: Admission, metrics: Metrics) -> Callable[..., Awaitable[we
         what = request.match_info.route.name or "other"
         status = 500
         try:
-            with cast(Connection, request.protocol).answering():
+            with connection_of(request).answering():
                 response = await admitted(request, what, handler)
             status = response.status
             return response

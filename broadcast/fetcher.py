@@ -16,8 +16,7 @@ from typing import TypeVar
 
 from broadcast import layout
 from broadcast.asking import Asker, Attempt
-from broadcast.chunk_pool import THREADS, ChunkPool
-from broadcast.connection import Transfer
+from broadcast.chunk_transfer import Transfer, fetch_chunk
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
 from broadcast.transport import Access, Fault, Lie, base_url, get, new_session
 from broadcast.upstreams import PATIENCE_S, Upstream, pause_after
@@ -32,6 +31,8 @@ from runspec.core.signed import BadSignature, open_document
 
 T = TypeVar("T")
 PARALLEL_CHUNKS = 8
+MOST_CHUNKS = 16
+"""At most so many chunks are under way at a time, from all servers together."""
 POLL_S = 20.0
 """Length of one long poll."""
 GRACE_S = 5.0
@@ -75,7 +76,7 @@ class Fetcher:
         folder: Path,
         access: Access = NO_TOKEN,
     ) -> None:
-        self._asker = Asker([base_url(url) for url in urls], most=THREADS)
+        self._asker = Asker([base_url(url) for url in urls], most=MOST_CHUNKS)
         self.upstreams = self._asker.upstreams
         self.latest_bytes: bytes | None = None
         self.seen_version = -1
@@ -91,12 +92,10 @@ class Fetcher:
         self._roles_path = folder / "roles.json"
         self._latest_path = folder / "latest.json"
         self._recall()
-        self._pool = ChunkPool(access, THREADS)
         self._session = new_session(access)
 
     async def close(self) -> None:
         """Closes the connections; nothing may be under way."""
-        self._pool.close()
         await self._session.close()
 
     async def latest(self, after: int | None, wait_s: float) -> Latest | None:
@@ -202,9 +201,9 @@ class Fetcher:
                 )
 
             try:
-                await self._pool.fetch(
-                    upstream.url,
-                    layout.chunk_name(self._run, chunk.blake3),
+                await fetch_chunk(
+                    self._session,
+                    f"{upstream.url}/{layout.chunk_name(self._run, chunk.blake3)}",
                     transfer,
                     timeout_s=_within(deadline, chunk_timeout_s(chunk.size)),
                     is_hopeless=is_hopeless,

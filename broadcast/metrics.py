@@ -89,7 +89,12 @@ class Metrics:
             self._served += size
 
     def dropped(self, why: str) -> None:
+        """Counts a connection that the server closed."""
         self._dropped.labels(why).inc()
+
+    def malformed(self, status: int) -> None:
+        """Counts a malformed request with the status of its answer."""
+        self.answered("malformed", status)
 
     @contextmanager
     def poll(self) -> Iterator[None]:

@@ -20,15 +20,24 @@ from broadcast.access import Tokens, read_tokens
 from broadcast.admission import Admission
 from broadcast.answers import FileAnswers
 from broadcast.app import Source, build_app
-from broadcast.door import make_door, possible_connections
 from broadcast.metrics import Metrics
 from broadcast.rate_limit import RateLimit
 from broadcast.reloaded import Reloaded
 from broadcast.tls import server_context
-from runspec.core.door import Door
+from runspec.core.connection_limits import (
+    ConnectionLimiter,
+    ConnectionLimits,
+    possible_connections,
+)
 from runspec.core.errors import UserError
 from runspec.core.process import stop_event_of_loop
 
+_MAX_LINE_BYTES = 2048
+_MAX_HEADER_BYTES = 4096
+_FILES_EACH = 2
+"""Open files of a connection: its socket, and a file that is sent on it."""
+_FILES_BESIDE = 256
+"""Open files of a server beside those of its connections."""
 _SHUTDOWN_S = 0.5
 
 
@@ -92,18 +101,18 @@ async def serve(
     """
     stop = stop_event_of_loop()
     try:
-        async with _door(source, metrics, options, log) as door:
+        async with _limited(source, metrics, options, log) as limiter:
             with _listen(host, port) as listener:
                 bound = listener.getsockname()[1]
                 scheme = "http" if options.tls_cert is None else "https"
                 shown = f"[{host}]" if ":" in host else host
                 log.info("listening on %s://%s:%d", scheme, shown, bound)
-                door.open(listener)
+                limiter.open(listener)
                 started(bound)
                 try:
                     await _until(stop, source.work(), metrics.keep_saving())
                 finally:
-                    await door.close()
+                    await limiter.close()
     finally:
         metrics.save()
 
@@ -122,13 +131,15 @@ async def _until(stop: asyncio.Event, *work: Coroutine[Any, Any, None]) -> None:
 
 
 @asynccontextmanager
-async def _door(
+async def _limited(
     source: Source, metrics: Metrics, options: ServerOptions, log: logging.Logger
-) -> AsyncIterator[Door]:
-    """All between a listening socket and the source, as the options say."""
+) -> AsyncIterator[ConnectionLimiter]:
+    """Yields what accepts connections and answers from the source, as the options say."""
     limits = options.limits
     _check(options)
-    connections = possible_connections(options.max_connections, log)
+    connections = possible_connections(
+        options.max_connections, log, files_each=_FILES_EACH, files_beside=_FILES_BESIDE
+    )
     admission = Admission(
         _tokens(options, log),
         None if options.rate_limit is None else RateLimit(options.rate_limit),
@@ -145,20 +156,21 @@ async def _door(
     )
     await runner.setup()
     assert runner.server is not None
-    door = make_door(
+    limiter = ConnectionLimiter(
         runner.server,
-        max_connections=connections,
-        head_s=limits.head_s,
-        idle_s=limits.idle_s,
+        ConnectionLimits(
+            connections, limits.idle_s, limits.head_s, _MAX_HEADER_BYTES, _MAX_LINE_BYTES
+        ),
+        metrics,
+        log,
         tls=tls.get if tls is not None else None,
-        metrics=metrics,
-        log=log,
     )
+    metrics.connections.set_function(lambda: len(limiter))
     try:
-        yield door
+        yield limiter
     finally:
         await runner.cleanup()
-        await door.abandon()
+        await limiter.abandon()
 
 
 def _tokens(options: ServerOptions, log: logging.Logger) -> Reloaded[Tokens] | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +14,11 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from broadcast.names import Resolver
+from runspec.core.address import is_server_url
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
+from runspec.core.http_client import LateAnswer, NoAnswer, fetch
 
-_CONNECT_S = 5.0
 _READ_BUFFER = 1024 * 1024
 _PRINTABLE = re.compile(r"[!-~]+")
 _SECONDS = re.compile(r"[0-9]{1,9}")
@@ -81,9 +83,8 @@ class Access:
             ) from error
 
     def headers(self) -> dict[str, str]:
-        """What goes with every request."""
-        authorization = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        return {"Accept-Encoding": "identity"} | authorization
+        """Headers of every request."""
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
     @cached_property
     def ssl_context(self) -> ssl.SSLContext:
@@ -117,27 +118,15 @@ def base_url(text: str) -> str:
     Raises:
         UserError: not http(s)://host[:port][/prefix].
     """
-    try:
-        parts = urlsplit(text)
-        good = (
-            parts.scheme in ("http", "https")
-            and _PRINTABLE.fullmatch(text) is not None
-            and bool(parts.hostname)
-            and parts.port != 0  # raises ValueError where it is no port
-            and not (parts.query or parts.fragment)
-        )
-        secret = parts.username is not None
-    except ValueError:
-        good = secret = False
-    if secret:
-        raise UserError(
-            "a server's URL with a user's name in it, which would end up in logs",
-            remedy="give a token in a file instead",
-        )
-    if not good:
+    if not is_server_url(text):
         raise UserError(
             f"{text!r} is not the URL of an origin or relay",
             remedy="write for example http://127.0.0.1:8080",
+        )
+    if urlsplit(text).username is not None:
+        raise UserError(
+            "a server's URL with a user's name in it, which would end up in logs",
+            remedy="give a token in a file instead",
         )
     return text.rstrip("/")
 
@@ -169,20 +158,19 @@ async def get(
         TooSlow: it was not here in time.
         Fault: anything else that is not 200 with such a body.
     """
-    timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
+    with faults():
+        answer = await fetch(session, "GET", url, max_bytes=max_bytes, timeout_s=timeout_s)
+    if answer.status != 200:
+        raise refusal(answer.status, answer.retry_after)
+    return answer.content
+
+
+@contextmanager
+def faults() -> Iterator[None]:
+    """Raises a `Fault` of the server instead of the errors of `runspec.core.http_client`."""
     try:
-        async with session.get(url, timeout=timeout, allow_redirects=False) as response:
-            if response.status != 200:
-                raise refusal(response.status, response.headers.get("Retry-After", ""))
-            if (response.content_length or 0) > max_bytes:
-                raise Fault(f"{response.content_length} bytes, at most {max_bytes} expected")
-            body = bytearray()
-            async for piece in response.content.iter_any():
-                body += piece
-                if len(body) > max_bytes:
-                    raise Fault(f"more than the {max_bytes} bytes expected")
-            return bytes(body)
-    except TimeoutError as error:
-        raise TooSlow(f"no whole answer within {timeout_s:.1f} s") from error
-    except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError, ValueError) as error:
-        raise Fault(f"{type(error).__name__}: {str(error)[:200]}") from error
+        yield
+    except LateAnswer as error:
+        raise TooSlow(str(error)) from error
+    except NoAnswer as error:
+        raise Fault(str(error)) from error

@@ -22,6 +22,8 @@ from broadcast.transport import Busy, Fault, Lie, NotThere, TooSlow
 
 RETRY_S = (0.1, 2.0)
 """First and longest pause after consecutive failures of a server; each doubles the last."""
+RECENT_S = 5.0
+"""For so long a fault is the better message than a late answer to the same question."""
 DISTRUST_S = 60.0
 """For how long a server that sent something wrong is asked only where no other is left."""
 HEAL_S = 5.0
@@ -71,6 +73,7 @@ class Upstream:
     _seconds: float = 0.0
     _charged_s: float = 0.0
     _at: float = 0.0
+    _fault_at: float = -math.inf
 
     @property
     def rate(self) -> float | None:
@@ -117,14 +120,20 @@ class Upstream:
             self.success = max(self.success / 2, _LEAST_SUCCESS)
 
     def noted(self, now: float, fault: Fault, what: str, log: logging.Logger) -> None:
-        """Remembers a fault for messages; a lie is logged at once, the rest when new."""
+        """Remembers a fault for messages; a lie is logged at once, the rest when new.
+
+        An attempt that a deadline cuts short does not replace what was wrong just before.
+        """
         text = f"{what}: {fault}"
+        just_before = now - self._fault_at < RECENT_S and self.last_fault.startswith(f"{what}: ")
+        if isinstance(fault, TooSlow) and just_before:
+            return
         if isinstance(fault, Lie):
             self.distrusted_until = now + DISTRUST_S
             log.warning("%s sent something wrong: %s; avoiding it", self.url, text)
         elif text != self.last_fault and not isinstance(fault, NotThere | Busy):
             log.warning("%s: %s", self.url, text)
-        self.last_fault = text
+        self.last_fault, self._fault_at = text, now
 
     def expected_s(self, now: float, size: int) -> float:
         """Seconds until `size` more bytes are here, behind what is under way."""

@@ -128,7 +128,7 @@ def _train(options: argparse.Namespace, log: logging.Logger) -> None:
 
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each save, at length
     spec = load_resolved(options.run_dir)
-    keep_compiled(cache_folder(options.run_dir, spec))
+    keep_compiled(cache_folder(spec))
     with joined(
         spec.learner.hosts,
         options.coordinator,

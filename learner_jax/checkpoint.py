@@ -1,7 +1,7 @@
 """Orbax checkpoints: the parameters of each policy version, and full training states.
 
     checkpoints/params/v<N>/        params/ (Orbax, in `broadcast.dtype`) and probe.json
-    checkpoints/state/step_<N>/     state/ (Orbax: fp32 masters, moments, counts) and state.json
+    checkpoints/state/step_<N>/     state/ (Orbax: masters, optax's state, counts) and state.json
 
 Both appear by one rename. A save has two parts: the call copies the arrays to the host, and returns
 what writes them, which `learner_jax.saver` runs in the background. Arrays are chunked so that one
@@ -34,7 +34,7 @@ STATE_NAME = "state"
 STATE_FILE = "state.json"
 MAX_STATE_FILE_BYTES = 64 * 1024 * 1024
 CHUNK_BYTES = 8 * 1024 * 1024
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)

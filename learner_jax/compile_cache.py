@@ -1,89 +1,113 @@
-"""Compiled programs are kept, so that a restart need not compile again.
+"""Cache of compiled programs, one for all runs of a user, so that a start need not compile again.
 
 JAX keys an entry by the program, the compiler's version and flags, and the device; what it cannot
-read it compiles anew. It has no digest of what it reads, and a program with a flipped bit ends the
-process. So the digests are kept beside the programs, and what does not agree is removed at the next
-start. On a GPU the autotuner's choices are kept there too: a repeatable result needs those as well.
+read it compiles anew. JAX's own files have no digest, and a program with a flipped bit ends the
+process. So an entry here is the digest of a program and the program, written by one rename: runs
+that share the folder see whole entries or none. On a GPU the autotuner's choices are kept in the
+same folder: a repeatable result needs those as well.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import stat
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import blake3
 import jax
+from jax._src import compilation_cache as private
+from jax._src.compilation_cache_interface import CacheInterface
 
-from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded, write_atomic
-from runspec.core.hashing import digest_file
+from runspec.core.files import write_atomic
 from runspec.core.spec.schema import RunSpec
 
-DIGESTS_NAME = "digests.json"
-_MAX_DIGESTS_BYTES = 4 * 1024 * 1024
-_PROGRAMS = "*-cache"  # as JAX names its entries
+UNUSED_DAYS = 30
+"""Days after its last use at which an entry is removed."""
+_DIGEST_BYTES = 32
+_SUFFIX = ".program"
 _LOG = logging.getLogger(__name__)
 _REQUESTS = "/jax/compilation_cache/compile_requests_use_cache"
 _HITS = "/jax/compilation_cache/cache_hits"
 _COMPILE_S = "/jax/core/compile/backend_compile_duration"
 
 
-def cache_folder(run_dir: Path, spec: RunSpec) -> Path:
-    """`learner.compile_cache`, or `compiled` in the run directory."""
-    chosen = spec.learner.compile_cache
-    return run_dir / "compiled" if chosen is None else Path(chosen)
+def cache_folder(spec: RunSpec) -> Path:
+    """`learner.compile_cache`, or a folder of the user's own."""
+    if spec.learner.compile_cache is not None:
+        return Path(spec.learner.compile_cache)
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(caches).expanduser() / "runspec" / "compiled"
 
 
 def keep_compiled(folder: Path) -> None:
-    """Keeps this process's compiled programs in `folder`; removes those there that are damaged.
+    """Keeps this process's compiled programs in `folder`, and takes from there what is whole.
 
     Raises:
-        UserError: it cannot be made or cleaned.
+        UserError: the folder cannot be made, or others may write to it.
     """
+    remedy = "mend the permissions, or name another one: learner.compile_cache"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_unknown(folder)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        _remove_unused(folder)
     except OSError as error:
         raise UserError(
-            f"no folder for compiled programs: {error.strerror}",
-            place=str(folder),
-            remedy="mend the permissions, or name another one: learner.compile_cache",
+            f"no folder for compiled programs: {error.strerror}", place=str(folder), remedy=remedy
         ) from error
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        # Whoever writes an entry has this process run it.
+        raise UserError("others may write compiled programs here", place=str(folder), remedy=remedy)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # Small programs too: a run has dozens, and restarts are what this is for.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # JAX has no public way to name another cache than its own.
+    private._cache = ProgramCache(folder)
     logging.captureWarnings(True)  # what JAX cannot read is a line in the log
 
 
-def note_compiled(folder: Path) -> None:
-    """Notes the digests of the programs in `folder`: the next start takes no others."""
-    if folder.is_dir() and jax.process_index() == 0:  # which alone writes programs
-        digests = {path.name: digest_file(path) for path in sorted(folder.glob(_PROGRAMS))}
-        write_atomic(folder / DIGESTS_NAME, canonical_json(digests))
+class ProgramCache(CacheInterface):
+    """Compiled programs in a folder, each with its digest.
 
+    Args:
+        folder: exists, and nobody else may write to it.
+    """
 
-def _remove_unknown(folder: Path) -> None:
-    try:
-        data = read_bounded(folder / DIGESTS_NAME, _MAX_DIGESTS_BYTES)
-        noted = parse_object(data, max_bytes=_MAX_DIGESTS_BYTES)
-    except FileNotFoundError:
-        noted = {}
-    except (MalformedJson, UserError) as error:
-        _LOG.warning("%s: compiling everything: %s", folder / DIGESTS_NAME, error)
-        noted = {}
-    for path in folder.glob(_PROGRAMS):
-        # Another process that shares the folder may be quicker.
-        if noted.get(path.name) != _digest_if_there(path):
-            damaged = "damaged" if path.name in noted else "from a start that was cut short"
-            _LOG.warning("%s: %s, compiling it again", path, damaged)
-            path.unlink(missing_ok=True)
+    def __init__(self, folder: Path) -> None:
+        self._path = folder
 
-
-def _digest_if_there(path: Path) -> str | None:
-    try:
-        return digest_file(path)
-    except FileNotFoundError:
+    def get(self, key: str) -> bytes | None:
+        """The program under a key; None where there is none, or a damaged one."""
+        path = self._entry(key)
+        try:
+            data = path.read_bytes()
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        program = data[_DIGEST_BYTES:]
+        if blake3.blake3(program).digest() == data[:_DIGEST_BYTES]:
+            return program
+        _LOG.warning("%s: damaged, compiling it again", path)
+        path.unlink(missing_ok=True)
         return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keeps a program under a key; of two processes that do, the last one's stays."""
+        write_atomic(self._entry(key), blake3.blake3(value).digest() + value)
+
+    def _entry(self, key: str) -> Path:
+        return self._path / f"{key}{_SUFFIX}"
+
+
+def _remove_unused(folder: Path) -> None:
+    oldest = time.time() - UNUSED_DAYS * 86400
+    for path in folder.glob(f"*{_SUFFIX}"):
+        with suppress(FileNotFoundError):  # another process may be quicker
+            if path.stat().st_mtime < oldest:
+                path.unlink()
 
 
 class CompileCounter:

@@ -48,13 +48,5 @@ def export_adapter(run_dir: Path, out_dir: Path, *, step: int | None = None) -> 
         for entry in entries
     }
     base = spec.model.hf or str(model_dir.resolve())
-    write_adapter(
-        out_dir,
-        leaves,
-        config,
-        rank=lora.rank,
-        alpha=lora.alpha,
-        targets=lora.targets,
-        base_model=base,
-    )
+    write_adapter(out_dir, leaves, config, lora=lora, base_model=base)
     return step

@@ -43,6 +43,7 @@ def fingerprint(spec: RunSpec, mesh: Mesh) -> dict[str, Any]:
         "threads": len(os.sched_getaffinity(0)) if device.platform == "cpu" else None,
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),
+        "optax": version("optax"),
         "runtime": device.client.platform_version,
         "code": _code(),
         "xla_flags": sorted(flag for flag in flags if not flag.startswith(_NOT_IN_RESULTS)),

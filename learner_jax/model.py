@@ -88,7 +88,7 @@ def _split(config: ModelConfig, rank: int, alpha: float, targets: tuple[str, ...
 
     def described(state: Any) -> dict[str, Any]:
         return nnx.to_pure_dict(
-            nnx.map_state(lambda _, v: Parameter(v.shape, v.axes, v.initial), state)
+            nnx.map_state(lambda _, v: Parameter(v.shape, v.axes, v.initial, v.inputs), state)
         )
 
     adapters, weights = map(described, states)

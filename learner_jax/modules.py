@@ -30,10 +30,19 @@ class Adapter(nnx.Param):
     """A parameter of a low-rank adapter, which is trained in place of the others."""
 
 
-def param(initial: Initial, axes: Axes, kind: type[nnx.Param] = nnx.Param) -> nnx.Param:
-    """A parameter without values: its initial values, and the size of each logical axis."""
+def param(
+    initial: Initial,
+    axes: Axes,
+    kind: type[nnx.Param] = nnx.Param,
+    *,
+    inputs: int | None = None,
+) -> nnx.Param:
+    """A parameter without values: its initial values, and the size of each logical axis.
+
+    `inputs` is how many of the axes a matrix contracts, from the first; None for others.
+    """
     shape = jax.ShapeDtypeStruct(tuple(axes.values()), jnp.float32)
-    return kind(shape, initial=initial, axes=tuple(axes))
+    return kind(shape, initial=initial, axes=tuple(axes), inputs=inputs)
 
 
 class RMSNorm(nnx.Module):
@@ -71,7 +80,7 @@ class Linear(nnx.Module):
     ) -> None:
         self.contracted = len(inputs)
         fan_in = math.prod(inputs.values())
-        self.weight = param(normal(fan_in, gain), {**inputs, **outputs})
+        self.weight = param(normal(fan_in, gain), {**inputs, **outputs}, inputs=len(inputs))
         # A vector of the hidden size is whole on every device.
         vector = {"norm" if axis == "embed" else axis: size for axis, size in outputs.items()}
         self.bias = param(ZEROS, vector) if bias else None
@@ -91,8 +100,8 @@ class Linear(nnx.Module):
         inputs = dict(list(sizes.items())[: self.contracted])
         outputs = dict(list(sizes.items())[self.contracted :])
         drawn = normal(math.prod(inputs.values()), gain=3**-0.5)
-        self.a = param(drawn, {**stacked, **inputs, "rank": rank}, Adapter)
-        self.b = param(ZEROS, {**stacked, "rank": rank, **outputs}, Adapter)
+        self.a = param(drawn, {**stacked, **inputs, "rank": rank}, Adapter, inputs=len(inputs))
+        self.b = param(ZEROS, {**stacked, "rank": rank, **outputs}, Adapter, inputs=1)
         self.scale = alpha / rank
 
     def __call__(self, x: Float[Array, "B T ..."], mesh: Mesh | None) -> Float[Array, "B T ..."]:

@@ -1,11 +1,18 @@
-"""AdamW in float32, the gradient clipped by its global norm.
+"""The learner's optimizer: optax's transformations, chained as the spec says.
 
-For update n = 0, 1, ... with gradient g (AdamW, arXiv 1711.05101, algorithm 2):
+For update n = 0, 1, ... with gradient g and rate lr_n (`learning_rate`):
 
     g' = g min(1, clip_norm / ||g||)
-    m = beta1 m + (1 - beta1) g'            m^ = m / (1 - beta1^(n + 1))
-    v = beta2 v + (1 - beta2) g'^2          v^ = v / (1 - beta2^(n + 1))
-    theta = theta - lr_n (m^ / (sqrt(v^) + eps) + weight_decay theta)
+    theta = theta - lr_n (d + weight_decay theta)
+
+and the direction d by `optimizer.kind`, mu being `momentum`:
+
+    adamw   m = beta1 m + (1 - beta1) g',  v = beta2 v + (1 - beta2) g'^2     (arXiv 1711.05101)
+            d = m^ / (sqrt(v^) + eps),  m^ = m / (1 - beta1^(n + 1)), v^ likewise
+    sgd     m = g' + mu m,  d = g' + mu m                                     (Nesterov)
+    muon    m = mu m + (1 - mu) g',  u = (mu m^ + (1 - mu) g'^), m^ and g'^ as adamw's m^, of each
+            layer's matrix [a, b];  d = 0.2 sqrt(max(a, b)) O(u), O five Newton-Schulz steps
+            towards the nearest orthogonal matrix; all else as adamw          (arXiv 2502.16982)
 
 The learning rate is part of the weight decay, and every parameter decays, norms and biases too.
 theta is rounded to the type of the masters. In bfloat16 neighbours lie 2^-8 to 2^-7 of their size
@@ -14,161 +21,261 @@ apart, and a step of less than half of that is lost: at lr 3e-7, of every weight
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from math import prod
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jaxtyping import Array, Bool, Float, Int
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool
 
-from learner_jax.execution import wide_dtype
+from learner_jax.execution import widen
+from runspec.core.models.parameters import Parameter, Tree
 from runspec.core.spec.schema import Optimizer
 
 HOST_MEMORY = "pinned_host"
-PIECE = 2**26
-"""Elements of a device's part of a leaf whose moments visit it at a time: 256 MiB each."""
-MAX_PIECES = 256
-
-LeafUpdate = Callable[[Array, Array, Array, Array], tuple[Array, Array, Array]]
+UPDATE_RMS = 0.2
+"""Root mean square of muon's direction, near AdamW's, so that one `lr` is right for both."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Moments:
-    """Running means of the gradient and of its square, float32, each cut like the parameters."""
+def learning_rate(spec: Optimizer, updates: int) -> optax.Schedule:
+    """lr_n: linear warm-up to lr, then the schedule.
 
-    mean: Any
-    square: Any
+    With w `warmup_updates`, d `decay_updates` and f `final_lr`, for n >= w:
 
+        constant   lr
+        linear     f + (lr - f) (1 - t),                 t = min(1, (n - w) / d)
+        cosine     f + (lr - f) (1 + cos(pi t)) / 2
+        wsd        linear with t = clip((n - (updates - d)) / d, 0, 1)      (arXiv 2404.06395)
 
-def abstract_moments(params: Any, *, offload: bool) -> Moments:
-    """The moments of `jax.ShapeDtypeStruct` parameters, cut over the mesh as these are.
+    and lr (n + 1) / w before.
 
     Args:
-        params: with shardings.
-        offload: in the host's memory.
+        spec: rates and lengths.
+        updates: that the run makes.
     """
-
-    def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = leaf.sharding
-        assert isinstance(sharding, NamedSharding)
-        if offload:
-            sharding = sharding.with_memory_kind(HOST_MEMORY)
-        return jax.ShapeDtypeStruct(leaf.shape, wide_dtype(leaf.dtype), sharding=sharding)
-
-    like = jax.tree.map(placed, params)
-    return Moments(like, like)
-
-
-def zero_moments(like: Moments) -> Moments:
-    """Zeros where `abstract_moments` says, a leaf at a time."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), like)
+    warmup, decay = spec.warmup_updates, spec.decay_updates or 0
+    rise = optax.linear_schedule(spec.lr / max(warmup, 1), spec.lr, warmup - 1)
+    if spec.schedule == "cosine":
+        after = optax.cosine_decay_schedule(spec.lr, decay, spec.final_lr / spec.lr)
+    elif spec.schedule == "constant":
+        after = optax.constant_schedule(spec.lr)
+    else:
+        begin = updates - decay - warmup if spec.schedule == "wsd" else 0
+        after = optax.linear_schedule(spec.lr, spec.final_lr, decay, max(begin, 0))
+    return optax.join_schedules([rise, after], [warmup])
 
 
-def learning_rate(spec: Optimizer, updates: Int[Array, ""]) -> Float[Array, ""]:
-    """lr * min(1, (n + 1) / warmup_updates) for update n = 0, 1, ...: linear, then constant."""
-    return spec.lr * jnp.minimum(1.0, (updates + 1) / max(spec.warmup_updates, 1))
+def build_optimizer(
+    spec: Optimizer, updates: int, trained: Tree | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """The chain: clip, then the rule of `optimizer.kind`.
+
+    `update` takes `made`, a bool []: where false, state and parameters stay as they are.
+
+    Args:
+        spec: of the run.
+        updates: that the run makes.
+        trained: tree of `Parameter`, which muon asks for the layers' matrices.
+    """
+    rule = _skippable(_rule(spec, learning_rate(spec, updates), trained or {}))
+    if spec.offload or spec.kind == "muon":
+        rule = _layer_by_layer(rule, hosted=spec.offload)
+    return optax.chain(optax.clip_by_global_norm(spec.clip_norm), rule)
 
 
-def global_norm(grads: Any) -> Float[Array, ""]:
-    """||g|| over all leaves."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
+def _rule(spec: Optimizer, rate: optax.Schedule, trained: Tree) -> optax.GradientTransformation:
+    if spec.kind == "sgd":
+        return optax.chain(
+            optax.trace(spec.momentum, nesterov=True),
+            optax.add_decayed_weights(spec.weight_decay),
+            optax.scale_by_learning_rate(rate),
+        )
+    adamw = optax.adamw(rate, *spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+    if spec.kind == "adamw":
+        return adamw
+    muon = optax.contrib.muon(
+        rate,
+        beta=spec.momentum,
+        eps=spec.eps,
+        weight_decay=spec.weight_decay,
+        muon_weight_dimension_numbers=partial(_dimensions, trained),
+        consistent_rms=UPDATE_RMS,
+    )
+    return optax.partition({"muon": muon, "adamw": adamw}, partial(_labels, trained))
 
 
-def adamw(
-    spec: Optimizer,
+def _labels(trained: Tree, params: Any) -> Any:
+    def label(path: tuple[Any, ...], _: Any) -> str:
+        return "adamw" if _described(trained, path).inputs is None else "muon"
+
+    return jax.tree.map_with_path(label, params)
+
+
+def _dimensions(trained: Tree, params: Any) -> Any:
+    """Which dimensions of a layer's matrix are its input, and which its output."""
+
+    def numbers(path: tuple[Any, ...], leaf: Array) -> optax.contrib.MuonDimensionNumbers:
+        ends = 1 + (_described(trained, path).inputs or 0)
+        return optax.contrib.MuonDimensionNumbers(range(1, ends), range(ends, leaf.ndim))
+
+    return jax.tree.map_with_path(numbers, params)
+
+
+def _described(trained: Tree, path: tuple[Any, ...]) -> Parameter:
+    node: Any = trained
+    for step in path:
+        node = node[step.key]
+    return node
+
+
+def abstract_state(
+    optimizer: optax.GradientTransformation, params: Any, *, offload: bool
+) -> optax.OptState:
+    """The state for `jax.ShapeDtypeStruct` parameters: moments are at least float32.
+
+    Args:
+        optimizer: of `build_optimizer`.
+        params: with shardings; moments are cut over the mesh as these are, the rest is replicated.
+        offload: moments lie in the host's memory.
+    """
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+
+    def like(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def moment(leaf: Any, param: Any) -> Any:
+        if _is_masked(leaf):
+            return leaf
+        sharding = param.sharding
+        return like(leaf, sharding.with_memory_kind(HOST_MEMORY) if offload else sharding)
+
+    return optax.tree.map_params(
+        optimizer,
+        moment,
+        jax.eval_shape(partial(init_state, optimizer), params),
+        params,
+        transform_non_params=lambda leaf: like(leaf, NamedSharding(mesh, PartitionSpec())),
+        is_leaf=_is_masked,
+    )
+
+
+def init_state(optimizer: optax.GradientTransformation, params: Any) -> optax.OptState:
+    """The state before the first update, inside jit."""
+    return optimizer.init(jax.tree.map(widen, params))
+
+
+def apply_gradients(
+    optimizer: optax.GradientTransformationExtraArgs,
     params: Any,
-    moments: Moments,
+    state: optax.OptState,
     grads: Any,
     *,
-    updates: Int[Array, ""],
-    norm: Float[Array, ""],
-    made: Bool[Array, ""],
-    shardings: Any | None = None,
-) -> tuple[Any, Moments]:
-    """One update of the module's formula, inside jit.
+    made: Bool[Array, ""] | bool = True,
+) -> tuple[Any, optax.OptState]:
+    """One update, inside jit, computed in at least float32 and rounded once to the masters' type.
 
     Args:
-        spec: rates and bounds.
+        optimizer: of `build_optimizer`.
         params: tree of masters.
-        moments, grads: float32 trees.
-        updates: n, those made before.
-        norm: `global_norm(grads)`.
-        made: where false, parameters and moments come back as they are.
-        shardings: of the parameters, where the moments lie in the host's memory
-            (`optimizer.offload`): they visit the device piece by piece, and are written in place.
+        state: of the optimizer.
+        grads: float32 tree.
+        made: where false, parameters and state come back as they are.
     """
-    beta1, beta2 = spec.betas
-    count = (updates + 1).astype(jnp.float32)
-    scale = jnp.minimum(1.0, spec.clip_norm / norm)
-    lr = learning_rate(spec, updates)
+    updates, state = optimizer.update(grads, state, jax.tree.map(widen, params), made=made)
+    return optax.apply_updates(params, updates), state
 
-    def leaf_update(p: Array, m: Array, v: Array, g: Array) -> tuple[Array, Array, Array]:
-        g = g * scale
-        mean = beta1 * m + (1.0 - beta1) * g
-        square = beta2 * v + (1.0 - beta2) * jnp.square(g)
-        unbiased = mean / (1.0 - beta1**count), square / (1.0 - beta2**count)
-        step = unbiased[0] / (jnp.sqrt(unbiased[1]) + spec.eps) + spec.weight_decay * p
-        return (
-            jnp.where(made, (p - lr * step).astype(p.dtype), p),
-            jnp.where(made, mean, m),
-            jnp.where(made, square, v),
+
+def _skippable(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`rule` with the extra argument `made`."""
+
+    def update(grads: Any, state: Any, params: Any, *, made: Any, **_: Any) -> tuple[Any, Any]:
+        updates, new = rule.update(grads, state, params)
+        # x + -0.0 is x in all bits, also where x is -0.0.
+        updates = jax.tree.map(lambda x: jnp.where(made, x, -0.0), updates)
+        return updates, jax.tree.map(lambda x, old: jnp.where(made, x, old), new, state)
+
+    return optax.GradientTransformationExtraArgs(rule.init, update)
+
+
+def _layer_by_layer(
+    rule: optax.GradientTransformationExtraArgs, *, hosted: bool
+) -> optax.GradientTransformationExtraArgs:
+    """`rule` applied to one layer of the stacked matrices at a time, and to the others at once.
+
+    A loop, not a sequence: only a loop keeps XLA from fetching all layers first.
+
+    Args:
+        rule: that updates each leaf, and each layer of it, by itself.
+        hosted: moments lie in the host's memory, and visit the device.
+    """
+
+    def moved(tree: Any, space: Any) -> Any:
+        return _moved(tree, space) if hosted else tree
+
+    def update(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        whole, rest = rule.update(
+            _pick(grads, "whole"),
+            moved(_pick(state, "whole", "shared"), jax.memory.Space.Device),
+            _pick(params, "whole"),
+            **extra,
         )
+        rest = moved(rest, jax.memory.Space.Host)
+        stacked, shared = _pick(params, "stacked"), _pick(state, "shared")
+        layers = {leaf.shape[0] for leaf in jax.tree.leaves(stacked)}
 
-    trees = (params, moments.mean, moments.square, grads)
-    leaves = zip(*(jax.tree.leaves(tree) for tree in trees), strict=True)
-    if shardings is None:
-        results = [leaf_update(*each) for each in leaves]
-    else:
-        places = jax.tree.leaves(shardings)
-        results = [
-            _streamed(leaf_update, place, *each) for each, place in zip(leaves, places, strict=True)
-        ]
-    structure = jax.tree.structure(params)
-    params, mean, square = (
-        jax.tree.unflatten(structure, part) for part in zip(*results, strict=True)
+        def one(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            def cut(tree: Any) -> Any:
+                return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1), tree)
+
+            def put(x: Array, new: Array) -> Array:
+                return jax.lax.dynamic_update_slice_in_dim(x, new, i, 0)
+
+            grads, moments = carry
+            held = _merge(moved(cut(moments), jax.memory.Space.Device), shared)
+            updates, held = rule.update(cut(grads), held, cut(stacked), **extra)
+            held = moved(_pick(held, "stacked"), jax.memory.Space.Host)
+            return jax.tree.map(put, grads, updates), jax.tree.map(put, moments, held)
+
+        carry = _pick(grads, "stacked"), _pick(state, "stacked")
+        for count in layers:
+            carry = jax.lax.fori_loop(0, count, one, carry)
+        return _merge(whole, carry[0]), _merge(rest, carry[1])
+
+    return optax.GradientTransformationExtraArgs(rule.init, update)
+
+
+def _kind(path: tuple[Any, ...], leaf: Array) -> str:
+    """`shared` for what is no parameter's; `stacked` for a layer's matrices, else `whole`.
+
+    TPUs slice the host's arrays only along dimensions before the last two, so that vectors of
+    layers are whole.
+    """
+    if not isinstance(path[-1], jax.tree_util.DictKey):
+        return "shared"
+    in_layers = jax.tree_util.DictKey("layers") in path
+    return "stacked" if in_layers and leaf.ndim > 2 else "whole"
+
+
+def _pick(tree: Any, *kinds: str) -> Any:
+    """The leaves of these kinds; `optax.MaskedNode` in the place of the others."""
+    return jax.tree.map_with_path(
+        lambda path, leaf: leaf if _kind(path, leaf) in kinds else optax.MaskedNode(), tree
     )
-    return params, Moments(mean, square)
 
 
-def _streamed(
-    update: LeafUpdate, place: NamedSharding, p: Array, m: Array, v: Array, g: Array
-) -> tuple[Array, Array, Array]:
-    """`update` of a leaf whose moments are the host's, a piece of axis 0 on the device at a time.
-
-    A loop, not a sequence: only a loop keeps XLA from fetching all pieces first.
-    """
-    host = place.with_memory_kind(HOST_MEMORY)
-    pieces = _pieces(p.shape, place)
-    size = p.shape[0] // pieces
-
-    def one(i: Array, leaf: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        def part(x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, i * size, size)
-
-        def put_back(x: Array, new: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(x, new, i * size, 0)
-
-        p, m, v = leaf
-        mean, square = (jax.device_put(part(x), place) for x in (m, v))
-        new, mean, square = update(part(p), mean, square, part(g))
-        mean, square = (jax.device_put(x, host) for x in (mean, square))
-        return put_back(p, new), put_back(m, mean), put_back(v, square)
-
-    return jax.lax.fori_loop(0, pieces, one, (p, m, v))
+def _merge(one: Any, other: Any) -> Any:
+    """The leaves of two trees of one structure, of which `_pick` has left out different ones."""
+    return jax.tree.map(lambda a, b: b if _is_masked(a) else a, one, other, is_leaf=_is_masked)
 
 
-def _pieces(shape: tuple[int, ...], place: NamedSharding) -> int:
-    """Into how many equal parts axis 0 is cut: as few as keep to PIECE.
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
-    One where the mesh cuts axis 0, and for matrices: TPUs slice the host's arrays only along
-    dimensions before the last two. All that is large but embedding and head has a layer's axis.
-    """
-    local = place.shard_shape(shape)
-    if len(shape) < 3 or local[0] != shape[0]:
-        return 1
-    divisors = [n for n in range(1, min(shape[0], MAX_PIECES) + 1) if shape[0] % n == 0]
-    return next((n for n in divisors if prod(local) // n <= PIECE), divisors[-1])
+
+def _moved(tree: Any, space: Any) -> Any:
+    """The parameters' leaves of a state in another `jax.memory.Space`."""
+    return jax.tree.map_with_path(
+        lambda path, x: x if _kind(path, x) == "shared" else jax.device_put(x, space), tree
+    )

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
@@ -33,13 +33,7 @@ from learner_jax.lora import abstract_lora, init_lora, merge
 from learner_jax.loss import grpo_loss
 from learner_jax.loss_metrics import LossMetrics
 from learner_jax.model import Policy, abstract_params, bind
-from learner_jax.optimizer import (
-    Moments,
-    abstract_moments,
-    adamw,
-    global_norm,
-    zero_moments,
-)
+from learner_jax.optimizer import abstract_state, apply_gradients, build_optimizer, init_state
 from learner_jax.packing import row_bound
 from learner_jax.sharding import batch_sharding, param_shardings
 from runspec.core.errors import UserError
@@ -55,9 +49,8 @@ class TrainState:
     params: Any
     """The masters: the weights, or the adapters where `learner.lora` is set; in
     `learner.master_dtype`."""
-    moments: Moments
-    updates: Data
-    """Optimizer updates made, int32 []."""
+    optimizer: optax.OptState
+    """Moments, in at least float32, and the count of updates made."""
     skipped: Data
     """Updates skipped in a row since the last one that was made, int32 []."""
 
@@ -187,24 +180,24 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
     """
     _check_packing(spec, mesh)
     config.check_length(spec.learner.packing.tokens, place="learner.packing.tokens")
-    abstract_state = _abstract_state(spec, config, mesh)
+    lora, updates = spec.learner.lora, spec.steps * spec.algorithm.updates_per_step
+    trained = abstract_params(config) if lora is None else abstract_lora(config, lora)
+    optimizer = build_optimizer(spec.optimizer, updates, trained)
+    abstract_state = _abstract_state(spec, config, mesh, optimizer)
     abstract_batch = _abstract_batch(spec, mesh)
-    weights = _abstract_like(abstract_params(config), mesh, jnp.dtype(spec.broadcast.dtype))
-    state, published = _shardings(abstract_state), _shardings(weights)
+    weights = abstract_like(abstract_params(config), mesh, jnp.dtype(spec.broadcast.dtype))
+    state, published = shardings(abstract_state), shardings(weights)
     per_token = abstract_batch[1].weights.sharding
     replicated = NamedSharding(mesh, PartitionSpec())
     summed = Accumulated(
         state.params, jax.tree.map(lambda _: replicated, LossMetrics.zeros()), per_token
     )
-    run = _Run(
-        spec, config, execution(spec.learner, mesh), sampling_temperature(spec), state.params
-    )
-    init_masters = jax.jit(run.init_masters, out_shardings=state.params)
+    run = _Run(spec, config, execution(spec.learner, mesh), sampling_temperature(spec), optimizer)
     return Programs(
         abstract_state=abstract_state,
         abstract_batch=abstract_batch,
         abstract_base=None if spec.learner.lora is None else weights,
-        init_state=partial(_init_state, init_masters, abstract_state),
+        init_state=jax.jit(run.init_state, out_shardings=state),
         freeze=jax.jit(run.freeze, out_shardings=published),
         publish=jax.jit(run.publish, out_shardings=published),
         score=jax.jit(run.score, out_shardings=per_token),
@@ -222,14 +215,14 @@ class _Run:
     execution: Execution
     temperature: float
     """Of sampling."""
-    shardings: Any
-    """Of the masters."""
+    optimizer: optax.GradientTransformationExtraArgs
 
-    def init_masters(self, params: Any) -> Any:
+    def init_state(self, params: Any) -> TrainState:
         learner = self.spec.learner
         if learner.lora is not None:
             params = init_lora(self.config, learner.lora, jax.random.key(self.spec.seed))
-        return _copy_as(params, jnp.dtype(learner.master_dtype))
+        masters = _copy_as(params, jnp.dtype(learner.master_dtype))
+        return TrainState(masters, init_state(self.optimizer, masters), jnp.zeros((), jnp.int32))
 
     def freeze(self, params: Any) -> Any:
         return _copy_as(params, jnp.dtype(self.spec.broadcast.dtype))
@@ -265,20 +258,13 @@ class _Run:
         return jax.lax.fori_loop(0, count, one, nothing)
 
     def apply(self, state: TrainState, total: Accumulated) -> tuple[TrainState, Update]:
-        norm = global_norm(total.grads)
+        norm = optax.tree.norm(total.grads)
         made = jnp.isfinite(norm) & jnp.isfinite(total.metrics.loss)
-        params, moments = adamw(
-            self.spec.optimizer,
-            state.params,
-            state.moments,
-            total.grads,
-            updates=state.updates,
-            norm=norm,
-            made=made,
-            shardings=self.shardings if self.spec.optimizer.offload else None,
+        params, optimizer = apply_gradients(
+            self.optimizer, state.params, state.optimizer, total.grads, made=made
         )
         skipped = jnp.where(made, 0, state.skipped + 1)
-        return TrainState(params, moments, state.updates + made, skipped), Update(norm, skipped)
+        return TrainState(params, optimizer, skipped), Update(norm, skipped)
 
     def _logprobs(self, policy: Policy, batch: TokenBatch) -> tuple[Array, Array]:
         return policy_logprobs(
@@ -299,15 +285,8 @@ class _Run:
         return loss, (metrics, logprobs)
 
 
-def _init_state(
-    init_masters: Callable[[Any], Any], abstract: TrainState, params: Any
-) -> TrainState:
-    none, moments = np.zeros((), np.int32), zero_moments(abstract.moments)
-    updates, skipped = jax.device_put((none, none), abstract.updates.sharding)
-    return TrainState(init_masters(params), moments, updates, skipped)
-
-
-def _shardings(abstract: Any) -> Any:
+def shardings(abstract: Any) -> Any:
+    """Those of a tree of `jax.ShapeDtypeStruct`."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
@@ -321,7 +300,7 @@ def _copy_as(params: Any, dtype: np.dtype | type) -> Any:
     return jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
 
 
-def _abstract_like(specs: Any, mesh: Mesh, dtype: np.dtype | type) -> Any:
+def abstract_like(specs: Any, mesh: Mesh, dtype: np.dtype | type) -> Any:
     """`jax.ShapeDtypeStruct` for a tree of `Parameter`."""
     return jax.tree.map(
         lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding),
@@ -330,13 +309,15 @@ def _abstract_like(specs: Any, mesh: Mesh, dtype: np.dtype | type) -> Any:
     )
 
 
-def _abstract_state(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> TrainState:
+def _abstract_state(
+    spec: RunSpec, config: ModelConfig, mesh: Mesh, optimizer: optax.GradientTransformation
+) -> TrainState:
     lora = spec.learner.lora
     trained = abstract_params(config) if lora is None else abstract_lora(config, lora)
-    params = _abstract_like(trained, mesh, jnp.dtype(spec.learner.master_dtype))
-    moments = abstract_moments(params, offload=spec.optimizer.offload)
+    params = abstract_like(trained, mesh, jnp.dtype(spec.learner.master_dtype))
+    moments = abstract_state(optimizer, params, offload=spec.optimizer.offload)
     number = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    return TrainState(params, moments, number, number)
+    return TrainState(params, moments, number)
 
 
 def _abstract_batch(spec: RunSpec, mesh: Mesh) -> tuple[TokenBatch, LossInputs]:

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ from learner_jax.layout import initial_model
 from learner_jax.leaves import save_weights
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import abstract_params, bind, init_params
-from learner_jax.optimizer import Moments, adamw, global_norm
+from learner_jax.optimizer import abstract_state, apply_gradients, build_optimizer, init_state
 from learner_jax.packing import Packed, Sample, pack
-from learner_jax.sharding import make_mesh, param_shardings, shard_batch, shard_params
+from learner_jax.sharding import make_mesh, shard_batch, shard_params
+from learner_jax.step import abstract_like, shardings
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import new_directory, read_bounded, remove_leftovers
@@ -299,12 +301,13 @@ class _Steps:
 
 def _build_steps(config: ModelConfig, start: WarmStart, mesh: Mesh) -> _Steps:
     """Jitted programs of weighted cross-entropy, - sum_t w_t log p(o_t), in float32."""
-    optimizer = Optimizer(
+    settings = Optimizer(
         lr=start.lr,
         betas=(0.9, start.beta2),
         clip_norm=start.clip_norm,
         warmup_updates=start.warmup_updates,
     )
+    optimizer = build_optimizer(settings, start.max_updates)
 
     def score(params: Any, batch: TokenBatch) -> Array:
         policy = bind(config, params)
@@ -317,10 +320,6 @@ def _build_steps(config: ModelConfig, start: WarmStart, mesh: Mesh) -> _Steps:
         head = policy.head_weight()
         return token_logprobs(hidden, head, batch.targets, temperature=1.0, mesh=mesh)[0]
 
-    def init(params: Any) -> tuple[Moments, Array]:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return Moments(zeros, zeros), jnp.zeros((), jnp.int32)
-
     def zeros(params: Any) -> tuple[Array, Any]:
         return jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
 
@@ -332,24 +331,17 @@ def _build_steps(config: ModelConfig, start: WarmStart, mesh: Mesh) -> _Steps:
 
         return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params))
 
-    def apply(
-        params: Any, opt_state: tuple[Moments, Array], gradients: Any
-    ) -> tuple[Any, tuple[Moments, Array]]:
-        moments, updates = opt_state
-        norm, made = global_norm(gradients), jnp.array(True)
-        params, moments = adamw(
-            optimizer, params, moments, gradients, updates=updates, norm=norm, made=made
-        )
-        return params, (moments, updates + 1)
-
-    # Said, not left to the compiler: what comes back is then what goes in, and compiled once.
-    like, one = param_shardings(abstract_params(config), mesh), NamedSharding(mesh, PartitionSpec())
-    total, optimizer_state = (one, like), (Moments(like, like), one)
+    # Explicit shardings keep outputs laid out as inputs are, so each program is compiled once.
+    masters = abstract_like(abstract_params(config), mesh, jnp.float32)
+    like, state = shardings((masters, abstract_state(optimizer, masters, offload=False)))
+    total = (NamedSharding(mesh, PartitionSpec()), like)
     return _Steps(
-        init=jax.jit(init, out_shardings=optimizer_state),
+        init=jax.jit(partial(init_state, optimizer), out_shardings=state),
         zeros=jax.jit(zeros, out_shardings=total),
         accumulate=jax.jit(accumulate, donate_argnums=1, out_shardings=total),
-        apply=jax.jit(apply, donate_argnums=(0, 1), out_shardings=(like, optimizer_state)),
+        apply=jax.jit(
+            partial(apply_gradients, optimizer), donate_argnums=(0, 1), out_shardings=(like, state)
+        ),
         score=jax.jit(score),
     )
 

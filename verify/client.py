@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
+from runspec.core.http_client import Answer
 from runspec.core.invite import use_invite
 from runspec.core.keys import SigningKey
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
@@ -52,7 +52,7 @@ class WorkItem:
     """A submission that a validator is to check."""
 
     submission: str
-    """Digest of the Parquet bytes; `download` fetches them."""
+    """Digest of the table; `download` fetches them."""
     lease: bytes
     """The signed lease."""
     envelope: bytes
@@ -159,7 +159,7 @@ class CoordinatorClient:
         with self._held:
             body = {"wait": wait_s, "holding": sorted(self._leases)}
         answer = self._post("/v1/leases", body, wait_s=wait_s)
-        if answer.status_code == httpx.codes.NO_CONTENT:
+        if answer.status == HTTPStatus.NO_CONTENT:
             return None
         try:
             lease = open_lease(answer.content, coordinators=self.roles().coordinator)
@@ -172,7 +172,7 @@ class CoordinatorClient:
         return answer.content
 
     def submit(self, envelope: bytes, table: bytes) -> None:
-        """Hands in a submission: its signed envelope and its Parquet bytes.
+        """Hands in a submission: its signed envelope and its table.
 
         Sending the same bytes again is harmless. Where too much waits for a verdict, the
         coordinator says when to come again, and this waits.
@@ -261,7 +261,7 @@ class CoordinatorClient:
         with self._held:
             body = {"wait": wait_s, "holding": sorted(self._claims)}
         answer = self._post("/v1/validator/next", body, wait_s=wait_s)
-        if answer.status_code == httpx.codes.NO_CONTENT:
+        if answer.status == HTTPStatus.NO_CONTENT:
             return None
         item = self._work_item(answer.content)
         with self._held:
@@ -269,7 +269,7 @@ class CoordinatorClient:
         return item
 
     def download(self, digest: str) -> bytes:
-        """The Parquet bytes of a submission; their digest is checked, their contents are not."""
+        """The table of a submission; their digest is checked, their contents are not."""
         data = self._http.call(
             "GET",
             f"/v1/submissions/{digest}",
@@ -280,7 +280,7 @@ class CoordinatorClient:
         return data
 
     def verdict(self, envelope: bytes, table: bytes) -> None:
-        """Hands in a verdict file: its signed envelope and its Parquet bytes.
+        """Hands in a verdict file: its signed envelope and its table.
 
         A second verdict on a submission is taken note of and changes nothing.
         """
@@ -322,5 +322,5 @@ class CoordinatorClient:
             raise self._http.not_believed(error) from error
         return WorkItem(submitted.digest, lease, envelope, float(share))
 
-    def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> httpx.Response:
+    def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> Answer:
         return self._http.call("POST", path, body=canonical_json(dict(body)), wait_s=wait_s)

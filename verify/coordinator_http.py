@@ -9,11 +9,12 @@ import base64
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from http import HTTPStatus
 
-import httpx
-
+from runspec.core.address import is_server_url
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
+from runspec.core.http_client import Answer, HttpClient, LongAnswer, NoAnswer
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature
 from verify.request_auth import ENVELOPE, sign_request
@@ -21,7 +22,6 @@ from verify.request_auth import ENVELOPE, sign_request
 _log = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 64 * 1024
-_AS_IT_IS = {"Accept-Encoding": "identity"}
 _TIMEOUT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _MAX_WORDS = 1000
@@ -55,7 +55,13 @@ class CoordinatorHttp:
     def __init__(self, url: str, key: SigningKey, *, run: str, deadline_s: float) -> None:
         self.url = url.rstrip("/")
         self._key, self._run, self._deadline_s = key, run, deadline_s
-        self._http = httpx.Client(base_url=_address(self.url), timeout=_TIMEOUT_S, trust_env=False)
+        if not is_server_url(self.url):
+            raise UserError(
+                f"{url[:200]!r} is no address of a coordinator",
+                place="coordinator",
+                remedy="write for example http://127.0.0.1:8000",
+            )
+        self._http = HttpClient()
 
     def close(self) -> None:
         """Closes the connections."""
@@ -71,7 +77,7 @@ class CoordinatorHttp:
         wait_s: float = 0.0,
         patience_s: float = 0.0,
         max_bytes: int = MAX_ANSWER_BYTES,
-    ) -> httpx.Response:
+    ) -> Answer:
         """One request, signed anew and tried again until it is answered or the deadline passes.
 
         Args:
@@ -99,12 +105,12 @@ class CoordinatorHttp:
                 answer = self._try(
                     method, path, body, envelope, wait_s, max_bytes, max(deadline, ends)
                 )
-                told_s, answered = _retry_after(answer), answer.status_code
-                if not answer.is_server_error and not told_s:
+                told_s, answered = _retry_after(answer), answer.status
+                if answer.status < 500 and not told_s:
                     break
-                trouble = f"answers {answer.status_code}: {_words(answer)}"
-            except httpx.TransportError as error:
-                trouble = f"cannot be reached: {error or type(error).__name__}"
+                trouble = f"answers {answer.status}: {_words(answer)}"
+            except NoAnswer as error:
+                trouble = f"cannot be reached: {error}"
             pause = max(pause, told_s)
             if told_s and time.monotonic() < began + patience_s:  # it is there, and has its reasons
                 deadline = time.monotonic() + told_s + self._deadline_s + wait_s
@@ -146,19 +152,20 @@ class CoordinatorHttp:
         while True:
             came = 0
             try:
-                with self._http.stream("GET", path, headers=_AS_IT_IS) as answer:
-                    if answer.is_success:
-                        take(counted(answer.iter_raw()))
-                        return
-                    trouble, told_s = f"answers {answer.status_code}", _retry_after(answer)
-                    if answer.is_client_error and not told_s:
-                        raise UserError(
-                            f"GET {path}: {trouble}",
-                            place=f"coordinator {self.url}",
-                            remedy="its data changed: start the same command again",
-                        )
-            except httpx.TransportError as error:
-                trouble, told_s = str(error) or type(error).__name__, 0.0
+                answer = self._http.stream(
+                    self.url + path, idle_s=_TIMEOUT_S, take=lambda pieces: take(counted(pieces))
+                )
+                if answer.is_success:
+                    return
+                trouble, told_s = f"answers {answer.status}", _retry_after(answer)
+                if 400 <= answer.status < 500 and not told_s:
+                    raise UserError(
+                        f"GET {path}: {trouble}",
+                        place=f"coordinator {self.url}",
+                        remedy="its data changed: start the same command again",
+                    )
+            except NoAnswer as error:
+                trouble, told_s = str(error), 0.0
             if came > furthest:
                 furthest, deadline = came, time.monotonic() + self._deadline_s
             pause = max(pause, told_s)
@@ -181,35 +188,31 @@ class CoordinatorHttp:
         wait_s: float,
         max_bytes: int,
         ends_at: float,
-    ) -> httpx.Response:
+    ) -> Answer:
         headers = sign_request(self._key, run=self._run, method=method, path=path, body=body)
         if envelope is not None:
             headers[ENVELOPE] = base64.b64encode(envelope).decode()
-        timeout = httpx.Timeout(_TIMEOUT_S, read=_TIMEOUT_S + wait_s)
-        with self._http.stream(
-            method, path, content=body, headers=headers, timeout=timeout
-        ) as answer:
-            content = bytearray()
-            for piece in answer.iter_raw():
-                content += piece
-                if len(content) > max_bytes:
-                    raise self.not_believed(
-                        BadSignature(f"{method} {path}: more than {max_bytes} bytes")
-                    )
-                if time.monotonic() > ends_at:  # the timeouts above are of each read alone
-                    raise httpx.ReadTimeout(f"after {len(content)} bytes the answer has no end")
-        # Without the other headers: an answer is what came over the wire, never decompressed.
-        told = {"Retry-After": answer.headers.get("Retry-After", "")}
-        return httpx.Response(answer.status_code, content=bytes(content), headers=told)
+        try:
+            return self._http.fetch(
+                method,
+                self.url + path,
+                body=body,
+                headers=headers,
+                max_bytes=max_bytes,
+                timeout_s=ends_at - time.monotonic(),
+                idle_s=_TIMEOUT_S + wait_s,
+            )
+        except LongAnswer as error:
+            raise self.not_believed(BadSignature(f"{method} {path}: {error}")) from error
 
-    def _checked(self, answer: httpx.Response, request: str) -> httpx.Response:
-        if answer.status_code == httpx.codes.GONE:
+    def _checked(self, answer: Answer, request: str) -> Answer:
+        if answer.status == HTTPStatus.GONE:
             raise RunFinished(_words(answer))
         if answer.is_success:
             return answer
-        refused = SubmissionRefused if answer.status_code == httpx.codes.CONFLICT else UserError
+        refused = SubmissionRefused if answer.status == HTTPStatus.CONFLICT else UserError
         raise refused(
-            f"{request}: {answer.status_code}, {_words(answer)}", place=f"coordinator {self.url}"
+            f"{request}: {answer.status}, {_words(answer)}", place=f"coordinator {self.url}"
         )
 
     def not_believed(self, error: Exception) -> UserError:
@@ -221,26 +224,12 @@ class CoordinatorHttp:
         )
 
 
-def _address(url: str) -> httpx.URL:
-    try:
-        address = httpx.URL(url)
-    except httpx.InvalidURL:
-        address = httpx.URL()
-    if address.scheme not in ("http", "https") or not address.host:
-        raise UserError(
-            f"{url[:200]!r} is no address of a coordinator",
-            place="coordinator",
-            remedy="write for example http://127.0.0.1:8000",
-        )
-    return address
-
-
-def _retry_after(answer: httpx.Response) -> float:
+def _retry_after(answer: Answer) -> float:
     """Seconds after which a coordinator that has too much to do (429) wants to be asked again;
     0.0 where it does not say that it has."""
-    if answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
+    if answer.status != HTTPStatus.TOO_MANY_REQUESTS:
         return 0.0
-    text = answer.headers.get("Retry-After", "")
+    text = answer.retry_after
     told = float(text) if text.isascii() and text.isdigit() and len(text) < 10 else _LONGEST_PAUSE_S
     return min(max(told, _FIRST_PAUSE_S), _LONGEST_RETRY_S)
 
@@ -253,14 +242,14 @@ def _remedy(answered: int | None) -> str:
     """
     if answered is None:
         return "check that the coordinator runs and that its address is right"
-    if answered == httpx.codes.TOO_MANY_REQUESTS:
+    if answered == HTTPStatus.TOO_MANY_REQUESTS:
         return "it has too much to do: try again later, or ask whoever runs it"
     return "it is there: its log says what it waits for (a full disk, its database)"
 
 
-def _words(answer: httpx.Response) -> str:
+def _words(answer: Answer) -> str:
     try:
         words = str(parse_object(answer.content, max_bytes=MAX_ANSWER_BYTES)["error"])
     except (MalformedJson, KeyError):
-        words = answer.text[:200]
+        words = answer.content[:800].decode(errors="replace")[:200]
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in words[:_MAX_WORDS])

@@ -25,7 +25,7 @@ from learner_jax.execution import Execution
 from learner_jax.leaves import save_weights
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import bind, init_params
-from learner_jax.optimizer import Moments, adamw, global_norm
+from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
 from runspec.core.models.config import ModelConfig, parse_config
 from runspec.core.models.decoder import hf_config
 from runspec.core.spec.schema import Optimizer
@@ -142,19 +142,21 @@ def updates(
         rng: draws the windows.
         lr: learning rate; None for the size's own.
     """
-    update = _update(size.config, size.lr if lr is None else lr)
-    moments = Moments(*(jax.tree.map(jnp.zeros_like, params) for _ in range(2)))
-    for n in itertools.count():
+    optimizer, step = _update(size.config, size.lr if lr is None else lr, size.updates)
+    state = init_state(optimizer, params)
+    while True:
         starts = rng.integers(0, len(text) - SEQUENCE, size.sequences)
         tokens = np.stack([text[s : s + SEQUENCE] for s in starts]).astype(np.int32)
-        params, moments, value = update(params, moments, jnp.int32(n), jnp.asarray(tokens))
+        params, state, value = step(params, state, jnp.asarray(tokens))
         yield params, value
 
 
 @cache
-def _update(config: ModelConfig, lr: float) -> Callable[..., tuple]:
-    """Parameters, moments, updates so far, i32 [B, 256] -> parameters, moments, loss; compiled."""
-    optimizer = Optimizer(lr=lr, betas=(0.9, 0.98), clip_norm=1.0, warmup_updates=10)
+def _update(config: ModelConfig, lr: float, updates: int) -> tuple[Any, Callable[..., tuple]]:
+    """The optimizer, and compiled: parameters, its state, i32 [B, 256] -> parameters, its state,
+    loss."""
+    settings = Optimizer(lr=lr, betas=(0.9, 0.98), clip_norm=1.0, warmup_updates=10)
+    optimizer = build_optimizer(settings, updates)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         hidden = _forward(params, config, tokens, jnp.float32)
@@ -165,12 +167,11 @@ def _update(config: ModelConfig, lr: float) -> Callable[..., tuple]:
         return -jnp.sum(logprobs) / jnp.sum(targets >= 0)
 
     @partial(jax.jit, donate_argnums=1)
-    def update(params: Any, moments: Moments, n: jax.Array, tokens: jax.Array) -> tuple:
+    def step(params: Any, state: Any, tokens: jax.Array) -> tuple:
         value, grads = jax.value_and_grad(loss)(params, tokens)
-        norm, made = global_norm(grads), jnp.array(True)
-        return *adamw(optimizer, params, moments, grads, updates=n, norm=norm, made=made), value
+        return *apply_gradients(optimizer, params, state, grads), value
 
-    return update
+    return optimizer, step
 
 
 def hidden_states(

@@ -23,8 +23,6 @@ import numpy as np
 import zstandard
 
 SEGMENT_ELEMENTS = 2**21
-MAX_BYTES_PER_ELEMENT = 32
-"""What decoding a segment holds in memory at most, whatever its bytes are."""
 UNCHANGED, SPARSE, FULL = range(3)
 _SKIP = 255
 """The gap byte for 255 unchanged elements and no changed one."""

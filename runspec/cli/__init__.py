@@ -80,17 +80,11 @@ def lint(
         list[str] | None, typer.Option(help="Not these rules or groups, comma-separated.")
     ] = None,
     output: Annotated[
-        str, typer.Option("--format", help="pretty, compact, json, github, sarif or junit.")
+        str, typer.Option("--format", help="pretty, compact, json, github or sarif.")
     ] = "pretty",
     fail_level: Annotated[
         str, typer.Option(help="Exits 1 at or above: error, warning or never.")
     ] = "error",
-    baseline: Annotated[
-        Path | None, typer.Option(help="Findings known before, which are not shown.")
-    ] = None,
-    write_baseline: Annotated[
-        bool, typer.Option("--write-baseline", help="Writes what is found to --baseline.")
-    ] = False,
 ) -> None:
     """Checks specs. Exits 0 clean, 1 with findings, 2 on an unreadable file or bad usage."""
     from runspec.cli.lint import LintOptions, lint_command
@@ -105,8 +99,6 @@ def lint(
         ignore=ignore or [],
         output=output,
         fail_level=fail_level,
-        baseline=baseline,
-        write_baseline=write_baseline,
     )
     raise typer.Exit(lint_command(options))
 
@@ -150,14 +142,11 @@ def lock(
     check: Annotated[
         bool, typer.Option("--check", help="Writes nothing; exits 1 where the lock is stale.")
     ] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="Digests all bytes of weights, however large.")
-    ] = False,
 ) -> None:
-    """Pins model, tokenizer, template, config and data by digest, in FILE.lock.yaml."""
+    """Pins model, tokenizer and data by commit and digest, in FILE.lock.yaml."""
     from runspec.cli.lock import lock_command
 
-    raise typer.Exit(lock_command(_files(file, profile, placement, overrides), check, full))
+    raise typer.Exit(lock_command(_files(file, profile, placement, overrides), check))
 
 
 @app.command(rich_help_panel=SPEC)
@@ -168,17 +157,6 @@ def schema(
     from runspec.cli.schema import schema_command
 
     raise typer.Exit(schema_command(draft))
-
-
-@app.command(rich_help_panel=SPEC)
-def migrate(
-    files: Annotated[list[Path], typer.Argument(help="Specs of any version.")],
-    write: Annotated[bool, typer.Option("--write", help="Changes the files.")] = False,
-) -> None:
-    """Shows, or makes, what raises specs to the newest version of the schema."""
-    from runspec.cli.migrate import migrate_command
-
-    raise typer.Exit(migrate_command(files, write))
 
 
 @app.command(rich_help_panel=RUN)

@@ -21,11 +21,11 @@ from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
-from runspec.local.apply import NotReady, is_finished, open_run, require_ready, supervise
+from runspec.local.apply import is_finished, supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
-from runspec.local.identity import make_identity
 from runspec.local.live import CHANGE, ask, change_request
 from runspec.local.planning import refuse_stale, seen_now
+from runspec.local.prepare import NotReady, prepare_run, require_ready
 from runspec.local.run_dir import EXIT_LOCKED, RunLocked, run_directory
 from runspec.local.text import duration, number
 from runspec.plan.changes import LIVE, difference
@@ -41,35 +41,46 @@ def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
     spec, seen = (plan.spec, plan.seen) if plan else (sound_spec(files), None)
     run_dir = run_directory(spec, runs_dir)
     try:
-        refuse_stale(seen, run_dir)
-        if is_finished(spec, runs_dir):
-            print(f"{spec.name} is finished: all {spec.steps} steps are trained.")
-            for change in difference(load_resolved(run_dir), spec):
-                print(f"not applied, for nothing is left to do: {change}")
-            show_result(run_dir)
-            return 0
-        try:
-            with open_run(spec, runs_dir, seen=seen) as run:
-                make_identity(run.directory, run.spec)  # whose root the link names
-                show_link(run.directory, run.spec)
-                if detach:
-                    return start_in_background(run)
-                with StopSignals() as requests, watching(spec.name, spec.steps) as view:
-                    outcome = supervise(run, view, requests)
-        except RunLocked as error:
-            return _change_live(spec, run_dir, seen, error)
+        return go_on(spec, run_dir, detach=detach, seen=seen)
     except NotReady as error:
         _show_missing(error, None if plan else files)
         return EXIT_FAILED
+
+
+def go_on(spec: RunSpec, run_dir: Path, *, detach: bool, seen: Seen | None = None) -> int:
+    """Starts or continues a run, or changes it while it is alive; returns the exit code.
+
+    Args:
+        spec: what the run is to be.
+        run_dir: its directory.
+        detach: leaves the supervisor in the background.
+        seen: the state that a saved plan was made from; None where nothing was planned.
+
+    Raises:
+        NotReady: this machine cannot start it.
+    """
+    refuse_stale(seen, run_dir)
+    if is_finished(spec, run_dir):
+        print(f"{spec.name} is finished: all {spec.steps} steps are trained.")
+        for change in difference(load_resolved(run_dir), spec):
+            print(f"not applied, for nothing is left to do: {change}")
+        show_result(run_dir)
+        return 0
+    try:
+        with prepare_run(spec, run_dir, seen=seen) as run:
+            show_link(run_dir, spec)
+            if detach:
+                return start_in_background(run)
+            with StopSignals() as requests, watching(spec.name, spec.steps) as view:
+                outcome = supervise(run, view, requests)
+    except RunLocked as error:
+        return _change_live(spec, run_dir, seen, error)
     show_result(run_dir)
-    if outcome.kind == "interrupted":
-        # A plan that was applied is stale: its changes are there.
-        again = f"runspec resume {run_dir}" if plan else _command_line(files, runs_dir)
-        print(f"Interrupted by {requests.last}. To go on from the newest checkpoint: {again}")
-        return EXIT_INTERRUPTED
-    if outcome.kind == "paused":
-        print(f"Paused. To go on from the newest checkpoint: runspec resume {run_dir}")
-    return 0
+    if outcome.kind == "finished":
+        return 0
+    how = f"Interrupted by {requests.last}" if outcome.kind == "interrupted" else "Paused"
+    print(f"{how}. To go on from the newest checkpoint: runspec resume {run_dir}")
+    return EXIT_INTERRUPTED if outcome.kind == "interrupted" else 0
 
 
 def saved_plan(files: SpecFiles) -> SavedPlan | None:
@@ -153,12 +164,3 @@ def _show_missing(error: NotReady, files: SpecFiles | None) -> None:
     if laptop.exists():
         command = shlex.join(["runspec", "apply", str(files.path), "--profile", LAPTOP])
         console.print(f"The same loop, small enough for this machine: {command}", soft_wrap=True)
-
-
-def _command_line(files: SpecFiles, runs_dir: Path | None) -> str:
-    words = ["runspec", "apply", str(files.path)]
-    words += ["--profile", files.profile] if files.profile else []
-    words += ["--placement", str(files.placement)] if files.placement else []
-    words += [word for override in files.overrides for word in ("--set", override)]
-    words += ["--runs-dir", str(runs_dir)] if runs_dir is not None else []
-    return shlex.join(words)

@@ -15,10 +15,9 @@ from pathlib import Path
 from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_INTERNAL, EXIT_USER_ERROR
-from runspec.core.spec.resolved import load_resolved
-from runspec.local.apply import OpenRun, supervise
+from runspec.local.apply import supervise
 from runspec.local.children import last_lines
-from runspec.local.endpoints import load_endpoints
+from runspec.local.prepared import PreparedRun
 from runspec.local.run_dir import sign_lock
 from runspec.local.state import RunState
 
@@ -28,7 +27,7 @@ _LINES = 20
 _POLL_S = 0.2
 
 
-def start_in_background(run: OpenRun) -> int:
+def start_in_background(run: PreparedRun) -> int:
     """Starts the supervisor of an open run and waits until its roles have started.
 
     Returns:
@@ -72,12 +71,10 @@ def main(arguments: list[str]) -> int:
 
     run_dir, lock = Path(arguments[0]), int(arguments[1])
     sign_lock(lock)
-    spec, endpoints = load_resolved(run_dir), load_endpoints(run_dir)
-    assert endpoints is not None, "`apply` wrote them before it started this process"
-    run = OpenRun(run_dir, spec, endpoints, lock)
     try:
+        run = PreparedRun.inherited(run_dir, lock)
         with StopSignals() as requests:
-            outcome = supervise(run, PlainView(spec.steps, sys.stdout), requests)
+            outcome = supervise(run, PlainView(run.spec.steps, sys.stdout), requests)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", EXIT_USER_ERROR)

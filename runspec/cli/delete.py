@@ -13,25 +13,23 @@ from runspec.core.errors import UserError
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.run_files import state_folder
 from runspec.local.children import end_leftovers
-from runspec.local.run_dir import EXIT_LOCKED, RunLocked, find_run, hold
+from runspec.local.run_dir import find_run, hold
 from runspec.local.state import RunState
-
-LEFTOVER_PATIENCE_S = 10.0
 
 
 def delete_command(run: str, yes: bool, runs_dir: Path) -> int:
-    """Removes the directory unless the run is alive; returns the exit code."""
+    """Removes the directory; returns 0.
+
+    Raises:
+        RunLocked: the run is alive.
+    """
     run_dir = find_run(run, runs_dir)
-    try:
-        with hold(run_dir):
-            kept = _kept(run_dir)
-            if not yes:
-                typer.confirm(f"Remove {run_dir} with everything in it?", abort=True)
-            _end_leftovers(run_dir)
-            _remove(run_dir)
-    except RunLocked as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_LOCKED
+    with hold(run_dir):
+        kept = _kept(run_dir)
+        if not yes:
+            typer.confirm(f"Remove {run_dir} with everything in it?", abort=True)
+        _end_leftovers(run_dir)
+        _remove(run_dir)
     print(f"Removed {run_dir}")
     if kept is not None:
         print(f"Its full states stay in {kept}: a new run of this name needs them gone")
@@ -41,7 +39,7 @@ def delete_command(run: str, yes: bool, runs_dir: Path) -> int:
 def _end_leftovers(run_dir: Path) -> None:
     try:
         with closing(RunState(run_dir)) as state:
-            end_leftovers(state.roles(), LEFTOVER_PATIENCE_S)
+            end_leftovers(state.roles())
     except UserError as error:  # damaged: that must not keep it from being removed
         print(f"warning: roles that may still be alive are not known: {error}", file=sys.stderr)
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runspec.cli.desk import LEAST_PREFIX, desk
+from runspec.cli.status import plain_table
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.hashing import is_digest
@@ -123,9 +124,7 @@ def invite_rows(made: list[Made], seen: list[dict[str, Any]]) -> list[dict[str, 
 
 def invite_table(rows: list[dict[str, Any]]) -> Table:
     """What `invite_rows` found, for people."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("invite", "pool", "used", "expires", "state"):
-        table.add_column(column)
+    table = plain_table("invite", "pool", "used", "expires", "state")
     for row in rows:
         at = row["expires"]
         expires = "" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))

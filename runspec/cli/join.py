@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import time
 from collections.abc import Iterator
@@ -11,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
 from runspec.cli.signals import StopSignals
+from runspec.core.canonical import parse_object
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_file
+from runspec.core.http_client import HttpClient, NoAnswer
 from runspec.core.join_link import JoinLink, parse_join_link, reachable
 from runspec.core.keys import SigningKey
 from runspec.core.models.of_spec import model_config
@@ -163,7 +162,7 @@ class Progress:
         self._next = time.monotonic() + PROGRESS_S
         try:
             line = progress_line(_status(self._url), self._key)
-        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (NoAnswer, ValueError, LookupError, TypeError, AttributeError) as error:
             if not self._away and not now:  # a run that is finished may be gone already
                 say(f"the coordinator does not answer ({type(error).__name__}); work goes on")
             self._away = True
@@ -202,20 +201,11 @@ def progress_line(status: dict[str, Any], key: str) -> str:
 
 
 def _status(url: str) -> dict[str, Any]:
-    ends = time.monotonic() + _STATUS_TIMEOUT_S  # a drop now and then never times out by itself
-    with httpx.stream("GET", url, timeout=_STATUS_TIMEOUT_S, trust_env=False) as answer:
-        answer.raise_for_status()
-        data = bytearray()
-        for piece in answer.iter_bytes():
-            data += piece
-            if len(data) > _MAX_STATUS_BYTES:
-                raise ValueError("a status without end")
-            if time.monotonic() > ends:
-                raise httpx.ReadTimeout("a status that takes too long")
-    status = json.loads(bytes(data))
-    if not isinstance(status, dict):
-        raise ValueError("no status")
-    return status
+    with HttpClient() as client:
+        answer = client.fetch("GET", url, max_bytes=_MAX_STATUS_BYTES, timeout_s=_STATUS_TIMEOUT_S)
+    if not answer.is_success:
+        raise ValueError(f"status {answer.status}")
+    return parse_object(answer.content, max_bytes=_MAX_STATUS_BYTES)
 
 
 def _whole(options: JoinOptions, link: JoinLink) -> JoinLink:
@@ -231,9 +221,9 @@ def _whole(options: JoinOptions, link: JoinLink) -> JoinLink:
     if run is None:
         try:
             run = str(_status(f"{link.coordinator}/v1/status")["run"])
-        except (httpx.HTTPError, ValueError, KeyError) as error:
+        except (NoAnswer, ValueError, KeyError) as error:
             raise UserError(
-                f"cannot ask the coordinator for its run: {error or type(error).__name__}",
+                f"cannot ask the coordinator for its run: {error}",
                 place=link.coordinator,
                 remedy="check the address, or give --run NAME",
             ) from error

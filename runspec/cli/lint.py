@@ -40,8 +40,6 @@ class LintOptions:
     ignore: Sequence[str]
     output: str
     fail_level: str
-    baseline: Path | None
-    write_baseline: bool
 
 
 def lint_command(options: LintOptions) -> int:
@@ -59,8 +57,6 @@ def _lint(options: LintOptions) -> int:
     checked = _check(options)
     if options.fix:
         checked = _fixed(checked, chosen, options)
-    if options.baseline is not None and options.write_baseline:
-        _write_baseline(checked, chosen, options.baseline)
     report = _report(checked, chosen, options)
     _print(report, options.output)
     if report.unreadable:
@@ -76,10 +72,6 @@ def _check_usage(options: LintOptions) -> None:
         if value not in known:
             remedy = f"choose one of: {', '.join(known)}"
             raise UserError(f"there is no {value[:80]!r}", place=option, remedy=remedy)
-    if options.write_baseline and options.baseline is None:
-        raise UserError(
-            "no file to write to", place="--write-baseline", remedy="add --baseline FILE"
-        )
 
 
 def _check(options: LintOptions) -> CheckedFiles:
@@ -108,27 +100,11 @@ def _fixed(checked: CheckedFiles, chosen: Selection, options: LintOptions) -> Ch
     return checked
 
 
-def _write_baseline(checked: CheckedFiles, chosen: Selection, path: Path) -> None:
-    from runspec.lint.baseline import write_baseline
-
-    count = write_baseline([f for f in checked.findings if chosen.takes(f)], path)
-    print(f"{path}: {_counted(count, 'finding')} known from now on", file=sys.stderr)
-
-
 def _report(checked: CheckedFiles, chosen: Selection, options: LintOptions) -> Report:
     findings = [finding for finding in checked.findings if chosen.takes(finding)]
     suppressed = [one for one in checked.suppressed if chosen.takes(one.finding)]
-    known = 0
-    if options.baseline is not None:
-        from runspec.lint.baseline import split
-
-        parts = split(findings, options.baseline, codes=chosen.codes, files=checked.texts)
-        findings, known = parts.new, parts.known
-        if parts.gone:
-            gone = f"{_counted(parts.gone, 'entry', 'entries')} of {options.baseline} found no more"
-            print(f"{gone}; --write-baseline takes them out", file=sys.stderr)
     level = next(level for level in get_args(FailLevel) if level == options.fail_level)
-    return Report(checked.files, findings, suppressed, known, checked.unreadable, level)
+    return Report(checked.files, findings, suppressed, checked.unreadable, level)
 
 
 def _print(report: Report, output: str) -> None:
@@ -159,11 +135,9 @@ def _summarise(report: Report) -> None:
     said = [_counted(report.count("error"), "error"), _counted(report.count("warning"), "warning")]
     if report.suppressed:
         said.append(f"{len(report.suppressed)} suppressed")
-    if report.known:
-        said.append(f"{report.known} known from the baseline")
     if report.findings or len(said) > 2:
         print(", ".join(said), file=sys.stderr)
 
 
-def _counted(count: int, one: str, many: str = "") -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"
+def _counted(count: int, one: str) -> str:
+    return f"{count} {one if count == 1 else one + 's'}"

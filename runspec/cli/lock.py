@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runspec.core.errors import UserError
@@ -12,13 +11,11 @@ from runspec.core.spec.load import SpecFiles
 
 if TYPE_CHECKING:
     from runspec.core.spec.schema import RunSpec
-    from runspec.lock.pins import Seen
 
 EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2
-_WORTH_A_LINE = 100 * 10**6
 
 
-def lock_command(files: SpecFiles, check: bool, full: bool) -> int:
+def lock_command(files: SpecFiles, check: bool) -> int:
     """Writes the lock beside the spec, or says what is stale in it; returns the exit code.
 
     The spec must fit the schema; its rules may complain, for one of them asks for this lock.
@@ -35,7 +32,7 @@ def lock_command(files: SpecFiles, check: bool, full: bool) -> int:
             for finding in layered.findings:
                 print(format_finding(finding), file=sys.stderr)
             return EXIT_FINDINGS
-        return _check(layered.spec, files) if check else _write(layered.spec, files, full)
+        return _check(layered.spec, files) if check else _write(layered.spec, files)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_UNREADABLE
@@ -57,15 +54,15 @@ def _check(spec: RunSpec, files: SpecFiles) -> int:
     return EXIT_FINDINGS if stale else 0
 
 
-def _write(spec: RunSpec, files: SpecFiles, full: bool) -> int:
+def _write(spec: RunSpec, files: SpecFiles) -> int:
     from runspec.core.spec.lock_file import LOCK_VERSION, Lock, write_lock
-    from runspec.lock.pins import Looking, look
+    from runspec.lock.pins import look
 
-    seen = look(spec, Looking(files.path.parent, os.environ, full=full, progress=_progress))
-    problems = [*_ask_commits(seen), *(f"{path}: {what}" for path, what in seen.absent.items())]
+    seen = look(spec, files.path.parent, os.environ)
+    problems = {**seen.unknown, **seen.absent}
     if problems:
-        for problem in problems:
-            print(f"error: {problem}", file=sys.stderr)
+        for path, what in problems.items():
+            print(f"error: {path}: {what}", file=sys.stderr)
         print("nothing was written: a lock pins everything or is none", file=sys.stderr)
         return EXIT_FINDINGS
     for path, what in seen.open.items():
@@ -73,23 +70,3 @@ def _write(spec: RunSpec, files: SpecFiles, full: bool) -> int:
     lock = Lock(version=LOCK_VERSION, pins=seen.pins)
     print(f"wrote {write_lock(lock, files.path, files.profile)}")
     return 0
-
-
-def _ask_commits(seen: Seen) -> list[str]:
-    """Pins the commits that the Hub knows; returns what could not be found out."""
-    from runspec.lock.hub import ask_commit
-
-    problems = []
-    for path, (repository, revision) in seen.unknown.items():
-        try:
-            commit = ask_commit(repository, revision, os.environ)
-        except UserError as error:
-            problems.append(f"{path}: {error}")
-        else:
-            seen.pins[path] = seen.pins[path].model_copy(update={"commit": commit})
-    return problems
-
-
-def _progress(path: Path, size: int) -> None:
-    if size >= _WORTH_A_LINE:
-        print(f"digesting {path.name}, {size / 1e9:.1f} GB", file=sys.stderr, flush=True)

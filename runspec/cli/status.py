@@ -94,14 +94,14 @@ def headline(seen: Snapshot) -> str:
 
 
 def condition_table(shown: Sequence[Condition]) -> Table:
-    table = _table("condition", "status", "reason", "since", "message")
+    table = plain_table("condition", "status", "reason", "since", "message")
     for each in shown:
         table.add_row(each.type, each.status, each.reason, clock(each.since), each.message)
     return table
 
 
 def role_table(roles: Sequence[RoleRow]) -> Table:
-    table = _table("role", "state", "restarts", "process", "since")
+    table = plain_table("role", "state", "restarts", "process", "since")
     for role in roles:
         process = str(role.pid or "")
         table.add_row(role.name, role.state, str(role.restarts), process, clock(role.since))
@@ -117,7 +117,8 @@ def clock(at: float | None) -> str:
     return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", then)
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
+    """A table without lines."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runspec.cli.desk import desk
+from runspec.cli.status import plain_table
 
 
 def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:
@@ -81,11 +82,10 @@ def _never_registered(key: str, reason: str) -> dict[str, Any]:
 
 def worker_table(rows: list[dict[str, Any]]) -> Table:
     """What `worker_rows` found, for people."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("key", "pool", "standing", "reputation", "recomputed", "credits"):
-        table.add_column(column)
-    for column in ("accepted", "rejected", "withheld", "alive", "reason"):
-        table.add_column(column)
+    table = plain_table(
+        *("key", "pool", "standing", "reputation", "recomputed", "credits"),
+        *("accepted", "rejected", "withheld", "alive", "reason"),
+    )
     for row in rows:
         table.add_row(
             *(row["key"][:16], row["pool"] or "", row["standing"]),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.parameters import trained_count
 from runspec.core.spec.schema import RunSpec
 
 LEARNER_MFU = 0.4
@@ -77,23 +79,41 @@ def filtered_share(spec: RunSpec) -> Assumed:
     return _first("filtered share", said, 0.0, "share", "estimate.filtered_share")
 
 
-def changed_share(spec: RunSpec, hidden_size: int) -> Assumed:
-    """Share of the published elements whose bits one version changes.
+def weight_move(spec: RunSpec, config: ModelConfig) -> float:
+    """About how far one update moves a weight at the rate `lr`.
 
-    AdamW moves a weight by about lr (with adapters, lr / 10). A usual weight is about D^-1/2, where
-    numbers of p significant bits lie some D^-1/2 2^-p apart, so the share is about lr D^1/2 2^p,
-    and from 1 on all of them. No less than `CHANGED_SHARE` is assumed, which was measured.
+    AdamW moves every trained weight by about lr. With sgd the norm of an update is at most
+    lr clip_norm / (1 - momentum), which P trained weights share: 1 / sqrt(P) of it each. Adapters
+    have `LORA_GAIN` times the rate for the same change of the model.
 
     Args:
         spec: of the run.
-        hidden_size: D.
+        config: shape of the model.
+    """
+    optimizer, lora = spec.optimizer, spec.learner.lora
+    move = optimizer.lr / (LORA_GAIN if lora else 1.0)
+    if optimizer.kind == "sgd":
+        move *= optimizer.clip_norm / (1.0 - optimizer.momentum)
+        move /= trained_count(config, lora) ** 0.5
+    return move
+
+
+def changed_share(spec: RunSpec, config: ModelConfig) -> Assumed:
+    """Share of the published elements whose bits one version changes.
+
+    A usual weight is about D^-1/2, where numbers of p significant bits lie some D^-1/2 2^-p apart,
+    so the share is about `weight_move` D^1/2 2^p, and from 1 on all of them. No less than
+    `CHANGED_SHARE` is assumed, which was measured.
+
+    Args:
+        spec: of the run.
+        config: shape of the model, D its hidden size.
     """
     said = spec.estimate.changed_share
     if said is not None:
         return Assumed("changed share", said, "share", "estimate.changed_share")
     bits = _SIGNIFICAND_BITS[spec.broadcast.dtype]
-    lr = spec.optimizer.lr / (LORA_GAIN if spec.learner.lora else 1.0)
-    moved = min(1.0, lr * hidden_size**0.5 * 2**bits)
+    moved = min(1.0, weight_move(spec, config) * config.hidden_size**0.5 * 2**bits)
     if moved > CHANGED_SHARE:
         return Assumed("changed share", moved, "share", "optimizer.lr and broadcast.dtype")
     return Assumed("changed share", CHANGED_SHARE, "share", "PULSE, arXiv 2602.03839")

@@ -87,7 +87,7 @@ def _hardware(hardware: Hardware, path: str, *fields: str) -> Iterator[Assumed]:
 
 def _deltas(spec: RunSpec, config: ModelConfig | None) -> Iterator[Assumed]:
     if spec.broadcast.format == "delta" and config is not None:
-        yield assumed.changed_share(spec, config.hidden_size)
+        yield assumed.changed_share(spec, config)
         yield Assumed("finding what changed", assumed.DIFF_BYTES_S, "bytes/s", _OURS)
         yield Assumed("rebuilding from a delta", assumed.REBUILD_BYTES_S, "bytes/s", _OURS)
 

@@ -33,8 +33,15 @@ from dataclasses import dataclass
 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.logits import KEPT_LOGITS, device_positions, logits_chunk
-from runspec.core.models.parameters import WIDTH, lora_parameters, parameters, shard_elements
-from runspec.core.spec.schema import RunSpec
+from runspec.core.models.parameters import (
+    WIDTH,
+    Tree,
+    leaves,
+    parameters,
+    shard_elements,
+    trained_parameters,
+)
+from runspec.core.spec.schema import Mesh, RunSpec
 
 CODE = 48e6
 """Bytes of the program itself, on TPUs."""
@@ -49,7 +56,7 @@ class LearnerMemory:
     masters: float
     """The trained weights, or adapters, in `learner.master_dtype`."""
     moments: float
-    """AdamW's two, float32; 0 on the device with `optimizer.offload`."""
+    """The optimizer's, float32; 0 on the device with `optimizer.offload`."""
     gradients: float
     """Summed over the microbatches, float32."""
     published: float
@@ -88,7 +95,8 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
         config: shape of the model.
     """
     learner, algorithm, sizes = spec.learner, spec.algorithm, _sizes(spec, config)
-    published, moments = WIDTH[spec.broadcast.dtype], 2 * _WIDE * sizes.trained
+    published = WIDTH[spec.broadcast.dtype]
+    moments = _WIDE * sizes.moments
     offload = spec.optimizer.offload
     moment, activations, logits, temporaries = _worst_moment(spec, config, sizes)
     layer_inputs = sizes.activation(config.hidden_size) * config.num_hidden_layers
@@ -104,6 +112,21 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
         moment=moment,
         host=(moments if offload else 0.0) + (layer_inputs if learner.remat == "offload" else 0.0),
     )
+
+
+def moment_elements(kind: str, trained: Tree, mesh: Mesh) -> int:
+    """Float32 numbers that an optimizer keeps on one device.
+
+    Args:
+        kind: of `optimizer`.
+        trained: tree of the trained parameters.
+        mesh: that cuts them.
+    """
+    count = shard_elements(trained, mesh)
+    if kind == "muon":
+        matrices = [leaf for leaf in leaves(trained) if leaf.inputs is not None]
+        return 2 * count - sum(leaf.shard_size(mesh) for leaf in matrices)
+    return count if kind == "sgd" else 2 * count
 
 
 def logits_bytes(spec: RunSpec, config: ModelConfig) -> float:
@@ -123,6 +146,7 @@ class _Sizes:
 
     model: int
     trained: int
+    moments: int
     layers: int
     """W."""
     table: int
@@ -151,10 +175,11 @@ def _cut(size: int, by: int) -> int:
 def _sizes(spec: RunSpec, config: ModelConfig) -> _Sizes:
     learner, mesh = spec.learner, spec.learner.mesh
     tree, h = parameters(config), config.head_dim
-    adapters = None if learner.lora is None else lora_parameters(config, learner.lora)
+    trained = trained_parameters(config, learner.lora)
     return _Sizes(
         model=shard_elements(tree, mesh),
-        trained=shard_elements(tree if adapters is None else adapters, mesh),
+        trained=shard_elements(trained, mesh),
+        moments=moment_elements(spec.optimizer.kind, trained, mesh),
         layers=shard_elements(tree["layers"], mesh),
         table=tree["embed"].shard_size(mesh, whole="fsdp"),
         positions=device_positions(learner),

@@ -47,7 +47,7 @@ def version_size(spec: RunSpec, config: ModelConfig) -> VersionSize:
     """
     broadcast = spec.broadcast
     whole = version_bytes(config, broadcast.dtype)
-    share = changed_share(spec, config.hidden_size).value
+    share = changed_share(spec, config).value
     delta = min(float(whole), delta_bytes(config, broadcast.dtype, share))
     if broadcast.format == "full" or delta == whole:  # then every version is an anchor
         return VersionSize(whole, delta, follower=whole, joiner=whole)

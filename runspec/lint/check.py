@@ -9,7 +9,7 @@ from pathlib import Path
 
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.core.errors import UserError
-from runspec.core.spec.findings import Finding, finding_at
+from runspec.core.spec.findings import Finding
 from runspec.core.spec.layers import ParsedFiles, profile_path
 from runspec.core.spec.load import Layered, SpecFiles, load_layers, required_spec
 from runspec.core.spec.schema import RunSpec
@@ -85,9 +85,7 @@ def check_spec(files: SpecFiles, *, environ: Mapping[str, str] | None = None) ->
     return CheckedSpec(spec, findings, looked.layered, looked.applied.suppressed)
 
 
-def check_files(
-    specs: Sequence[SpecFiles], *, environ: Mapping[str, str] | None = None
-) -> CheckedFiles:
+def check_files(specs: Sequence[SpecFiles]) -> CheckedFiles:
     """Checks several specs in one pass.
 
     A finding in a file that several of them extend is named once, and a suppression is unused
@@ -96,7 +94,7 @@ def check_files(
     parsed, looked, unreadable = ParsedFiles(), [], []
     for files in specs:
         try:
-            looked.append(_look(files, environ, parsed))
+            looked.append(_look(files, None, parsed))
         except UserError as error:
             unreadable.append(Unreadable(str(files.path), error))
     used = {pair for one in looked for pair in one.applied.used}
@@ -172,7 +170,7 @@ def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:
         if any(secret in violation.message for secret in secrets):
             continue  # once the secret is gone it is looked at again
         place = locate(layered.tree, violation.location)[0]
-        yield finding_at(
+        yield Finding(
             replace(place, source="") if violation.secret else place,
             rule.code,
             violation.message,

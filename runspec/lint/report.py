@@ -22,8 +22,6 @@ class Report:
     findings: Sequence[Finding]
     """Those that are shown."""
     suppressed: Sequence[Suppressed] = ()
-    known: int = 0
-    """How many more the baseline knows."""
     unreadable: Sequence[Unreadable] = ()
     fail_level: FailLevel = "error"
 

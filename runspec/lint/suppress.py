@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from runspec.core.spec.comments import Comment
-from runspec.core.spec.findings import Edit, Finding, Place, finding_at, replacing
+from runspec.core.spec.findings import Edit, Finding, Place, replacing
 from runspec.core.spec.schema_keys import close_match
 from runspec.lint.registry import RULES
 
@@ -70,7 +70,7 @@ def read_suppressions(comments: Iterable[Comment]) -> tuple[list[Suppression], l
         if match is None or not codes:
             message = f"{comment.text[:80]!r} is no suppression"
             findings.append(
-                finding_at(
+                Finding(
                     comment.place, MALFORMED, message, severity="warning", suggestion=f"# {FORM}"
                 )
             )
@@ -84,9 +84,7 @@ def read_suppressions(comments: Iterable[Comment]) -> tuple[list[Suppression], l
         reason = (match[2] or "").strip()
         if not reason:
             message = "a suppression without a reason counts for nothing"
-            findings.append(
-                finding_at(comment.place, REASON, message, suggestion='add reason="..."')
-            )
+            findings.append(Finding(comment.place, REASON, message, suggestion='add reason="..."'))
         elif known:
             suppressions.append(Suppression(comment, known, reason))
     return suppressions, findings
@@ -96,7 +94,7 @@ def _unknown(code: str, place: Place) -> Finding:
     match = close_match(code, RULES)
     hint = f"did you mean {match}?" if match else "`runspec explain --list` lists them"
     fix = replacing(place, match) if match else None
-    return finding_at(place, UNKNOWN, f"no rule {code[:80]!r}", suggestion=hint, fix=fix)
+    return Finding(place, UNKNOWN, f"no rule {code[:80]!r}", suggestion=hint, fix=fix)
 
 
 def apply_suppressions(suppressions: Sequence[Suppression], findings: Iterable[Finding]) -> Applied:
@@ -124,9 +122,7 @@ def unused(
             message = f"nothing of {', '.join(idle)} is found here"
             fix = _without(suppression, idle)
             findings.append(
-                finding_at(
-                    place, UNUSED, message, severity="warning", suggestion="remove it", fix=fix
-                )
+                Finding(place, UNUSED, message, severity="warning", suggestion="remove it", fix=fix)
             )
     return findings
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 from runspec.local.children import birth
 from runspec.local.endpoints import PORTS, port_is_free
+from runspec.local.machine import free_memory
 from runspec.local.preflight import ROLE_MODULES, Facts
 from runspec.local.text import size
 from runspec.lock.cache import model_cache
@@ -61,7 +62,7 @@ def check_machine(facts: Facts, runs_dir: Path) -> list[Check]:
         *_packages(facts),
         _accelerators(facts),
         _cores(facts),
-        _bytes("memory", _memory(), LITTLE_MEMORY, NO_MEMORY, "close what else needs memory"),
+        _bytes("memory", free_memory(), LITTLE_MEMORY, NO_MEMORY, "close what else needs memory"),
         _bytes("disk", facts.free_bytes(runs_dir), LITTLE_DISK, NO_DISK, "use another --runs-dir"),
         _writable(runs_dir),
         _ports(),
@@ -111,16 +112,6 @@ def _cores(facts: Facts) -> Check:
     if count > 1:
         return Check("cores", "ok", str(count))
     return Check("cores", "warn", str(count), "learner and sampler will share it: allow two")
-
-
-def _memory() -> float | None:
-    """Bytes that can still be used, as the kernel reckons them; None where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    words = {line.split(":")[0]: line.split() for line in lines if ":" in line}
-    return float(words["MemAvailable"][1]) * 1024 if "MemAvailable" in words else None
 
 
 def _bytes(name: str, free: float | None, little: float, none: float, remedy: str) -> Check:

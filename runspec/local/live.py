@@ -20,7 +20,9 @@ from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import MAX_BYTES, dump_resolved, parse_resolved, spec_digest
 from runspec.core.spec.role_names import elsewhere, validator_names, worker_names
 from runspec.core.spec.schema import RunSpec
+from runspec.local import budget
 from runspec.local.fleet import Changed, Event, PauseRequested
+from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec
 from runspec.local.run_dir import EXIT_LOCKED, holder
 from runspec.local.state import RequestRow, RunState
@@ -55,7 +57,6 @@ def ask(
     payload: Mapping[str, Any],
     *,
     say: Callable[[str], None] = lambda text: None,
-    patience_s: float = ANSWER_PATIENCE_S,
 ) -> str:
     """Asks the supervisor of a live run for something, and waits until that is done.
 
@@ -64,7 +65,6 @@ def ask(
         kind: CHANGE with {"spec", "serial"}, or PAUSE with {}.
         payload: JSON.
         say: told whom the supervisor waits for, whenever that changes.
-        patience_s: how long to wait in all.
 
     Returns:
         What came of it.
@@ -91,7 +91,7 @@ def ask(
                 raise NotTaken(reason, place=str(run_dir), remedy="look at its status, then again")
             if request.answer and request.answer != said:
                 say(said := request.answer)
-            if waited > patience_s:
+            if waited > ANSWER_PATIENCE_S:
                 raise UserError(
                     f"not done after {waited:.0f} s: the supervisor {request.answer}",
                     place=str(run_dir),
@@ -114,27 +114,27 @@ def change_request(spec: RunSpec, serial: int) -> dict[str, Any]:
 
 
 class LiveRun:
-    """The spec of a run that is up, and how it changes. The supervisor's side.
+    """A run that is up, and how its spec changes. The supervisor's side.
 
     Args:
-        run_dir: holds spec.json, which is written anew before any role is told.
-        spec: as it is when the run starts.
+        run: as it starts; its spec.json is written anew before any role is told.
         state: where changes are recorded.
-        roles_of: the processes of a spec.
-        budget_ends_at: when a spec's budget is used up, on the monotonic clock; None for never.
+        roles_of: the processes of a run.
     """
 
     def __init__(
         self,
-        run_dir: Path,
-        spec: RunSpec,
+        run: PreparedRun,
         state: RunState,
-        roles_of: Callable[[RunSpec], Sequence[RoleSpec]],
-        budget_ends_at: Callable[[RunSpec], float | None],
+        roles_of: Callable[[PreparedRun], Sequence[RoleSpec]],
     ) -> None:
-        self.spec = spec
-        self._run_dir, self._state = run_dir, state
-        self._roles_of, self._budget_ends_at = roles_of, budget_ends_at
+        self.run = run
+        self._state, self._roles_of = state, roles_of
+
+    def budget_ends_at(self) -> float | None:
+        """When the budget is used up, on the monotonic clock; None for never."""
+        left_s = budget.left_s(self.run.spec, self._state.wall_s())
+        return None if left_s is None else time.monotonic() + left_s
 
     def take(self, request: RequestRow) -> Taken:
         """Makes a request true on disk, and says what is left to do.
@@ -158,27 +158,28 @@ class LiveRun:
         now = self._state.serial()
         if serial != now:
             raise UserError(f"the run has changed meanwhile: serial {now}, not {serial}")
-        changes = difference(self.spec, new)
+        changes = difference(self.run.spec, new)
         stopped = [change for change in changes if change.change_class not in LIVE]
-        if new.name != self.spec.name or stopped:
+        if new.name != self.run.spec.name or stopped:
             raise UserError(
                 "a live run does not take this over:\n" + listed(stopped),
-                remedy=f"`runspec pause {self._run_dir}`, then apply again",
+                remedy=f"`runspec pause {self.run.directory}`, then apply again",
             )
         signed_before = self._signed_roles()
-        roles = self._roles_of(new)
-        write_atomic(self._run_dir / SPEC_FILE, dump_resolved(new))
+        changed = self.run.changed(new)
+        roles = self._roles_of(changed)
+        write_atomic(self.run.directory / SPEC_FILE, dump_resolved(new))
         record_applied(self._state, new, changes)
-        self.spec = new
+        self.run = changed
         renew = readers_names(renewed(changes), new)
         if self._signed_roles() != signed_before:
             # A longer budget needs signatures that last as long; these two hand them out.
             renew = list(dict.fromkeys(["coordinator", "publisher", *renew]))
-        event = Changed(new.placement.restarts, self._budget_ends_at(new), tuple(renew))
+        event = Changed(new.placement.restarts, self.budget_ends_at(), tuple(renew))
         return Taken(event, {role.name: role for role in roles})
 
     def _signed_roles(self) -> bytes:
-        path = self._run_dir / "keys" / "roles.json"
+        path = self.run.identity.roles_file
         return path.read_bytes() if path.exists() else b""
 
 

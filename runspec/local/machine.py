@@ -7,15 +7,40 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from runspec.core.files import expand_user
-from runspec.local.processes import Machine
+from runspec.core.spec.schema import Hardware, Model
 from runspec.lock.cache import Repository, is_repository, snapshot
 
 _SMI_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the command lines need to know of this machine."""
+
+    python: str
+    cores: tuple[int, ...]
+    env: Mapping[str, str]
+    """The supervisor's environment."""
+
+    def module(self, *arguments: str) -> tuple[str, ...]:
+        """Command line of `python -m MODULE ARGUMENT...`."""
+        return (self.python, "-m", *arguments)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where the files of `model` lie on this machine; None for what is not here or not named."""
+
+    model: Path | None
+    """Directory with config.json and weights."""
+    tokenizer: Path | None
+    """Directory with the tokenizer.json that takes the place of the model's own."""
 
 
 def this_machine() -> Machine:
@@ -27,12 +52,23 @@ def this_machine() -> Machine:
 
 def gpu_names() -> list[str]:
     """Names of the NVIDIA GPUs that the driver's own tool lists; empty without one."""
+    return _each_gpu("name")
+
+
+def gpu_memory() -> float | None:
+    """Bytes of the smallest NVIDIA GPU; None without one."""
+    with suppress(ValueError):
+        return min(float(mebibytes) for mebibytes in _each_gpu("memory.total")) * 2**20
+    return None
+
+
+def _each_gpu(field: str) -> list[str]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
     try:
         listed = subprocess.run(
-            [tool, "--query-gpu=name", "--format=csv,noheader"],
+            [tool, f"--query-gpu={field}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=_SMI_PATIENCE_S,
@@ -41,6 +77,30 @@ def gpu_names() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return listed.stdout.split("\n")[:-1]
+
+
+def free_memory() -> float | None:
+    """Bytes that Linux says a new process can have; None elsewhere."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return float(line.split()[1]) * 1024.0
+    return None
+
+
+def devices_here(hardware: Hardware, gpus: Sequence[str], tpus: int) -> tuple[int, str]:
+    """How many devices of a kind this machine has, and what they are called.
+
+    Args:
+        hardware: of the spec; not `cpu`.
+        gpus: names of the GPUs here.
+        tpus: TPU chips here.
+    """
+    if hardware.kind.startswith("tpu"):
+        return tpus, "TPU chips"
+    family = hardware.kind.lower().split("-")
+    word = family[1] if family[0] == "rtx" and len(family) > 1 else family[0]
+    return sum(word in name.lower() for name in gpus), f"{word.upper()} GPUs"
 
 
 def tpu_chips() -> int:
@@ -62,6 +122,20 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def find_files(model: Model, env: Mapping[str, str]) -> ModelFiles:
+    """Finds what `model` names: local directories, or snapshots in the Hugging Face cache.
+
+    Args:
+        model: of the spec.
+        env: HF_HUB_CACHE and HF_HOME say where the cache lies.
+    """
+    named = model.tokenizer
+    return ModelFiles(
+        None if model.hf is None else find_model(model.hf, model.revision, env),
+        None if named is None else _find(named.hf, named.revision, env, _has_tokenizer),
+    )
+
+
 def find_model(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | None:
     """The directory with a model's weights: a local one, or a snapshot in the Hugging Face cache.
 
@@ -71,11 +145,6 @@ def find_model(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | 
         env: HF_HUB_CACHE and HF_HOME say where the cache lies.
     """
     return _find(hf, revision, env, _has_weights)
-
-
-def find_tokenizer(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | None:
-    """The same of a directory with a tokenizer.json, whether it has weights or not."""
-    return _find(hf, revision, env, lambda folder: (folder / "tokenizer.json").is_file())
 
 
 def _find(
@@ -91,3 +160,7 @@ def _find(
 
 def _has_weights(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file()

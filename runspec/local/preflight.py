@@ -11,7 +11,7 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig, load_config
 from runspec.core.models.hardware import device_count
 from runspec.core.models.of_spec import model_config
-from runspec.core.models.parameters import WIDTH, trained_count
+from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
 from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.role_names import (
@@ -22,20 +22,22 @@ from runspec.core.spec.role_names import (
     worker_names,
 )
 from runspec.core.spec.run_files import numbered, state_folder
-from runspec.core.spec.schema import Hardware, RunSpec
+from runspec.core.spec.schema import Hardware, Mesh, RunSpec
 from runspec.core.spec.source_files import source_files
+from runspec.estimate.learner import moment_elements
 from runspec.estimate.version_size import version_size
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import (
-    find_model,
-    find_tokenizer,
+    Machine,
+    ModelFiles,
+    devices_here,
+    find_files,
     free_bytes,
     gpu_names,
     module_is_installed,
     this_machine,
     tpu_chips,
 )
-from runspec.local.processes import Machine
 from runspec.local.starting_model import require_fitting
 
 GIB = 2**30
@@ -45,7 +47,7 @@ _THIS_HOST = ("127.0.0.1", "localhost", "::1")
 ROLE_MODULES = {
     "learner": ("jax", "orbax.checkpoint", "tensorstore"),
     "sampler": ("vllm", "tokenizers"),
-    "verify": ("numpy", "pyarrow"),
+    "verify": ("numpy", "rpds"),
     "report": ("matplotlib",),
 }
 """What each part of a run imports, by the extra that installs it."""
@@ -90,12 +92,16 @@ def look() -> Facts:
 
 def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
     """What the run lacks here, most telling first; empty when it can start."""
+    found = find_files(spec.model, facts.machine.env)
+    config = model_config(spec)
+    if config is None and found.model is not None:
+        config = load_config(found.model)
     return [
         *_hardware(spec, facts),
         *_validators(spec, facts),
         *_devices(spec, facts),
-        *_model(spec, facts),
-        *_tokenizer(spec, facts),
+        *_model(spec, found),
+        *_tokenizer(spec, found),
         *_plugins(spec),
         *_data(spec),
         *_secrets(spec, facts),
@@ -103,7 +109,7 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
         *_servers(spec),
         *_modules(spec, facts),
         *_checkpoints(spec, run_dir),
-        *_disk(spec, run_dir, facts),
+        *_disk(spec, run_dir, config, facts.free_bytes),
     ]
 
 
@@ -134,11 +140,7 @@ def _lack(hardware: Hardware, processes: int, slices: int, facts: Facts) -> str:
     if hardware.kind == "cpu":
         return ""
     wanted = (device_count(hardware, slices) or 1) * processes
-    if hardware.kind.startswith("tpu"):
-        here, unit = facts.tpus, "TPU chips"
-    else:
-        family = hardware.kind.split("-")[0].lower()
-        here, unit = sum(family in name.lower() for name in facts.gpus), f"{family.upper()} GPUs"
+    here, unit = devices_here(hardware, facts.gpus, facts.tpus)
     if here >= wanted:
         return ""
     shape = hardware.topology or f"x {wanted}"
@@ -188,10 +190,8 @@ def _groups_here(spec: RunSpec) -> Container[str]:
     return placeable(spec) if spec.placement.roles is None else spec.placement.roles
 
 
-def _model(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
-    if spec.model.hf is None:
-        return
-    if find_model(spec.model.hf, spec.model.revision, facts.machine.env) is None:
+def _model(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
+    if spec.model.hf is not None and found.model is None:
         at = f" at {spec.model.revision}" if spec.model.revision else ""
         yield Missing(
             "model.hf",
@@ -200,8 +200,8 @@ def _model(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
         )
 
 
-def _tokenizer(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
-    asked, env = spec.model.tokenizer, facts.machine.env
+def _tokenizer(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
+    asked = spec.model.tokenizer
     if asked is None:
         return
     if spec.model.hf is None:
@@ -211,18 +211,16 @@ def _tokenizer(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
             "leave it out, or name a model with model.hf",
         )
         return
-    found = find_tokenizer(asked.hf, asked.revision, env)
-    model = find_model(spec.model.hf, spec.model.revision, env)
-    if found is None:
+    if found.tokenizer is None:
         at = f" at {asked.revision}" if asked.revision else ""
         yield Missing(
             "model.tokenizer",
             f"no tokenizer.json of {asked.hf}{at} on this machine",
             f"hf download {asked.hf}",
         )
-    elif model is not None:
+    elif found.model is not None:
         try:
-            require_fitting(found, model)
+            require_fitting(found.tokenizer, found.model)
         except UserError as error:
             yield Missing("model.tokenizer", f"{error.place}: {error.thing}", error.remedy)
 
@@ -299,16 +297,18 @@ def _checkpoints(spec: RunSpec, run_dir: Path) -> Iterator[Missing]:
         )
 
 
-def _disk(spec: RunSpec, run_dir: Path, facts: Facts) -> Iterator[Missing]:
-    states, others = states_bytes(spec, facts), disk_bytes(spec, facts)
+def _disk(
+    spec: RunSpec, run_dir: Path, config: ModelConfig | None, free_bytes: Callable[[Path], int]
+) -> Iterator[Missing]:
+    states, others = states_bytes(spec, config), disk_bytes(spec, config)
     remedy = "free some, keep less (checkpoints.keep), or use another --runs-dir"
-    needs = [("checkpoints", others, facts.free_bytes(run_dir), remedy)]
+    needs = [("checkpoints", others, free_bytes(run_dir), remedy)]
     if spec.checkpoints.dir is not None:
         at = Path(spec.checkpoints.dir).absolute()
         remedy = "free some, or keep less (checkpoints.keep, broadcast.keep_versions)"
         needs = [
-            ("storage", others - states, facts.free_bytes(run_dir), remedy),
-            ("checkpoints.dir", states, facts.free_bytes(at), remedy),
+            ("storage", others - states, free_bytes(run_dir), remedy),
+            ("checkpoints.dir", states, free_bytes(at), remedy),
         ]
     for path, needed, free, remedy in needs:
         if needed > free:
@@ -319,19 +319,18 @@ def _disk(spec: RunSpec, run_dir: Path, facts: Facts) -> Iterator[Missing]:
             )
 
 
-def disk_bytes(spec: RunSpec, facts: Facts) -> int:
+def disk_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     """About how much disk a run fills, in bytes.
 
     Weights as directories, `keep_versions` + 1 of them, with their deltas where the run sends such;
     as many bytes of whole versions at the origin and at each relay. Where they hold deltas, that is
     those of `keep_versions` and of the way back to the newest anchor, and the anchors on it. What
     readers have: a sampler the current version and the newest, a validator `async_level` + 2, and
-    each one more that is on its way. Full states (masters and two moments of what is trained, 12 P
-    in float32, P parameters), `checkpoints.keep` + 1 of them; and room for logs and rollouts. Room
-    alone where the model's shape is not known. Left out: versions that are kept longer because
+    each one more that is on its way. Full states (masters and moments of what is trained, 12 P with
+    adamw in float32, P parameters), `checkpoints.keep` + 1 of them; and room for logs and rollouts.
+    Room alone where the model's shape is not known. Left out: versions that are kept longer because
     somebody reads them.
     """
-    config = _config(spec, facts)
     if config is None:
         return _ROOM_BYTES
     size, versions = version_size(spec, config), spec.broadcast.keep_versions + 1
@@ -346,22 +345,16 @@ def disk_bytes(spec: RunSpec, facts: Facts) -> int:
     samplers = len(set(worker_names(spec)) - away)
     validators = len(set(validator_names(spec)) - away)
     read = (3 * samplers + (spec.algorithm.async_level + 3) * validators) * size.whole
-    return directories + stores + read + states_bytes(spec, facts) + _ROOM_BYTES
+    return directories + stores + read + states_bytes(spec, config) + _ROOM_BYTES
 
 
-def states_bytes(spec: RunSpec, facts: Facts) -> int:
+def states_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     """About how much of it the full states are; 0 where the model's shape is not known."""
-    config, learner = _config(spec, facts), spec.learner
     if config is None:
         return 0
-    number = WIDTH[learner.master_dtype] + 2 * WIDTH["float32"]
-    return trained_count(config, learner.lora) * number * (spec.checkpoints.keep + 1)
-
-
-def _config(spec: RunSpec, facts: Facts) -> ModelConfig | None:
-    """The model's shape; None where neither the spec nor this machine knows it."""
-    config = model_config(spec)
-    if config is not None or spec.model.hf is None:
-        return config
-    folder = find_model(spec.model.hf, spec.model.revision, facts.machine.env)
-    return None if folder is None else load_config(folder)
+    learner = spec.learner
+    trained = trained_parameters(config, learner.lora)
+    moments = moment_elements(spec.optimizer.kind, trained, Mesh())
+    masters = trained_count(config, learner.lora)
+    state = WIDTH[learner.master_dtype] * masters + WIDTH["float32"] * moments
+    return state * (spec.checkpoints.keep + 1)

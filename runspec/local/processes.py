@@ -18,7 +18,8 @@ from runspec.local.cores import (
     vllm_environment,
 )
 from runspec.local.endpoints import Endpoints, address
-from runspec.local.identity import Identity
+from runspec.local.machine import Machine
+from runspec.local.prepared import PreparedRun
 
 HEARTBEAT_S = 10
 """Silence that ends the other processes of a learner: on one machine no network is slow."""
@@ -43,74 +44,44 @@ class RoleSpec:
     """Its exit 0 is no death once every step of the run has its rollouts."""
 
 
-def warm_start_role(spec: RunSpec, run_dir: Path, *, cache: Path, machine: Machine) -> RoleSpec:
+def warm_start_role(run: PreparedRun, cache: Path) -> RoleSpec:
     """The stage before the run: makes version 0, or finds it in the cache."""
-    command = ("learner_jax", "warm-start", str(run_dir), "--cache", str(cache))
-    env = _learner_env(spec, machine, (), "learner")
-    return RoleSpec("warm-start", machine.module(*command), env, ends_run=True)
+    command = ("learner_jax", "warm-start", str(run.directory), "--cache", str(cache))
+    env = _learner_env(run, (), "learner")
+    return RoleSpec("warm-start", run.machine.module(*command), env, ends_run=True)
 
 
-def role_specs(
-    spec: RunSpec, run_dir: Path, *, endpoints: Endpoints, identity: Identity, machine: Machine
-) -> list[RoleSpec]:
+def role_specs(run: PreparedRun) -> list[RoleSpec]:
     """The roles that this machine starts: all but those that `placement.roles` leaves to others.
 
     Each tolerates that the others are not up yet, so order is for reading.
 
-    Args:
-        spec: the resolved spec.
-        run_dir: absolute path of the run directory.
-        endpoints: where the servers listen.
-        identity: the run's keys.
-        machine: the interpreter, cores and environment of this machine.
-
     Raises:
         UserError: two roles would have one name.
     """
-    make = _Roles(spec, run_dir, endpoints, identity, machine)
+    make = _Roles(run)
     roles = [make.origin(), *make.relays(), make.coordinator(), make.publisher()]
     roles += [*make.learners(), *make.validators(), *make.workers()]
     _refuse_equal_names(roles)
-    away, secrets = elsewhere(spec), _secrets(spec, machine)
+    away, secrets = elsewhere(run.spec), _secrets(run.spec, run.machine)
     return [replace(role, env={**role.env, **secrets}) for role in roles if role.name not in away]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What the command lines need to know of this machine."""
-
-    python: str
-    cores: tuple[int, ...]
-    env: Mapping[str, str]
-    """The supervisor's environment."""
-
-    def module(self, *arguments: str) -> tuple[str, ...]:
-        """Command line of `python -m MODULE ARGUMENT...`."""
-        return (self.python, "-m", *arguments)
-
-
 class _Roles:
-    """Makes the roles of one run; the arguments are those of `role_specs`."""
+    """Makes the roles of one run."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        run_dir: Path,
-        endpoints: Endpoints,
-        identity: Identity,
-        machine: Machine,
-    ) -> None:
-        self._spec, self._run_dir, self._machine = spec, run_dir, machine
-        self._endpoints, self._identity = endpoints, identity
-        self._listening = endpoints.all()
-        self._relays = endpoints.relays | endpoints.elsewhere
-        self._root = ("--public-key", identity.root_public_key)
-        away = elsewhere(spec)
+    def __init__(self, run: PreparedRun) -> None:
+        self._run, self._spec = run, run.spec
+        self._endpoints, self._module = run.endpoints, run.machine.module
+        self._listening = run.endpoints.all()
+        self._relays = run.endpoints.relays | run.endpoints.elsewhere
+        self._root = ("--public-key", run.identity.root_public_key)
+        away, spec = elsewhere(run.spec), run.spec
         busy = [name for name in (*learner_names(spec), *worker_names(spec)) if name not in away]
-        self._cores = assign_cores(busy, machine.cores)
+        self._cores = assign_cores(busy, run.machine.cores)
 
     def origin(self) -> RoleSpec:
-        store = self._run_dir / "store" / "origin"
+        store = self._run.directory / "store" / "origin"
         return self._server("origin", "broadcast", "origin", str(store))
 
     def relays(self) -> Iterator[RoleSpec]:
@@ -123,22 +94,22 @@ class _Roles:
                     *("broadcast", "relay", "--run", self._spec.name),
                     *(option for url in upstream for option in ("--upstream", url)),
                     *("--keep-versions", str(self._spec.broadcast.keep_versions)),
-                    *("--store", str(self._run_dir / "store" / name), *self._root),
+                    *("--store", str(self._run.directory / "store" / name), *self._root),
                 )
 
     def coordinator(self) -> RoleSpec:
         served = [*self._relays.values(), self._endpoints.origin]
         weights = [option for url in served for option in ("--public-weights", url)]
         weights += ["--weights", self._endpoints.origin]
-        command = ("verify", "coordinator", str(self._run_dir), *weights, *self._root)
+        command = ("verify", "coordinator", str(self._run.directory), *weights, *self._root)
         return self._server("coordinator", *command)
 
     def publisher(self) -> RoleSpec:
         return RoleSpec(
             "publisher",
-            self._machine.module("learner_jax", "publish", str(self._run_dir)),
+            self._module("learner_jax", "publish", str(self._run.directory)),
             # It exports from disk and needs no device; two JAX processes on one would fight.
-            thread_limits(()) | jax_environment(self._machine.env, on_cpu=True, devices=1),
+            thread_limits(()) | jax_environment(self._run.machine.env, on_cpu=True, devices=1),
         )
 
     def learners(self) -> Iterator[RoleSpec]:
@@ -147,8 +118,8 @@ class _Roles:
             joining = _joining(self._endpoints, i)
             yield RoleSpec(
                 name,
-                self._machine.module("learner_jax", "train", str(self._run_dir), *joining),
-                _learner_env(self._spec, self._machine, mine, name, hosts=self._spec.learner.hosts),
+                self._module("learner_jax", "train", str(self._run.directory), *joining),
+                _learner_env(self._run, mine, name, hosts=self._spec.learner.hosts),
                 cores=mine,
                 ends_run=i == 0,
                 ends_when_sampled=i > 0,
@@ -156,11 +127,11 @@ class _Roles:
 
     def validators(self) -> Iterator[RoleSpec]:
         kind = (self._spec.verify.hardware or self._spec.learner.hardware).kind
-        env = jax_environment(self._machine.env, on_cpu=kind == "cpu", devices=1)
+        env = jax_environment(self._run.machine.env, on_cpu=kind == "cpu", devices=1)
         for i, name in enumerate(validator_names(self._spec)):
             yield RoleSpec(
                 name,
-                self._machine.module("verify", "validator", *self._work(name, self._weights(i))),
+                self._module("verify", "validator", *self._work(name, self._weights(i))),
                 thread_limits(()) | env | self._devices(name, kind),
                 ends_when_sampled=True,
             )
@@ -174,9 +145,7 @@ class _Roles:
             engine = vllm_environment(mine, on_cpu=kind == "cpu", tensor=tensor)
             yield RoleSpec(
                 name,
-                self._machine.module(
-                    *("sampler", "work", *self._work(name, weights), "--pool", pool_name)
-                ),
+                self._module(*("sampler", "work", *self._work(name, weights), "--pool", pool_name)),
                 thread_limits(mine) | engine | self._devices(name, kind),
                 cores=mine,
                 ends_when_sampled=True,
@@ -184,7 +153,7 @@ class _Roles:
 
     def _server(self, name: str, *command: str) -> RoleSpec:
         host, port = address(self._listening[name])
-        module = self._machine.module(*command, "--listen", f"{host}:{port}")
+        module = self._module(*command, "--listen", f"{host}:{port}")
         return RoleSpec(name, module, thread_limits(()), listen=(host, port))
 
     def _work(self, name: str, weights: Sequence[str]) -> tuple[str, ...]:
@@ -193,8 +162,8 @@ class _Roles:
             *("--run", self._spec.name, "--coordinator", self._endpoints.coordinator),
             *(option for url in weights for option in ("--weights", url)),
             *self._root,
-            *("--key", str(self._identity.key(name))),
-            *("--dir", str(self._run_dir / "work" / name)),
+            *("--key", str(self._run.identity.key(name))),
+            *("--dir", str(self._run.directory / "work" / name)),
         )
 
     def _weights(self, index: int, named: Sequence[str] | None = None) -> list[str]:
@@ -233,14 +202,15 @@ def _joining(endpoints: Endpoints, process: int) -> tuple[str, ...]:
 
 
 def _learner_env(
-    spec: RunSpec, machine: Machine, cores: tuple[int, ...], name: str, *, hosts: int = 1
+    run: PreparedRun, cores: tuple[int, ...], name: str, *, hosts: int = 1
 ) -> dict[str, str]:
     """Environment of the learner's process `name`, one of `hosts`."""
-    kind, devices = spec.learner.hardware.kind, mesh_devices(spec.learner.mesh) // hosts
+    learner = run.spec.learner
+    kind, devices = learner.hardware.kind, mesh_devices(learner.mesh) // hosts
     return (
         thread_limits(cores)
-        | jax_environment(machine.env, on_cpu=kind == "cpu", devices=devices)
-        | visible_devices(kind, spec.placement.devices.get(name))
+        | jax_environment(run.machine.env, on_cpu=kind == "cpu", devices=devices)
+        | visible_devices(kind, run.spec.placement.devices.get(name))
     )
 
 

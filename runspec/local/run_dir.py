@@ -27,6 +27,8 @@ _LOCK_PATIENCE_S = 1.0
 class RunLocked(UserError):
     """The run is alive elsewhere."""
 
+    exit_code = EXIT_LOCKED
+
 
 @contextmanager
 def hold(run_dir: Path) -> Iterator[int]:

@@ -74,6 +74,21 @@ class Watcher(Protocol):
         """The state of things, several times a second."""
 
 
+@dataclass(frozen=True)
+class Session:
+    """What the stages of one start of a run have in common."""
+
+    logs: Path
+    """Folder of the roles' logs."""
+    state: RunState
+    """Records every change."""
+    watcher: Watcher
+    stop_requests: Callable[[], int]
+    """How many times the run was asked to stop; the second time kills."""
+    take: Callable[[RequestRow], Taken]
+    """Makes what others ask for true; raises UserError where it refuses."""
+
+
 class Supervisor:
     """Keeps the roles of a run alive until it ends.
 
@@ -81,34 +96,17 @@ class Supervisor:
 
     Args:
         roles: what to keep alive.
-        logs: folder of the roles' logs.
         rules: restarts and deadlines.
-        state: told of every change.
         progress: asked for steps, every turn.
-        watcher: shown the state of things, every turn.
-        stop_requests: how many times the run was asked to stop; the second time kills.
-        take: makes what others ask for true; raises UserError where it refuses.
+        session: where to log and record, whom to show it, who may interrupt.
     """
 
     def __init__(
-        self,
-        roles: Sequence[RoleSpec],
-        *,
-        logs: Path,
-        rules: Rules,
-        state: RunState,
-        progress: Progress,
-        watcher: Watcher,
-        stop_requests: Callable[[], int],
-        take: Callable[[RequestRow], Taken],
+        self, roles: Sequence[RoleSpec], rules: Rules, progress: Progress, session: Session
     ) -> None:
         self._specs = {role.name: role for role in roles}
-        self._logs = logs
-        self._state = state
         self._progress = progress
-        self._watcher = watcher
-        self._stop_requests = stop_requests
-        self._take = take
+        self._session = session
         self._open: dict[RequestRow, str] = {}
         self._stops_handled = 0
         self._children: dict[str, Child] = {}
@@ -122,7 +120,7 @@ class Supervisor:
         Raises:
             UserError: a process cannot be started, or the run's state cannot be written.
         """
-        self._logs.mkdir(parents=True, exist_ok=True)
+        self._session.logs.mkdir(parents=True, exist_ok=True)
         try:
             while not self._fleet.done:
                 exits = self._exits_and_signs()
@@ -152,18 +150,18 @@ class Supervisor:
         return events
 
     def _stops(self) -> list[Event]:
-        new = self._stop_requests() - self._stops_handled
+        new = self._session.stop_requests() - self._stops_handled
         self._stops_handled += new
         return [StopRequested()] * new
 
     def _asked(self) -> list[Event]:
         """Takes what others ask for; each request gets an answer, and no error ends the run."""
         events: list[Event] = []
-        for request in self._state.asked():
+        for request in self._session.state.asked():
             try:
-                taken = self._take(request)
+                taken = self._session.take(request)
             except UserError as error:
-                self._state.answer(request.id, "refused", str(error))
+                self._session.state.answer(request.id, "refused", str(error))
                 continue
             self._specs |= {name: taken.roles[name] for name in self._specs & taken.roles.keys()}
             self._open[request] = ""
@@ -176,7 +174,7 @@ class Supervisor:
             state, text = self._outcome_of(request)
             if text != said:
                 self._open[request] = text
-                self._state.answer(request.id, state, text)
+                self._session.state.answer(request.id, state, text)
             if state != "taken":
                 del self._open[request]
 
@@ -210,7 +208,7 @@ class Supervisor:
     def _act(self, action: Action) -> None:
         match action:
             case Start(role):
-                self._children[role] = start_child(self._specs[role], self._logs)
+                self._children[role] = start_child(self._specs[role], self._session.logs)
             case Stop(role):
                 self._children[role].send(signal.SIGTERM)
             case Kill(role):
@@ -219,27 +217,29 @@ class Supervisor:
     def _tell(self, name: str, role: RoleState, event: Event) -> None:
         child = self._children.get(name)
         pid = child.pid if child else None
-        self._state.set_role(name, role.state, role.restarts, pid, birth(pid) if pid else None)
+        born = birth(pid) if pid else None
+        self._session.state.set_role(name, role.state, role.restarts, pid, born)
         # One role's end can stop the others too: only its own is told of it.
         exited = event if isinstance(event, Exited) and event.role == name else None
-        text = _describe(role, pid, exited)
-        self._state.add_event(name, text)
-        self._watcher.event(name, text)
+        self._event(name, _describe(role, pid, exited))
+
+    def _event(self, name: str, text: str) -> None:
+        self._session.state.add_event(name, text)
+        self._session.watcher.event(name, text)
 
     def _report(self) -> None:
         now = time.monotonic()
         if now - self._seen >= SEEN_EVERY_S or self._fleet.done:
-            self._state.seen()
+            self._session.state.seen()
             self._seen = now
         self._alarm()
-        self._watcher.show(self._progress.rows, self._views(), self._progress.note)
+        self._session.watcher.show(self._progress.rows, self._views(), self._progress.note)
 
     def _alarm(self) -> None:
         """Tells once that the samplers' log-probs are off, and again after they were not."""
         text = alarm_text(self._progress.rows[-1]) if self._progress.rows else ""
         if text and not self._alarmed:
-            self._state.add_event("learner", text)
-            self._watcher.event("learner", text)
+            self._event("learner", text)
         self._alarmed = bool(text)
 
     def _views(self) -> list[RoleView]:

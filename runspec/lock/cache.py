@@ -27,6 +27,11 @@ def is_repository(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def is_on_hub(name: str, folder: Path) -> bool:
+    """Whether a name is a repository's: of its form, and no directory in the spec's folder."""
+    return is_repository(name) and not (folder / name).is_dir()
+
+
 def model_cache(env: Mapping[str, str]) -> Path:
     """Where downloads from Hugging Face lie: HF_HUB_CACHE, or hub/ in HF_HOME."""
     home = Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()

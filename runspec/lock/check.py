@@ -9,7 +9,7 @@ from pathlib import Path
 from runspec.core.errors import UserError
 from runspec.core.spec.lock_file import FilePin, Pin, lock_path, read_lock
 from runspec.core.spec.schema import RunSpec
-from runspec.lock.pins import Looking, look
+from runspec.lock.pins import look
 
 
 def check_lock(
@@ -34,7 +34,7 @@ def check_lock(
     lock = read_lock(path, profile)
     if lock is None:
         return []
-    seen = look(spec, Looking(path.parent, os.environ if env is None else env, known=lock))
+    seen = look(spec, path.parent, os.environ if env is None else env)
     absent = [f"{where}: {what}" for where, what in seen.absent.items()]
     return [*absent, *differences(lock.pins, seen.pins)]
 
@@ -72,19 +72,13 @@ def _pin_differences(locked: Pin, here: Pin) -> Iterator[str]:
     if locked.source != here.source:
         yield f"{here.source}, and {locked.source} in the lock"
         return
-    if locked.parameters != here.parameters:
-        yield "other parameters than in the lock"
     if here.package and locked.package != here.package:
         yield f"{here.package}, and {locked.package or 'no package'} in the lock"
     if here.commit and locked.commit != here.commit:
         yield f"commit {here.commit}, and {locked.commit or 'none'} in the lock"
         return
-    if not here.files:
-        return  # not on this machine
-    yield from _file_differences(locked, here)
-    template_known = locked.chat_template is not None or bool(locked.files)
-    if template_known and locked.chat_template != here.chat_template:
-        yield "another chat template than in the lock"
+    if here.files:  # else it is not on this machine
+        yield from _file_differences(locked, here)
 
 
 def _file_differences(locked: Pin, here: Pin) -> Iterator[str]:

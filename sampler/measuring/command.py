@@ -71,7 +71,7 @@ def _measure(options: argparse.Namespace, log: logging.Logger) -> None:
     with closing(build_task_set(unfiltered(spec), options.model)) as tasks:
         problems = min(len(tasks), options.limit or len(tasks))
         asked = Measurement(tasks, pool, options.samples, problems, spec.seed)
-        about = _about(spec, tasks, asked, options.model, log)
+        about = _about(spec, tasks, asked, options.model)
         progress_path = out.with_name(f"{out.name}.progress")
         with open_progress(progress_path, about) as progress:
             if progress.done:
@@ -119,14 +119,10 @@ def _pool(spec: RunSpec, name: str | None) -> SamplerPool:
     raise UserError(f"no pool {name!r}", place="samplers")
 
 
-def _about(
-    spec: RunSpec, tasks: RunTask, asked: Measurement, model: Path, log: logging.Logger
-) -> dict[str, object]:
+def _about(spec: RunSpec, tasks: RunTask, asked: Measurement, model: Path) -> dict[str, object]:
     """All that the rates depend on but the number of problems, which a later call may raise."""
     try:
-        pins = pin_model(
-            model, {}, full=False, progress=lambda path, size: log.info("reading %s", path.name)
-        )
+        pins = pin_model(model)
     except OSError as error:
         raise UserError(f"cannot read the model: {error}", place=str(model)) from error
     shown = ("max_prompt_tokens", "length_prompt_role", "system_prompt", "think_prefill")

@@ -89,14 +89,20 @@ def claim_rewards(
     ]
 
 
+@dataclass(frozen=True)
+class FinishedRollout:
+    """All that a row of a submission is made of."""
+
+    planned: PlannedRollout
+    sampled: Sampled
+    claim: Graded
+    proofs: list[bytes]
+
+
 def make_rollouts(
     lease: Lease,
     lease_digest: str,
-    plan: Sequence[PlannedRollout],
-    sampled: Sequence[Sampled],
-    graded: Sequence[Graded],
-    proofs: Sequence[list[bytes]],
-    *,
+    finished: Sequence[FinishedRollout],
     tasks: TaskSet,
     pool: SamplerPool,
 ) -> list[Rollout]:
@@ -107,22 +113,22 @@ def make_rollouts(
             step=lease.step,
             worker=lease.worker,
             lease=lease_digest,
-            problem_id=tasks.problem(planned.problem).problem_id,
-            group=planned.group,
-            sample=planned.sample,
+            problem_id=tasks.problem(row.planned.problem).problem_id,
+            group=row.planned.group,
+            sample=row.planned.sample,
             version=lease.version,
-            prompt_tokens=np.asarray(planned.request.prompt_tokens, dtype=np.int32),
-            output_tokens=result.output_tokens,
-            logprobs=result.logprobs,
-            finish_reason=result.finish_reason,
+            prompt_tokens=np.asarray(row.planned.request.prompt_tokens, dtype=np.int32),
+            output_tokens=row.sampled.output_tokens,
+            logprobs=row.sampled.logprobs,
+            finish_reason=row.sampled.finish_reason,
             temperature=pool.sampling.temperature,
             top_p=pool.sampling.top_p,
             top_k=pool.sampling.top_k,
-            target=planned.target,
-            task_reward=claim.task_reward,
-            length_penalty=claim.length_penalty,
-            proofs=proof,
-            versions=result.versions if pool.in_flight_updates else None,
+            target=row.planned.target,
+            task_reward=row.claim.task_reward,
+            length_penalty=row.claim.length_penalty,
+            proofs=row.proofs,
+            versions=row.sampled.versions if pool.in_flight_updates else None,
         )
-        for planned, result, claim, proof in zip(plan, sampled, graded, proofs, strict=True)
+        for row in finished
     ]

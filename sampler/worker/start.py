@@ -18,7 +18,7 @@ from sampler.engine.engine import Engine
 from sampler.worker.meter import Meter
 from sampler.worker.outbox import Outbox
 from sampler.worker.versions import Versions
-from sampler.worker.worker import Worker
+from sampler.worker.worker import Registration, Worker
 from verify.client import CoordinatorClient, RunFinished
 from verify.limits import max_submission_bytes
 from verify.plugins import load_task_set, require_graders
@@ -93,24 +93,15 @@ def work(
         tasks = up.enter_context(closing(load_task_set(spec, path, options.data)))
         _compare_data(client, tasks.data_digest)
         log.info("starting vLLM with version %d, %d problems", version, len(tasks))
-        member = worker(
-            client=client,
-            key=key,
-            versions=versions,
-            engine=made,
-            tasks=tasks,
-            spec=spec,
-            pool=pool,
-            meter=meter,
-            outbox=Outbox(
-                options.dir / "outbox" / key.public_hex[:16],
-                run=options.run,
-                worker=key.public_hex,
-                max_bytes=max_submission_bytes(spec, pool),
-                log=log,
-            ),
+        outbox = Outbox(
+            options.dir / "outbox" / key.public_hex[:16],
+            run=options.run,
+            worker=key.public_hex,
+            max_bytes=max_submission_bytes(spec, pool),
             log=log,
         )
+        registration = Registration(client, key, spec, pool, meter, log)
+        member = worker(registration, versions=versions, engine=made, tasks=tasks, outbox=outbox)
         member.load(version, path)
         member.run(stop)
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,13 @@ from sampler.worker.asker import Asker
 from sampler.worker.held import Dealt, Ended, Failed, Granted, Happening, HeldLease, NoLease
 from sampler.worker.meter import Meter
 from sampler.worker.outbox import Made, Outbox
-from sampler.worker.rollouts import PlannedRollout, claim_rewards, make_rollouts, plan_rollouts
+from sampler.worker.rollouts import (
+    FinishedRollout,
+    PlannedRollout,
+    claim_rewards,
+    make_rollouts,
+    plan_rollouts,
+)
 from sampler.worker.schedule import Ask, Load, Situation, Submit, Wait, next_action
 from sampler.worker.submitter import Submitter
 from sampler.worker.versions import Versions
@@ -48,38 +55,47 @@ _LOOK_S = 0.05
 """Between two looks at the engine and at `stop`."""
 
 
+@dataclass(frozen=True)
+class Registration:
+    """A worker's place in a run: its name, its pool, and how it reports its work."""
+
+    client: CoordinatorClient
+    """The coordinator's, in the name of `key`."""
+    key: SigningKey
+    """Signs the submissions."""
+    spec: RunSpec
+    pool: SamplerPool
+    """What to sample, and how."""
+    meter: Meter
+    """Measures the work; the heartbeats read it."""
+    log: logging.Logger
+
+
 class Worker:
     """Samples lease after lease until the run is finished or `stop` is set.
 
     Args:
-        client: the coordinator's, in the name of `key`.
-        key: signs the submissions.
+        registration: for whom it works.
         versions: where policy versions come from.
         engine: samples.
         tasks: problems, prompts and grading.
-        spec, pool: what to sample, and how.
-        meter: told of the work; the heartbeats read it.
         outbox: keeps what is made and not handed in when the worker ends.
-        log: told of each lease.
     """
 
     def __init__(
         self,
+        registration: Registration,
         *,
-        client: CoordinatorClient,
-        key: SigningKey,
         versions: Versions,
         engine: Engine,
         tasks: TaskSet,
-        spec: RunSpec,
-        pool: SamplerPool,
-        meter: Meter,
         outbox: Outbox,
-        log: logging.Logger,
     ) -> None:
-        self._client, self._key, self._versions = client, key, versions
-        self._engine, self._tasks, self._spec, self._pool = engine, tasks, spec, pool
-        self._meter, self._outbox, self._log = meter, outbox, log
+        client, pool, log = registration.client, registration.pool, registration.log
+        self._client, self._key, self._versions = client, registration.key, versions
+        self._engine, self._tasks, self._outbox = engine, tasks, outbox
+        self._spec, self._pool = registration.spec, pool
+        self._meter, self._log = registration.meter, log
         self._happenings: queue.SimpleQueue[Happening] = queue.SimpleQueue()
         self._held: dict[str, HeldLease] = {}
         self._asking = self._leaving = False
@@ -296,16 +312,10 @@ class Worker:
     def _submit(
         self, lease: Lease, digest: str, plan: Sequence[PlannedRollout], sampled: list[Sampled]
     ) -> None:
-        rollouts = make_rollouts(
-            lease,
-            digest,
-            plan,
-            sampled,
-            claim_rewards(plan, sampled, self._tasks),
-            prove(sampled),
-            tasks=self._tasks,
-            pool=self._pool,
-        )
+        claims = claim_rewards(plan, sampled, self._tasks)
+        parts = zip(plan, sampled, claims, prove(sampled), strict=True)
+        finished = [FinishedRollout(*each) for each in parts]
+        rollouts = make_rollouts(lease, digest, finished, self._tasks, self._pool)
         table = encode_rollouts(self.finish(rollouts))
         envelope = sign_submission(
             table, run=lease.run, step=lease.step, index=lease.index, lease=digest, key=self._key

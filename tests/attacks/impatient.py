@@ -15,7 +15,8 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import Backlog
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
 from verify.client import CoordinatorClient
-from verify.coordinator import connections, intake, log_limits, rates, server
+from verify.coordinator import intake, server
+from verify.coordinator.edge import connections, limiter
 from verify.formats.lease import Lease, open_lease
 from verify.request_auth import ENVELOPE, sign_request
 
@@ -27,11 +28,11 @@ WAITING, LINES = 2, 20
 def impatient_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """The coordinator at work."""
     monkeypatch.setattr(connections, "IDLE_S", 1.0)
+    monkeypatch.setattr(connections, "HEAD_S", 1.0)
     monkeypatch.setattr(connections, "LINGER_S", 0.2)
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 24)
-    monkeypatch.setattr(log_limits, "LINES", rates.Rate(0.1, LINES))
+    monkeypatch.setitem(limiter.RATES, ("all", "log line"), limiter.Rate(0.1, LINES))
     monkeypatch.setattr(server, "BODY_S", 1.5)
-    monkeypatch.setattr(server, "HURRIED_BODY_S", 0.1)
     monkeypatch.setattr(intake, "UPLOAD_TIMEOUT_S", 1.5)
     spec = tiny_spec()
     backlog = Backlog.model_validate({"submissions": WAITING})

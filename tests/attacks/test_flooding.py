@@ -28,9 +28,10 @@ from tests.attacks.impatient import (
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.over_http import post as requested
 from tests.waiting import eventually
-from verify.coordinator import admission, rates, server
+from verify.coordinator import server
+from verify.coordinator.edge import limiter, new_keys
+from verify.coordinator.edge.cache import Cache
 from verify.coordinator.events import WorkerRegistered
-from verify.coordinator.kept import Kept
 from verify.ledger import Ledger
 from verify.request_auth import ENVELOPE, sign_request
 
@@ -66,7 +67,7 @@ class TestFlooding:
     def test_requests_of_a_worker(
         self, site: Site, post: Post, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(rates.WORKER_RATES, "lease", rates.Rate(0.5, 20))
+        monkeypatch.setitem(limiter.RATES, ("key", "lease"), limiter.Rate(0.5, 20))
         (key, _), (other, _) = site.worker(), site.worker()
         answers = [post(key, "/v1/leases", ASK) for _ in range(40)]
         refused = [a for a in answers if a.status_code == 429]
@@ -87,7 +88,7 @@ class TestFlooding:
         self, site: Site, post: Post, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """However patient, one address registers no more than so many a day: no row more."""
-        monkeypatch.setattr(admission, "KEYS_PER_PLACE", rates.Rate(1 / 3600, 6))
+        monkeypatch.setitem(limiter.RATES, ("address", "new key"), limiter.Rate(1 / 3600, 6))
         (_, worker), body = site.worker(), canonical_json({"pool": "near", "info": {}})
         answers = [post(SigningKey.generate(), "/v1/workers", body) for _ in range(20)]
         assert [a.status_code for a in answers] == [200] * 5 + [429] * 15
@@ -105,7 +106,7 @@ class TestFlooding:
     ) -> None:
         """An attacker with addresses enough shuts the open door; nothing grows, and nobody who
         works or is invited notices."""
-        monkeypatch.setattr(admission, "MAX_UNPROVEN", 4)
+        monkeypatch.setattr(new_keys, "MAX_UNPROVEN", 4)
         (_, worker), body = site.worker(), canonical_json({"pool": "near", "info": {}})
         answers = [post(SigningKey.generate(), "/v1/workers", body) for _ in range(12)]
         assert [a.status_code for a in answers] == [200] * 3 + [403] * 9
@@ -129,7 +130,7 @@ class TestFlooding:
         self, site: Site, post: Post, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Each event wakes all who wait: of keys without accepted work not thousands may."""
-        monkeypatch.setattr(rates, "MAX_NEWCOMER_POLLS", 2)
+        monkeypatch.setitem(limiter.AT_ONCE, ("all", "newcomer poll"), 2)
         holders = [site.worker() for _ in range(2)]
         while any(client.lease(0.0) for _, client in holders):
             pass  # nothing is left to lease
@@ -153,7 +154,7 @@ class TestFlooding:
     ) -> None:
         """At a run's start nobody has accepted work: then a few strangers' keys were all who may
         ask."""
-        monkeypatch.setattr(rates, "MAX_NEWCOMER_POLLS", 0)
+        monkeypatch.setitem(limiter.AT_ONCE, ("all", "newcomer poll"), 0)
         site, own = Site(tmp_path, tiny_spec()), SigningKey.generate()
         own.save(site.run_dir / "keys" / f"{next(iter(worker_names(tiny_spec())))}.key")
         site.publish(0)
@@ -219,7 +220,7 @@ class TestFlooding:
         key, _ = site.worker()
         ask = lambda: httpx.get(f"{site.url}/v1/status", verify=False)  # noqa: E731
         assert [each["key"] for each in ask().json()["workers"]] == [key.public_hex]
-        monkeypatch.setattr(rates, "MAX_DOWNLOADS", 0)
+        monkeypatch.setitem(limiter.AT_ONCE, ("all", "download"), 0)
         assert (ask().status_code, ask().headers["Retry-After"]) == (503, "5")
         assert post(key, "/v1/leases", ASK).status_code == 200
 
@@ -227,7 +228,7 @@ class TestFlooding:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """They are being answered, and so make no room: there are few of them."""
-        monkeypatch.setattr(rates, "MAX_DOWNLOADS_PER_PLACE", 2)
+        monkeypatch.setitem(limiter.AT_ONCE, ("address", "download"), 2)
         file = tmp_path / "rows.parquet"
         file.write_bytes(bytes(32 << 20))
         spec = tiny_spec()
@@ -276,9 +277,9 @@ class TestFlooding:
             made.append(clock[0])
             return len(made)
 
-        kept = Kept(make, lambda: clock[0])
+        cache = Cache(make, lambda: clock[0])
         while clock[0] < 100.0:
-            assert kept.get() == len(made)
+            assert cache.get() == len(made)
             clock[0] += 0.02
         # then a twentieth of the time went into it, and nobody saw one older than that asks for
         assert len(made) * 0.5 <= 0.06 * clock[0]

@@ -6,6 +6,7 @@ Tokens are those of an honest worker.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,18 +15,15 @@ import numpy as np
 import pytest
 
 from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
-from runspec.core.roles import open_roles, sign_roles
-from runspec.core.signed import BadSignature
+from runspec.core.signed import BadSignature, sign_document
 from tests.attacks.setting import PRECISIONS, like, refused, rejection, take_lease
-from tests.verify.bench import Bench, packed
+from tests.verify.bench import Bench
 from tests.verify.small_model import HIDDEN, RUN, VOCAB, Worker, fixed_key
 from verify.formats.batch import BatchGroup, BatchManifest, open_batch, sign_batch
 from verify.formats.lease import open_lease, sign_lease
-from verify.formats.submission import Rollout
+from verify.formats.submission import KIND, Rollout
 from verify.formats.verdict import open_verdict, sign_verdict
 from verify.plugins import PrefillOutput
-from verify.toploc import build_proofs
 from verify.toploc.field import PRIME
 
 
@@ -58,22 +56,17 @@ class TestConstantProof:
 
 
 class TestNullProof:
-    """Zeros, nothing, or no proof at all: the published verifier dies on these, or is silent."""
+    """Zeros, or no proof at all: the published verifier dies on these, or is silent."""
 
-    @pytest.mark.parametrize(
-        ("proof", "words"),
-        [(bytes(258), "modulus 0"), (b"", "0 bytes"), (bytes(257), "257 bytes")],
-        ids=["zeros", "empty", "short"],
-    )
-    def test_it_is_rejected(self, bench: Bench, proof: bytes, words: str) -> None:
-        found = rejection(bench, proofs_of(bench, lambda _: proof))
+    def test_it_is_rejected(self, bench: Bench) -> None:
+        found = rejection(bench, proofs_of(bench, lambda _: bytes(258)))
         assert (found.check, found.row) == ("proof_format", 0)
-        assert words in found.words
+        assert "modulus 0" in found.words
 
-    @pytest.mark.parametrize("change", [lambda p: [], lambda p: [*p, p[-1]]], ids=["none", "more"])
-    def test_too_few_or_too_many(self, bench: Bench, change: Callable[[list], list]) -> None:
-        found = rejection(bench, changed(bench, proofs=change(bench.honest()[0].proofs)))
-        assert (found.check, found.row) == ("proof_format", 0)
+    @pytest.mark.parametrize("size", [0, 257, 259])
+    def test_no_file_holds_one_of_another_length(self, bench: Bench, size: int) -> None:
+        with pytest.raises(ValueError, match=f"{size} bytes instead of 258"):
+            bench.packed(proofs_of(bench, lambda _: bytes(size)))
 
     def test_a_polynomial_that_is_zero(self, bench: Bench) -> None:
         zero = np.array([PRIME] + [0] * 128, ">u2").tobytes()
@@ -114,11 +107,6 @@ class TestProofsOfOtherActivations:
     def test_they_are_rejected(self, bench: Bench) -> None:
         found = rejection(bench, bench.rollouts_of(like(bench, ShuffledStates)))
         assert found.check == "toploc" and found.value > found.limit
-
-    def test_of_random_activations(self, bench: Bench) -> None:
-        states = np.random.default_rng(0).normal(size=(32, HIDDEN)).astype("f4")
-        (proof,) = build_proofs((states.view(np.uint32) >> 16).astype(np.uint16))
-        assert rejection(bench, proofs_of(bench, lambda _: proof)).check == "toploc"
 
 
 # --- Numbers --------------------------------------------------------------------------------------
@@ -214,15 +202,11 @@ class TestForgedSignature:
         assert refused(bench, flipped(envelope), table).startswith("signature: submission: ")
 
     def test_of_a_submission_in_anothers_name(self, run_of: Callable[..., Bench]) -> None:
+        """A sound signature, of another key than the worker's that the envelope names."""
         bench = run_of()
-        rows, thief = bench.honest(), fixed_key(9)
-        envelope, table = packed(rows, bench.signed_lease, bench.lease, thief)
-        named = envelope.replace(
-            f'"worker":"{thief.public_hex}"'.encode(),
-            f'"worker":"{bench.worker_key.public_hex}"'.encode(),
-        )
-        assert named != envelope
-        assert refused(bench, named, table).startswith("signature: ")
+        envelope, table = bench.packed(bench.honest())
+        named = sign_document(KIND, json.loads(envelope)["payload"], fixed_key(9))
+        assert "another key than its worker's" in refused(bench, named, table)
 
     def test_of_a_lease(self, run_of: Callable[..., Bench]) -> None:
         lease = run_of().lease
@@ -255,9 +239,8 @@ class TestForgedSignature:
 
     def test_of_a_batch_manifest(self) -> None:
         digest = digest_bytes(b"")
-        manifest = BatchManifest(
-            RUN, 0, [BatchGroup(digest, digest, 0, 0, 0)], complete=True, stats={}
-        )
+        groups = [BatchGroup(digest, digest, 0, 0, 0)]
+        manifest = BatchManifest(RUN, 0, groups, True, {}, 1, digest)
         place = {"coordinators": frozenset({self.coordinator.public_hex}), "run": RUN, "step": 0}
         assert open_batch(sign_batch(manifest, self.coordinator), **place) == manifest
         for document in (
@@ -266,25 +249,3 @@ class TestForgedSignature:
         ):
             with pytest.raises(BadSignature):
                 open_batch(document, **place)
-
-    def test_one_document_passes_for_no_other(self, run_of: Callable[..., Bench]) -> None:
-        """The signature covers the kind: a lease is no verdict, though the right key signed it."""
-        bench = run_of()
-        keys = frozenset({bench.coordinator_key.public_hex})
-        for kind in (b'"kind":"verdict"', b'"kind":"batch"'):
-            other = bench.signed_lease.replace(b'"kind":"lease"', kind)
-            assert other != bench.signed_lease
-            with pytest.raises(BadSignature):
-                open_verdict(other, validators=keys)
-            with pytest.raises(BadSignature):
-                open_batch(other, coordinators=keys, run=RUN, step=0)
-
-    def test_a_worker_that_names_itself_a_validator(self) -> None:
-        root, worker = SigningKey.generate(), SigningKey.generate()
-        roles = {name: [worker.public_hex] for name in ("publisher", "coordinator", "validator")}
-        with pytest.raises(BadSignature):
-            open_roles(
-                sign_roles(RUN, roles, worker, valid_s=60.0),
-                root_public_key=root.public_hex,
-                run=RUN,
-            )

@@ -14,11 +14,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-import runspec.local.apply as backend
+import runspec.local.prepare as backend
 from runspec.cli import app
-from runspec.local.apply import RunFailed, open_run, supervise
-from runspec.local.processes import Machine
-from tests.runspec.local.fake_run import TARGET_SHORT, small_spec
+from runspec.local.apply import RunFailed, supervise
+from runspec.local.machine import Machine
+from tests.runspec.local.fake_run import TARGET_SHORT, prepared, small_spec
 from tests.runspec.local.test_supervise import Watch
 
 CANARY = "hush-9f3b7c51e2"
@@ -70,7 +70,7 @@ def failed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, CANARY)
         patch.setattr(backend, "this_machine", lambda: machine)
-        with open_run(spec, runs_dir) as opened:
+        with prepared(spec, runs_dir) as opened:
             (opened.directory / "initial").mkdir()
             (opened.directory / "initial" / "config.json").write_text("{}")
             with pytest.raises(RunFailed) as failure:
@@ -138,12 +138,6 @@ def test_no_command_over_the_spec_prints_it(
     result = run(command, spec_file, *options, *runs)
     assert_silent(result)
     assert result.output
-
-
-def test_no_saved_plan_holds_it(spec_file: Path, tmp_path: Path) -> None:
-    saved = tmp_path / "small.plan"
-    assert_silent(run("plan", spec_file, "-o", saved, "--runs-dir", tmp_path))
-    assert CANARY.encode() not in saved.read_bytes()
 
 
 @pytest.mark.parametrize(

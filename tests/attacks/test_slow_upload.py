@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from runspec.core.connection_limits import answering
 from tests.attacks.impatient import (
     connected,
     dripped,
@@ -23,7 +24,8 @@ from tests.attacks.impatient import (
 )
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission
 from tests.waiting import eventually
-from verify.coordinator import connections, intake, leasing, server
+from verify.coordinator import intake, leasing, server
+from verify.coordinator.edge import connections
 
 
 @pytest.fixture
@@ -117,7 +119,7 @@ class TestSlowUpload:
             worker.heartbeat({"version": 0})
 
     def test_of_one_key_on_every_connection_that_there_may_be(self, site: Site) -> None:
-        """They are being answered, and so make no room: there are few of them."""
+        """Their bodies are due, so they count as idle: the oldest make room for others."""
         (key, _), worker = site.worker(), site.worker()[1]
         body = b"{" + b" " * 100
         with ExitStack() as held:
@@ -136,7 +138,7 @@ class TestSlowUpload:
             return web.Response(body=bytes(32 << 20))
 
         callers = connections.Connections()
-        application = web.Application(middlewares=[callers.answering])
+        application = web.Application(middlewares=[answering])
         application.router.add_get("/", large)
         runner = web.AppRunner(application)
         await runner.setup()

@@ -6,7 +6,6 @@ of the tokens handed in by the leased version, rewards are graded honestly.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -184,13 +183,3 @@ class TestDuplicateRows:
         rows = bench.rollouts_of(worker_of(bench, Repeats))
         reason = bench.verdict(rows).reason
         assert reason.startswith("duplicates: row ") and "a run of tokens of row " in reason
-
-    def test_a_rollout_of_another_worker_carries_its_fingerprints(self, tmp_path: Path) -> None:
-        """What the coordinator compares: a copy's are those of the original."""
-        bench = bench_of(tmp_path)
-        original = bench.verdict(bench.rollouts_of(worker_of(bench, Sampler)))
-        rows = bench.rollouts_of(worker_of(bench, Sampler))
-        copied = bench.verdict([replace(row, proofs=list(row.proofs)) for row in rows])
-        prints = [row.fingerprints for row in original.rows]
-        assert prints == [row.fingerprints for row in copied.rows]
-        assert sum(map(len, prints)) > 0

@@ -55,23 +55,6 @@ def test_import_and_export_need_no_options(
     assert (out / "tokenizer.json").read_bytes() == (kept / "tokenizer.json").read_bytes()
 
 
-def test_options_go_before_what_lies_in_the_checkpoint(
-    make_model: MakeModel, tmp_path: Path
-) -> None:
-    # given a checkpoint of float32, and another tokenizer
-    hf_dir = make_model(tied=True, dtype="float32")
-    checkpoint, other = tmp_path / "params", tmp_path / "other"
-    done("import", hf_dir, checkpoint)
-    shutil.copytree(hf_dir, other)
-    (other / "tokenizer.json").write_text('{"model": {"other": 1}}')
-    # when it is exported with both options
-    done("export", checkpoint, tmp_path / "out", "--model-dir", other, "--dtype", "bfloat16")
-    # then they are followed
-    assert (tmp_path / "out/tokenizer.json").read_text() == '{"model": {"other": 1}}'
-    infos = read_header(tmp_path / "out" / SINGLE_NAME).values()
-    assert {info.dtype.name for info in infos} == {"bfloat16"}
-
-
 def test_a_config_beside_the_checkpoint_is_found(make_model: MakeModel, tmp_path: Path) -> None:
     # given a checkpoint without a config of its own, in a folder that has one
     hf_dir = make_model(tied=True, dtype="float32")
@@ -86,19 +69,6 @@ def test_a_config_beside_the_checkpoint_is_found(make_model: MakeModel, tmp_path
     # and without that config it was told what to do
     assert missing.returncode == 1
     assert "no config.json in it or beside it\n  remedy: name the model's" in missing.stderr
-
-
-def test_a_config_that_names_no_dtype_asks_for_one(make_model: MakeModel, tmp_path: Path) -> None:
-    hf_dir = make_model(tied=True, dtype="float32")
-    config = json.loads((hf_dir / "config.json").read_text())
-    del config["dtype"]
-    (hf_dir / "config.json").write_text(json.dumps(config))
-    done("import", hf_dir, tmp_path / "params")
-
-    result = bridge("export", tmp_path / "params", tmp_path / "out")
-
-    assert result.returncode == 1
-    assert "config.json: names no dtype\n  remedy: choose one: --dtype D" in result.stderr
 
 
 def test_verify_names_what_differs(make_model: MakeModel) -> None:

@@ -7,17 +7,17 @@ import math
 import sys
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.load import LeafReader, iter_leaves
+from bridge.load import LeafReader
 from bridge.safetensors_io import TensorInfo, read_header, read_slice, write_safetensors
 from bridge.weight_map import hf_shapes, weight_map
 from runspec.core.errors import UserError
 from runspec.core.models.config import load_config, parse_config
+from tests.bridge.leaves import iter_leaves
 
 from .conftest import MakeModel
 
@@ -158,29 +158,3 @@ def test_a_tied_model_may_be_stored_with_its_head_if_it_is_the_embedding(
     with_tensors(hf_dir, names)
     with pytest.raises(UserError, match=r"ties lm_head\.weight to the embedding, but they differ"):
         LeafReader(hf_dir, config)
-
-
-def test_layers_of_two_types_are_refused(make_model: MakeModel) -> None:
-    # given a model in which one layer's matrix is stored in another type than the rest
-    hf_dir = make_model(tied=False, dtype="float32")
-    config = load_config(hf_dir)
-    tensors = {}
-    for entry in weight_map(config):
-        leaf = LeafReader(hf_dir, config).read(entry.path)
-        parts = [leaf] if entry.layers is None else list(leaf)
-        tensors |= dict(zip(entry.tensor_names(), map(entry.to_hf, parts), strict=True))
-    (hf_dir / "model.safetensors").unlink()
-    odd = "model.layers.1.self_attn.q_proj.weight"
-    with_two = {odd: np.ascontiguousarray(tensors.pop(odd)).astype(ml_dtypes.bfloat16)}
-    write_safetensors(
-        hf_dir / "model.safetensors",
-        {name: tensor.shape for name, tensor in tensors.items()},
-        np.dtype(np.float32),
-        map(np.ascontiguousarray, tensors.values()),
-    )
-    with_tensors(hf_dir, with_two)
-    # when the leaf is read, then its name is said; the others are read
-    reader = LeafReader(hf_dir, config)
-    reader.read(("layers", "attention", "k", "weight"))
-    with pytest.raises(UserError, match=r"layers of .*q_proj\.weight differ in dtype"):
-        reader.read(("layers", "attention", "q", "weight"))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from bridge.compare import differences
 from bridge.export import export_checkpoint
 from bridge.importer import import_model
-from bridge.load import LeafReader, iter_leaves
+from bridge.load import LeafReader
 from bridge.orbax_io import open_leaves, read_leaf
 from bridge.safetensors_io import read_header, read_headers, read_tensor
 from bridge.tensors import model_digest, tree_digests
@@ -26,6 +26,7 @@ from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import weight_map
 from runspec.core.errors import UserError
 from runspec.core.models.config import load_config
+from tests.bridge.leaves import iter_leaves
 
 from .conftest import FAMILIES, MakeModel
 

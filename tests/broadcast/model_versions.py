@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from blake3 import blake3
 
 from bridge.delta import write_delta
 from bridge.safetensors_io import write_safetensors
-from bridge.tensors import model_digest, tensor_record
+from bridge.tensors import model_digest, record, tensor_bytes
 from broadcast.store import publish
 from runspec.core.canonical import canonical_json
 
@@ -102,7 +103,10 @@ class ModelVersions:
             weight_map = dict(zip(self._tensors, self._files, strict=True))
             index = directory / "model.safetensors.index.json"
             index.write_bytes(canonical_json({"metadata": {}, "weight_map": weight_map}))
-        records = {name: tensor_record(array) for name, array in self._tensors.items()}
+        records = {
+            name: record(array.dtype, array.shape, blake3(tensor_bytes(array)))
+            for name, array in self._tensors.items()
+        }
         said = {
             "model_digest": model_digest(records),
             "tensors": records,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from broadcast.access import MAX_TOKENS_BYTES, Tokens, address_of, read_tokens
-from broadcast.origin import run_origin
+from broadcast.rate_limit import RateLimit
 from broadcast.server import Limits, ServerOptions
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
@@ -155,21 +156,6 @@ def test_a_damaged_file_of_tokens_changes_nothing_and_is_said_once(
     assert f"{tokens}:1: not `NAME TOKEN`" in errors[0]
 
 
-def test_a_server_does_not_start_without_its_tokens(run: Run, tmp_path: Path) -> None:
-    missing = tmp_path / "tokens"
-
-    with pytest.raises(UserError, match="tokens: cannot read"):
-        asyncio.run(
-            run_origin(
-                run.store,
-                host="127.0.0.1",
-                port=0,
-                log=LOG,
-                options=ServerOptions(tokens_file=missing),
-            )
-        )
-
-
 def test_each_token_has_its_own_rate(run: Run, tmp_path: Path) -> None:
     # given two clients behind one address, each with a byte a second
     run.publish(0, weights())
@@ -223,3 +209,52 @@ def test_a_client_has_so_many_answers_at_once(run: Run) -> None:
         run.publish(1, weights(seed=1))
         assert held.result().json()["payload"]["version"] == 1
     assert httpx.get(latest).status_code == 200
+
+
+# -- The token bucket: what a client may have over any time ----------------------------------------
+
+
+def test_a_piece_larger_than_the_bucket_can_be_had_and_is_paid_for_after() -> None:
+    limit = RateLimit(100)
+
+    assert limit.take("a", 1000, now=0.0) == 0.0
+
+    assert limit.take("a", 1, now=0.0) == pytest.approx(9.0)
+    assert limit.take("a", 1, now=8.0) == pytest.approx(1.0)
+    assert limit.take("a", 1, now=9.0) == 0.0
+
+
+def test_only_so_many_clients_are_remembered() -> None:
+    limit = RateLimit(100, max_clients=3)
+    for client in ("a", "b", "c"):
+        limit.take(client, 1000, now=0.0)
+    limit.take("a", 1, now=9.0)
+
+    limit.take("d", 1000, now=9.0)
+
+    assert limit.clients == 3
+    assert limit.take("b", 1, now=9.0) == 0.0  # forgotten: it took something longest ago
+    assert limit.take("d", 1, now=9.0) > 0
+
+
+@given(
+    rate=st.integers(1, 10**9),
+    asked=st.lists(st.tuples(st.floats(0, 100), st.integers(0, 10**8)), max_size=50),
+)
+def test_never_more_than_the_rate_a_second_and_one_piece(
+    rate: int, asked: list[tuple[float, int]]
+) -> None:
+    # given requests at any times, of any sizes
+    limit, now, taken, largest = RateLimit(rate), 0.0, 0, 0
+    for pause, size in asked:
+        now += pause
+        wait_s = limit.take("a", size, now)
+        if wait_s == 0:
+            taken += size
+            largest = max(largest, size)
+        else:
+            # when one is refused, then waiting for as long as it said is enough
+            now += wait_s * (1 + 1e-9) + 1e-9
+            assert limit.take("a", 0, now) == 0.0
+    # then the whole is bounded
+    assert taken <= (now + 1) * rate * (1 + 1e-6) + largest

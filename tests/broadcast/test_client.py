@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from broadcast.assemble import delta_applier
-from broadcast.manifest import read_manifest
 from runspec.core.errors import UserError
 
 from .conftest import Run, contents
@@ -53,23 +52,6 @@ def test_a_follower_moves_the_delta_only(run: Run, counted: Counted) -> None:
     probe = len(versions.files(1)["probe.json"])  # config.json is the same: copied
     assert counted.moved() == versions.delta_bytes(1) + probe
     assert contents(run.folder / "cache" / "v0") == versions.files(0)  # untouched
-
-
-def test_a_follower_that_missed_versions_catches_up_by_their_deltas(
-    run: Run, counted: Counted
-) -> None:
-    versions = ModelVersions(run)
-    client = run.client(counted.url)
-    versions.publish(0)
-    fetch(client, 0)
-    for version in (1, 2, 3, 4):
-        versions.publish(version, base=version - 1)
-    counted.moved()
-
-    path = fetch(client, 4)
-
-    assert contents(path) == versions.files(4)
-    assert counted.moved() < versions.weights_bytes(0) / 2
 
 
 def test_an_anchor_with_a_delta_is_a_delta_to_followers_and_whole_to_joiners(
@@ -242,14 +224,3 @@ def test_a_bad_delta_makes_no_version(
 def test_what_applies_deltas_may_be_missing() -> None:
     with pytest.raises(UserError, match=r"pip install 'runspec\[bridge\]'"):
         delta_applier("runspec.nobody")
-
-
-def test_the_manifest_of_what_was_made_is_kept(run: Run, counted: Counted) -> None:
-    versions = ModelVersions(run)
-    versions.publish(0)
-    digest = versions.publish(1, base=0)
-
-    path = run.client(counted.url).fetch(1, manifest_digest=digest, deadline_s=20)
-
-    manifest = read_manifest(path)
-    assert (manifest.version, manifest.base, manifest.is_anchor) == (1, 0, False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from broadcast.disk import Patience, in_thread
 from broadcast.manifest import (
     MAX_CHUNK_BYTES,
     Chunk,
@@ -90,13 +93,6 @@ def test_what_is_no_version_is_not_touched(run: Run, counted: Counted, is_file: 
         fetch(client, 0)
 
     assert mine.exists() and counted.moved() == 0
-
-
-def test_a_folder_that_cannot_be_made_is_said(run: Run, counted: Counted) -> None:
-    (run.folder / "file").write_text("")
-
-    with pytest.raises(UserError, match=r"file/cache: cannot write: Not a directory"):
-        run.client(counted.url, cache="file/cache")
 
 
 def test_a_base_is_not_pruned_while_it_is_built_on(run: Run, counted: Counted) -> None:
@@ -210,19 +206,6 @@ def intact_bytes(run: Run, file: Path) -> int:
     return found
 
 
-def test_a_silent_server_ends_at_the_deadline_and_is_named(run: Run, counted: Counted) -> None:
-    versions = ModelVersions(run)
-    versions.publish(0)
-    _, go_on = hold_chunks(counted.server)
-
-    with pytest.raises(UserError) as raised:
-        fetch(run.client(counted.url), 0, deadline_s=0.5)
-    go_on.set()
-
-    assert counted.url in str(raised.value)
-    assert "chunk" in str(raised.value)
-
-
 def test_a_long_fetch_says_how_far_it_is_and_who_sends(
     run: Run, counted: Counted, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -262,3 +245,36 @@ def test_a_disk_without_room_is_said_before_anything_is_fetched(run: Run, counte
         fetch(run.client(counted.url), 0)
     assert counted.moved() == 0
     assert not (run.folder / "cache" / "v0").exists()
+
+
+# -- Disk work beside an event loop: it can be ended, and is waited for ----------------------------
+
+
+def forever() -> Patience:
+    return Patience(time.monotonic() + 60)
+
+
+async def test_cancelled_work_is_ended_and_waited_for() -> None:
+    # given work in a thread that looks at its patience now and then
+    patience, working, look = forever(), threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    def work() -> None:
+        working.set()
+        look.wait(20)
+        try:
+            patience.check("working", Path("here"))
+        except UserError as error:
+            ended.append(str(error))
+
+    running = asyncio.create_task(in_thread(work, patience))
+    await asyncio.to_thread(working.wait, 20)
+
+    # when it is cancelled, twice, then nobody is told so before the thread is done
+    for _ in range(2):
+        running.cancel()
+        assert not (await asyncio.wait([running], timeout=0.01))[0]
+    look.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(ended) == 1 and "here: the time was up while working" in ended[0]

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from broadcast.keygen import make_keys, renew_keys
-from broadcast.store import publish
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles, open_roles
 from tests.waiting import eventually
 
-from .conftest import Run, contents, weights
-from .processes import broadcast
+from .conftest import Run, weights
 
 
 def public(keys: Path, name: str) -> str:
@@ -88,44 +86,6 @@ def test_roles_of_another_root_are_not_renewed(tmp_path: Path) -> None:
     (tmp_path / "ours" / "roles.json").write_bytes(theirs)
     with pytest.raises(UserError, match="cannot be renewed"):
         renew_keys(tmp_path / "ours", ["publisher"])
-
-
-def test_after_revocation_relays_and_clients_refuse_the_old_publisher(run: Run) -> None:
-    # given a relay and a client that have a version of a publisher whose key is then stolen
-    stolen = run.key
-    run.publish(0, weights())
-    relay = run.relay(run.origin().url)
-    client = run.client(relay.url)
-    assert client.latest(None, 10) is not None
-    client.fetch(0, manifest_digest=None, deadline_s=10)
-    old_roles = run.roles
-
-    # when the operator renews it, and publishes with the new key
-    renewed = broadcast("keygen", run.keys, "--renew", "publisher")
-    assert renewed.returncode == 0, renewed.stderr
-    run.key = SigningKey.load(run.keys / "publisher.key")
-    run.publish(1, weights(seed=1))
-    latest = client.latest(0, 10)
-    assert latest is not None and latest.version == 1
-    assert contents(client.fetch(1, manifest_digest=None, deadline_s=10)) == weights(seed=1)
-
-    # and the thief publishes on, under the roles that named it
-    directory = run.folder / "thief"
-    directory.mkdir()
-    (directory / "model.safetensors").write_bytes(b"bad")
-    with pytest.raises(UserError, match="does not name"):
-        publish(run.store, directory, run="demo", version=2, key=stolen, roles=run.roles)
-    with pytest.raises(UserError, match="newer than the one to publish with"):
-        publish(run.store, directory, run="demo", version=2, key=stolen, roles=old_roles)
-    (run.store / "demo" / "roles.json").unlink()  # as one would who has the store as well
-    publish(run.store, directory, run="demo", version=2, key=stolen, roles=old_roles)
-
-    # then neither relay nor client take the version
-    with pytest.raises(UserError):
-        client.fetch(2, manifest_digest=None, deadline_s=2)
-    latest = client.latest(0, 2)
-    assert latest is not None and latest.version == 1
-    assert not (run.folder / "relay" / "demo" / "versions" / "2").exists()
 
 
 def test_a_relay_hears_of_a_revocation_without_a_new_version(run: Run) -> None:

@@ -18,6 +18,8 @@ from .conftest import Run, contents, weights
 from .model_versions import ModelVersions
 from .processes import COMMAND, Processes, broadcast
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
@@ -145,20 +147,6 @@ def test_a_client_killed_while_it_applies_deltas_goes_on_from_there(
     assert ("what a killed fetch left" in again.stderr) == damaged
     assert server.chunk_requests() == (21 if damaged else 0)
     assert sorted(path.name for path in out.glob(".[pd]*")) == []
-
-
-def test_served_bytes_survive_a_restart(run: Run, processes: Processes) -> None:
-    run.publish(0, weights())
-    counter = run.store / "served.json"
-    total = sum(len(data) for data in weights().values())
-
-    for start in (1, 2):
-        origin = processes.start("origin", run.store, "--listen", "127.0.0.1:0")
-        url = processes.url(origin)
-        run.client(url, cache=f"cache-{start}").fetch(0, manifest_digest=None, deadline_s=10)
-        origin.send_signal(signal.SIGTERM)
-        assert origin.wait(10) == 0
-        assert counter.read_text() == f'{{"bytes": {start * total}}}'
 
 
 @pytest.mark.parametrize("role", ["origin", "relay"])

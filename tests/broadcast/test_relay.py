@@ -14,7 +14,7 @@ import pytest
 
 from broadcast.manifest import WeightsManifest, read_manifest
 from broadcast.recent import Recent
-from broadcast.relay import light, run_relay, to_rebuild
+from broadcast.relay import run_relay, to_rebuild
 from runspec.core.errors import UserError
 from tests.waiting import eventually
 
@@ -80,24 +80,6 @@ def test_the_delta_comes_first_then_the_files_then_what_is_older(run: Run) -> No
     asked = asked_chunks(upstream.paths)
     assert set(asked) == wanted
     assert set(asked[: len(parts[0])]) == parts[0].keys()
-
-
-def test_light_parts_come_before_the_files(run: Run) -> None:
-    run.publish(0, weights(), delta={})
-    run.publish(1, {**weights(seed=1), "config.json": b"new"}, 0, delta=delta_of(1))
-    upstream = run.static()
-    run.relay(upstream.url)
-    newest = manifest(run, 1)
-    eventually(lambda: held(run) >= newest.chunks().keys(), "the relay has the newest")
-    first = {chunk.blake3 for chunk in light(newest)}
-    assert first == {
-        c.blake3
-        for c in (
-            *newest.delta["model.safetensors.delta"].chunks,
-            *newest.objects["config.json"].chunks,
-        )
-    }
-    assert set(asked_chunks(upstream.paths)[: len(first)]) == first
 
 
 def test_a_newer_version_ends_the_transfer_of_the_one_before(run: Run) -> None:
@@ -205,25 +187,6 @@ def test_a_relay_may_start_before_its_upstream(run: Run) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_relays_in_a_ring_serve_what_one_of_them_can_get(run: Run) -> None:
-    # given two relays upstream of each other, one of which also knows the origin
-    run.publish(0, weights())
-    origin = run.origin()
-    ports = free_port(), free_port()
-    first, second = (f"http://127.0.0.1:{port}" for port in ports)
-    run.relay(second, origin.url, name="first", port=ports[0])
-    run.relay(first, name="second", port=ports[1])
-    # when versions come out, then a client of the other one gets them
-    client = run.client(second)
-    for version in range(2):
-        if version:
-            run.publish(version, weights(seed=version))
-        assert client.latest(version - 1, 20) is not None
-        path = client.fetch(version, manifest_digest=None, deadline_s=40)
-        assert contents(path) == weights(seed=version)
-
-
-@pytest.mark.timeout(120)
 def test_relays_in_a_ring_do_not_wait_for_each_other(run: Run) -> None:
     # given two relays that know the newest manifest, and nobody who has its chunks or version 0
     for version in range(2):
@@ -271,22 +234,6 @@ def test_bounded_disk_is_never_exceeded_and_the_newest_is_served(run: Run) -> No
         new = manifest(run, version).chunks().keys()
         eventually(lambda n=new: held(run) >= n, "it is whole")
         assert 0 < size_of(run.folder / "relay" / "demo") <= limit
-
-
-def test_a_version_that_cannot_fit_is_named_and_the_one_before_served_on(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    run.publish(0, weights())
-    relay = run.relay(run.origin().url, max_bytes=14_000)
-    eventually(lambda: held(run) >= manifest(run, 0).chunks().keys(), "version 0 is there")
-    with caplog.at_level(logging.WARNING):
-        run.publish(1, weights(20_000, seed=1))
-        eventually(
-            lambda: any("version 1 needs 2" in r.getMessage() for r in caplog.records),
-            "the relay says that version 1 does not fit",
-        )
-    path = run.client(relay.url).fetch(0, manifest_digest=None, deadline_s=10)
-    assert contents(path) == weights()
 
 
 def test_a_version_under_a_reader_outlives_the_newer_ones(run: Run) -> None:

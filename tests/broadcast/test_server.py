@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from broadcast.metrics import Metrics
 from broadcast.origin import run_origin
 from broadcast.store import prune, refresh_latest
 from runspec.core.errors import UserError
@@ -17,7 +20,7 @@ from runspec.core.latest import sign_latest
 from tests.ended_at_once import hears_sigterm_at_once
 from tests.waiting import eventually
 
-from .conftest import Run, weights
+from .conftest import CHUNK_BYTES, Run, weights
 
 
 def chunk_url(run: Run, url: str) -> str:
@@ -117,40 +120,6 @@ def test_a_damaged_latest_is_said_once_and_the_next_one_is_served(
     assert httpx.get(url, params={"after": 0, "wait": 10}).content == refreshed
 
 
-def test_an_origin_outlives_a_latest_that_it_cannot_read(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    # given an origin that has served version 0
-    run.publish(0, weights())
-    url = f"{run.origin().url}/demo/latest.json"
-    good = httpx.get(url).content
-    # when the system refuses to read latest.json while someone waits for a newer one
-    latest = run.store / "demo" / "latest.json"
-    latest.unlink()
-    latest.mkdir()
-    held = httpx.get(url, params={"after": 0, "wait": 0.5})
-    # then the last good one is served, it is said once, and the next one comes
-    assert held.content == good
-    assert ["cannot be read" in r.getMessage() for r in caplog.records] == [True]
-    latest.rmdir()
-    run.publish(1, weights(seed=1))
-    assert httpx.get(url, params={"after": 0, "wait": 10}).json()["payload"]["version"] == 1
-
-
-def test_prune_keeps_what_kept_versions_need(run: Run) -> None:
-    for version in range(4):
-        run.publish(version, weights(seed=version))
-
-    prune(run.store, run="demo", keep_versions=2)
-
-    versions = sorted(p.name for p in (run.store / "demo" / "versions").iterdir())
-    assert versions == ["2", "3"]
-    assert len(run.chunks()) == 2 * 6 + 1  # config.json is shared
-    client = run.client(run.origin().url)
-    for version in (2, 3):
-        client.fetch(version, manifest_digest=None, deadline_s=10)
-
-
 def test_prune_names_a_damaged_manifest_and_removes_nothing(run: Run) -> None:
     for version in range(3):
         run.publish(version, weights(seed=version))
@@ -169,3 +138,99 @@ def test_who_knows_its_address_may_end_it_at_once(run: Run) -> None:
     assert hears_sigterm_at_once(
         lambda started: run_origin(run.store, host="127.0.0.1", port=0, log=log, started=started)
     )
+
+
+# -- What Prometheus reads from a server -----------------------------------------------------------
+
+
+Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def parsed(text: str) -> Values:
+    """Every value by name and labels."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(values: Values, name: str, **labels: str) -> float:
+    return values[f"broadcast_{name}", tuple(sorted(labels.items()))]
+
+
+def test_what_a_server_has_done(run: Run) -> None:
+    # given some requests of each kind
+    run.publish(5, weights())
+    url = run.origin().url
+    full = next(path for path in run.chunks() if path.stat().st_size == CHUNK_BYTES)
+    with httpx.Client(base_url=url) as client:
+        manifest = client.get("/demo/versions/5/manifest.json")
+        client.get(f"/demo/chunks/{full.name}")
+        client.get(f"/demo/chunks/{full.name}", headers={"Range": "bytes=0-9"})
+        client.head(f"/demo/chunks/{full.name}")
+        client.get("/demo/latest.json")
+        client.get("/demo/shardcast/v5/shard_00001.bin")
+        client.get("/demo/versions/6/manifest.json")
+        client.get("/nothing")
+        client.post("/demo/latest.json")
+        # when the metrics are read
+        answer = client.get("/metrics")
+    # then they are in the standard format
+    assert answer.headers["Content-Type"].startswith("text/plain; version=")
+    values = parsed(answer.text)
+    # and say what was asked for, what was sent, and how things stand
+    for what, status, count in (
+        ("manifest", "200", 1),
+        ("manifest", "404", 1),
+        ("chunk", "200", 2),
+        ("chunk", "206", 1),
+        ("shard", "200", 1),
+        ("latest", "200", 1),
+        ("other", "404", 1),
+        ("other", "405", 1),
+    ):
+        assert value(values, "requests_total", what=what, status=status) == count
+    assert value(values, "sent_bytes_total", what="chunk") == CHUNK_BYTES + 10
+    assert value(values, "sent_bytes_total", what="shard") == CHUNK_BYTES
+    assert value(values, "sent_bytes_total", what="manifest") == len(manifest.content)
+    assert value(values, "newest_version", run="demo") == 5
+    assert value(values, "connections") == 1
+    assert value(values, "polls_waiting") == value(values, "transfers") == 0
+    assert value(values, "rate_limited_total") == value(values, "auth_failures_total") == 0
+
+
+def test_versions_and_delay(tmp_path: Path) -> None:
+    now = 1000.0
+    metrics = Metrics(tmp_path, clock=lambda: now)
+
+    shares = {1: 0.25, 2: 1.0}
+    metrics.report_versions("demo", lambda: shares)
+    metrics.text()
+    del shares[2]
+    metrics.behind_since("demo", 970.0)
+    values = parsed(metrics.text().decode())
+
+    assert value(values, "version_complete_ratio", run="demo", version="1") == 0.25
+    assert ("broadcast_version_complete_ratio", (("run", "demo"), ("version", "2"))) not in values
+    assert value(values, "behind_seconds", run="demo") == 30.0
+    metrics.behind_since("demo", None)
+    assert value(parsed(metrics.text().decode()), "behind_seconds", run="demo") == 0.0
+
+
+def test_the_total_of_chunk_bytes_survives_a_restart_and_damage(tmp_path: Path) -> None:
+    for _ in range(2):
+        metrics = Metrics(tmp_path)
+        metrics.sent("chunk", 100)
+        metrics.sent("shard", 10)
+        metrics.sent("manifest", 1)
+        metrics.save()
+    assert (tmp_path / "served.json").read_text() == '{"bytes": 220}'
+
+    (tmp_path / "served.json").write_text('{"bytes": -1')
+
+    Metrics(tmp_path).save()
+    again = Metrics(tmp_path)
+    again.sent("chunk", 5)
+    again.save()
+    assert (tmp_path / "served.json").read_text() == '{"bytes": 5}'

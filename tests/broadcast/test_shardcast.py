@@ -14,7 +14,7 @@ import pytest
 
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
 from broadcast.server import ServerOptions
-from broadcast.shardcast import distribution, shard
+from broadcast.shardcast import distribution
 from runspec.core.hashing import digest_bytes
 from tests.waiting import eventually
 
@@ -166,12 +166,3 @@ def test_only_versions_of_one_weights_file_are_listed() -> None:
     }
 
     assert distribution(held) == f"v2: {'m' * 64}|3\nv12: {'m' * 64}|3\n"
-
-
-def test_shards_are_counted_from_one() -> None:
-    whole = manifest(0, ONE_FILE, files=("model.safetensors",))
-    parts = manifest(1, {"config.json": 1}, files=("model.safetensors",))
-
-    assert shard(whole, 1) == Chunk("0" * 64, 1)
-    assert shard(whole, 3) == Chunk(f"{2:064x}", 1)
-    assert shard(whole, 0) is shard(whole, 4) is shard(whole, -1) is shard(parts, 1) is None

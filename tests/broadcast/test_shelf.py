@@ -80,14 +80,6 @@ def put(shelf: Shelf, manifest: WeightsManifest) -> None:
             into.write_bytes(bodies[chunk.blake3])
 
 
-def test_the_newest_displaces_the_oldest(tmp_path: Path) -> None:
-    shelf = shelf_of(tmp_path, 22_000)
-    for version in range(5):
-        put(shelf, whole(version))
-        assert on_disk(tmp_path) <= 22_000
-    assert set(shelf.manifests) == {3, 4}
-
-
 def test_what_is_being_read_goes_last(tmp_path: Path) -> None:
     shelf = shelf_of(tmp_path, 22_000)
     put(shelf, whole(0))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import ssl
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
 from broadcast.origin import run_origin
@@ -17,7 +15,6 @@ from broadcast.server import DEFAULT_OPTIONS, Limits, ServerOptions
 from broadcast.tls import server_context
 from broadcast.transport import Access
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
 from tests.waiting import eventually
 
 from .certificates import Authority
@@ -48,24 +45,6 @@ def presented(served: Served, authority: Authority) -> bytes:
         certificate = secure.getpeercert(binary_form=True)
         assert certificate is not None
         return certificate
-
-
-def test_every_answer_over_tls(run: Run, authority: Authority) -> None:
-    # given an origin with a certificate, and a chunk of several pieces
-    run.publish(0, weights())
-    data = bytes(range(256)) * 36_000
-    large = run.store / "demo" / "chunks" / digest_bytes(data)
-    large.write_bytes(data)
-    url = f"{https(run.origin(options=options(authority)))}/demo"
-    with httpx.Client(verify=ssl.create_default_context(cafile=authority.ca_file)) as client:
-        # when it is asked
-        whole = client.get(f"{url}/chunks/{large.name}")
-        part = client.get(f"{url}/chunks/{large.name}", headers={"Range": "bytes=70000-4300000"})
-        # then the bytes are the same as over a plain connection
-        assert whole.content == data
-        assert (part.status_code, part.content) == (206, data[70_000:4_300_001])
-        assert client.head(f"{url}/chunks/{large.name}").headers["Content-Length"] == "9216000"
-        assert client.get(f"{url}/latest.json").status_code == 200
 
 
 def test_publisher_to_client_over_tls_with_tokens(
@@ -111,19 +90,6 @@ def test_a_handshake_that_does_not_come_is_not_waited_for(run: Run, authority: A
     with socket.create_connection(("127.0.0.1", served.port), timeout=30) as silent:
         assert silent.recv(1) == b""
     assert presented(served, authority)
-
-
-def test_a_flood_of_silent_handshakes_locks_nobody_out(run: Run, authority: Authority) -> None:
-    run.publish(0, weights())
-    cert, key = authority.issue()
-    served = run.origin(options=ServerOptions(tls_cert=cert, tls_key=key, max_connections=8))
-    with ExitStack() as stack:
-        for _ in range(100):
-            stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
-
-        client = run.client(https(served), access=Access(None, authority.ca_file))
-        path = client.fetch(0, manifest_digest=None, deadline_s=30)
-        assert contents(path) == weights()
 
 
 def test_a_server_does_not_wait_for_a_peers_good_bye(run: Run, authority: Authority) -> None:
@@ -195,18 +161,6 @@ def test_files_that_are_no_pair_are_named(authority: Authority, tmp_path: Path) 
         server_context(empty, key, LOG)
     with pytest.raises(UserError, match="without a passphrase"):  # and nobody is asked for it
         server_context(secret_cert, secret_key, LOG)
-
-
-def test_a_key_that_everybody_can_read_is_said(
-    authority: Authority, caplog: pytest.LogCaptureFixture
-) -> None:
-    cert, key = authority.issue()
-    key.chmod(0o644)
-
-    with caplog.at_level(logging.WARNING):
-        server_context(cert, key, LOG)
-
-    assert caplog.messages == [f"{key}: every user of this machine may read it; `chmod 600` it"]
 
 
 def test_a_certificate_without_its_key_is_refused(run: Run, authority: Authority) -> None:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
 
 import httpx
 import pytest
 
 from broadcast.manifest import read_manifest
-from broadcast.relay import run_relay
-from broadcast.store import prune, publish
+from broadcast.store import prune
 from runspec.core.errors import UserError
 from tests.waiting import eventually
 
-from .conftest import LOG, Run, contents, weights
+from .conftest import Run, contents, weights
 
 
 def test_a_version_arrives_through_a_relay(run: Run) -> None:
@@ -36,18 +30,6 @@ def test_a_version_arrives_through_a_relay(run: Run) -> None:
     assert contents(path) == weights()
     assert read_manifest(path).version == 0
     assert client.fetch(0, manifest_digest=digest, deadline_s=0) == path  # there already
-
-
-def test_tensor_digests_travel_in_the_manifest(run: Run, tmp_path: Path) -> None:
-    record = {"dtype": "float32", "shape": [2], "blake3": "0" * 64}
-    said = {"model_digest": "1" * 64, "tensors": {"w": record}, "files": ["model.safetensors"]}
-    run.publish(0, weights() | {"tensors.json": json.dumps(said).encode()})
-
-    path = run.client(run.origin().url).fetch(0, manifest_digest=None, deadline_s=10)
-
-    manifest = read_manifest(path)
-    assert (manifest.model_digest, manifest.tensors) == ("1" * 64, {"w": record})
-    assert contents(path) == weights()
 
 
 def test_an_announcement_reaches_a_waiting_client_at_once(run: Run) -> None:
@@ -67,16 +49,6 @@ def test_an_announcement_reaches_a_waiting_client_at_once(run: Run) -> None:
     assert time.monotonic() - published < 2
 
 
-def test_nothing_new_is_none_after_the_wait(run: Run) -> None:
-    run.publish(0, weights())
-    client = run.client(run.relay(run.origin().url).url)
-    assert client.latest(None, 10) is not None
-
-    started = time.monotonic()
-    assert client.latest(0, 0.5) is None
-    assert 0.4 < time.monotonic() - started < 3
-
-
 def test_a_plain_file_server_can_stand_in(run: Run) -> None:
     run.publish(0, weights())
     plain = run.static()
@@ -87,17 +59,6 @@ def test_a_plain_file_server_can_stand_in(run: Run) -> None:
     )
     through = run.client(relay.url, cache="through").fetch(0, manifest_digest=None, deadline_s=10)
     assert contents(through) == weights()
-
-
-def test_a_plain_file_servers_news_arrive(run: Run) -> None:
-    run.publish(0, weights())
-    client = run.client(run.static().url)
-    assert client.latest(None, 10) is not None
-
-    run.publish(1, weights(seed=1))
-
-    latest = client.latest(0, 10)
-    assert latest is not None and latest.version == 1
 
 
 def test_unchanged_files_are_not_fetched_again(run: Run) -> None:
@@ -112,19 +73,6 @@ def test_unchanged_files_are_not_fetched_again(run: Run) -> None:
 
     assert contents(path) == weights(seed=1)
     assert plain.chunk_requests() - asked == 6  # the weights' chunks; config.json came from v0
-
-
-def test_two_threads_that_want_one_version_fetch_it_once(run: Run) -> None:
-    run.publish(0, weights())
-    server = run.static()
-    client = run.client(server.url)
-
-    with ThreadPoolExecutor(4) as pool:
-        fetch = partial(client.fetch, 0, manifest_digest=None, deadline_s=10)
-        paths = [future.result() for future in [pool.submit(fetch) for _ in range(4)]]
-
-    assert [contents(path) for path in paths] == [weights()] * 4
-    assert server.chunk_requests() == len(run.chunks())
 
 
 def test_a_relay_passes_chunks_on_while_later_ones_are_still_coming(run: Run) -> None:
@@ -171,31 +119,6 @@ def test_a_restarted_relay_serves_from_disk_while_the_origin_is_away(run: Run) -
     assert contents(client.fetch(0, manifest_digest=None, deadline_s=10)) == weights()
 
 
-def test_the_origin_may_go_and_come_back(run: Run) -> None:
-    run.publish(0, weights())
-    origin = run.origin()
-    client = run.client(run.relay(origin.url).url)
-    assert client.latest(None, 10) is not None
-    origin.stop()
-    run.publish(1, weights(seed=1))
-
-    run.origin(port=origin.port)
-
-    latest = client.latest(0, 20)
-    assert latest is not None and latest.version == 1
-    assert contents(client.fetch(1, manifest_digest=None, deadline_s=10)) == weights(seed=1)
-
-
-def test_a_server_that_is_down_is_passed_over(run: Run) -> None:
-    run.publish(0, weights())
-    gone = run.origin()
-    gone.stop()
-    client = run.client(gone.url, run.origin().url)
-
-    assert client.latest(None, 10) is not None
-    assert contents(client.fetch(0, manifest_digest=None, deadline_s=10)) == weights()
-
-
 @pytest.mark.parametrize("keep_versions", [2, 5])
 def test_a_relay_keeps_the_newest_versions_only(run: Run, keep_versions: int) -> None:
     origin = run.origin()
@@ -214,32 +137,6 @@ def test_a_relay_keeps_the_newest_versions_only(run: Run, keep_versions: int) ->
     assert [p.name for p in (run.folder / "cache").glob("v*")] == ["v7"]
 
 
-def test_a_relay_that_would_keep_nothing_does_not_start(run: Run) -> None:
-    relay = run_relay(
-        run.folder / "relay",
-        run=run.name,
-        upstreams=["http://127.0.0.1:1"],
-        root_public_key=run.root,
-        keep_versions=0,
-        host="127.0.0.1",
-        port=0,
-        log=LOG,
-    )
-    with pytest.raises(UserError, match="--keep-versions 0: at least 1"):
-        asyncio.run(relay)
-
-
-def test_published_once(run: Run, tmp_path: Path) -> None:
-    digest = run.publish(0, weights())
-    assert run.publish(0, weights()) == digest
-
-    with pytest.raises(UserError, match="version 0 is published already"):
-        run.publish(0, weights(seed=1))
-
-    path = run.client(run.origin().url).fetch(0, manifest_digest=digest, deadline_s=10)
-    assert contents(path) == weights()
-
-
 def test_published_once_even_when_pruned(run: Run) -> None:
     # given versions of which the oldest is pruned
     for version in range(3):
@@ -255,19 +152,6 @@ def test_published_once_even_when_pruned(run: Run) -> None:
     # and nothing of it is stored, while one that is still there may be published again
     assert run.chunks() == stored
     run.publish(1, weights(seed=1))
-
-
-def test_only_a_named_publisher_publishes(run: Run, other_run: Run, tmp_path: Path) -> None:
-    directory = tmp_path / "files"
-    directory.mkdir()
-    (directory / "x").write_bytes(b"x")
-
-    with pytest.raises(UserError, match="does not name"):
-        publish(run.store, directory, run="demo", version=0, key=other_run.key, roles=run.roles)
-
-    shutil.rmtree(directory)
-    with pytest.raises(UserError, match="not a directory"):
-        publish(run.store, directory, run="demo", version=0, key=run.key, roles=run.roles)
 
 
 def first_chunk(run: Run) -> str:

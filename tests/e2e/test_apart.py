@@ -8,15 +8,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runspec.core.spec.resolved import load_resolved
-from runspec.local.endpoints import load_endpoints
-from runspec.local.identity import make_identity
-from runspec.local.machine import this_machine
+from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec, role_specs
 from tests.e2e.quick import QuickRun
 from tests.harness import LiveRun
@@ -26,17 +24,10 @@ pytestmark = pytest.mark.slow
 
 def role_elsewhere(run_dir: Path, name: str) -> RoleSpec:
     """The command line of a role that `placement.roles` leaves to other machines."""
-    spec, endpoints = load_resolved(run_dir), load_endpoints(run_dir)
-    assert endpoints is not None
-    everything = spec.placement.model_copy(update={"roles": None})
-    roles = role_specs(
-        spec.model_copy(update={"placement": everything}),
-        run_dir,
-        endpoints=endpoints,
-        identity=make_identity(run_dir, spec),
-        machine=this_machine(),
-    )
-    return next(role for role in roles if role.name == name)
+    run = PreparedRun.inherited(run_dir, lock=-1)
+    everything = run.spec.placement.model_copy(update={"roles": None})
+    run = replace(run, spec=run.spec.model_copy(update={"placement": everything}))
+    return next(role for role in role_specs(run) if role.name == name)
 
 
 @pytest.fixture(scope="module")

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from hypothesis import settings
-
-from tests.fuzz.campaign import campaign
-
-costly = settings(campaign, max_examples=int(os.environ.get("FUZZ_CASES", "200")))
-"""A campaign whose cases take milliseconds: fewer of them in `make test`."""
+OPEN = ExitStack()
+"""Folders and servers that the cases of a lane share; whoever runs lanes closes it."""
 CPU_S = 5.0
 """A thousand times what the slowest case takes, and far below what would stall a server."""
 _UNUSED = 32 << 20

@@ -1,24 +1,31 @@
-"""The kinds of signed documents, and what holds of each however its bytes came about."""
+"""Lanes: signed documents. Their payloads hold anything, or their bytes are damaged."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from random import Random
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from runspec.core import invite, latest, roles
 from runspec.core.canonical import canonical_json
+from runspec.core.errors import UserError
 from runspec.core.hashing import is_digest
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, sign_document
 from tests.fuzz.bounds import bounded
+from tests.fuzz.mutate import Changer, damaged_json
+from tests.verify.coordinator.deployment import tiny_spec
 from verify.formats import batch, lease, site, submission, verdict
 from verify.formats.batch import BatchManifest
 from verify.formats.lease import Lease
 from verify.formats.site import Site, is_inside
+from verify.formats.spec import KIND as SPEC_KIND
+from verify.formats.spec import open_spec, sign_spec
 from verify.formats.submission import SubmissionEnvelope, open_submission
 from verify.formats.verdict import VerdictEnvelope
 
@@ -29,6 +36,7 @@ KEYS = frozenset({KEY.public_hex})
 DIGEST, OTHER = "ab" * 32, "cd" * 32
 NOW, LATER = 1.8e9, 2.0**37
 MEMORY = 4 << 20
+_SPEC_MEMORY = 64 << 20
 ODD = [DIGEST, DIGEST.upper(), OTHER[:-1], "demo", "../x", KEY.public_hex, 2**31 - 1]
 
 
@@ -214,3 +222,49 @@ KINDS = [
         _open_invite,
     ),
 ]
+
+
+# --- lanes --------------------------------------------------------------------------------------
+
+Case = Callable[[Random], bool]
+
+
+def payloads(name: str) -> Case:
+    """Signed payloads of one kind with changes."""
+    kind = next(kind for kind in KINDS if kind.name == name)
+    draw = Changer([kind.payload], ODD)
+    return lambda rng: kind.check(draw(rng))
+
+
+def spec() -> Case:
+    """The signed, resolved spec that volunteers receive."""
+    sound = json.loads(sign_spec(tiny_spec(), KEY))["payload"]
+    draw = Changer([sound], ODD)
+
+    def case(rng: Random) -> bool:
+        data = sign_document(SPEC_KIND, draw(rng), KEY)
+        with bounded(_SPEC_MEMORY):
+            try:
+                open_spec(data, coordinators=KEYS, place="http://x")
+            except (BadSignature, UserError) as error:
+                assert len(str(error)) < 1 << 20
+                return False
+        return True
+
+    return case
+
+
+def envelope() -> Case:
+    """Damaged bytes of every kind, with real signatures."""
+    kinds = [(kind, kind.signed(kind.payload)) for kind in KINDS]
+    originals = [data for _, data in kinds]
+
+    def case(rng: Random) -> bool:
+        kind, data = rng.choice(kinds)
+        if rng.random() < 0.05:  # a sound document, of this kind or of another
+            return kind.check_damaged(rng.choice(originals))
+        if rng.random() < 0.05:
+            return kind.check_damaged(rng.randbytes(rng.randrange(300)))
+        return kind.check_damaged(damaged_json(rng, data, originals))
+
+    return case

@@ -1,15 +1,39 @@
-"""Texts that a spec file may hold: valid specs, broken ones, and what is no spec at all."""
+"""Lane: spec files and the commands on them. An exit code and a message, never a traceback."""
 
 from __future__ import annotations
 
+import gc
+import io
+import os
 import random
+import sys
+from collections.abc import Callable
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import pytest
 import yaml
-from hypothesis import strategies as st
 
+from runspec.cli import main
 from runspec.core.spec.schema_fields import schema_fields
+from tests.fuzz.bounds import OPEN
 from tests.runspec.lint.generated import valid_spec
 
+DONE, FINDINGS, UNREADABLE = 0, 1, 2
+COMMANDS = [
+    *[["lint", "spec.yaml"]] * 24,
+    ["lint", "--format", "json", "spec.yaml"],
+    ["lint", "--format", "sarif", "--fail-level", "warning", "spec.yaml"],
+    ["lint", "spec.yaml", "sound.yaml"],
+    ["lint", "--fix", "spec.yaml"],
+    ["lint", "sound.yaml", "--placement", "spec.yaml"],
+    ["render", "spec.yaml"],
+    ["render", "--show-origin", "spec.yaml"],
+    ["plan", "--json", "spec.yaml"],
+    ["lock", "--check", "spec.yaml"],
+    ["diff", "spec.yaml"],
+]
 VALUES = [
     *("null", "~", "[]", "{}", "-1", "0", "1e999", "-.inf", ".nan", "010", "0x1F", "12:30", "yes"),
     *("on", "'x'", '"\\u0000"', '"\\ud800"', "${HOME}", "${", "${NOT_SET:?said so}", "${A}${B}"),
@@ -38,15 +62,13 @@ ODD = [
 ]
 
 
-@st.composite
-def spec_texts(draw: st.DrawFn) -> str:
+def spec_text(rng: random.Random) -> str:
     """A valid spec with some lines, values or characters changed; now and then unchanged."""
-    rng = random.Random(draw(st.integers(0, 2**32)))
     spec = valid_spec(rng.randrange(500))
-    for path in draw(st.lists(st.sampled_from(sorted(schema_fields())), max_size=3)):
+    for path in rng.choices(sorted(schema_fields()), k=rng.randrange(4)):
         _set(spec, path, rng)
     text = yaml.safe_dump(spec, sort_keys=False, default_flow_style=rng.random() < 0.1 or None)
-    for _ in range(draw(st.integers(0, 4))):
+    for _ in range(rng.randrange(5)):
         text = _changed(text, rng)
     return text
 
@@ -83,3 +105,39 @@ def _changed(text: str, rng: random.Random) -> str:
             patch = rng.choice([*VALUES, *LINES, chr(rng.randrange(0x110000 - 0x800) % 0xD800)])
             return whole[:cut] + patch + whole[cut + rng.randrange(20) :]
     return "\n".join(lines)
+
+
+def commands_on_specs() -> Callable[[random.Random], bool]:
+    """A file that holds a changed spec, or any bytes, and a command that reads it."""
+    folder = Path(OPEN.enter_context(TemporaryDirectory()))
+    (folder / "sound.yaml").write_text(yaml.safe_dump(valid_spec(1)))
+
+    def case(rng: random.Random) -> bool:
+        data = spec_text(rng).encode("utf-8", "surrogatepass")
+        if rng.random() < 0.1:
+            data = rng.randbytes(rng.randrange(200))
+        (folder / "spec.yaml").write_bytes(data)
+        code, printed = _exit_code(folder, rng.choice(COMMANDS))
+        assert code in (DONE, FINDINGS, UNREADABLE), printed
+        assert "Traceback" not in printed
+        assert code == DONE or printed, "a failure says why"
+        return code == DONE
+
+    return case
+
+
+def _exit_code(folder: Path, arguments: list[str]) -> tuple[int, str]:
+    """What a command exits with, and all that it printed. No spec reaches the network."""
+    out = io.StringIO()
+    collected = gc.get_threshold()  # `main` is for a process of its own, and sets another
+    with pytest.MonkeyPatch.context() as patch, chdir(folder):
+        patch.setattr(sys, "argv", ["runspec", *arguments])
+        patch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+        with redirect_stdout(out), redirect_stderr(out):
+            try:
+                main()
+            except SystemExit as end:
+                return int(end.code or 0), out.getvalue()
+            finally:
+                gc.set_threshold(*collected)
+    return 0, out.getvalue()

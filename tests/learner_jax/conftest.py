@@ -15,12 +15,14 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from learner_jax.leaves import save_weights
 from learner_jax.model import init_params
+from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
 from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
@@ -96,6 +98,11 @@ def tiny_spec(**changes: Any) -> RunSpec:
         "checkpoints": {"every": 2, "keep": 2},
     }
     return RunSpec.model_validate({**blocks, **changes})
+
+
+def updates_made(state: TrainState) -> int:
+    """The count of the learning rate's schedule."""
+    return int(optax.tree.get_all_with_path(state.optimizer, "count")[-1][1])
 
 
 @dataclass
@@ -194,7 +201,7 @@ class Run:
     ) -> None:
         """Signs the batch manifest of a step."""
         stats = {"task_reward_mean": 0.5, "length_mean": 7.0, "rejected_rollouts": 0}
-        manifest = BatchManifest(self.spec.name, step, groups, complete=True, stats=stats)
+        manifest = BatchManifest(self.spec.name, step, groups, True, stats, 1, "0" * 64)
         # By rename, as the coordinator does: a learner may be looking.
         write_atomic(
             step_folder(self.path, step) / "batch.json",
@@ -238,7 +245,7 @@ def random_rollout(
         target=8,
         task_reward=2.0,
         length_penalty=0.0,
-        proofs=[b""],
+        proofs=[bytes(258)],
     )
 
 

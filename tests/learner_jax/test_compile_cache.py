@@ -1,14 +1,16 @@
-"""Compiled programs survive a restart; damage to them costs a compilation and nothing else."""
+"""Compiled programs survive a restart, for all runs of a user; damage costs a compilation only."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from learner_jax.compile_cache import DIGESTS_NAME, cache_folder, keep_compiled
+from learner_jax.compile_cache import UNUSED_DAYS, ProgramCache, cache_folder, keep_compiled
 from runspec.core.errors import UserError
 from tests.learner_jax.conftest import tiny_spec
 
@@ -16,21 +18,29 @@ PROGRAM = """
 import logging, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-from learner_jax.compile_cache import CompileCounter, keep_compiled, note_compiled
+from learner_jax.compile_cache import CompileCounter, keep_compiled
 logging.basicConfig()
 keep_compiled(Path(sys.argv[1]))
 counter = CompileCounter()
 print(jax.jit(lambda x: jnp.sin(x @ x).sum())(jnp.eye(3)), counter)
-if "killed" not in sys.argv:
-    note_compiled(Path(sys.argv[1]))
 """
 
 
-def restart(folder: Path, *how: str) -> tuple[str, str]:
-    """Runs the program in a process of its own; (what it printed, what it logged)."""
-    command = [sys.executable, "-c", PROGRAM, str(folder), *how]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return done.stdout, done.stderr
+def start(folder: Path) -> subprocess.Popen[str]:
+    """Runs the program in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """(what it printed, what it logged)."""
+    printed, logged = process.communicate(timeout=120)
+    assert process.returncode == 0, logged
+    return printed, logged
 
 
 def flip(data: bytes) -> bytes:
@@ -43,49 +53,87 @@ def cut_off(data: bytes) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_restart_compiles_nothing_again_unless_the_cache_is_damaged(tmp_path: Path) -> None:
-    # given a first start, which fills the cache
+def test_two_runs_at_once_share_what_they_compile_and_damage_is_compiled_again(
+    tmp_path: Path,
+) -> None:
+    # given two first starts at once, which fill the cache
     folder = tmp_path / "compiled"
-    first, _ = restart(folder)
-    value, rest = first.split(maxsplit=1)
+    both = [end(process) for process in (start(folder), start(folder))]
+    value, rest = both[0][0].split(maxsplit=1)
     count = int(rest.split(" programs")[0].split()[-1])
-    assert f"0 of {count} programs" in first and count > 0
+    assert count > 0 and both[1][0].startswith(value + " compiled")
+    assert not any("damaged" in logged for _, logged in both)
     # when it starts again, then every program comes from there
-    assert f"{count} of {count} programs" in restart(folder)[0]
+    assert f"{count} of {count} programs" in end(start(folder))[0]
+    # and when entries are damaged, it says so and compiles them
+    entries = list(folder.glob("*.program"))
+    assert len(entries) == count
+    for damage, entry in zip((flip, cut_off, lambda data: b""), entries, strict=False):
+        entry.write_bytes(damage(entry.read_bytes()))
+    damaged = min(3, count)
+    printed, logged = end(start(folder))
+    assert printed.startswith(value + " compiled")
+    assert f"{count - damaged} of {count} programs" in printed
+    assert logged.count("damaged, compiling it again") == damaged
+    # and the start after that takes all of them from there again
+    assert f"{count} of {count} programs" in end(start(folder))[0]
+
+
+def test_an_entry_is_whole_or_not_there(tmp_path: Path) -> None:
+    cache = ProgramCache(tmp_path)
+    assert cache.get("key") is None
+    cache.put("key", b"program")
+    cache.put("key", b"program of another process")
+    assert ProgramCache(tmp_path).get("key") == b"program of another process"
+    [entry] = tmp_path.iterdir()
     for damage in (flip, cut_off):
-        # and when every entry is damaged, it says so and compiles them
-        entries = list(folder.glob("*-cache"))
-        assert len(entries) == count
-        for entry in entries:
-            entry.write_bytes(damage(entry.read_bytes()))
-        again, log = restart(folder)
-        assert again.startswith(value + " compiled") and f"0 of {count} programs" in again
-        assert log.count("damaged, compiling it again") == count
-        # and the start after that takes them from there again
-        assert f"{count} of {count} programs" in restart(folder)[0]
+        cache.put("key", b"program")
+        entry.write_bytes(damage(entry.read_bytes()))
+        assert cache.get("key") is None and not entry.exists()
 
 
-@pytest.mark.slow
-def test_what_a_killed_start_wrote_is_compiled_again(tmp_path: Path) -> None:
-    folder = tmp_path / "compiled"
-    restart(folder, "killed")
-    assert ", 0 of " in restart(folder)[0]
-    # nor is anything taken whose digests cannot be read
-    (folder / DIGESTS_NAME).write_bytes(b"{")
-    printed, log = restart(folder)
-    assert ", 0 of " in printed and "compiling everything" in log
+@pytest.fixture
+def own_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves this process's JAX as it is."""
+    import jax
+    from jax._src import compilation_cache
+
+    monkeypatch.setattr(jax.config, "update", lambda *setting: None)
+    monkeypatch.setattr(compilation_cache, "_cache", None)
 
 
-def test_the_cache_lies_in_the_run_directory_or_where_the_spec_says(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_jax")
+def test_what_nobody_used_for_a_month_is_removed(tmp_path: Path) -> None:
+    cache = ProgramCache(tmp_path)
+    for name in ("old", "used"):
+        cache.put(name, b"program")
+        past = time.time() - (UNUSED_DAYS + 1) * 86400
+        os.utime(tmp_path / f"{name}.program", (past, past))
+    cache.get("used")
+    keep_compiled(tmp_path)
+    assert [path.stem for path in tmp_path.iterdir()] == ["used"]
+
+
+def test_the_cache_is_the_users_own_or_where_the_spec_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = tiny_spec()
-    assert cache_folder(tmp_path, spec) == tmp_path / "compiled"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder(spec) == tmp_path / "runspec" / "compiled"
     learner = spec.learner.model_copy(update={"compile_cache": "/elsewhere"})
     elsewhere = spec.model_copy(update={"learner": learner})
-    assert cache_folder(tmp_path, elsewhere) == Path("/elsewhere")
+    assert cache_folder(elsewhere) == Path("/elsewhere")
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_jax")
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="no folder for compiled programs") as caught:
         keep_compiled(tmp_path / "file" / "compiled")
     assert caught.value.place.endswith("file/compiled")
+    folder = tmp_path / "shared"
+    keep_compiled(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o770)
+    with pytest.raises(UserError, match="others may write compiled programs here"):
+        keep_compiled(folder)

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from bridge.load import iter_leaves
 from learner_jax.leaves import leaf_at, load_params
 from learner_jax.model import abstract_params
 from learner_jax.sharding import make_mesh, param_shardings
 from runspec.core.models.config import load_config
 from runspec.core.spec import schema
+from tests.bridge.leaves import iter_leaves
 from tests.learner_jax.families import saved
 
 

@@ -71,15 +71,8 @@ def logits_of(*trees: Any, lora: Lora | None = None) -> jax.Array:
 
 def exported(directory: Path, adapters: Any, lora: Lora) -> dict[str, torch.Tensor]:
     """The tensors of a PEFT directory, double, as leaves of torch's graph."""
-    write_adapter(
-        directory,
-        HostLeaves(jax.tree.map(jnp.asarray, adapters)),
-        config(),
-        rank=lora.rank,
-        alpha=lora.alpha,
-        targets=lora.targets,
-        base_model="some/base",
-    )
+    leaves = HostLeaves(jax.tree.map(jnp.asarray, adapters))
+    write_adapter(directory, leaves, config(), lora=lora, base_model="some/base")
     tensors = load_file(directory / "adapter_model.safetensors")
     return {name: tensor.double().requires_grad_() for name, tensor in tensors.items()}
 

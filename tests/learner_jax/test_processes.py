@@ -1,21 +1,23 @@
-"""The learner and the publisher as the supervisor runs them: processes, killed and restarted."""
+"""Commands of the learner as processes: help, errors for people, a publisher that is killed."""
 
 from __future__ import annotations
 
+import logging
 import os
-import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from bridge.safetensors_io import read_headers, read_tensor
 from broadcast.store import newest_version
-from learner_jax.checkpoint import state_steps
-from learner_jax.layout import state_folder, versions_in, weights_folder
-from learner_jax.metrics import JsonLines
+from learner_jax.layout import weights_folder
+from learner_jax.runner import train
 from runspec.core.process import EXIT_USER_ERROR
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
+from tests.learner_jax.test_runner import assert_same_weights, weights
 from tests.waiting import eventually, one_ended
 
 DEADLINE_S = 120.0
@@ -43,60 +45,52 @@ def test_help_is_quick_and_a_missing_run_is_an_error_for_people(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_killed_learner_and_publisher_finish_the_run_with_the_same_weights(tmp_path: Path) -> None:
-    # given two runs of the same batches, one of which still waits for the last
-    straight, broken = Run(tmp_path / "a", tiny_spec()), Run(tmp_path / "b", tiny_spec())
-    for run, batches in ((straight, 4), (broken, 3)):
-        write_initial_model(run)
-        for step in range(batches):
-            run.add_step(step, version=max(0, step - 1))
-    processes: list[subprocess.Popen[bytes]] = []
+def test_a_killed_publisher_publishes_the_rest_with_the_same_bits(tmp_path: Path) -> None:
+    # given a learner that waits for the last batch, and a publisher process beside it
+    run = Run(tmp_path / "run", tiny_spec())
+    write_initial_model(run)
+    for step in range(3):
+        run.add_step(step, version=max(0, step - 1))
+    store = run.path / "store" / "origin"
+    first = start(run, "publish")
+    stop = threading.Event()
+    learner = threading.Thread(target=train, args=(run.path, logging.getLogger("test"), stop))
+    learner.start()
     try:
-        publishers = {run.path: start(run, "publish") for run in (straight, broken)}
-        processes += publishers.values()
-        learner = start(straight, "train")
-        processes.append(learner)
-        assert learner.wait(DEADLINE_S) == 0
-        # when the other is killed after step 2, a step past its last full state
-        victim = start(broken, "train")
-        processes.append(victim)
-        store = broken.path / "store" / "origin"
         eventually(
-            lambda: newest_version(store, run="tiny") == 3,
-            "version 3",
+            lambda: (newest_version(store, run="tiny") or 0) >= 1,
+            "a version",
             deadline_s=DEADLINE_S,
-            hopeless=lambda: one_ended([victim]),
+            hopeless=lambda: one_ended([first]),
         )
-        for process in (victim, publishers[broken.path]):
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        assert state_steps(state_folder(broken.path, broken.spec)) == [2]
-        # and both its roles are started again, the last batch there now
-        broken.add_step(3, version=2)
-        publishers[broken.path] = start(broken, "publish")
-        again = start(broken, "train")
-        processes += [again, publishers[broken.path]]
-        assert again.wait(DEADLINE_S) == 0
-        # then all is published, with the bits of the run that nobody killed
-        for run in (straight, broken):
-            origin = run.path / "store" / "origin"
-            eventually(
-                lambda origin=origin: newest_version(origin, run="tiny") == 4,
-                "version 4",
-                deadline_s=DEADLINE_S,
-                hopeless=lambda run=run: one_ended([publishers[run.path]]),
-            )
-            assert versions_in(weights_folder(run.path))[-1] == 4
-            assert JsonLines(run.path / "metrics.jsonl").last_step == 3
-        files = [run.path / "weights/v4/model.safetensors" for run in (straight, broken)]
-        assert files[0].read_bytes() == files[1].read_bytes()
-        assert "has the published bits" in (broken.path / "train.log").read_text()
-        # and the publishers end when they are asked to
-        for publisher in publishers.values():
-            publisher.terminate()
-            assert publisher.wait(20) == 0
+        # when the publisher is killed, wherever it is, and the last version is trained
+        first.kill()
+        run.add_step(3, version=2)
+        learner.join(DEADLINE_S)
+        assert not learner.is_alive()
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        stop.set()
+        first.kill()
+        first.wait()
+        learner.join(DEADLINE_S)
+    second = start(run, "publish")
+    try:
+        # then the next one publishes what is left
+        eventually(
+            lambda: newest_version(store, run="tiny") == 4,
+            "version 4",
+            deadline_s=DEADLINE_S,
+            hopeless=lambda: one_ended([second]),
+        )
+        # and ends when it is asked to
+        second.terminate()
+        assert second.wait(DEADLINE_S) == 0
+    finally:
+        second.kill()
+        second.wait()
+    # and the version has the bits of the learner's parameters
+    published = {
+        name: read_tensor(info)
+        for name, info in read_headers(weights_folder(run.path) / "v4").items()
+    }
+    assert_same_weights(weights(run, 4, tmp_path), published)

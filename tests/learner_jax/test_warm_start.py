@@ -15,13 +15,13 @@ import jax
 import numpy as np
 import pytest
 
-from bridge.load import iter_leaves
 from learner_jax.warm_start import make_initial_model, model_config, warm_start_digest
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.models.config import load_config
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
+from tests.bridge.leaves import iter_leaves
 from tests.learner_jax.conftest import tiny_spec
 from verify.plugins import load_task_set, load_warm_start_data
 
@@ -91,7 +91,7 @@ def test_a_start_is_made_once_and_both_runs_link_to_it(
     with caplog.at_level(logging.INFO):
         assert make_initial_model(second, cache, LOG) == model
     # then each program of the first was compiled once, whatever its results went into
-    for program in ("accumulate", "apply", "score"):
+    for program in ("accumulate", "apply_gradients", "score"):
         assert caplog.text.count(f"Compiling jit({program}) ") == 1, program
     # and the second found the first's model, said so, and links to the same directory
     assert "there already, skipped" in caplog.text

@@ -12,12 +12,12 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Thresholds
 from tests.verify.bench import MODEL, Bench
-from tests.verify.small_model import EOS, VOCAB, NumpyEngine, small_spec
+from tests.verify.small_model import NumpyEngine
 from verify.examiner import Verdict
 from verify.formats.lease import assignments
 from verify.formats.submission import Rollout
 from verify.plugins import PrefillInput, PrefillOutput
-from verify.thresholds import BFLOAT16, FLOAT32, limits_for, precision_of
+from verify.thresholds import BFLOAT16, FLOAT32, limits_for
 from verify.truncation import Truncation
 
 Edit = Callable[[list[Rollout]], list[Rollout]]
@@ -86,13 +86,6 @@ def test_a_verdict_says_where_proofs_are_too_short_to_tell_from_a_guess(bench: B
     assert not all(said)
 
 
-def test_an_unseeded_pool_is_checked_without_the_seeded_choice(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, trust="trusted", sampling={"temperature": 0.8, "seeded": False})
-    verdict = bench.verdict(bench.honest())
-    assert verdict.accepted
-    assert "seeded_sampling" not in names(verdict) and "toploc" in names(verdict)
-
-
 def test_without_prefill_the_cheap_checks_decide(bench: Bench) -> None:
     bench.prefill = False
     verdict = bench.verdict(bench.honest())
@@ -132,12 +125,6 @@ def test_thresholds_of_the_pools_precision_take_the_place_of_calibrated_limits()
     assert limits.constant_ratio == BFLOAT16.constant_ratio
     assert limits.miss_share == FP8["mismatch_share"]
     assert limits_for("bfloat16", "bfloat16", thresholds) == BFLOAT16  # of another precision
-
-
-def test_a_quantised_pool_is_of_the_precision_of_its_quantisation() -> None:
-    pool = small_spec(dtype="bfloat16").samplers[0]
-    assert precision_of(pool) == "bfloat16"
-    assert precision_of(pool.model_copy(update={"quantization": "fp8"})) == "fp8"
 
 
 def test_verdicts_judge_by_the_specs_thresholds(tmp_path: Path) -> None:
@@ -266,65 +253,6 @@ def test_an_edited_row_is_rejected_and_the_model_is_not_asked(bench: Bench, name
     assert bench.engine.prefills == []  # cheap checks come first
 
 
-@pytest.mark.parametrize(
-    "token, logprob", [(VOCAB, -1.0), (-1, -1.0), (5, 0.5), (5, np.nan), (5, -np.inf), (5, -3e38)]
-)
-def test_impossible_tokens_and_logprobs_are_rejected(
-    bench: Bench, token: int, logprob: float
-) -> None:
-    rollouts = bench.honest()
-    tokens, logprobs = rollouts[3].output_tokens.copy(), rollouts[3].logprobs.copy()
-    tokens[0], logprobs[0] = token, logprob
-    rollouts[3] = replace(rollouts[3], output_tokens=tokens, logprobs=logprobs)
-
-    verdict = bench.verdict(rollouts)
-
-    wrong = (
-        f"token {token} outside" if not 0 <= token < VOCAB else f"log-prob {np.float32(logprob)}"
-    )
-    assert verdict.reason.startswith(f"bounds: row 3: {wrong}")
-
-
-def ended(rollouts: list[Rollout], how: str) -> int:
-    """A row of some tokens that finished so; keys are fixed, so that the same rows always do."""
-    rows = enumerate(rollouts)
-    return next(row for row, r in rows if r.finish_reason == how and len(r.output_tokens) > 2)
-
-
-def test_an_output_cut_short_is_rejected(bench: Bench) -> None:
-    rollouts = bench.honest()
-    row = ended(rollouts, "stop")
-    cut = rollouts[row]
-    rollouts[row] = replace(
-        cut,
-        output_tokens=cut.output_tokens[:-1],
-        logprobs=cut.logprobs[:-1],
-        finish_reason="length",
-    )
-    reason = bench.verdict(rollouts).reason
-    assert reason.startswith(f"termination: row {row}: cut at {len(cut.output_tokens) - 1} tokens")
-
-
-def test_going_on_after_the_end_is_rejected(bench: Bench) -> None:
-    rollouts = bench.honest()
-    row = ended(rollouts, "stop")
-    tokens = np.append(rollouts[row].output_tokens, 5).astype(np.int32)
-    logprobs = np.append(rollouts[row].logprobs, np.float32(-1.0))
-    rollouts[row] = replace(rollouts[row], output_tokens=tokens, logprobs=logprobs)
-    assert bench.verdict(rollouts).reason.startswith(f"termination: row {row}: stopped, with end")
-
-
-def test_the_end_token_is_not_left_out_of_a_stop(bench: Bench) -> None:
-    rollouts = bench.honest()
-    row = ended(rollouts, "stop")
-    without = rollouts[row].output_tokens[:-1]
-    assert EOS not in without
-    rollouts[row] = replace(
-        rollouts[row], output_tokens=without, logprobs=rollouts[row].logprobs[:-1]
-    )
-    assert "with end tokens at []" in bench.verdict(rollouts).reason
-
-
 # --- the grader's faults ------------------------------------------------------------------------
 
 
@@ -358,15 +286,6 @@ def test_a_claim_on_what_cannot_be_graded_again_alike_is_not_compared(tmp_path: 
     assert verdict.accepted
     assert any(row.task_reward > 0 for row in verdict.rows)
     assert not refused.accepted and refused.reason.startswith("reward: row 0")
-
-
-def test_a_false_length_penalty_is_compared_whatever_the_term(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.task_set.repeatable = False
-
-    verdict = bench.verdict([replace(r, length_penalty=0.0) for r in bench.honest()])
-
-    assert not verdict.accepted and verdict.reason.startswith("reward: row 0")
 
 
 # --- several at once ----------------------------------------------------------------------------

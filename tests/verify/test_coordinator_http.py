@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 
-import httpx
 import pytest
 
 from runspec.core.errors import UserError
+from runspec.core.http_client import NoAnswer
 from runspec.core.keys import SigningKey
 from verify import patience
 from verify.client import CoordinatorClient
@@ -97,7 +97,7 @@ def test_words_that_are_none_of_a_coordinators_are_short_and_plain(answer: bytes
 
 def test_more_bytes_than_were_asked_for_are_not_believed() -> None:
     with server((200, b"x" * 11), (200, b"x" * 10)) as (client, _):
-        with pytest.raises(UserError, match="more than 10 bytes"):
+        with pytest.raises(UserError, match="11 bytes, at most 10 expected"):
             client.call("GET", "/v1/roles", max_bytes=10)
         assert client.call("GET", "/v1/roles", max_bytes=10).content == b"x" * 10
 
@@ -124,7 +124,7 @@ def breaking(client: CoordinatorHttp, *sent: int) -> list[int]:
         time.sleep(0.2)
         got.append(len(b"".join(pieces)))
         if len(got) < len(sent):
-            raise httpx.ReadError("the connection broke")
+            raise NoAnswer("the connection broke")
 
     client.stream("/v1/data/one", take)
     return got
@@ -141,16 +141,6 @@ def test_what_is_long_and_breaks_off_late_is_asked_for_again_while_more_comes_ea
     ):
         breaking(client, *[10] * 9)
     assert 2 <= len(asked) <= 4
-
-
-def test_what_is_long_is_asked_for_again_when_the_coordinator_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    with server((429, b"7"), (200, b"here"), deadline_s=100.0) as (client, _):
-        client.stream("/v1/data/one", lambda pieces: pauses.append(len(b"".join(pieces))))
-    assert pauses == [7.0, 4]
 
 
 @pytest.mark.parametrize(
@@ -192,22 +182,12 @@ def test_who_waits_outlasts_what_it_waits_for() -> None:
 )
 def test_whoever_waited_in_vain_is_told_for_what(status: int, body: bytes, remedy: str) -> None:
     with (
-        server(*[(status, body)] * 40, deadline_s=0.2) as (client, _),
-        pytest.raises(UserError, match=f"answers {status}: .*tried POST /v1/leases for 0 s") as out,
+        server(*[(status, body)] * 400, deadline_s=2.0) as (client, _),
+        pytest.raises(UserError, match=f"answers {status}: .*tried POST /v1/leases for 2 s") as out,
     ):
         client.call("POST", "/v1/leases")
     assert remedy in (out.value.remedy or "")
     assert (out.value.place or "").startswith("coordinator http://127.0.0.1:")
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["localhost:8000", "127.0.0.1:8000", "http://[::1", "http://a:b", "ftp://a", "http://"],
-)
-def test_what_is_no_address_is_refused_before_anything_waits_for_it(url: str) -> None:
-    with pytest.raises(UserError, match="is no address of a coordinator") as out:
-        CoordinatorHttp(url, SigningKey.generate(), run="demo", deadline_s=1000.0)
-    assert "http://127.0.0.1:8000" in (out.value.remedy or "")
 
 
 def test_a_coordinator_that_is_not_there_is_named() -> None:

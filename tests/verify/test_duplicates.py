@@ -73,14 +73,6 @@ def test_text_that_the_policy_writes_anyway_is_no_run() -> None:
     assert shared(*prints) == 0
 
 
-@pytest.mark.parametrize("n", [1, 7])
-def test_outputs_too_short_for_a_run_are_compared_as_a_whole(n: int) -> None:
-    tokens = np.arange(n, dtype=np.int32)
-    (found,) = fingerprints(tokens, np.full(n, -(OUTPUT_NATS + 1) / n, np.float32))
-    assert [found] == fingerprints(tokens, np.full(n, -200.0 / n, np.float32))
-    assert [found] != fingerprints(tokens[::-1] + 1, np.full(n, -200.0 / n, np.float32))
-
-
 def test_claims_of_any_size_are_counted_without_a_fault() -> None:
     tokens = np.arange(100, dtype=np.int32)
     assert fingerprints(tokens, np.full(100, -3e38, np.float32))

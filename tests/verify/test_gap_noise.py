@@ -28,18 +28,6 @@ def test_a_submission_of_the_widest_gaps_keeps_its_budget(tokens: int, probabili
     assert gaps <= exact + 2 + np.sqrt(exact)
 
 
-def test_a_budget_falls_with_the_tokens_to_the_mean() -> None:
-    most = [noise().largest_mean(tokens) for tokens in (1, 10, 10**3, 10**5, 10**7, 10**10)]
-    assert most == sorted(most, reverse=True)
-    assert most[0] == CAP
-    assert most[-1] == pytest.approx(MEAN, rel=0.01)
-
-
-def test_a_gap_counts_up_to_the_cap() -> None:
-    gaps = np.array([0.0, 0.01, 0.5], np.float32)
-    assert noise().counted(gaps) == pytest.approx(0.01 + CAP)
-
-
 def sums(mean: float, *, workers: int, submissions: int, tokens: int) -> np.ndarray:
     """f64 [workers]: the largest that a worker's sum of excesses came to, of gaps 0 or the cap."""
     rng, one = np.random.default_rng(0), noise()

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tests.verify.bench import Bench
@@ -51,19 +49,6 @@ def test_versions_of_tokens_survive_the_file(bench: Bench) -> None:
         assert two.versions.dtype == np.int32
         assert np.array_equal(one.versions, two.versions)
     assert back[2].versions is None
-
-
-def test_a_submission_of_before_there_were_versions_is_still_read(bench: Bench) -> None:
-    """A run that goes on after an upgrade replays such files."""
-    rollouts = bench.honest()
-    now = pq.read_table(pa.BufferReader(encode_rollouts(rollouts)))
-    sink = pa.BufferOutputStream()
-    pq.write_table(now.drop_columns(["versions"]), sink)
-
-    back = decode_rollouts(sink.getvalue().to_pybytes(), max_rows=len(rollouts), max_bytes=1 << 20)
-
-    assert [row.versions for row in back] == [None] * len(rollouts)
-    assert back[0].output_tokens.tolist() == rollouts[0].output_tokens.tolist()
 
 
 def test_a_rollout_of_the_leases_version_alone_is_recomputed_as_any(bench: Bench) -> None:
@@ -125,13 +110,6 @@ def test_versions_that_cannot_be_are_rejected(
     assert reason in verdict.reason
 
 
-def test_a_version_for_each_token_is_asked_for(bench: Bench) -> None:
-    rollouts = stamped(bench.honest(), 0)
-    rollouts[0] = replace(rollouts[0], versions=rollouts[0].versions[:-1])
-    assert "output tokens" in bench.verdict(rollouts).reason
-    assert "no versions of tokens" in bench.verdict(bench.honest()).reason
-
-
 @pytest.mark.parametrize(
     "pool",
     [{}, {"trust": "trusted"}, {**IN_FLIGHT, "trust": "untrusted"}],
@@ -144,9 +122,3 @@ def test_no_other_pool_may_escape_the_prefill_by_naming_versions(
     reason = bench.verdict(stamped(bench.honest(), 0, 1)).reason
     assert reason.startswith("versions: row 0: ")
     assert "does not update in flight" in reason
-
-
-def test_the_lag_counts_from_the_oldest_version(bench: Bench) -> None:
-    (row,) = stamped(bench.honest()[:1], 1, 2)
-    assert row.oldest_version == 1
-    assert bench.honest()[0].oldest_version == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runspec.core.errors import UserError
-from tests.verify.coordinator.filled import POLICY, Filled, key
+from tests.verify.coordinator.filled import Filled, key
 from verify.coordinator.events import (
     BY_OPERATOR,
     BanLifted,
@@ -18,7 +18,6 @@ from verify.coordinator.events import (
     QuarantineEnded,
     WorkerQuarantined,
 )
-from verify.coordinator.transitions import replay
 from verify.ledger import Ledger
 
 
@@ -55,29 +54,6 @@ def rewrite(path: Path, statement: str) -> None:
         database.execute(statement)
 
 
-def test_the_state_rebuilt_from_the_ledger_is_the_state(ledger: Ledger, tmp_path: Path):
-    run = eventful()
-    for event in run.events:
-        ledger.append([event])
-
-    with closing(Ledger(tmp_path / "state.db")) as reopened:
-        events = list(reopened.events())
-
-    assert events == run.events
-    assert len({type(event) for event in events}) == 14
-    assert replay(POLICY, events) == run.state
-
-
-def test_a_reopened_ledger_goes_on_where_it_was(ledger: Ledger, tmp_path: Path):
-    ledger.append([CoordinatorStarted(1.0)])
-    ledger.close()
-
-    with closing(Ledger(tmp_path / "state.db")) as reopened:
-        reopened.append([CoordinatorStarted(2.0), CoordinatorStarted(3.0)])
-
-        assert [event.at for event in reopened.events()] == [1.0, 2.0, 3.0]
-
-
 @pytest.mark.parametrize(
     "statement",
     [
@@ -110,10 +86,3 @@ def test_what_cannot_be_stored_changes_nothing(ledger: Ledger, tmp_path: Path):
     rewrite(tmp_path / "state.db", "DROP TRIGGER full")
     ledger.append([CoordinatorStarted(2.0)])
     assert [event.at for event in ledger.events()] == [1.0, 2.0]
-
-
-def test_a_file_that_is_no_database_is_named(tmp_path: Path):
-    (tmp_path / "state.db").write_bytes(b"not a database" * 100)
-
-    with pytest.raises(UserError, match=r"state\.db: the ledger cannot be used"):
-        Ledger(tmp_path / "state.db")

@@ -19,17 +19,14 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.verify.audit.tampering import work
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, tiny_spec, verdict
-from tests.verify.coordinator.filled import POLICY, key
+from tests.verify.coordinator.filled import POLICY
 from tests.verify.postgres import Server, postgres_server
 from tests.verify.test_ledger import eventful
 from tests.waiting import eventually
 from verify.audit.replay import audit
 from verify.coordinator.events import (
-    BY_OPERATOR,
     CoordinatorStarted,
     Event,
-    KeyBanned,
-    WorkerRegistered,
 )
 from verify.coordinator.transitions import replay
 from verify.formats.lease import open_lease
@@ -113,13 +110,6 @@ def test_a_row_that_does_not_follow_the_newest_is_refused(tmp_path: Path):
         stale.append([(1, "B", "{}", "b")])
 
 
-def test_what_json_may_hold_comes_back(opened: Open):
-    words = WorkerRegistered(1.5, key("x"), 'a\x00b\u2028"\\ä😀')
-    with closing(Ledger(opened())) as ledger:
-        ledger.append([words])
-        assert list(ledger.events()) == [words]
-
-
 # -- PostgreSQL alone ------------------------------------------------------------------------------
 
 
@@ -138,42 +128,6 @@ def encoded(postgres: Server) -> Callable[[str], str]:
         return postgres.url.replace("/postgres?", f"/{name}?")
 
     return made
-
-
-WITH_LETTERS = KeyBanned(1.0, key("x"), "\u2713 \u00e9", BY_OPERATOR)
-
-
-def test_a_database_that_says_nothing_of_letters_is_read_as_it_was_written(
-    encoded: Callable[[str], str],
-):
-    """`initdb` makes them so where no language is set."""
-    from verify.postgres_store import PostgresStore
-
-    url = encoded("SQL_ASCII")
-    for rows in (1, 2):
-        with closing(Ledger(PostgresStore(url, "tiny"))) as ledger:
-            ledger.append([WITH_LETTERS])
-            assert list(ledger.events()) == [WITH_LETTERS] * rows
-            assert list(decoded(url)) == [WITH_LETTERS] * rows
-
-
-def decoded(url: str) -> Iterator[Event]:
-    """As an audit reads them."""
-    from verify.audit.postgres_snapshot import PostgresSnapshot
-
-    with closing(PostgresSnapshot(url, "tiny")) as snapshot:
-        for row in snapshot.rows():
-            yield decode_event(row.kind, row.body)
-
-
-def test_a_database_that_has_not_every_letter_is_refused_before_a_row_is_written(
-    encoded: Callable[[str], str],
-):
-    from verify.postgres_store import PostgresStore
-
-    with pytest.raises(StoreError, match="LATIN1") as raised:
-        PostgresStore(encoded("LATIN1"), "tiny")
-    assert "UTF8" in raised.value.remedy and not raised.value.passing
 
 
 def test_a_server_that_only_reads_is_waited_for(encoded: Callable[[str], str]):
@@ -213,18 +167,6 @@ def while_it_is_made() -> Iterator[None]:
         if "is being made" not in error.thing:
             raise
         time.sleep(0.05)
-
-
-def test_one_process_at_a_time_writes_a_run(postgres_url: str):
-    from verify.postgres_store import PostgresStore
-
-    with closing(PostgresStore(postgres_url, "one")):
-        with pytest.raises(StoreError, match="another process writes this run's ledger"):
-            PostgresStore(postgres_url, "one")
-        with closing(Ledger(PostgresStore(postgres_url, "two"))) as other:
-            other.append([CoordinatorStarted(1.0)])
-    with closing(PostgresStore(postgres_url, "one")) as store:
-        assert store.last() is None
 
 
 def test_a_lost_connection_is_opened_again_and_a_ledger_that_went_on_is_refused(postgres_url: str):
@@ -295,18 +237,6 @@ def test_a_server_that_says_nothing_is_waited_for_within_a_deadline_and_named():
     ):
         PostgresStore(silent.url, "run", connect_s=0.2)
     assert raised.value.passing
-
-
-def test_while_a_lost_connection_is_made_again_nobody_waits_for_it(postgres_url: str):
-    from verify.postgres_store import PostgresStore
-
-    with closing(Silent()) as silent, closing(PostgresStore(postgres_url, "patient")) as store:
-        store._connection.close()
-        store._url = silent.url
-        for _ in range(3):
-            with pytest.raises(StoreError, match=f"to {silent.place} is being made") as raised:
-                store.append([(1, "A", "{}", "a")])
-            assert raised.value.passing and not raised.value.in_doubt
 
 
 def test_an_append_that_takes_too_long_is_cut_off_and_counts_as_lost(postgres_url: str):
@@ -463,12 +393,3 @@ def test_a_run_with_its_ledger_in_postgres_restarts_and_is_audited(site: Site):
         )
     findings = audit(site.run_dir, root_key=site.root.public_hex).findings
     assert "chain" in {finding.what for finding in findings}
-
-
-def test_a_server_that_is_not_there_is_named(tmp_path: Path):
-    pytest.importorskip("psycopg")
-    values = tiny_spec().model_dump(mode="json", by_alias=True)
-    values["verify"]["ledger"] = f"postgresql://me@/runs?host={tmp_path}"
-
-    with pytest.raises(NotNow, match=r"postgresql://.*/runs, run tiny: the ledger cannot be used"):
-        open_ledger(tmp_path, type(tiny_spec()).model_validate(values))

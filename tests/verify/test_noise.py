@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verify.noise import exponential, gumbel, hashed, noise_key, token_words
+from verify.noise import gumbel, hashed, noise_key, token_words
 
 WORDS = st.integers(-(2**31), 2**31 - 1)
 ULPS = 4
@@ -86,27 +86,6 @@ def test_noise_of_neighbours_is_independent(step: int, of: str) -> None:
     correlation = np.corrcoef(noise.ravel(), other.ravel())[0, 1]
     assert abs(correlation) < 4e-3
     assert abs(np.corrcoef((noise > 3.0).ravel(), (other > 3.0).ravel())[0, 1]) < 4e-3
-
-
-@pytest.mark.parametrize("keys", [(0, 0), (0, -1), (-1, 1), (1 << 20, 3)])
-def test_noise_of_one_rollout_is_standard_gumbel(keys: tuple[int, int]) -> None:
-    position, token = np.ogrid[:2000, :500]
-    words = [np.int32(key) for key in keys]
-    with np.errstate(over="ignore"):
-        noise = gumbel(np, *words, position.astype(np.int32), token.astype(np.int32))
-    wide = noise.astype(np.float64)
-    assert wide.mean() == pytest.approx(np.euler_gamma, abs=0.01)
-    assert wide.var() == pytest.approx(np.pi**2 / 6, abs=0.02)
-    # Neither along a sequence nor along the vocabulary.
-    assert abs(np.corrcoef(wide[1:].ravel(), wide[:-1].ravel())[0, 1]) < 4e-3
-    assert abs(np.corrcoef(wide[:, 1:].ravel(), wide[:, :-1].ravel())[0, 1]) < 4e-3
-
-
-def test_the_smallest_and_the_largest_word_have_finite_noise() -> None:
-    with np.errstate(over="ignore"):
-        noise = exponential(np, np.int32(0), np.int32(0), np.int32(0), np.int32(0))
-    assert hashed(np.int32(0), np.int32(0), np.int32(0), np.int32(0)) == 0
-    assert -np.log(noise) == pytest.approx(32 * np.log(2), rel=1e-6)
 
 
 def test_keys_of_rollouts_are_all_different() -> None:

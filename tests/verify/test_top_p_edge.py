@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from tests.verify.bench import MODEL, Bench, lease_for
-from verify.checks.prefill import logprob_limit
 from verify.thresholds import BFLOAT16
 from verify.truncation import Truncation, judged
 
@@ -57,21 +55,6 @@ def test_honest_outputs_pass_where_either_of_two_tokens_is_the_only_one_kept(
     assert min(diffs) > BFLOAT16.logprob_submission
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 5])
-def test_an_edge_of_top_k_moves_a_log_prob_by_its_bound_at_most(top_k: int) -> None:
-    # given logits that are near each other, the same a little off, and what the latter keep
-    rng = np.random.default_rng(0)
-    rows = (0.3 * rng.normal(size=(4000, 40))).astype(np.float32)
-    theirs = (rows + rng.uniform(-0.01, 0.01, rows.shape)).astype(np.float32)
-    least = np.argsort(-theirs)[:, top_k - 1]
-    own, noise = np.arange(40) == least[:, None], np.zeros_like(rows)
-    here, there = (
-        judged(np, each, noise, own, Truncation(1.0, top_k))[0] for each in (rows, theirs)
-    )
-    moved = np.abs(here - there).max()
-    assert 0.8 < moved / math.log1p(1 / top_k) < 1.0 + 0.03 * top_k
-
-
 def test_one_edge_moves_a_log_prob_by_the_bound_at_most() -> None:
     # given logits, and the same a little off
     rng = np.random.default_rng(0)
@@ -98,17 +81,3 @@ def test_more_than_one_edge_is_not_explained(tmp_path: Path) -> None:
     alone = [*rollouts]
     alone[longest] = tampered[longest]
     assert not bench.verdict(alone).accepted
-
-
-def test_without_top_p_limits_are_as_they_are(tmp_path: Path) -> None:
-    row = bench_of(tmp_path, 1.0).honest()[0]
-    assert logprob_limit(0.03, [row, row]) == 0.03
-    # and with it the more tokens there are the nearer
-    n = len(row.output_tokens)
-    cut = replace(row, top_p=0.5)
-    assert logprob_limit(0.03, [cut]) == pytest.approx(0.03 + math.log(2.0) / n)
-    assert logprob_limit(0.03, [replace(cut, top_k=3)]) == pytest.approx(
-        0.03 + (math.log(2.0) + math.log(4 / 3)) / n
-    )
-    others = [replace(cut, group=group) for group in range(1, 10)]
-    assert logprob_limit(0.03, [cut, cut, *others]) == pytest.approx(0.03 + math.log(4.0) / 11 / n)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 
 import numpy as np
 import pytest
@@ -13,14 +12,13 @@ from hypothesis import strategies as st
 
 from tests.verify.record_toploc_vectors import PATH, activations, perturbed, untied
 from tests.verify.small_model import bf16_bits
+from verify.thresholds import BFLOAT16
 from verify.toploc import (
     PROOF_BYTES,
     ChunkStatistics,
     MalformedProof,
     build_proofs,
-    build_proofs_batch,
     parse_proof,
-    parse_proofs,
     verify_proofs,
     verify_proofs_batch,
 )
@@ -122,17 +120,6 @@ def test_a_proof_of_the_same_activations_has_no_error(rows: int, chunks: int, hi
         assert (s.mantissa_error_mean, s.mantissa_error_median) == (0.0, 0.0)
 
 
-def test_a_batch_gives_what_single_calls_give() -> None:
-    rollouts = [bf16_bits(hidden_states(n, 48, seed=n)) for n in (1, 40, 32, 0, 65)]
-
-    proofs = build_proofs_batch(rollouts)
-
-    assert proofs == [build_proofs(r) for r in rollouts]
-    assert verify_proofs_batch(rollouts, proofs) == [
-        verify_proofs(r, p) for r, p in zip(rollouts, proofs, strict=True)
-    ]
-
-
 def test_equal_magnitudes_are_taken_in_order_of_position() -> None:
     bits = np.full((32, 64), 0x3F80, np.uint16)  # 2048 times 1.0
     bits[0, 0] = 0xBF80  # -1.0 is as large
@@ -148,6 +135,12 @@ def test_activations_that_are_not_finite_are_not_proved() -> None:
     bits[2, 5] = 0x7FC0  # NaN
     with pytest.raises(ValueError, match="not finite"):
         build_proofs(bits)
+
+
+def test_the_bfloat16_limits_are_the_published_ones() -> None:
+    """arXiv 2501.16007: 38 of 128 positions, mantissa errors of 10 in the mean, 8 in the median."""
+    shares = (BFLOAT16.mismatch_share, BFLOAT16.mantissa_mean, BFLOAT16.mantissa_median)
+    assert shares == (38 / 128, 10.0, 8.0)
 
 
 def published_limits_hold(s: ChunkStatistics) -> bool:
@@ -180,13 +173,6 @@ def test_no_constant_comes_below_the_constant_error(hidden: int) -> None:
         proof = np.array([PRIME, constant] + [0] * 127, ">u2").tobytes()
         found = verify_proofs(bits, [proof])[0]
         assert found.error_median >= found.constant_error > 0
-
-
-def test_no_exponent_in_common_is_the_largest_error() -> None:
-    bits = bf16_bits(hidden_states(32, 64))
-    null = np.array([PRIME] + [0] * 128, ">u2").tobytes()
-    found = verify_proofs(bits, [null])[0]
-    assert (found.exponent_mismatches, found.mantissa_error_mean) == (128, math.inf)
 
 
 # --- hostile bytes ------------------------------------------------------------------------------
@@ -235,53 +221,3 @@ def test_one_malformed_rollout_does_not_cost_the_others_their_result() -> None:
     first, bad, last = verify_proofs_batch([bits] * 3, [good, [b"junk"], good])
     assert isinstance(bad, MalformedProof)
     assert first == last == verify_proofs(bits, good)
-
-
-@given(st.binary(max_size=300))
-@settings(max_examples=300, deadline=None)
-def test_any_bytes_parse_or_are_refused(data: bytes) -> None:
-    try:
-        proof = parse_proof(data)
-    except MalformedProof:
-        return
-    assert proof.to_bytes() == data
-
-
-def read_alone(data: bytes, k: int) -> bytes | None:
-    try:
-        return parse_proof(data, k=k).to_bytes()
-    except MalformedProof:
-        return None
-
-
-WORD = st.sampled_from([0, 0, 0, 1, 127, 128, PRIME - 1, PRIME])
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.binary(max_size=300)
-            | st.lists(WORD, min_size=129, max_size=129).map(lambda given: words(*given)),
-            st.sampled_from([1, 64, 128]),
-        ),
-        max_size=5,
-    )
-)
-@settings(max_examples=200, deadline=None)
-def test_many_proofs_are_read_as_each_alone(proofs: list[tuple[bytes, int]]) -> None:
-    good = words(PRIME, 5, *[0] * 127)
-    datas, ks = [good, *(data for data, _ in proofs)], [1, *(k for _, k in proofs)]
-    found = [None if proof is None else proof.to_bytes() for proof in parse_proofs(datas, ks)]
-    assert found == [read_alone(data, k) for data, k in zip(datas, ks, strict=True)]
-    assert found[0] == good
-
-
-@given(st.binary(min_size=PROOF_BYTES, max_size=PROOF_BYTES))
-@settings(max_examples=100, deadline=None)
-def test_a_well_formed_guess_is_far_from_the_activations(data: bytes) -> None:
-    bits = bf16_bits(hidden_states(32, 64))
-    try:
-        found = verify_proofs(bits, [data])[0]
-    except MalformedProof:
-        return
-    assert not published_limits_hold(found)

@@ -77,58 +77,11 @@ def test_torch_and_jax_keep_the_same(rule: Truncation) -> None:
         assert (there == here).mean() > 0.99  # else a sum was rounded across top_p
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_it_keeps_what_vllm_keeps(rule: Truncation) -> None:
-    torch = pytest.importorskip("torch")
-    operators = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
-    rows = torch.from_numpy(logits())
-    count = len(rows)
-    theirs = operators.apply_top_k_top_p(
-        rows.clone(),
-        torch.full((count,), min(rule.top_k, VOCABULARY)) if rule.top_k > 0 else None,
-        torch.full((count,), rule.top_p) if rule.top_p < 1.0 else None,
-    )
-
-    ours = rows >= kept_from(torch, rows, **arguments(rule))
-
-    assert (ours == theirs.isfinite()).all(dim=1).float().mean() > 0.99
-
-
-def test_rules_may_differ_by_row() -> None:
-    torch = pytest.importorskip("torch")
-    rows = torch.from_numpy(logits(3))
-    everything = torch.iinfo(torch.int32).max
-    top_p = torch.tensor([[0.9], [1.0], [0.5]])
-    top_k = torch.tensor([[everything], [7], [everything]], dtype=torch.int32)
-
-    found = kept_from(torch, rows, top_p=top_p, top_k=top_k)
-
-    alone = [
-        kept_from(torch, rows[:1], top_p=0.9),
-        kept_from(torch, rows[1:2], top_k=7),
-        kept_from(torch, rows[2:], top_p=0.5),
-    ]
-    assert torch.equal(found, torch.cat(alone))
-
-
 def test_equals_at_the_threshold_share_their_fate() -> None:
     row = np.log(np.array([0.4, 0.2, 0.2, 0.2], np.float32))
     assert (row >= kept_from(np, row, top_k=2)).tolist() == [True] * 4
     assert (row >= kept_from(np, row, top_p=0.5)).tolist() == [True] * 4
     assert (row >= kept_from(np, row, top_p=0.3)).tolist() == [True, False, False, False]
-
-
-def test_the_likeliest_token_is_always_kept() -> None:
-    row = np.array([5.0, 1.0, -0.0, 0.0], np.float32)
-    assert kept_from(np, row, top_p=1e-9).tolist() == [5.0]
-    assert kept_from(np, row, top_k=1).tolist() == [5.0]
-
-
-def test_nothing_cuts_where_all_is_kept() -> None:
-    assert not Truncation().cuts and not Truncation(1.0, 0).cuts
-    row = logits(1)[0]
-    assert kept_from(np, row, top_k=VOCABULARY)[0] == row.min()
-    assert kept_from(np, row, top_p=np.array([1.0], np.float32))[0] == row.min()
 
 
 @settings(deadline=None, max_examples=200)

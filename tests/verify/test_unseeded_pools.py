@@ -38,16 +38,6 @@ def test_a_number_of_a_distribution_that_is_none_rejects_nobody(
         bench.verdict(bench.honest())
 
 
-def test_an_end_token_that_is_cut_off_is_no_fault(bench: Bench) -> None:
-    def cut(output: PrefillOutput) -> PrefillOutput:
-        assert output.choices is not None
-        damaged = with_first(output.choices.end_least, -np.inf)
-        return replace(output, choices=output.choices._replace(end_least=damaged))
-
-    bench.engine.damage = cut
-    assert bench.verdict(bench.honest()).accepted
-
-
 def test_an_engine_that_says_nothing_of_distributions_is_named(bench: Bench) -> None:
     bench.engine.damage = lambda output: replace(output, choices=None)
     with pytest.raises(UserError, match="says nothing of the distributions of unseeded tokens"):

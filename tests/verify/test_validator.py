@@ -27,7 +27,7 @@ from verify.client import RunFinished, WorkItem
 from verify.formats.submission import Rollout
 from verify.formats.verdict import RolloutVerdict, VerdictEnvelope, decode_verdicts, open_verdict
 from verify.recompute import PrefillNotFinite
-from verify.validator import MAX_CLAIMS, MAX_FAULTS, Validator, is_drawn, vocab_size
+from verify.validator import MAX_CLAIMS, MAX_FAULTS, Validator, is_drawn
 
 WORKER, COORDINATOR, VALIDATOR = fixed_key(1), fixed_key(2), fixed_key(3)
 LOG = logging.getLogger("validator")
@@ -119,7 +119,7 @@ def sample(index: int) -> tuple[list[Rollout], bytes, bytes, bytes]:
 def test_each_submission_gets_one_signed_verdict(
     coordinator: QueueCoordinator, engine: NumpyEngine
 ) -> None:
-    # given an honest submission, an edited one and one that is no Parquet file
+    # given an honest submission, an edited one and one that is no table
     rollouts, *good = sample(index=0)
     rows, _, _, lease_bytes = sample(index=1)
     _, lease = lease_for(WORKER, COORDINATOR, index=1)
@@ -152,16 +152,6 @@ def test_what_is_queued_is_claimed_together_and_prefilled_at_once(
 
     assert engine.prefills == [8 * MAX_CLAIMS, 8]
     assert coordinator.waits[0] > 0 and set(coordinator.waits[1:MAX_CLAIMS]) == {0.0}
-
-
-def test_the_reason_of_a_rejection_is_logged(
-    coordinator: QueueCoordinator, engine: NumpyEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, envelope, _, lease = sample(index=0)
-    coordinator.offer(envelope, b"junk", lease)
-    with caplog.at_level(logging.WARNING):
-        serve(coordinator, engine)
-    assert "rejected submission" in caplog.text and "signature: the file is not" in caplog.text
 
 
 def test_a_lease_of_another_coordinator_ends_the_process(
@@ -312,31 +302,6 @@ def test_weights_may_take_as_long_as_a_workers_lease(
     assert len(coordinator.verdicts) == (attempts == tries)
 
 
-def test_what_no_waiting_mends_ends_the_process_at_once(
-    coordinator: QueueCoordinator, tmp_path: Path
-) -> None:
-    class Full(NumpyEngine):
-        def ensure_version(self, *_: object, **__: object) -> Path:
-            raise UserError("version 0 needs 62 GB more on this disk", place="cache")
-
-    digest = coordinator.offer(*sample(0)[1:])
-    with pytest.raises(UserError, match="62 GB more"):
-        serve(coordinator, Full({0: MODEL}, tmp_path))
-    assert coordinator.released == [(digest, "")]
-
-
-def test_a_stopped_validator_claims_nothing(
-    coordinator: QueueCoordinator, engine: NumpyEngine
-) -> None:
-    coordinator.offer(*sample(index=0)[1:])
-    stop = threading.Event()
-    stop.set()
-    Validator(
-        small_spec(), VALIDATOR, coordinator, engine, task_set_of=lambda d: ParityTask(), log=LOG
-    ).serve(stop)
-    assert coordinator.waits == [] and len(coordinator.queue) == 1
-
-
 def digests(count: int) -> Sequence[str]:
     return [digest_bytes(str(number).encode()) for number in range(count)]
 
@@ -371,11 +336,3 @@ def test_the_coordinators_share_counts_where_it_is_not_below_the_floor(
     coordinator.offer(*sample(index=0)[1:])
     serve(coordinator, engine, share=floor)
     assert len(engine.prefills) == 1
-
-
-@pytest.mark.parametrize("text", ["{}", '{"vocab_size": "many"}', "no json", None])
-def test_an_unusable_model_config_is_named(tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match=r"config\.json"):
-        vocab_size(tmp_path)

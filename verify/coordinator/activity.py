@@ -1,4 +1,4 @@
-"""Who is alive and how busy: kept in memory, from requests and heartbeats."""
+"""Which workers and validators are alive and how busy they are, from requests and heartbeats."""
 
 from __future__ import annotations
 
@@ -85,6 +85,14 @@ class Activity:
         alive = [p.busy_fraction for p in self.peers.values() if p.alive(now)]
         known = [fraction for fraction in alive if fraction is not None]
         return sum(known) / len(known) if known else None
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Activity of everybody who works for the run."""
+
+    workers: Activity = field(default_factory=Activity)
+    validators: Activity = field(default_factory=Activity)
 
 
 def scalars(state: Mapping[str, Any]) -> Scalars:

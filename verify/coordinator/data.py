@@ -30,7 +30,7 @@ _PIECE_S = 120.0
 """A reader that takes a piece more slowly is disconnected."""
 
 
-class SiteDesk:
+class SiteService:
     """Answers `GET /v1/site` and `GET /v1/data/<digest>`.
 
     Args:

@@ -1,4 +1,4 @@
-"""The workers' desk: registers keys, hands out leases, takes submissions in."""
+"""The workers' service: registers keys, grants leases, receives submissions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runspec.core.roles import Roles
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator import filling
 from verify.coordinator.admission import Admission
-from verify.coordinator.backlog import Backlog
+from verify.coordinator.edge import Edge
 from verify.coordinator.events import (
     LeaseGranted,
     LeaseReleased,
@@ -42,8 +42,8 @@ class Leasing:
         spec: the run's resolved spec.
         key: signs the leases.
         roles: whose keys cannot be workers'.
-        admission: who may register.
-        backlog: says whether there is room for more.
+        admission: decides who may register.
+        edge: says whether there is room for submissions.
     """
 
     def __init__(
@@ -53,22 +53,22 @@ class Leasing:
         key: SigningKey,
         roles: Roles,
         admission: Admission,
-        backlog: Backlog,
+        edge: Edge,
     ) -> None:
-        self._journal, self._spec, self._key, self._backlog = journal, spec, key, backlog
-        self._admission = admission
+        self._journal, self._spec, self._key = journal, spec, key
+        self._admission, self._backlog = admission, edge.backlog
         self._staff = roles.publisher | roles.coordinator | roles.validator
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._uploading: set[str] = set()
 
-    def register(self, key: str, pool: str, invite: object = None, *, place: str) -> None:
+    def register(self, key: str, pool: str, invite: object = None, *, address: str) -> None:
         """Makes a key a worker of a pool; doing it again changes nothing, and needs no invite.
 
         Args:
             key: the worker's.
             pool: of the spec.
             invite: what the worker sent with it, unchecked.
-            place: which it asks from.
+            address: of the client.
 
         Raises:
             Refusal: no such pool, a key with a role, another pool's, not invited, or too many.
@@ -83,9 +83,8 @@ class Leasing:
         if known is None:
             now = self._journal.clock()
             state = self._journal.state
-            by = self._admission.admit(state, key, pool, invite, now, place=place)
+            by = self._admission.admit(state, key, pool, invite, now, address=address)
             self._journal.record(WorkerRegistered(now, key, pool, by))
-            self._admission.admitted(by, key, place)
             _log.info("worker %s of pool %s registered", key[:16], pool)
 
     async def lease(self, key: str, holding: Collection[str], wait_s: float) -> bytes | None:
@@ -194,7 +193,7 @@ class Leasing:
             raise Refusal(503, "this submission is being uploaded already")
         self._uploading |= names
         try:
-            with self._backlog.admitted(record, envelope, now):
+            with self._backlog.reserve(record, envelope, now):
                 await self._take_in(record, envelope, signed, chunks)
         finally:
             self._uploading -= names

@@ -1,4 +1,4 @@
-"""The operator's desk: bans, granted appeals and revoked invites, by the coordinator's own key.
+"""The operator's service: bans, granted appeals and revoked invites, by the coordinator's own key.
 
 `runspec ban`, `runspec unban` and `runspec invite --revoke` sign with `keys/coordinator.key` of the
 run directory. Who can read that file can sign leases and batches too, so it needs no further right.
@@ -18,7 +18,7 @@ MAX_REASON = 500
 """Characters."""
 
 
-class OperatorDesk:
+class OperatorService:
     """Bans keys, lifts bans and revokes invites; the ledger keeps all of it.
 
     Args:

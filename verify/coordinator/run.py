@@ -11,6 +11,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from runspec.core.connection_limits import answering
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey
@@ -21,28 +22,26 @@ from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from verify.calibration.lookup import gap_noise_by_pool
-from verify.coordinator.activity import Activity
-from verify.coordinator.addresses import networks
+from verify.coordinator.activity import Peers
 from verify.coordinator.admission import Admission, own_workers
 from verify.coordinator.attempts import AttemptFiles
-from verify.coordinator.backlog import Backlog
 from verify.coordinator.claims import CLAIM_TIMEOUT_S
 from verify.coordinator.closing import Closing
-from verify.coordinator.connections import Connections
-from verify.coordinator.data import SiteDesk
-from verify.coordinator.gate import Gate
+from verify.coordinator.data import SiteService
+from verify.coordinator.edge import Edge
+from verify.coordinator.edge.connections import Connections
+from verify.coordinator.edge.log_limits import limited_log
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.leasing import Leasing
-from verify.coordinator.log_limits import spared
-from verify.coordinator.operator import OperatorDesk
+from verify.coordinator.operator import OperatorService
 from verify.coordinator.policy import Policy
-from verify.coordinator.server import Api
+from verify.coordinator.server import Api, Documents, Services
 from verify.coordinator.status import Status
 from verify.coordinator.watch import watch_latest
+from verify.formats.layout import refuse_older_run
 from verify.formats.spec import sign_spec
 from verify.ledger import open_ledger
-from verify.request_auth import RequestChecker
 
 _log = logging.getLogger(__name__)
 _SHUTDOWN_S = 0.5
@@ -71,46 +70,38 @@ async def serve(
         started: called with the port once requests are answered.
 
     Raises:
-        UserError: unusable spec, keys, address or ledger.
+        UserError: unusable spec, keys, address or ledger, or a run of an older version.
         RunStopped: a step stalled, or ledger and files do not fit together.
     """
     spec = load_resolved(run_dir)
+    refuse_older_run(run_dir)
     key = SigningKey.load(run_dir / "keys" / "coordinator.key")
     roles_document, roles = _read_roles(run_dir, spec, key, root_public_key)
     # In a thread, since a database may be slow to answer.
     ledger = await asyncio.to_thread(open_ledger, run_dir, spec)
     journal = Journal(run_dir, Policy.of(spec), ledger=ledger)
-    workers, validators = Activity(), Activity()
-    own = own_workers(run_dir, spec)
-    admission = Admission(spec, roles, own)
     noise = gap_noise_by_pool(spec)
     judging = Judging(journal, spec.name, noise, claim_timeout_s=claim_timeout_s)
     attempts = AttemptFiles(run_dir)
     judging.claims.remember_in(attempts, attempts.load())
-    backlog = Backlog(journal, judging.submitted, spec.verify.backlog)
-    leasing = Leasing(journal, spec, key, roles, admission, backlog)
-    closing = Closing(journal, spec.name, key, workers)
-    callers = Connections()
-    site = SiteDesk(spec, key, public_weights or [weights])
-    api = Api(
-        journal=journal,
-        leasing=leasing,
-        judging=judging,
-        operator=OperatorDesk(journal, roles),
-        site=site,
-        status=Status(spec.name, journal, judging, backlog, workers, validators, admission),
-        workers=workers,
-        validators=validators,
-        gate=Gate(
-            *(journal, RequestChecker(spec.name), roles, own, networks(spec.verify.proxies)),
-            connections=callers.most,
-        ),
-        roles=roles,
-        roles_document=roles_document,
-        spec_document=sign_spec(spec, key),
+    own = own_workers(run_dir, spec)
+    edge = Edge.of(journal, spec, roles, own, judging.submitted)
+    admission = Admission(spec, roles, own, edge.new_keys)
+    peers = Peers()
+    closing = Closing(journal, spec.name, key, peers.workers)
+    site = SiteService(spec, key, public_weights or [weights])
+    services = Services(
+        Leasing(journal, spec, key, roles, admission, edge),
+        judging,
+        OperatorService(journal, roles),
+        site,
+        Status(spec.name, journal, judging, edge, peers),
     )
+    documents = Documents(sign_spec(spec, key), roles_document)
+    api = Api(journal, services, peers, edge.authentication, roles, documents)
+    connections = Connections()
     application = api.application()
-    application.middlewares.insert(0, callers.answering)
+    application.middlewares.insert(0, answering)
     runner = web.AppRunner(
         application,
         handler_cancellation=True,  # a long poll ends with its caller
@@ -121,8 +112,8 @@ async def serve(
     stop = stop_event_of_loop()
     tasks: list[asyncio.Future[None]] = [api.failure]
     try:
-        lines.enter_context(spared())
-        started(_listen(callers, runner, host, port))
+        lines.enter_context(limited_log())
+        started(_listen(connections, runner, host, port))
         watching = watch_latest(
             weights,
             run=spec.name,
@@ -140,7 +131,7 @@ async def serve(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await callers.close()
+        await connections.close()
         await runner.cleanup()
         journal.close()
         lines.close()
@@ -168,10 +159,10 @@ def _read_roles(
     return document, roles
 
 
-def _listen(callers: Connections, runner: web.AppRunner, host: str, port: int) -> int:
+def _listen(connections: Connections, runner: web.AppRunner, host: str, port: int) -> int:
     assert runner.server is not None
     try:
-        bound = callers.listen(runner.server, host, port)
+        bound = connections.listen(runner.server, host, port)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         raise UserError(

@@ -1,6 +1,7 @@
-"""The HTTP face of the coordinator: who asks, within which bounds, and what the answer is called.
+"""HTTP handlers of the coordinator: authentication, size limits, status codes.
 
-Nothing is read of a body before the caller's signature is checked, and never more than its bound.
+The caller's signature is checked before anything of a body is read. Bodies are limited in size and
+time.
 """
 
 from __future__ import annotations
@@ -12,24 +13,25 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.connection_limits import connection_of
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes, is_digest
 from runspec.core.roles import Roles
 from runspec.core.signed import BadSignature
-from verify.coordinator.activity import Activity, scalars
-from verify.coordinator.data import SiteDesk, send_file, send_json
-from verify.coordinator.gate import Gate
+from verify.coordinator.activity import Peers, scalars
+from verify.coordinator.data import SiteService, send_file, send_json
+from verify.coordinator.edge.authentication import Authentication
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.leasing import Leasing
-from verify.coordinator.operator import OperatorDesk
+from verify.coordinator.operator import OperatorService
 from verify.coordinator.status import Status
 from verify.coordinator.transitions import IllegalTransition
 from verify.formats.submission import open_submission
@@ -41,18 +43,39 @@ _log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 30.0
 MAX_BODY_BYTES = 64 * 1024
-"""Of the JSON requests."""
+"""Largest size of a JSON body."""
 BODY_S = 30.0
-"""Within which they must be there."""
-HURRIED_BODY_S = 1.0
-"""And of whom too many are on their way."""
-MAX_HEADER_BYTES = 32 * 1024
-"""A verdict's envelope, the largest header, is at most 16 KiB before base64."""
+"""Seconds a JSON body may take to arrive."""
 _MAX_HOLDING = 64
 _CHUNK_BYTES = 1 << 20
 _SMALL_BYTES = 64 * 1024
-"""Of an answer that is given at once; of larger ones only few are being sent."""
+"""Larger answers count as downloads, of which only few may be sent at once."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Services:
+    """What the endpoints call, by who calls it."""
+
+    leasing: Leasing
+    """For workers."""
+    judging: Judging
+    """For validators."""
+    operator: OperatorService
+    """For the holder of the coordinator's key."""
+    site: SiteService
+    """For volunteers, who need more than the spec."""
+    status: Status
+    """For everybody."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Signed documents that everybody may read."""
+
+    spec: bytes
+    """The resolved spec."""
+    roles: bytes
 
 
 class Api:
@@ -60,36 +83,27 @@ class Api:
 
     Args:
         journal: the run's.
-        leasing, judging, operator: the three desks.
-        site: what volunteers need besides the spec.
-        status: what to tell of the run.
-        workers, validators: told who was heard of.
-        gate: says who asks.
-        roles: names the validators; `roles_document` is its file.
-        spec_document: the resolved spec, signed.
+        services: what the endpoints call.
+        peers: records who was heard of.
+        authentication: says who makes a request.
+        roles: names the validators.
+        documents: the public ones.
     """
 
     def __init__(
         self,
-        *,
         journal: Journal,
-        leasing: Leasing,
-        judging: Judging,
-        operator: OperatorDesk,
-        site: SiteDesk,
-        status: Status,
-        workers: Activity,
-        validators: Activity,
-        gate: Gate,
+        services: Services,
+        peers: Peers,
+        authentication: Authentication,
         roles: Roles,
-        roles_document: bytes,
-        spec_document: bytes,
+        documents: Documents,
     ) -> None:
-        self._journal, self._leasing, self._judging = journal, leasing, judging
-        self._operator, self._site = operator, site
-        self._status, self._workers, self._validators = status, workers, validators
-        self._gate, self._roles = gate, roles
-        self._roles_document, self._spec_document = roles_document, spec_document
+        self._journal, self._peers, self._roles = journal, peers, roles
+        self._authentication, self._documents = authentication, documents
+        self._leasing, self._judging = services.leasing, services.judging
+        self._operator, self._site = services.operator, services.site
+        self._status = services.status
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the error after which the process must end: a ledger that cannot be written."""
 
@@ -121,10 +135,10 @@ class Api:
         return application
 
     def _public(self, handler: _Handler) -> _Handler:
-        """For everybody, but not without end from one place."""
+        """Let everybody call a handler, within the limits of unsigned requests."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
-            self._gate.anybody(request)
+            self._authentication.public(request)
             return await handler(request)
 
         return answer
@@ -132,10 +146,10 @@ class Api:
     # -- Public ----------------------------------------------------------------------------------
 
     async def _spec(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(body=self._spec_document, content_type="application/json")
+        return web.Response(body=self._documents.spec, content_type="application/json")
 
     async def _get_roles(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(body=self._roles_document, content_type="application/json")
+        return web.Response(body=self._documents.roles, content_type="application/json")
 
     async def _get_site(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=await self._site.document(), content_type="application/json")
@@ -144,14 +158,14 @@ class Api:
         path = await self._site.path(request.match_info["digest"])
         if path is None:
             raise Refusal(404, "no file of the data has this digest")
-        with self._gate.download(request):
+        with self._authentication.download(request):
             return await send_file(request, path)
 
     async def _get_status(self, request: web.Request) -> web.StreamResponse:
         document = self._status.document()
         if len(document) <= _SMALL_BYTES:
             return web.Response(body=document, content_type="application/json")
-        with self._gate.download(request):
+        with self._authentication.download(request):
             return await send_json(request, document)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
@@ -163,7 +177,7 @@ class Api:
     # -- Workers ---------------------------------------------------------------------------------
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
-        caller = self._gate.caller(request, "registration")
+        caller = self._authentication.caller(request, "registration")
         body = await self._json(request, caller, {"pool", "info"}, {"invite"})
         if not isinstance(body["pool"], str) or not isinstance(body["info"], dict):
             raise Refusal(400, "pool must be a name and info a map")
@@ -171,46 +185,46 @@ class Api:
             info = scalars(body["info"])
         except ValueError as error:
             raise Refusal(400, f"info: {error}") from error
-        place = self._gate.place(request)
-        self._leasing.register(caller.key, body["pool"], body.get("invite"), place=place)
-        self._workers.registered(caller.key, info, self._journal.clock())
+        address = self._authentication.address(request)
+        self._leasing.register(caller.key, body["pool"], body.get("invite"), address=address)
+        self._peers.workers.registered(caller.key, info, self._journal.clock())
         return web.json_response({})
 
     async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
-        caller = self._gate.caller(request, "heartbeat")
+        caller = self._authentication.caller(request, "heartbeat")
         body = await self._json(request, caller, {"state"})
         if caller.key in self._roles.validator:
-            peers = self._validators
+            activity = self._peers.validators
         elif caller.key in self._journal.state.workers:
-            peers = self._workers
+            activity = self._peers.workers
         else:
             raise Refusal(403, "this key is neither a worker's nor a validator's")
         try:
-            peers.heartbeat(caller.key, dict(body["state"]), self._journal.clock())
+            activity.heartbeat(caller.key, dict(body["state"]), self._journal.clock())
         except (TypeError, ValueError) as error:
             raise Refusal(400, f"state: {error}") from error
         self._judging.claims.prolong(caller.key, self._journal.clock())
         return web.json_response({})
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
-        caller = self._gate.caller(request, "lease")
+        caller = self._authentication.caller(request, "lease")
         wait_s, holding = _wait_and_holding(await self._json(request, caller, {"wait", "holding"}))
         if caller.key in self._journal.state.workers:
-            self._workers.seen(caller.key, self._journal.clock())
-        with self._gate.poll(caller.key, request):
+            self._peers.workers.seen(caller.key, self._journal.clock())
+        with self._authentication.poll(caller.key, request):
             lease = await self._leasing.lease(caller.key, holding, wait_s)
         if lease is None:
             return web.Response(status=204)
         return web.Response(body=lease, content_type="application/json")
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
-        caller = self._gate.caller(request, "release")
+        caller = self._authentication.caller(request, "release")
         leases = _digests("leases", (await self._json(request, caller, {"leases"}))["leases"])
         self._leasing.release(caller.key, leases)
         return web.json_response({})
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
-        caller = self._gate.caller(request, "submission")
+        caller = self._authentication.caller(request, "submission")
         signed = _envelope(request)
         try:
             envelope = open_submission(signed)
@@ -287,7 +301,7 @@ class Api:
 
     async def _order(self, request: web.Request) -> dict[str, Any]:
         """What the operator wants of which key, and why."""
-        caller = self._gate.caller(request)
+        caller = self._authentication.caller(request)
         self._operator.must_be_operator(caller.key)
         return await self._json(request, caller, {"key", "reason"})
 
@@ -299,13 +313,7 @@ class Api:
         optional: AbstractSet[str] = frozenset(),
     ) -> dict[str, Any]:
         """The body of a request, with exactly these fields but for the optional ones."""
-        with self._gate.body(caller.key, request) as room:
-            data = await _read(request, BODY_S if room else HURRIED_BODY_S)
-        if data is None and not room:
-            words = "too many requests are on their way, and this one is slow: come again"
-            raise Refusal(429, words, retry_after_s=5.0)
-        if data is None:
-            raise Refusal(408, f"the body took longer than {BODY_S:.0f} s")
+        data = await _read(request)
         if digest_bytes(data) != caller.body_digest:
             raise Unauthorised("the body is not the one that was signed")
         try:
@@ -319,10 +327,10 @@ class Api:
     # -- Validators' keys, and what goes wrong ---------------------------------------------------
 
     def _validator(self, request: web.Request) -> SignedRequest:
-        caller = self._gate.caller(request)
+        caller = self._authentication.caller(request)
         if caller.key not in self._roles.validator:
             raise Refusal(403, "roles.json does not name this key as a validator's")
-        self._validators.seen(caller.key, self._journal.clock())
+        self._peers.validators.seen(caller.key, self._journal.clock())
         return caller
 
     @web.middleware
@@ -352,21 +360,23 @@ def _error(status: int, words: str, retry_after_s: float | None = None) -> web.R
     return web.json_response({"error": words}, status=status, headers=headers)
 
 
-async def _read(request: web.Request, within_s: float) -> bytes | None:
-    """A body; None where it did not come in time.
+async def _read(request: web.Request) -> bytes:
+    """Read a JSON request's body. While it arrives, the connection counts as idle.
 
     Raises:
-        Refusal: it is too large.
+        Refusal: it is too large or too slow.
     """
     data = bytearray()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(within_s):
-            async for chunk in request.content.iter_chunked(MAX_BODY_BYTES):
-                data += chunk
-                if len(data) > MAX_BODY_BYTES:
-                    raise Refusal(413, f"larger than the {MAX_BODY_BYTES} bytes allowed")
-            return bytes(data)
-    return None
+    try:
+        with connection_of(request).receiving():
+            async with asyncio.timeout(BODY_S):
+                async for chunk in request.content.iter_chunked(MAX_BODY_BYTES):
+                    data += chunk
+                    if len(data) > MAX_BODY_BYTES:
+                        raise Refusal(413, f"larger than the {MAX_BODY_BYTES} bytes allowed")
+    except TimeoutError:
+        raise Refusal(408, f"the body took longer than {BODY_S:.0f} s") from None
+    return bytes(data)
 
 
 def _wait_and_holding(body: dict[str, Any]) -> tuple[float, list[str]]:

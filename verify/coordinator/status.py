@@ -17,9 +17,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from verify.coordinator.activity import Activity, Peer
-from verify.coordinator.admission import MAX_UNPROVEN, Admission
-from verify.coordinator.backlog import Backlog
+from verify.coordinator.activity import Peer, Peers
+from verify.coordinator.edge import Edge
+from verify.coordinator.edge.cache import Cache
+from verify.coordinator.edge.new_keys import MAX_UNPROVEN
 from verify.coordinator.filling import (
     leasable_groups,
     needed_groups,
@@ -30,7 +31,6 @@ from verify.coordinator.filling import (
 from verify.coordinator.history import History
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
-from verify.coordinator.kept import Kept
 from verify.coordinator.reputation import reputation
 from verify.coordinator.state import LeaseRecord, State
 
@@ -39,24 +39,16 @@ class Status:
     """Reads the coordinator's parts; changes none."""
 
     def __init__(
-        self,
-        run: str,
-        journal: Journal,
-        judging: Judging,
-        backlog: Backlog,
-        workers: Activity,
-        validators: Activity,
-        admission: Admission,
+        self, run: str, journal: Journal, judging: Judging, edge: Edge, peers: Peers
     ) -> None:
-        self._run, self._journal, self._judging, self._backlog = run, journal, judging, backlog
-        self._admission = admission
-        self._workers, self._validators = workers, validators
+        self._run, self._journal, self._judging, self._edge = run, journal, judging, edge
+        self._workers, self._validators = peers.workers, peers.validators
         self._began = journal.clock()
         self._registry = CollectorRegistry()
         self._registry.register(_Prometheus(self, journal.history))
-        self._report = Kept(self._of_now)
-        self._document = Kept(lambda: json.dumps(self.report()).encode())
-        self._metrics = Kept(lambda: generate_latest(self._registry))
+        self._report = Cache(self._of_now)
+        self._document = Cache(lambda: json.dumps(self.report()).encode())
+        self._metrics = Cache(lambda: generate_latest(self._registry))
 
     def metrics(self) -> bytes:
         """Answer of `GET /metrics`; some seconds old where there are thousands of workers."""
@@ -90,7 +82,7 @@ class Status:
                 for key in sorted(state.workers, key=lambda key: state.workers[key].number)
             ],
             "unproven": {
-                "registered": self._admission.unproven(state),
+                "registered": self._edge.new_keys.unproven(state),
                 "may_register": MAX_UNPROVEN,
             },
             "banned": dict(sorted(state.bans.items())),
@@ -105,7 +97,7 @@ class Status:
                 "suspects": self._judging.claims.suspects,
             },
             "set_aside": [_set_aside(r) for r in state.leases.values() if r.attempts],
-            "backlog": self._backlog.report(),
+            "backlog": self._edge.backlog.report(),
             "latency": {
                 "verdict": self._journal.history.to_verdict.report(),
                 "manifest": self._journal.history.to_manifest.report(),

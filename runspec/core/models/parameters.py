@@ -42,6 +42,8 @@ class Parameter:
     axes: tuple[str, ...]
     """Logical axis of each dimension, a key of `MESH_AXES`."""
     initial: Initial = ZEROS
+    inputs: int | None = None
+    """Dimensions that a layer's matrix contracts, which follow the layers'; None for others."""
 
     @property
     def size(self) -> int:
@@ -126,6 +128,7 @@ def _tree(rows: Sequence[Row], sizes: Mapping[str, int]) -> dict[str, Any]:
             tuple(sizes[axis] for axis in axes),
             tuple("rank" if axis == "r" else AXES[axis][0] for axis in axes),
             Initial(row.mean, normal(fan_in, row.gain).std),
+            len(row.tensor_axes()[-1].split()) if row.matrix else None,
         )
     return tree
 
@@ -153,8 +156,11 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(leaf.size for leaf in leaves(parameters(config)))
 
 
+def trained_parameters(config: ModelConfig, lora: Lora | None) -> dict[str, Any]:
+    """The tree of what is trained: the model's, or the adapters'."""
+    return parameters(config) if lora is None else lora_parameters(config, lora)
+
+
 def trained_count(config: ModelConfig, lora: Lora | None) -> int:
     """Parameters that are trained: all, or those of the adapters."""
-    if lora is None:
-        return parameter_count(config)
-    return sum(leaf.size for leaf in leaves(lora_parameters(config, lora)))
+    return sum(leaf.size for leaf in leaves(trained_parameters(config, lora)))

@@ -53,29 +53,46 @@ class Edit:
 class Finding:
     """One thing wrong with a spec."""
 
+    place: Place
+    """In the file of the layer that wrote the value; `--set` for overrides, one line each."""
     code: str
     """Stable name of the rule, like `unknown-key`."""
-    severity: Severity
-    path: str
-    """Where in the spec, like `samplers.volunteers.dtype`; empty for the whole."""
     message: str
-    file: str
-    """The file of the layer that wrote the value; `--set` for overrides, one line each."""
-    line: int
-    column: int
+    path: str = ""
+    """Where in the spec, like `samplers.volunteers.dtype`; empty for the whole."""
     suggestion: str = ""
-    source: str = ""
-    """Text of the line."""
+    severity: Severity = "error"
     numbers: Mapping[str, Number] = field(default_factory=dict, hash=False)
     """What was measured, by name."""
     requires: str = ""
     """What would have to hold, like `max_prompt_tokens + max_new_tokens <= max_model_len`."""
     fix: Edit | None = None
-    """What `lint --fix` would do in `file`; safe: it says what the writer must have meant."""
-    width: int = 0
-    """Characters that it is about, from `column` on; 0 where that is not known."""
+    """What `lint --fix` would do in the place's file; safe: it says what the writer must have
+    meant."""
     blocking: bool = False
-    """There is no spec before it is mended: it is never suppressed, deselected or known before."""
+    """There is no spec before it is mended: it is never suppressed or deselected."""
+
+    @property
+    def file(self) -> str:
+        return self.place.file
+
+    @property
+    def line(self) -> int:
+        return self.place.line
+
+    @property
+    def column(self) -> int:
+        return self.place.column
+
+    @property
+    def source(self) -> str:
+        """Text of the line."""
+        return self.place.source
+
+    @property
+    def width(self) -> int:
+        """Characters that it is about, from `column` on; 0 where that is not known."""
+        return self.place.width
 
     @property
     def line_text(self) -> str:
@@ -87,38 +104,6 @@ class Finding:
         path = f"{self.path}: " if self.path else ""
         hint = f" ({self.suggestion})" if self.suggestion else ""
         return f"{place}: {self.severity} {self.code}: {path}{self.message}{hint}"
-
-
-def finding_at(
-    place: Place,
-    code: str,
-    message: str,
-    *,
-    path: str = "",
-    suggestion: str = "",
-    severity: Severity = "error",
-    numbers: Mapping[str, Number] | None = None,
-    requires: str = "",
-    fix: Edit | None = None,
-    blocking: bool = False,
-) -> Finding:
-    """A finding at a place."""
-    return Finding(
-        code=code,
-        severity=severity,
-        path=path,
-        message=message,
-        file=place.file,
-        line=place.line,
-        column=place.column,
-        suggestion=suggestion,
-        source=place.source,
-        numbers=numbers or {},
-        requires=requires,
-        fix=fix,
-        width=place.width,
-        blocking=blocking,
-    )
 
 
 def replacing(place: Place, text: str) -> Edit | None:

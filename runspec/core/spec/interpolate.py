@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from runspec.core.spec.findings import Finding, finding_at
+from runspec.core.spec.findings import Finding
 from runspec.core.spec.yaml_nodes import (
     Entry,
     ListNode,
@@ -118,5 +118,5 @@ class _Filler:
         code: str = "variable",
     ) -> None:
         self._findings.append(
-            finding_at(node.place, code, message, path=path, suggestion=suggestion, blocking=True)
+            Finding(node.place, code, message, path=path, suggestion=suggestion, blocking=True)
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.spec.comments import Comment
-from runspec.core.spec.findings import SET_FILE, Finding, Place, finding_at
+from runspec.core.spec.findings import SET_FILE, Finding, Place
 from runspec.core.spec.placement_file import site_layers
 from runspec.core.spec.yaml_nodes import (
     MAX_CHARACTERS,
@@ -166,7 +166,7 @@ class LayerReader:
         return self._file(file, stack, read)
 
     def _report(self, place: Place, message: str) -> None:
-        finding = finding_at(place, "extends", message, path="extends", blocking=True)
+        finding = Finding(place, "extends", message, path="extends", blocking=True)
         self._findings.append(finding)
 
 

@@ -9,13 +9,13 @@ from pydantic import Field, ValidationError
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.spec.findings import Finding, finding_at
+from runspec.core.spec.findings import Finding
 from runspec.core.spec.schema import Block
 from runspec.core.spec.validate import locate, to_python
 from runspec.core.spec.yaml_nodes import MAX_CHARACTERS, MapNode, Node, parse_yaml
 from runspec.core.spec.yaml_text import to_yaml
 
-LOCK_VERSION: Final = "runspec-lock/v1"
+LOCK_VERSION: Final = "runspec-lock/v2"
 MODEL, TOKENIZER, DATA = "model", "model.tokenizer", "data.sources."
 """Paths of pins; a source's name follows the last."""
 
@@ -43,18 +43,14 @@ class Pin(Block):
     """Of a repository on the Hub."""
     files: dict[str, FilePin] = {}
     """By name; of a repository, those of them that were on the machine."""
-    chat_template: Digest | None = None
-    """BLAKE3 of the template's text, from chat_template.jinja or tokenizer_config.json."""
     package: str | None = None
     """Name and version of the package that makes or reads the data."""
-    parameters: Digest | None = None
-    """BLAKE3 of everything else that the spec says of a data source, as canonical JSON."""
 
 
 class Lock(Block):
     """All pins of a spec."""
 
-    version: Literal["runspec-lock/v1"]
+    version: Literal["runspec-lock/v2"]
     pins: dict[str, Pin] = {}
     """By path of the spec: `model`, `model.tokenizer` and `data.sources.<name>`. A model that the
     run makes itself has none; its own tokenizer is among a model's files."""
@@ -121,7 +117,7 @@ def parse_lock(root: Node, findings: list[Finding]) -> Lock | None:
         for item in error.errors(include_url=False):
             place = locate(root, item["loc"])[0]
             path = ".".join(str(step) for step in item["loc"])
-            finding = finding_at(place, "bad-value", item["msg"], path=path, blocking=True)
+            finding = Finding(place, "bad-value", item["msg"], path=path, blocking=True)
             findings.append(finding)
         return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runspec.core.spec.findings import Finding, Place, finding_at, replacing
+from runspec.core.spec.findings import Finding, Place, replacing
 from runspec.core.spec.schema import Block, RunSpec
 from runspec.core.spec.schema_keys import (
     block_in,
@@ -78,7 +78,7 @@ class _Merger:
             fix = replacing(place, f"{quote}{match}{quote}")
         hint = suggest_key(key, block)
         self._findings.append(
-            finding_at(place, "unknown-key", "unknown key", path=path, suggestion=hint, fix=fix)
+            Finding(place, "unknown-key", "unknown key", path=path, suggestion=hint, fix=fix)
         )
 
     def _named_list(
@@ -148,7 +148,7 @@ class _Merger:
     def _report(
         self, place: Place, code: str, path: str, message: str, suggestion: str = ""
     ) -> None:
-        self._findings.append(finding_at(place, code, message, path=path, suggestion=suggestion))
+        self._findings.append(Finding(place, code, message, path=path, suggestion=suggestion))
 
 
 def _join(path: str, key: str) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
-from runspec.core.spec.findings import Edit, Finding, finding_at, replacing
+from runspec.core.spec.findings import Edit, Finding, replacing
 from runspec.core.spec.schema_fields import field_at
 from runspec.core.spec.yaml_nodes import MapNode, Node, ScalarNode, object_name, resolve_scalar
 from runspec.core.spec.yaml_versions import Reading, other_reading
@@ -44,7 +44,7 @@ def misread(node: Node, kind: str, path: str) -> Finding | None:
     if text is None:
         return None
     hint = "put it in quotes" if node.plain else "leave the quotes out"
-    return finding_at(
+    return Finding(
         node.place,
         "wrong-type",
         f"{_NAMES[kind]} was expected, got {_raw(node)}",
@@ -66,7 +66,7 @@ def misread_scalars(root: MapNode) -> Iterator[Finding]:
         if reading is None or (not isinstance(node.value, str) and _is_numeric(path)):
             continue
         text = _quoted(node.value) if isinstance(node.value, str) else str(node.value)
-        yield finding_at(
+        yield Finding(
             node.place,
             CODE,
             f"{_read(node)} here, but YAML 1.1 reads {_shown(reading)}",
@@ -87,9 +87,7 @@ def _otherwise(node: ScalarNode, kind: str, path: str, reading: Reading) -> Find
         # 12:30 may be minutes, hours or no time at all: whoever wrote it must say.
         edit = replacing(node.place, _shown(reading)) if ":" not in written else None
     message = f"{_NAMES[kind]} was expected, got {_read(node)}; YAML 1.1 reads {_shown(reading)}"
-    return finding_at(
-        node.place, CODE, message, path=path, suggestion=hint, fix=edit, blocking=True
-    )
+    return Finding(node.place, CODE, message, path=path, suggestion=hint, fix=edit, blocking=True)
 
 
 def _retyped(node: ScalarNode, kind: str) -> str | None:

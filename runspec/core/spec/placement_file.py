@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from runspec.core.spec.findings import Finding, Place, finding_at
+from runspec.core.spec.findings import Finding, Place
 from runspec.core.spec.schema import VERSION
 from runspec.core.spec.schema_fields import SchemaField, schema_fields
 from runspec.core.spec.schema_keys import block_in, close_match, named_item
@@ -52,7 +52,7 @@ def _header_is_right(own: MapNode, findings: list[Finding]) -> bool:
     if message:
         place = own.entries[key].value.place if key in own.entries else own.place
         code = SCOPE if key == "kind" else "bad-value"
-        findings.append(finding_at(place, code, message, path=key, suggestion=hint, blocking=True))
+        findings.append(Finding(place, code, message, path=key, suggestion=hint, blocking=True))
     return not message
 
 
@@ -160,7 +160,7 @@ class _Scope:
 
     def _report(self, place: Place, message: str, path: str, suggestion: str) -> None:
         # What was left out is left out, whoever would accept it.
-        finding = finding_at(place, SCOPE, message, path=path, suggestion=suggestion, blocking=True)
+        finding = Finding(place, SCOPE, message, path=path, suggestion=suggestion, blocking=True)
         self._findings.append(finding)
 
 

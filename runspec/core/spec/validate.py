@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from runspec.core.spec.findings import Finding, Number, Place, finding_at
+from runspec.core.spec.findings import Finding, Number, Place
 from runspec.core.spec.misread import misread, misread_scalars
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.schema_keys import close_match
@@ -99,13 +99,13 @@ def _finding(root: MapNode, error: Any) -> Finding:
         message = f"{what} is missing" + (", deleted by this null" if deleted else "")
         path = f"{path}.{key}" if path else key
         code = "no-seed" if path == "seed" else "missing-key"
-        return finding_at(deleted or place, code, message, path=path, blocking=True)
+        return Finding(deleted or place, code, message, path=path, blocking=True)
     got = _shown(node)
     if not found:
         message = f"a single value was expected, got {got}"
-        return finding_at(place, "wrong-type", message, path=path, blocking=True)
+        return Finding(place, "wrong-type", message, path=path, blocking=True)
     if kind in _EXPECTED:
-        return misread(node, kind, path) or finding_at(
+        return misread(node, kind, path) or Finding(
             place,
             "wrong-type",
             f"{_EXPECTED[kind]} was expected, got {got}",
@@ -117,12 +117,12 @@ def _finding(root: MapNode, error: Any) -> Finding:
         match = close_match(str(to_python(node)), re.findall(r"'([^']*)'", context["expected"]))
         hint = f"did you mean {match}?" if match else ""
         message = f"{context['expected']} was expected, got {got}"
-        return finding_at(place, "bad-value", message, path=path, suggestion=hint, blocking=True)
+        return Finding(place, "bad-value", message, path=path, suggestion=hint, blocking=True)
     message = error["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     code = "unit" if isinstance(context.get("error"), UnitError) else "bad-value"
     numbers, requires = _bound(path.rpartition(".")[2], to_python(node), context)
-    return finding_at(
+    return Finding(
         place,
         code,
         f"{message}, got {got}",

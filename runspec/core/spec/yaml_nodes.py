@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from runspec.core.spec.comments import MARKER, Comment, Span, find_comments
-from runspec.core.spec.findings import Finding, Place, finding_at
+from runspec.core.spec.findings import Finding, Place
 
 MAX_CHARACTERS = 256 * 1024
 MAX_DEPTH = 32
@@ -99,7 +99,7 @@ class _Broken(Exception):
 
 def broken(place: Place, message: str) -> Finding:
     """A finding that leaves nothing of a file."""
-    return finding_at(place, "yaml", message, blocking=True)
+    return Finding(place, "yaml", message, blocking=True)
 
 
 _NULL = {"", "~", "null", "Null", "NULL"}
@@ -293,7 +293,7 @@ class _Composer:
             if key in entries:
                 line = entries[key].key_place.line
                 message = f"key {key[:80]!r} twice, first in line {line}"
-                self.findings.append(finding_at(key_place, "duplicate-key", message))
+                self.findings.append(Finding(key_place, "duplicate-key", message))
             else:
                 entries[key] = Entry(key_place, value)
         self._closed(start, event)

@@ -5,5 +5,5 @@ Each has `render(report: Report) -> str`, text without a line end at its end.
 
 from __future__ import annotations
 
-FORMATS = ("pretty", "compact", "json", "github", "sarif", "junit")
+FORMATS = ("pretty", "compact", "json", "github", "sarif")
 FOR_PEOPLE = ("pretty", "compact")

@@ -11,11 +11,11 @@ from runspec.core.spec.findings import Finding, Number
 from runspec.lint.registry import RULES
 from runspec.lint.report import Report
 
-VERSION = 1
+VERSION = 2
 
 
 def render(report: Report) -> str:
-    """Keys: version, files, findings, suppressed (findings with a reason), known, unreadable,
+    """Keys: version, files, findings, suppressed (findings with a reason), unreadable,
     summary.
 
     Columns count characters from 1; `end_column` is the first one behind what the finding is about.
@@ -27,7 +27,6 @@ def render(report: Report) -> str:
         "suppressed": [
             {**_finding(one.finding), "reason": one.reason} for one in report.suppressed
         ],
-        "known": report.known,
         "unreadable": [
             {"file": one.file, "message": one.error.thing, "remedy": one.error.remedy}
             for one in report.unreadable

@@ -18,7 +18,7 @@ def delta_gain(context: Context) -> Iterator[Violation]:
 
         delta_bytes <= version_bytes / 2        delta = n (H(s) / 8 + s b)
 
-    n elements of b bytes, of which a share s changes: about lr D^1/2 2^p, for an update moves a
+    n elements of b bytes, of which a share s changes: about lr D^1/2 2^p, for adamw moves a
     weight by about lr, a usual one is D^-1/2, and numbers of p significant bits (8 in bfloat16, 24
     in float32) lie D^-1/2 2^-p apart. bfloat16 rounds most updates away at rates of 1e-6: 1 %
     changes (PULSE, arXiv 2602.03839). float32 keeps every one of them. Then a publisher that
@@ -28,7 +28,7 @@ def delta_gain(context: Context) -> Iterator[Violation]:
     spec, config = context.spec, context.config
     if spec.broadcast.format != "delta" or config is None:
         return
-    size, share = version_size(spec, config), changed_share(spec, config.hidden_size).value
+    size, share = version_size(spec, config), changed_share(spec, config).value
     if size.delta > size.whole / 2:
         yield Violation(
             ("broadcast", "format"),

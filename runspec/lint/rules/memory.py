@@ -14,6 +14,7 @@ from runspec.core.models.hardware import DEVICES, device_of
 from runspec.core.models.logits import MAX_LOGITS, logits_chunk
 from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.core.spec.schema_keys import close_match
+from runspec.estimate.assumed import weight_move
 from runspec.estimate.learner import learner_memory
 from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
 from runspec.lint.registry import Context, Violation, rule
@@ -60,11 +61,12 @@ def train_state_fits(context: Context) -> Iterator[Violation]:
     """Weights and optimizer moments must leave a tenth of the device's memory.
 
         masters + moments <= 0.9 x memory
-        masters = b P / n,  moments = 8 P / n
+        masters = b P / n,  moments = 4 k P / n
 
     P trained parameters, b bytes of a master (4 in float32), n the devices that a parameter is cut
-    over: fsdp x tensor for most. AdamW keeps two float32 means a parameter, 0 on the device with
-    `optimizer.offload`. Gradients, activations and the compiler's own buffers must fit beside them.
+    over: fsdp x tensor for most. k is 2 for adamw, 1 for sgd and for the layers' matrices under
+    muon, 0 on the device with `optimizer.offload`. Gradients, activations and the compiler's own
+    buffers must fit beside them.
     """
     spec, config, memory = context.spec, context.config, _learner_device(context)
     if config is None or memory is None:
@@ -177,20 +179,23 @@ def bf16_master(context: Context) -> Iterator[Violation]:
     moves it by less than half of that rounds back to w, every time: nothing adds up. u is AdamW's
     update before the learning rate, D the hidden size, and 1 / sqrt(D) the size of a weight that
     keeps activations at their scale. At D = 5120 the floor is 2.7e-5; 3e-7 moves only weights below
-    1.5e-4. Adapters start at zero and are not looked at.
+    1.5e-4. With sgd lr is as in `learning-rate`. Adapters start at zero and are not looked at.
     """
     spec, config = context.spec, context.config
     if spec.learner.master_dtype != "bfloat16" or spec.learner.lora is not None:
         return
+    if config is None and spec.optimizer.kind == "sgd":
+        return
     width = WIDEST if config is None else config.hidden_size
     floor = HALF_STEP / sqrt(width)
-    if spec.optimizer.lr <= floor:
+    move = spec.optimizer.lr if config is None else weight_move(spec, config)
+    if move <= floor:
         yield Violation(
             ("learner", "master_dtype"),
-            f"bfloat16 rounds updates of {spec.optimizer.lr:g} away: a weight of "
+            f"bfloat16 rounds updates of {move:g} away: a weight of "
             f"{1 / sqrt(width):.2g} moves only by more than {floor:.2g}",
-            numbers={"lr": spec.optimizer.lr, "floor": floor, "hidden_size": width},
-            requires="lr > floor = 2^-9 / sqrt(hidden_size)",
+            numbers={"move": move, "floor": floor, "hidden_size": width},
+            requires="move > floor = 2^-9 / sqrt(hidden_size)",
             suggestion="float32",
         )
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from runspec.core.models.named_models import model_names, named_model
 from runspec.core.models.parameters import matrix_shapes
 from runspec.lint.divisors import divisors
-from runspec.lint.hub import is_on_hub
 from runspec.lint.registry import Context, Violation, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
+from runspec.lock.cache import is_on_hub
 
 PADDING = 0.01
 """Share of a vocabulary by which models of a family differ: rows that no token has."""

@@ -1,51 +1,67 @@
-"""How far an update goes: learning rates, their warm-up, the decays of AdamW's means."""
+"""How far an update goes: learning rates, their schedules, the decays of AdamW's means."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runspec.estimate.assumed import LORA_GAIN
+from runspec.estimate.assumed import LORA_GAIN, weight_move
 from runspec.lint.registry import Context, Violation, rule
 
 LEAST_MOVE, LARGEST_MOVE = 5e-5, 0.5
-"""lr x hidden size between which fine-tuning is known to work."""
+"""Move of a weight x hidden size between which fine-tuning is known to work."""
 NARROWEST, WIDEST = 64, 16384
 """Hidden sizes between which a model lies whose shape is not known."""
+USERS = {
+    "betas": ("kind", ("adamw", "muon")),
+    "eps": ("kind", ("adamw", "muon")),
+    "momentum": ("kind", ("sgd", "muon")),
+    "decay_updates": ("schedule", ("linear", "cosine", "wsd")),
+    "final_lr": ("schedule", ("linear", "cosine", "wsd")),
+}
+"""Fields that only some values of `kind` or `schedule` use."""
 
 
 @rule("learning-rate", "algorithm", "warning")
 def learning_rate(context: Context) -> Iterator[Violation]:
     """The learning rate must lie in the band in which fine-tuning is known to work.
 
-        5e-5 <= lr x D <= 0.5        D the hidden size; with LoRA lr / 10 in the place of lr
+        5e-5 <= move x D <= 0.5        D the hidden size
+        adamw   move = lr, as with muon, whose updates have the same size
+        sgd     move = lr clip_norm / ((1 - momentum) sqrt(P)),  P trained parameters
 
-    AdamW moves every weight by about lr an update. Where those moves agree in sign, D of them add
-    up in each activation, so lr x D is about the relative change of the activations by one update
-    (hence Adam's rate goes as 1 / width: Tensor Programs V, arXiv 2203.03466). Above a half a
-    single update replaces what the model knows; below 5e-5 hundreds of updates do nothing. At 32B
-    (D = 5120) the band is 1e-8 to 1e-4, at D = 64 it is 8e-7 to 8e-3.
+    With LoRA lr / 10 takes the place of lr. AdamW moves every weight by about lr an update; with
+    sgd P weights share a move whose norm is at most lr clip_norm / (1 - momentum). Where moves
+    agree in sign, D of them add up in each activation, so move x D is about the relative change of
+    the activations by one update (hence Adam's rate goes as 1 / width: Tensor Programs V, arXiv
+    2203.03466). Above a half a single update replaces what the model knows; below 5e-5 hundreds of
+    updates do nothing. At 32B (D = 5120) AdamW's band is 1e-8 to 1e-4, at D = 64 it is 8e-7 to
+    8e-3; that of sgd at 32B, with clip_norm 1 and momentum 0.95, is 9e-5 to 0.9.
 
     Inside: INTELLECT-2 3e-7 at D = 5120 (1.5e-3), DeepSeekMath 1e-6 at 4096 (4e-3, arXiv
     2402.03300), DAPO 1e-6 at 5120 (arXiv 2503.14476), the laptop profile 5e-4 at 64 (0.03).
     Adapters want about ten times the rate ("LoRA Without Regret", Thinking Machines, 2025). Of a
-    model whose shape is not known D is taken as 64 for the upper bound and 16384 for the lower.
+    model whose shape is not known D is taken as 64 for the upper bound and 16384 for the lower,
+    and sgd is not looked at.
     """
     spec, config = context.spec, context.config
+    optimizer, lr, gain = spec.optimizer, spec.optimizer.lr, LORA_GAIN if spec.learner.lora else 1.0
+    if config is None and optimizer.kind == "sgd":
+        return
     width = None if config is None else config.hidden_size
-    gain = LORA_GAIN if spec.learner.lora else 1.0
-    least = gain * LEAST_MOVE / (width or WIDEST)
-    largest = gain * LARGEST_MOVE / (width or NARROWEST)
-    lr = spec.optimizer.lr
+    # The rate that moves a weight by 1.
+    unit = gain if config is None else lr / weight_move(spec, config)
+    least = unit * LEAST_MOVE / (width or WIDEST)
+    largest = unit * LARGEST_MOVE / (width or NARROWEST)
     if least <= lr <= largest:
         return
     of = f"a hidden size of {width}" if width else "any usual model"
     yield Violation(
         ("optimizer", "lr"),
-        f"{lr:g} is {'below' if lr < least else 'above'} what trains {of}"
-        + (" with adapters" if spec.learner.lora else ""),
+        f"{lr:g} is {'below' if lr < least else 'above'} what trains {of} with {optimizer.kind}"
+        + (" and adapters" if spec.learner.lora else ""),
         numbers={"lr": lr, "least": least, "largest": largest},
         requires=f"{least:.2g} <= lr <= {largest:.2g}",
-        suggestion="published runs of 7B to 32B use 3e-7 to 1e-6, adapters 1e-5 to 2e-4",
+        suggestion="published runs of 7B to 32B use AdamW at 3e-7 to 1e-6, adapters 1e-5 to 2e-4",
     )
 
 
@@ -74,6 +90,82 @@ def warmup_length(context: Context) -> Iterator[Violation]:
             },
             requires="warmup_updates < steps x updates_per_step",
             suggestion=f"{max(updates // 20, 1)} is a twentieth of the run",
+        )
+
+
+@rule("decay-length", "algorithm", "warning")
+def decay_length(context: Context) -> Iterator[Violation]:
+    """The learning rate's decay must fit into the run.
+
+        warmup_updates + decay_updates <= steps x updates_per_step
+
+    `linear` and `cosine` decay from the end of the warm-up on: a run that ends sooner never has
+    `final_lr`. `wsd` decays in the last `decay_updates` of the run: where these begin inside the
+    warm-up, the decay begins at its end and is cut off.
+    """
+    spec, optimizer = context.spec, context.spec.optimizer
+    updates = spec.steps * spec.algorithm.updates_per_step
+    needed = optimizer.warmup_updates + (optimizer.decay_updates or 0)
+    if optimizer.schedule != "constant" and needed > updates > optimizer.warmup_updates:
+        yield Violation(
+            ("optimizer", "decay_updates"),
+            f"warm-up and decay take {needed} updates, the run makes {updates}: its last update "
+            f"has a learning rate above {optimizer.final_lr:g}",
+            numbers={
+                "warmup_updates": optimizer.warmup_updates,
+                "decay_updates": optimizer.decay_updates or 0,
+                "updates": updates,
+            },
+            requires="warmup_updates + decay_updates <= updates",
+            suggestion=f"decay_updates: {updates - optimizer.warmup_updates}",
+        )
+
+
+@rule("final-lr", "algorithm")
+def final_lr(context: Context) -> Iterator[Violation]:
+    """The learning rate must not be larger after its decay than before.
+
+        final_lr <= lr
+
+    The two are easily exchanged; a rate that grows over the run is none of the schedules.
+    """
+    optimizer = context.spec.optimizer
+    if optimizer.final_lr > optimizer.lr:
+        yield Violation(
+            ("optimizer", "final_lr"),
+            f"the decay would end at {optimizer.final_lr:g}, above lr = {optimizer.lr:g}",
+            numbers={"final_lr": optimizer.final_lr, "lr": optimizer.lr},
+            requires="final_lr <= lr",
+            suggestion=f"{optimizer.lr / 10:g}, a tenth of lr",
+        )
+
+
+@rule("optimizer-fields", "algorithm")
+def optimizer_fields(context: Context) -> Iterator[Violation]:
+    """The optimizer's fields must be those that its kind and schedule use.
+
+        betas, eps                 kind: adamw or muon
+        momentum                   kind: sgd or muon
+        decay_updates, final_lr    schedule: linear, cosine or wsd, which need decay_updates
+
+    A field that is not used must keep its default: a value there was meant for another kind.
+    """
+    optimizer = context.spec.optimizer
+    for name, (tag, users) in USERS.items():
+        value, chosen = getattr(optimizer, name), getattr(optimizer, tag)
+        if chosen not in users and value != type(optimizer).model_fields[name].default:
+            yield Violation(
+                ("optimizer", name),
+                f"{tag}: {chosen} does not use {name}",
+                requires=f"{tag}: {' or '.join(users)}",
+                suggestion="remove it",
+            )
+    if optimizer.schedule != "constant" and optimizer.decay_updates is None:
+        yield Violation(
+            ("optimizer", "schedule"),
+            f"{optimizer.schedule} needs decay_updates, the length of its decay",
+            requires="decay_updates",
+            suggestion="for linear and cosine the updates after the warm-up, for wsd a fifth",
         )
 
 

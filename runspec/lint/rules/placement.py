@@ -18,6 +18,8 @@ from runspec.core.spec.schema import RunSpec
 from runspec.lint.registry import Context, Violation, rule
 from runspec.lint.urls import is_loopback, parse_url, server_urls
 
+_SHOWN = 12
+"""Names that a message lists."""
 RESERVED = (
     *("root", "publisher", "coordinator", "learner"),
     *("validator", "validators", "origin", "relay"),
@@ -252,6 +254,6 @@ def _addresses(spec: RunSpec) -> Iterator[tuple[str, tuple[str, ...], str, int]]
             yield role, ("placement", "base_port"), spec.placement.host, base + position
 
 
-def _some(names: list[str], most: int = 12) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

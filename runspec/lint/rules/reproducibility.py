@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from runspec.lint.hub import is_on_hub
 from runspec.lint.registry import Context, Rule, Violation, add, rule
+from runspec.lock.cache import is_on_hub
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

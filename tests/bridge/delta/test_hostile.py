@@ -13,7 +13,6 @@ import pytest
 from bridge.delta import apply_deltas, write_delta
 from bridge.delta.container import MAGIC, SUFFIX
 from bridge.delta.segments import (
-    MAX_BYTES_PER_ELEMENT,
     SEGMENT_ELEMENTS,
     UNCHANGED,
     MalformedSegment,
@@ -109,13 +108,6 @@ def test_a_malformed_block(
     before, now = ((folder / SINGLE_NAME).read_bytes() for folder in (base, target))
     assert now[: info.offset] == before[: info.offset]
     assert now[info.offset + info.nbytes :] == before[info.offset + info.nbytes :]
-
-
-def test_a_block_for_nothing(tmp_path: Path, rng: np.random.Generator) -> None:
-    base = write_weights(tmp_path / "old", {"a": normal(rng, (0, 3), BF16)})
-    delta = write_blocks(tmp_path / "delta", base, base, {"a": SAME})
-    with pytest.raises(UserError, match=r"tensor a: malformed delta: 1 bytes after the last"):
-        apply_deltas(base, [delta], records(base))
 
 
 def test_a_full_segment_may_lie_anyhow(tmp_path: Path, pair: tuple[Path, Path], copy: Copy) -> None:
@@ -230,7 +222,7 @@ def test_memory_is_bounded_by_the_segment(rng: np.random.Generator, dtype: type,
     """At the largest segment and the forms that take most of it, for coding and decoding."""
     # Given
     new = rng.integers(0, 2**16, SEGMENT_ELEMENTS).astype(dtype)
-    limit = MAX_BYTES_PER_ELEMENT * SEGMENT_ELEMENTS
+    limit = 32 * SEGMENT_ELEMENTS
     where = np.arange(SEGMENT_ELEMENTS)
     planes = [packed(bytes(SEGMENT_ELEMENTS))] * new.itemsize
     gaps = packed(bytes(SEGMENT_ELEMENTS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,23 +53,3 @@ def test_any_gaps(dtype: type, gaps: list[int], after: int, seed: int) -> None:
     # Then
     assert np.array_equal(old, new)
     assert read == len(coded)
-
-
-@pytest.mark.parametrize("share", [0.001, 0.01, 0.05])
-def test_a_change_costs_little_more_than_it_tells(share: float) -> None:
-    """Within 8 % of the entropy of its place and of the two bytes of its value."""
-    # Given
-    rng = np.random.default_rng(0)
-    new = (rng.standard_normal(2**21, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    where = np.flatnonzero(rng.random(len(new)) < share)
-    # When
-    coded = len(encode(new, where))
-    # Then
-    place = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) / share
-    value = sum(entropy(plane) for plane in (new >> 8, new & 255))
-    assert coded * 8 < 1.08 * (place + value) * len(where)
-
-
-def entropy(symbols: np.ndarray) -> float:
-    shares = np.unique(symbols, return_counts=True)[1] / len(symbols)
-    return float(-(shares * np.log2(shares)).sum())

@@ -180,11 +180,6 @@ def server_error(request: Request) -> None:
     request.write(head("500 Internal Server Error", 0))
 
 
-def redirecting_to(url: str) -> Answer:
-    """Sends on to the same path of another server."""
-    return lambda request: request.write(head("302 Found", 0, f"Location: {url}{request.path}"))
-
-
 def huge_head(request: Request) -> None:
     """20 MB of headers before the truth."""
     data = request.truth or b"?"

@@ -13,6 +13,8 @@ from ..conftest import Run, contents, weights
 from ..processes import COMMAND, Processes
 from .conftest import publish_in_chunks_of
 
+pytestmark = pytest.mark.slow
+
 IDLE = 1000
 AS_USUAL = ("sh", "-c", 'ulimit -S -n 1024; exec "$@"', "sh", *COMMAND)
 """`python -m broadcast` with room for 1,024 files, as shells start processes."""

@@ -21,6 +21,8 @@ from ..conftest import CHUNK_BYTES, Run, contents, weights
 from ..processes import Processes, broadcast
 from .fake_relay import FakeRelay, held_until, honest
 
+pytestmark = pytest.mark.slow
+
 CHUNKS = 22
 FILES = weights(CHUNKS * CHUNK_BYTES - 500)
 THROTTLE = (sys.executable, "-m", "tests.throttle")

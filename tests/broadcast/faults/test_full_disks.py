@@ -9,11 +9,15 @@ import resource
 import subprocess
 import sys
 
+import pytest
+
 from tests.waiting import eventually
 
 from ..conftest import Run, contents, weights
 from ..processes import Processes, broadcast
 from .conftest import publish_in_chunks_of
+
+pytestmark = pytest.mark.slow
 
 LIMITED = (
     "import resource, sys; from broadcast.__main__ import main; "

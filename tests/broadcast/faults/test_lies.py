@@ -14,7 +14,7 @@ from runspec.core.latest import sign_latest
 
 from ..conftest import Run, contents, weights
 from . import fake_relay as lies
-from .fake_relay import Answer, FakeRelay, instead, only, redirecting_to
+from .fake_relay import Answer, FakeRelay, instead, only
 
 Fake = Callable[..., FakeRelay]
 Within = Callable[[float], AbstractContextManager[None]]
@@ -161,24 +161,6 @@ def test_documents_are_asked_for_elsewhere_or_given_up_in_time(
         both = run.client(liar.url, run.static().url, cache="both")
         latest = both.latest(None, 10)
     assert latest is not None and latest.manifest_digest == digest
-
-
-def test_a_redirect_leads_nowhere(run: Run, fake: Fake, within: Within) -> None:
-    # given a relay that sends everybody on to another server, which would even be honest
-    run.publish(0, weights())
-    liar, elsewhere = fake(), fake()
-    liar.answer("/", redirecting_to(elsewhere.url))
-    client = run.client(liar.url)
-    # when a client asks it for anything, then it is not led there
-    with within(0.3), pytest.raises(UserError, match="302"):
-        client.latest(None, 0.3)
-    with within(0.3), pytest.raises(UserError, match="302"):
-        client.fetch(0, manifest_digest=None, deadline_s=0.3)
-    liar.answer("manifest.json", lies.honest)
-    liar.answer("roles.json", lies.honest)
-    with within(3.0), pytest.raises(UserError, match="302"):  # it has come as far as the files
-        client.fetch(0, manifest_digest=None, deadline_s=3.0)
-    assert elsewhere.paths == []
 
 
 def test_an_old_version_does_not_pass_for_the_newest(run: Run) -> None:

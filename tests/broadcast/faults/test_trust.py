@@ -189,12 +189,3 @@ def test_an_unknown_algorithm_is_refused(run: Run, document: str, algorithm: str
             client.fetch(0, manifest_digest=None, deadline_s=0.3)
         else:
             client.latest(None, 0.3)
-
-
-def test_a_document_of_another_kind_is_refused(run: Run) -> None:
-    """A signature says for what it was given: a manifest is no latest.json."""
-    run.publish(0, weights(size=500))
-    shutil.copy(run.store / "demo/versions/0/manifest.json", run.store / "demo/latest.json")
-
-    with pytest.raises(UserError, match="latest expected, got kind 'weights'"):
-        run.client(run.static().url).latest(None, 0.3)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from runspec.local.apply import open_run
-from tests.harness import ROOT, TARGET_SHORT, runspec
-from tests.runspec.local.fake_run import drive_roles, small_spec, usual_roles
+from tests.harness import ROOT, TARGET_SHORT
+from tests.runspec.cli.in_process import runspec
+from tests.runspec.local.fake_run import drive_roles, prepared, small_spec, usual_roles
 from tests.runspec.local.test_supervise import Watch
 
 
@@ -21,7 +21,7 @@ def apply(runs_dir: Path, *arguments: str):
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run `small` of five steps."""
     runs_dir = tmp_path_factory.mktemp("runs")
-    with open_run(small_spec(), runs_dir) as run:
+    with prepared(small_spec(), runs_dir) as run:
         drive_roles(run, usual_roles(run), Watch())
     return runs_dir
 
@@ -76,20 +76,17 @@ def test_another_spec_under_the_same_name_is_refused(finished: Path) -> None:
 
 
 def test_a_run_that_is_alive_elsewhere_exits_5(tmp_path: Path) -> None:
-    with open_run(small_spec(), tmp_path):
+    with prepared(small_spec(), tmp_path):
         done = apply(tmp_path, "--set", "name=small", "--set", "steps=5")
     assert done.returncode == 5
     assert "the run is alive: held by process" in done.stderr
 
 
 def test_a_detached_start_that_fails_shows_the_supervisor_s_last_words(tmp_path: Path) -> None:
-    # given a run whose worker's key was spoilt
-    with open_run(small_spec(), tmp_path) as run:
-        keys = run.directory / "keys"
-    keys.mkdir()
-    (keys / "volunteers-0.key").write_text("not a key")
+    # given a run whose first stage cannot write its log
+    (tmp_path / "small" / "logs" / "warm-start.log").mkdir(parents=True)
     # when it is applied in the background
     done = apply(tmp_path, "--set", "name=small", "--set", "steps=5", "--detach")
     # then the command ends with the reason
     assert done.returncode == 1
-    assert "cannot read a signing key" in done.stderr
+    assert "warm-start.log" in done.stderr

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.diff import diff_command
-from runspec.cli.profile_view import profile_identity
 from runspec.core.hashing import digest_bytes
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.profile_files import with_profiles
-from runspec.local.apply import open_run
 from tests.harness import TARGET_SHORT
-from tests.runspec.local.fake_run import small_spec
+from tests.runspec.local.fake_run import prepared, small_spec
 from tests.verify.calibration.profiles import document, made_profile
 
 
@@ -24,7 +22,7 @@ def diff(runs_dir: Path, *overrides: str) -> int:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    with open_run(small_spec(), tmp_path):
+    with prepared(small_spec(), tmp_path):
         pass
     return tmp_path
 
@@ -74,7 +72,7 @@ def test_a_profile_is_shown_by_what_it_is_and_not_by_its_tables(
     sets = ["name=small", "steps=5", entry]
     spec = load_layers(SpecFiles(TARGET_SHORT, "laptop", None, sets)).spec
     assert spec is not None
-    with open_run(with_profiles(spec, tmp_path), tmp_path):
+    with prepared(with_profiles(spec, tmp_path), tmp_path):
         pass
     assert diff(tmp_path, entry) == 0
     file.write_text(document(new))
@@ -96,9 +94,3 @@ def test_a_profile_is_shown_by_what_it_is_and_not_by_its_tables(
     ]
     assert "      pool: vllm, float32, cpu\n" in out
     assert "mismatch_share" not in out and "signature" not in out
-
-
-def test_a_document_that_is_no_profile_is_named_as_that() -> None:
-    shown = profile_identity('{"kind": "calibration"}')
-    assert shown["digest"] == digest_bytes(b'{"kind": "calibration"}')
-    assert set(shown) == {"digest", "unreadable"}

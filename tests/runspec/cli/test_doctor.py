@@ -10,8 +10,8 @@ import pytest
 from runspec.cli.doctor import check_spec_here, doctor_command
 from runspec.core.spec.load import SpecFiles
 from runspec.local.checkup import check_machine
+from runspec.local.machine import Machine
 from runspec.local.preflight import GIB, Facts
-from runspec.local.processes import Machine
 from tests.runspec.local.fake_run import TARGET_SHORT
 
 HERE = Facts(

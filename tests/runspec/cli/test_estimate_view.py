@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from io import StringIO
 
-import pytest
 from rich.console import Console
 
 from runspec.cli.estimate_view import show_estimate
@@ -22,15 +21,6 @@ def shown(*overrides: str, width: int = 80, profile: str | None = None) -> str:
     console = Console(file=out, width=width, highlight=False)
     show_estimate(estimate_run(*shipped(*overrides, profile=profile)), console)
     return out.getvalue()
-
-
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("profile", [None, "laptop"])
-def test_it_fits_its_console(width: int, profile: str | None) -> None:
-    text = shown(*(FLEET if profile is None else ()), width=width, profile=profile)
-
-    assert max(map(len, text.splitlines())) <= width
-    assert "…" not in text
 
 
 def test_it_says_what_the_issue_asks_for() -> None:
@@ -62,28 +52,6 @@ def test_deltas_are_said_with_what_a_joiner_fetches() -> None:
     assert "as a delta" not in shown(*FLEET, "broadcast={format: delta, dtype: float32}")
 
 
-def test_a_batch_that_is_full_after_the_deadline_is_said() -> None:
-    slow = "samplers.volunteers.replicas=1"
-    assert "algorithm.fill.deadline is 1 h 30 min" in shown(slow, width=120)
-    assert "fill.deadline" not in shown(slow, "algorithm.fill.deadline=2d", width=120)
-
-
-def test_lanes_are_as_high_as_the_share_that_works() -> None:
-    lanes = {
-        line.split()[0]: line
-        for line in shown("algorithm.async_level=0", profile="laptop").splitlines()
-        if "idle" in line
-    }
-
-    # In step, the learner works after the validators do, and they after the sampler began.
-    assert lanes["volunteers"].index("█") < lanes["validators"].index("█")
-    assert lanes["validators"].index("█") < lanes["learner"].index("█")
-
-
-def test_without_links_it_says_so() -> None:
-    assert "no link is declared" in shown("samplers.volunteers.download=null")
-
-
 def test_what_is_missing_is_named_by_field() -> None:
     text = shown(
         "learner.hardware.peak_flops=null",
@@ -104,7 +72,3 @@ def test_a_model_without_a_known_shape_still_shows_what_it_rests_on() -> None:
 
     assert "model.hf, as a directory with a config.json" in out.getvalue()
     assert "mean new tokens" in out.getvalue()
-
-
-def test_weights_that_do_not_fit_leave_no_room() -> None:
-    assert "none" in shown("samplers.volunteers.hardware.memory=12GB", width=120)

@@ -98,22 +98,6 @@ def test_files_that_are_there_stay_unless_forced(tmp_path: Path) -> None:
     assert written(tmp_path) == FILES
 
 
-def test_nothing_is_half_written(tmp_path: Path) -> None:
-    # given a folder where the last file of all cannot be
-    (tmp_path / ".github/workflows/runspec.yaml").mkdir(parents=True)
-    done = init(tmp_path, "--force")
-    # then none is
-    assert done.exit_code == 2
-    assert "cannot write" in done.stderr
-    assert written(tmp_path) == []
-
-
-def test_an_unknown_source_is_bad_usage(tmp_path: Path) -> None:
-    done = init(tmp_path, "--from", "mainframe")
-    assert (done.exit_code, written(tmp_path)) == (2, [])
-    assert "laptop, target-short, target-long" in done.stderr
-
-
 def test_the_workflow_runs_the_command_on_the_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

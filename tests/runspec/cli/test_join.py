@@ -18,7 +18,6 @@ from runspec.core.models.of_spec import model_config
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.core.spec.source_files import source_files
 from runspec.local.fitting import Host, choose_pool, lacks, open_pools
-from tests.harness import runspec
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.verify.small_model import small_spec
 
@@ -104,10 +103,6 @@ def test_servers_that_are_called_by_local_names_are_looked_for_at_the_coordinato
     )
 
 
-def test_a_machine_that_has_it_all_lacks_nothing():
-    assert lacking(GPUS) == []
-
-
 @pytest.mark.parametrize(
     ("host", "missing"),
     [
@@ -122,12 +117,6 @@ def test_a_machine_that_has_it_all_lacks_nothing():
 def test_what_a_machine_lacks_is_named(host: Host, missing: str):
     (thing,) = lacking(host)
     assert missing in thing
-
-
-def test_a_cpu_pool_asks_for_main_memory():
-    cpu = {"hardware": {"kind": "cpu"}, "parallel": {"tensor": 1}, "dtype": "bfloat16"}
-    (thing,) = lacking(HOST, **cpu)
-    assert "of main memory for weights (65.5 GB)" in thing
 
 
 def test_the_first_pool_that_fits_is_served_and_none_says_why():
@@ -208,13 +197,6 @@ def test_a_volunteer_is_not_stopped_by_what_a_coordinator_answers(
         server.shutdown()
     # then that is said, and the command goes on
     assert "the coordinator does not answer" in capsys.readouterr().out
-
-
-def test_a_plain_address_without_a_root_is_refused(tmp_path):
-    done = runspec("join", "http://127.0.0.1:9/", "--key", tmp_path / "my.key")
-    assert done.returncode == 1
-    assert "nothing says whose signatures count" in done.stderr
-    assert not (tmp_path / "my.key").exists()
 
 
 def test_the_datas_files_are_fetched_once_and_lie_where_the_sources_look(tmp_path: Path):

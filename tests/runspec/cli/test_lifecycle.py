@@ -18,15 +18,16 @@ from runspec.cli.logs import logs_command
 from runspec.cli.pause import pause_command
 from runspec.cli.resume import resume_command
 from runspec.cli.rollback import rollback_command
-from runspec.cli.status import read_status, status_command
+from runspec.cli.status import read_status
 from runspec.cli.wait import wait_command
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.spec.resolved import dump_resolved
-from runspec.local.apply import NotReady, open_run
+from runspec.local.prepare import NotReady
+from runspec.local.run_dir import RunLocked
 from runspec.local.state import RunState
 from tests.harness import ROOT
-from tests.runspec.local.fake_run import small_spec
+from tests.runspec.local.fake_run import prepared, small_spec
 from tests.waiting import DEADLINE_S
 
 
@@ -47,7 +48,8 @@ def test_a_run_is_waited_for_described_and_paused(
         assert words in described
     # and it can be neither resumed nor taken back
     assert resume_command("small", False, alive) == 5
-    assert rollback_command("small", 0, True, alive) == 5
+    with pytest.raises(RunLocked):
+        rollback_command("small", 0, True, alive)
     # when it is paused
     assert pause_command("small", alive) == 0
     # then every role has ended in order and the state says so
@@ -89,19 +91,6 @@ def test_a_finished_run_says_so_to_everyone(
     assert "not alive: finished" in capsys.readouterr().out
 
 
-def test_events_are_printed_oldest_first_for_people_and_programs(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert events_command("small", False, True, finished) == 0
-    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [event["id"] for event in events] == sorted(event["id"] for event in events)
-    assert events[0]["text"].startswith("starting")
-    assert events_command("small", False, False, finished) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(events)
-    assert lines[0].endswith(f"{events[0]['role']}: {events[0]['text']}")
-
-
 def test_events_are_followed_as_they_come(
     finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,18 +126,6 @@ def test_the_ends_of_logs_are_printed(
     assert len(capfdbinary.readouterr().out.splitlines()) == 9000
 
 
-def test_status_shows_what_holds_and_json_all_of_it(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_command("small", False, finished) == 0
-    text = capsys.readouterr().out
-    assert "AllStepsTrained" in text and "NotSupervised" not in text
-    assert status_command("small", True, finished) == 0
-    status = json.loads(capsys.readouterr().out)
-    assert {each["type"] for each in status["conditions"]} >= {"Ready", "Stalled", "Finished"}
-    assert (status["published"], status["step"]) == (3, 3)
-
-
 def test_bad_words_are_bad_usage(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert wait_command("small", "Finsihed", "10m", finished) == 2
     assert "did you mean Finished?" in capsys.readouterr().err
@@ -176,7 +153,7 @@ def test_full_states_that_lie_elsewhere_stay_and_are_named(
     assert (states / "step_2").is_dir()
     assert f"stay in {states}" in capsys.readouterr().out
     with pytest.raises(NotReady, match="full states of an earlier run"):
-        open_run(spec, tmp_path / "runs").__enter__()
+        prepared(spec, tmp_path / "runs").__enter__()
     assert not (tmp_path / "runs" / "small").exists()
 
 

@@ -30,11 +30,6 @@ def bad(tmp_path: Path) -> Path:
     return small_spec(tmp_path, BAD)
 
 
-def test_a_clean_spec_prints_nothing_on_standard_output() -> None:
-    done = lint(TARGET_SHORT, "--profile", "laptop")
-    assert (done.exit_code, done.stdout) == (0, "")
-
-
 def test_findings_go_to_standard_output_and_their_count_to_the_other(bad: Path) -> None:
     done = lint(bad)
     assert done.exit_code == 1
@@ -51,12 +46,6 @@ def test_the_fail_level_decides(tmp_path: Path, level: str, overlay: str, code: 
     done = lint(small_spec(tmp_path, overlay), "--fail-level", level)
     assert done.exit_code == code
     assert "ambiguous-scalar" in done.stdout
-
-
-def test_rules_are_selected_by_code_and_group(bad: Path) -> None:
-    assert "ambiguous-scalar" not in lint(bad, "--select", "unknown-key,mesh").stdout
-    assert lint(bad, "--ignore", "file").stdout == ""
-    assert "unknown-key" in lint(bad, "--select", "file", "--ignore", "ambiguous-scalar").stdout
 
 
 def test_a_file_that_cannot_be_read_keeps_no_other_from_being_checked(bad: Path) -> None:
@@ -81,9 +70,6 @@ def test_a_file_that_cannot_be_read_keeps_no_other_from_being_checked(bad: Path)
         [TARGET_SHORT, "--fail-level", "info"],
         [TARGET_SHORT, "--select", "no-such-rule"],
         [TARGET_SHORT, "--ignore", ""],
-        [TARGET_SHORT, "--write-baseline"],
-        [TARGET_SHORT, "--baseline", "nowhere.json"],
-        [TARGET_SHORT, "--baseline", TARGET_SHORT],
     ],
 )
 def test_what_cannot_be_read_and_bad_usage_exit_2(arguments: list[str | Path]) -> None:
@@ -104,34 +90,6 @@ def test_fix_mends_says_so_and_checks_again(bad: Path) -> None:
     assert done.exit_code == 1
     write(bad, bad.read_text().replace("-1", "1"))
     assert lint(bad, "--fix").exit_code == 0
-
-
-def test_fix_mends_only_what_is_selected(bad: Path) -> None:
-    lint(bad, "--fix", "--select", "unknown-key")
-    assert bad.read_text() == "extends: [base.yaml]\nsteps: 4\nname: no\n"
-
-
-def test_fix_says_which_file_stays_as_it_is(tmp_path: Path) -> None:
-    overlay = "algorithm: {filters: {zero_variance: &a on}}\nname: *a\n"
-    path = small_spec(tmp_path, overlay)
-    before = path.read_text()
-    done = lint(path, "--fix")
-    assert (done.exit_code, path.read_text()) == (1, before)
-    assert f"not mended: {path}: two edits of line 2" in done.stderr
-
-
-def test_a_baseline_hides_what_was_there_before(bad: Path) -> None:
-    # given a baseline of what is wrong now
-    baseline = bad.parent / "baseline.json"
-    written = lint(bad, "--baseline", baseline, "--write-baseline")
-    assert (written.exit_code, written.stdout) == (0, "")
-    # when nothing changes, then nothing is shown, and when something does, only that
-    assert lint(bad, "--baseline", baseline).exit_code == 0
-    write(bad, bad.read_text() + "seeed: 3\n")
-    done = lint(bad, "--baseline", baseline, "--format", "json")
-    content = json.loads(done.stdout)
-    assert [one["path"] for one in content["findings"]] == ["seeed"]
-    assert (done.exit_code, content["known"]) == (1, 2)
 
 
 def test_a_crash_is_no_finding(

@@ -18,14 +18,12 @@ from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import spec_digest
 from runspec.estimate.run import estimate_run
-from runspec.local.apply import open_run
 from runspec.local.planning import StalePlan, make_plan
-from runspec.local.run_dir import hold
 from runspec.local.state import RunState
 from runspec.plan.aot import AotReport
 from runspec.plan.saved import BadPlan, read_plan
 from tests.harness import TARGET_SHORT
-from tests.runspec.local.fake_run import drive_roles, small_spec, usual_roles
+from tests.runspec.local.fake_run import drive_roles, prepared, small_spec, usual_roles
 from tests.runspec.local.test_supervise import Watch
 
 Says = Callable[[], tuple[str, str]]
@@ -45,7 +43,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Says:
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """The folder of a run `small` of five steps, opened once and let go."""
-    with open_run(small_spec(), tmp_path):
+    with prepared(small_spec(), tmp_path):
         pass
     return tmp_path
 
@@ -78,11 +76,6 @@ def test_a_new_run_is_shown_short_and_makes_nothing(tmp_path: Path, said: Says) 
     assert not runs_dir.exists()
 
 
-def test_without_changes_there_is_nothing_to_say(runs: Path, said: Says) -> None:
-    assert plan(runs, exit_code=True) == 0
-    assert "small: no changes against the run at serial 1, which is interrupted" in said()[0]
-
-
 def test_changes_are_grouped_by_what_they_do(runs: Path, said: Says) -> None:
     # given a change of every class
     changes = "budget.max_hours=2.0", "verify.prefill_share=0.5", "checkpoints.every=3", "seed=7"
@@ -99,14 +92,6 @@ def test_changes_are_grouped_by_what_they_do(runs: Path, said: Says) -> None:
     ):
         at = next(i for i, text in enumerate(lines) if text.startswith(change_class))
         assert lines[at + 1].startswith(line)
-
-
-def test_of_a_live_run_it_says_who_starts_again_and_takes_no_lock(runs: Path, said: Says) -> None:
-    with hold(runs / "small"):
-        assert plan(runs, "verify.lease_timeout=70s", "checkpoints.every=3") == 0
-    out = " ".join(said()[0].split())
-    assert "one by one; the learner goes on: coordinator, validator-0, volunteers-0" in out
-    assert f"apply refuses them until `runspec pause {runs / 'small'}`" in out
 
 
 def test_json_has_stable_keys(runs: Path, said: Says) -> None:
@@ -175,12 +160,6 @@ def test_secrets_are_never_in_a_plan(
     assert not any("tweet-tweet" in text for text in texts)
 
 
-def test_a_plan_that_apply_would_refuse_is_not_saved(runs: Path) -> None:
-    with pytest.raises(UserError, match="not saved"):
-        plan(runs, "seed=7", out=runs / "p")
-    assert not (runs / "p").exists()
-
-
 @pytest.mark.slow  # compiles the step
 def test_aot_is_the_compilers_word_under_its_key(tmp_path: Path, said: Says) -> None:
     assert plan_command(files(), None, True, False, True, tmp_path) == 0
@@ -233,15 +212,10 @@ def test_a_saved_plan_names_the_state_it_was_made_on(runs: Path) -> None:
     assert (found.seen.serial, found.seen.spec_digest) == (1, spec_digest(small_spec()))
 
 
-def test_a_saved_plan_says_the_command_that_finds_its_run(runs: Path, said: Says) -> None:
-    path = saved(runs, "budget.max_hours=2.0").path
-    assert f"runspec apply {path} --runs-dir {runs}\n" in said()[0]
-
-
 def test_a_stale_plan_exits_4_with_what_changed(runs: Path) -> None:
     # given a plan, after which the run was changed
     path = saved(runs, "budget.max_hours=2.0")
-    with open_run(small_spec("small", 5, "placement.restarts=3"), runs):
+    with prepared(small_spec("small", 5, "placement.restarts=3"), runs):
         pass
     # when it is applied
     with pytest.raises(StalePlan) as refused:
@@ -256,18 +230,10 @@ def test_a_plan_is_checked_again_under_the_lock(runs: Path) -> None:
     path = saved(runs, "budget.max_hours=2.0")
     found = read_plan(path.path)
     assert found is not None
-    with open_run(small_spec("small", 5, "placement.restarts=3"), runs):
+    with prepared(small_spec("small", 5, "placement.restarts=3"), runs):
         pass
-    with pytest.raises(StalePlan), open_run(found.spec, runs, seen=found.seen):
+    with pytest.raises(StalePlan), prepared(found.spec, runs, seen=found.seen):
         pytest.fail("a stale plan was opened")
-
-
-def test_a_plan_of_a_new_run_is_stale_once_there_is_one(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    with open_run(small_spec(), tmp_path):
-        pass
-    with pytest.raises(StalePlan, match="it saw no such run"):
-        apply_command(path, False, tmp_path)
 
 
 def test_an_edited_plan_and_options_beside_a_plan_exit_2(runs: Path) -> None:
@@ -280,17 +246,9 @@ def test_an_edited_plan_and_options_beside_a_plan_exit_2(runs: Path) -> None:
     assert error.value.exit_code == 2
 
 
-def test_what_is_larger_than_any_plan_is_unreadable(tmp_path: Path) -> None:
-    huge = tmp_path / "huge"
-    huge.write_bytes(b"{" * 3_000_000)
-    with pytest.raises(Unreadable) as refused:
-        apply_command(SpecFiles(huge), False, tmp_path)
-    assert refused.value.exit_code == 2
-
-
 def test_a_plan_of_a_finished_run_says_that_it_is_finished(tmp_path: Path, said: Says) -> None:
     # given a run that is finished
-    with open_run(small_spec(), tmp_path) as run:
+    with prepared(small_spec(), tmp_path) as run:
         drive_roles(run, usual_roles(run), Watch())
     # when a plan without changes is applied
     assert apply_command(saved(tmp_path), False, tmp_path) == 0
@@ -302,7 +260,7 @@ def test_a_plan_of_a_finished_run_says_that_it_is_finished(tmp_path: Path, said:
 
 def test_an_unchanged_spec_keeps_the_serial_and_a_changed_one_raises_it(runs: Path) -> None:
     for spec in (small_spec(), small_spec(steps=6), small_spec(steps=6)):
-        with open_run(spec, runs):
+        with prepared(spec, runs):
             pass
     with closing(RunState(runs / "small")) as state:
         assert [(row.serial, list(row.what)) for row in state.applied()] == [

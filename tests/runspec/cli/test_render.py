@@ -87,25 +87,3 @@ def test_a_secret_is_there_by_name_only(
     # and not where somebody pastes it in
     assert render_command(SpecFiles(spec, overrides=["model.hf=${TOKEN}"]), True, "yaml") == 1
     assert "hunter2" not in "".join(capsys.readouterr())
-
-
-def test_a_spec_with_errors_is_not_rendered(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert render_command(SpecFiles(small_spec(tmp_path, "stepz: 1")), False, "yaml") == 1
-    captured = capsys.readouterr()
-    assert captured.out == "" and "unknown-key" in captured.err
-
-
-@pytest.mark.parametrize("output", ["yaml", "toml"])
-def test_nothing_to_render_exits_2(
-    output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = small_spec(tmp_path) if output == "toml" else tmp_path / "gone.yaml"
-    assert render_command(SpecFiles(path), False, output) == 2
-    assert capsys.readouterr().err.startswith("error: ")
-
-
-def test_a_placement_is_not_rendered(capsys: pytest.CaptureFixture[str]) -> None:
-    assert render_command(SpecFiles(SPECS / "placements" / "h200.yaml"), False, "yaml") == 2
-    assert "a file of kind Placement is no spec" in capsys.readouterr().err

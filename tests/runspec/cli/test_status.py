@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.harness import ROOT, runspec
+from tests.harness import ROOT
+from tests.runspec.cli.in_process import runspec
 from tests.waiting import eventually
 
 

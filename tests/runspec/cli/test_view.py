@@ -7,8 +7,7 @@ import io
 from rich.console import Console
 from rich.live import Live
 
-from runspec.cli.view import LiveView, PlainView, latency_line, step_line
-from runspec.local.fleet import State
+from runspec.cli.view import LiveView, PlainView, step_line
 from runspec.local.supervisor import RoleView
 
 ROW = {
@@ -43,20 +42,6 @@ def test_a_step_in_one_line() -> None:
     )
 
 
-def test_a_rate_that_is_not_known_is_a_dash() -> None:
-    assert step_line({**ROW, "sampler_tokens_per_s": None}, 150).endswith("- tok/s")
-
-
-def test_waits_of_submissions_in_one_line() -> None:
-    waits = {"verdict_latency_p50": 1.25, "verdict_latency_p99": 61.0}
-    waits |= {"manifest_latency_p50": 12.4, "manifest_latency_p99": None}
-    assert latency_line({**ROW, **waits}) == (
-        "from a submission to its verdict 1.2 s (p99 1 min 1 s), "
-        "to the batch that trains it 12 s (p99 -)"
-    )
-    assert latency_line(ROW) == ""
-
-
 def test_the_live_panel_shows_the_run_and_each_role() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     with Live(console=console, auto_refresh=False) as live:
@@ -69,12 +54,3 @@ def test_the_live_panel_shows_the_run_and_each_role() -> None:
     for text in ("warm start: update 10", "12/150", "0.457", "8,123", "relay-eu", "backoff", "41"):
         assert text in shown
     assert "killed by SIGKILL" in shown
-
-
-def test_the_panel_can_show_a_role_in_every_state() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    roles = [RoleView(f"role-{state}", state, 0, None) for state in State]
-    with Live(console=console, auto_refresh=False) as live:
-        LiveView("small", 150, live).show([ROW], roles, "")
-    assert isinstance(console.file, io.StringIO)
-    assert all(f"role-{state}" in console.file.getvalue() for state in State)

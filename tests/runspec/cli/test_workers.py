@@ -93,15 +93,6 @@ def test_what_cannot_be_done_is_said(site: Site):
             assert said in str(result.exception), words
 
 
-def test_a_coordinator_that_is_down_is_named(site: Site, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("runspec.cli.desk.PATIENCE_S", 0.1)
-    with site.serving():
-        listens(site)
-    result = command("ban", site.run_dir, "0" * 64, "--reason", "x")
-    assert isinstance(result.exception, UserError)
-    assert f"coordinator {site.url}: cannot be reached" in str(result.exception)
-
-
 def test_workers_are_listed_by_credit_and_reasons_cannot_move_the_cursor():
     worker = {
         "pool": "near",

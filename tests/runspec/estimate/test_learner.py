@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from runspec.core.models.named_models import named_model
 from runspec.core.models.parameters import parameter_count, trained_count
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import Lora, RunSpec
-from runspec.estimate.learner import CODE, learner_memory, logits_bytes
+from runspec.estimate.learner import learner_memory
 from runspec.lint.check import check_spec
 
 SPECS = Path(__file__).parents[3] / "specs"
@@ -99,14 +98,3 @@ def test_what_relieves_memory_relieves_its_part(change: str, part: str, bytes_: 
     before, after = (learner_memory(target_long(*c), QWQ) for c in ((), (change,)))
     assert getattr(after, part) == bytes_ < getattr(before, part)
     assert after.total < before.total
-
-
-def test_unchunked_logits_are_the_worst_moment() -> None:
-    # given all positions' logits at once: 34,816 x 152,064 / 4, in float32 and their gradient
-    whole: Any = target_long("learner.logits_chunk=34816")
-    expected = 34816 * 152064 / 4 * (4 + 2)
-    assert logits_bytes(whole, QWQ) == expected
-    memory = learner_memory(whole, QWQ)
-    assert (memory.moment, memory.logits) == ("head", expected)
-    assert memory.total > learner_memory(target_long(), QWQ).total
-    assert memory.temporaries > CODE

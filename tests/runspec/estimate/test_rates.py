@@ -47,14 +47,6 @@ def test_a_step_lasts_as_long_as_its_slower_side() -> None:
     assert step_seconds(fast, config) == learner_seconds(fast, config)
 
 
-def test_an_unknown_speed_is_not_guessed() -> None:
-    unknown = fleet("samplers.pool.hardware={kind: mine, count: 4}")
-    assert sampling_seconds(unknown, model_config(unknown)) is None
-    assert step_seconds(unknown, model_config(unknown)) is None
-    known = fleet("samplers.pool.tokens_per_s=100")
-    assert step_seconds(known, None) is None  # nor the learner's
-
-
 @pytest.mark.parametrize(
     ("filtered", "sampled"), [(0.0, 4096), (0.5, 8192), (0.9, 16384), (1.0, 16384)]
 )

@@ -32,12 +32,6 @@ def test_the_fleet_fitted_on_target_short_predicts_target_long() -> None:
     assert abs(error(long.full, PUBLISHED.full_long)) < 0.15
 
 
-def test_the_fit_never_sees_target_long() -> None:
-    other = Published(full_long=100.0, train_long=1.0)
-
-    assert predict(Inputs(), other) == predict(Inputs(), PUBLISHED)
-
-
 def test_the_broadcast_takes_what_was_published() -> None:
     assert abs(broadcast(PUBLISHED)["error"]) < 0.01
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,30 +30,11 @@ def test_few_sequences_read_the_weights_once_a_token() -> None:
     assert decode.lease_seconds([100.0, 50.0], prompt=0.0) == pytest.approx(100 * 0.01)
 
 
-def test_many_sequences_are_bound_by_their_flops() -> None:
-    decode = Decode(weights_s=0.001, context_s=0.0, token_s=0.001, sequences=64)
-
-    assert decode.lease_seconds([100.0] * 32, prompt=0.0) == pytest.approx(32 * 100 * 0.001)
-
-
 def test_keys_and_values_are_read_at_the_mean_context() -> None:
     decode = Decode(weights_s=0.0, context_s=1e-6, token_s=0.0, sequences=64)
 
     # 10 sequences grow from 50 to 150 tokens of context in 100 steps.
     assert decode.lease_seconds([100.0] * 10, prompt=50.0) == pytest.approx(100 * 10 * 100 * 1e-6)
-
-
-def test_what_does_not_fit_at_once_waits_for_the_rest() -> None:
-    decode = Decode(weights_s=0.01, context_s=0.0, token_s=0.0, sequences=2)
-
-    assert decode.lease_seconds([100.0, 100.0, 30.0], prompt=0.0) == pytest.approx(1.3)
-
-
-def test_copies_divide_the_sequences_among_them() -> None:
-    numbers = {"weights_s": 0.01, "context_s": 1e-6, "token_s": 1e-4, "sequences": 64}
-    one, two = Decode(**numbers), Decode(**numbers, copies=2)
-
-    assert two.lease_seconds([100.0] * 16, 10.0) == one.lease_seconds([100.0] * 8, 10.0)
 
 
 def test_a_measured_rate_is_all_there_is_to_it() -> None:
@@ -78,30 +57,6 @@ def test_a_lease_takes_no_less_than_either_roof(
     flops = (sum(lengths) + len(lengths) * prompt) * decode.token_s
     assert seconds >= max(lengths) * decode.weights_s * (1 - 1e-9)
     assert seconds >= flops * (1 - 1e-9)
-
-
-@settings(deadline=None)
-@given(DECODES, LENGTHS, st.floats(0, 1000), st.integers(0, 2**32))
-def test_within_a_wave_order_is_of_no_account(
-    decode: Decode, lengths: list[float], prompt: float, seed: int
-) -> None:
-    lengths = lengths[: decode.sequences]
-    shuffled = list(lengths)
-    Random(seed).shuffle(shuffled)
-
-    assert decode.lease_seconds(shuffled, prompt) == decode.lease_seconds(lengths, prompt)
-
-
-@settings(deadline=None)
-@given(DECODES, LENGTHS, st.floats(0, 1000), st.floats(0, 100))
-def test_a_longer_output_never_takes_less(
-    decode: Decode, lengths: list[float], prompt: float, more: float
-) -> None:
-    longer = [lengths[0] + more, *lengths[1:]]
-
-    before, after = decode.lease_seconds(lengths, prompt), decode.lease_seconds(longer, prompt)
-
-    assert after >= before * (1 - 1e-9)
 
 
 def test_a_roofline_by_hand() -> None:

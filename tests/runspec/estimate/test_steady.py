@@ -30,25 +30,6 @@ def test_samplers_that_never_wait_are_the_bottleneck() -> None:
     assert run.bottleneck == "pool"
 
 
-def test_validators_can_be_the_bottleneck() -> None:
-    slow = model(replica(), async_level=2, validators=1, check_s=lambda lengths: 60.0)
-
-    assert timeline(slow).bottleneck == "validators"
-    assert timeline(slow).step_s == pytest.approx(60.0)
-
-
-def test_a_broadcast_longer_than_the_lag_covers_is_the_bottleneck() -> None:
-    far = model(replica(fetch_s=300.0), async_level=1, train_s=10.0)
-
-    assert timeline(far).bottleneck == "broadcast"
-
-
-def test_a_level_beyond_all_use_takes_no_longer() -> None:
-    endless = timeline(model(replica(token_s=1.0), async_level=10**9, train_s=10.0))
-
-    assert endless == timeline(model(replica(token_s=1.0), async_level=64, train_s=10.0))
-
-
 def test_in_step_everybody_waits_for_everybody() -> None:
     run = timeline(model(replica(token_s=30.0), async_level=0, train_s=10.0))
 
@@ -57,14 +38,6 @@ def test_in_step_everybody_waits_for_everybody() -> None:
     assert run.idle["pool"] == pytest.approx(0.25)
     assert run.lag == 0.0
     assert run.full_s == pytest.approx(30.0)
-
-
-def test_the_last_step_is_shown_from_its_start() -> None:
-    run = timeline(model(replica(token_s=30.0), async_level=0, train_s=10.0))
-
-    spans = {(i.what, round(i.start, 6), round(i.end, 6)) for i in run.intervals}
-    assert ("sample", 0.0, 30.0) in spans
-    assert ("train", 30.0, 40.0) in spans
 
 
 @settings(max_examples=20, deadline=None)

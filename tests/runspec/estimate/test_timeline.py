@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runspec.estimate.timeline import (
-    LEARNER,
     PUBLISHER,
-    VALIDATORS,
     Interval,
     Model,
     Replica,
@@ -175,27 +173,6 @@ def test_a_version_is_published_fetched_and_loaded_before_it_samples(model: Mode
 
 
 @settings(deadline=None)
-@given(models())
-def test_the_same_run_comes_twice(model: Model) -> None:
-    assert simulate(model) == simulate(model)
-
-
-@settings(deadline=None)
-@given(models())
-def test_work_is_done_once(model: Model) -> None:
-    run = simulate(model)
-
-    checked = sum(i.end - i.start for i in run.intervals if i.role == VALIDATORS)
-    trained = sum(i.end - i.start for i in run.intervals if i.role == LEARNER)
-
-    rollouts = 3 * sum(step.checked for step in run.steps)
-    expected = model.check_s([0.0] * rollouts) if model.validators else 0.0
-    assert checked == pytest.approx(expected)
-    shares = sum(step.kept for step in run.steps) / model.groups
-    assert trained == pytest.approx(model.train_s * shares)
-
-
-@settings(deadline=None)
 @given(st.integers(1, 6), SECONDS, SECONDS, SECONDS, SECONDS, st.floats(0.1, 3), st.floats(0, 3))
 def test_in_step_a_step_is_the_sum_of_its_parts(
     groups: int,
@@ -223,51 +200,6 @@ def test_in_step_a_step_is_the_sum_of_its_parts(
         assert after.trained - before.trained == pytest.approx(parts)
 
 
-@st.composite
-def plain_models(draw: st.DrawFn) -> Model:
-    """Versions come at once, submissions are believed, no group is filtered.
-
-    Without that, more need not be faster. A lease names the newest version, and whoever asks just
-    after it is out waits for its link; a group that must be sampled again may find every worker at
-    a later step; a validator may be busy with one.
-    """
-    drawn_model = draw(models())
-    alike = replica(lease_groups=draw(st.integers(1, 4)))
-    return replace(
-        drawn_model,
-        replicas=(alike,) * len(drawn_model.replicas),
-        validators=0,
-        filtered=lambda step, group: False,
-    )
-
-
-@settings(deadline=None)
-@given(plain_models())
-def test_more_samplers_never_slow_a_plain_run(model: Model) -> None:
-    fleets = [model.replicas[:1] * count for count in (1, 2, 3, 5)]
-
-    ends = [simulate(replace(model, replicas=fleet)).steps[-1].trained for fleet in fleets]
-
-    assert all(after <= before + EXACT for before, after in pairwise(ends))
-
-
-@settings(deadline=None)
-@given(plain_models(), st.floats(0, 1))
-def test_a_faster_learner_never_slows_a_plain_run(model: Model, factor: float) -> None:
-    slow = simulate(model).steps[-1].trained
-    fast = simulate(replace(model, train_s=factor * model.train_s)).steps[-1].trained
-
-    assert fast <= slow + EXACT
-
-
-@settings(deadline=None)
-@given(plain_models())
-def test_more_lag_never_slows_a_plain_run(model: Model) -> None:
-    ends = [simulate(replace(model, async_level=lag)).steps[-1].trained for lag in range(4)]
-
-    assert all(after <= before + EXACT for before, after in pairwise(ends))
-
-
 def test_with_lag_the_learner_never_waits_for_quick_samplers() -> None:
     run = simulate(model(replica(token_s=4.0), async_level=2, steps=10))
 
@@ -284,14 +216,6 @@ def test_a_slow_link_holds_up_only_what_waits_for_it() -> None:
     assert [step.lag for step in run.steps] == [0, 1, 1]
 
 
-def test_filtered_groups_are_sampled_again() -> None:
-    first_is_dropped = model(groups=2, filtered=lambda step, group: group == 0)
-
-    step = simulate(first_is_dropped).steps[0]
-
-    assert (step.leased, step.filtered, step.kept) == (3, 1, 2)
-
-
 def test_a_step_that_filters_everything_closes_empty_at_its_limit() -> None:
     all_dropped = model(groups=4, max_groups=2.5, filtered=lambda step, group: True)
 
@@ -299,15 +223,3 @@ def test_a_step_that_filters_everything_closes_empty_at_its_limit() -> None:
 
     assert (step.leased, step.kept) == (10, 0)
     assert step.full == 10.0 and step.trained == step.train_start
-
-
-def test_one_validator_checks_one_submission_at_a_time() -> None:
-    run = simulate(model(replica(), replica(), groups=2, validators=1, check_s=lambda lengths: 5.0))
-
-    assert run.steps[0].first_rollouts == 6.0
-    assert run.steps[0].full == 11.0
-
-
-def test_a_run_without_anybody_in_it_is_refused() -> None:
-    with pytest.raises(ValueError, match="never ends"):
-        simulate(replace(model(), replicas=()))

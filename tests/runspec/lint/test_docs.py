@@ -47,7 +47,7 @@ def test_every_code_that_the_loader_gives_is_a_rule() -> None:
     found = set()
     for path in (ROOT / "runspec" / "core" / "spec").rglob("*.py"):
         source = path.read_text(encoding="utf-8")
-        found |= set(re.findall(r'finding_at\(\s*[\w. ]+,\s*"([a-z-]+)"', source))
+        found |= set(re.findall(r'Finding\(\s*[\w. ]+,\s*"([a-z-]+)"', source))
         found |= set(re.findall(r'\bcode="([a-z-]+)"', source))
         found |= set(re.findall(r'^[A-Z_]*(?:CODE|SCOPE) = "([a-z-]+)"', source, re.MULTILINE))
         found |= set(re.findall(r'_report\(\s*[\w.]+,\s*"([a-z-]+)",', source))

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.spec.findings import Edit
 from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import CheckedFiles, check_files
-from runspec.lint.fix import apply_edits, mend, write_mended
+from runspec.lint.fix import mend, write_mended
 from tests.runspec.core.spec.spec_files import small_spec
 
 
@@ -86,17 +85,6 @@ def test_a_file_in_which_two_edits_meet_stays(tmp_path: Path) -> None:
     mended = mend(found.findings, found.texts)
     assert mended.texts == {}
     assert "two edits of line 2" in mended.refused[str(tmp_path / "spec.yaml")]
-
-
-def test_equal_edits_are_one_and_later_lines_stay_where_they_are() -> None:
-    edits = [Edit(1, 4, 5, "9"), Edit(1, 1, 2, "bb"), Edit(2, 1, 5, ""), Edit(3, 4, 5, "3\nx")]
-    assert apply_edits("a: 1\ngone\nc: 2", {*edits, Edit(1, 4, 5, "9")}) == "bb: 9\nc: 3\nx"
-
-
-def test_a_key_is_not_renamed_to_one_that_is_there(tmp_path: Path) -> None:
-    path = small_spec(tmp_path, "algorithm: {grop_size: 8, group_size: 4}")
-    [finding] = checked(path).findings
-    assert (finding.code, finding.fix) == ("unknown-key", None)
 
 
 def test_a_file_that_changed_meanwhile_is_not_overwritten(tmp_path: Path) -> None:

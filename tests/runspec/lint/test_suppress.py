@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import check_files
 from tests.runspec.core.spec.spec_files import codes, load, small_spec, write
@@ -17,31 +16,26 @@ WHY = 'reason="a test"'
 @pytest.mark.parametrize(
     "overlay",
     [
-        pytest.param(f"name: no # runspec: ignore[ambiguous-scalar] {WHY}", id="behind the value"),
-        pytest.param(f"# runspec: ignore[ambiguous-scalar] {WHY}\nname: no", id="above the key"),
-        pytest.param(
-            f"name:\n  # runspec: ignore[ambiguous-scalar] {WHY}\n  no", id="above the value alone"
-        ),
-        pytest.param(f"name: # runspec: ignore[ambiguous-scalar] {WHY}\n  no", id="behind the key"),
-        pytest.param(
-            f"data: # runspec: ignore[ambiguous-scalar] {WHY}\n"
-            "  sources:\n    words:\n      params:\n        a: on\n",
-            id="behind a key above",
-        ),
-        pytest.param(
-            f"# runspec: ignore[ambiguous-scalar] {WHY}\n"
-            "data:\n  sources:\n    words: {params: {a: on}}\n",
-            id="above a key above",
-        ),
-        pytest.param(
-            "data:\n  sources:\n"
-            f"    - name: words # runspec: ignore[ambiguous-scalar] {WHY}\n"
-            "      params: {a: on}\n",
-            id="behind the first key of an item, which begins there",
-        ),
-        pytest.param(
-            f"name: no # runspec: ignore[unknown-key,ambiguous-scalar] {WHY}\nx: 1", id="several"
-        ),
+        # behind the value
+        f"name: no # runspec: ignore[ambiguous-scalar] {WHY}",
+        # above the key
+        f"# runspec: ignore[ambiguous-scalar] {WHY}\nname: no",
+        # above the value alone
+        f"name:\n  # runspec: ignore[ambiguous-scalar] {WHY}\n  no",
+        # behind the key
+        f"name: # runspec: ignore[ambiguous-scalar] {WHY}\n  no",
+        # behind a key above
+        f"data: # runspec: ignore[ambiguous-scalar] {WHY}\n"
+        "  sources:\n    words:\n      params:\n        a: on\n",
+        # above a key above
+        f"# runspec: ignore[ambiguous-scalar] {WHY}\n"
+        "data:\n  sources:\n    words: {params: {a: on}}\n",
+        # behind the first key of an item, which begins there
+        "data:\n  sources:\n"
+        f"    - name: words # runspec: ignore[ambiguous-scalar] {WHY}\n"
+        "      params: {a: on}\n",
+        # several
+        f"name: no # runspec: ignore[unknown-key,ambiguous-scalar] {WHY}\nx: 1",
     ],
 )
 def test_a_suppression_takes_a_finding_of_its_code_away(tmp_path: Path, overlay: str) -> None:
@@ -56,16 +50,15 @@ def test_a_suppression_takes_a_finding_of_its_code_away(tmp_path: Path, overlay:
 @pytest.mark.parametrize(
     "overlay",
     [
-        pytest.param(f"name: no\nseed: 1 # runspec: ignore[ambiguous-scalar] {WHY}", id="below"),
-        pytest.param(
-            f"# runspec: ignore[ambiguous-scalar] {WHY}\nseed: 1\nname: no", id="next but one"
-        ),
-        pytest.param(f"name: no # runspec: ignore[unknown-key] {WHY}", id="another code"),
-        pytest.param(
-            f"data: {{sources: {{words: {{size: 2}}}}}} # runspec: ignore[ambiguous-scalar] {WHY}\n"
-            "name: no",
-            id="another block",
-        ),
+        # below
+        f"name: no\nseed: 1 # runspec: ignore[ambiguous-scalar] {WHY}",
+        # next but one
+        f"# runspec: ignore[ambiguous-scalar] {WHY}\nseed: 1\nname: no",
+        # another code
+        f"name: no # runspec: ignore[unknown-key] {WHY}",
+        # another block
+        f"data: {{sources: {{words: {{size: 2}}}}}} # runspec: ignore[ambiguous-scalar] {WHY}\n"
+        "name: no",
     ],
 )
 def test_a_suppression_takes_nothing_else_away(tmp_path: Path, overlay: str) -> None:
@@ -89,14 +82,6 @@ def test_rules_are_suppressed_in_the_layer_that_wrote_the_value(tmp_path: Path) 
     # when the spec writes it, then the base's suppression is not about it
     write(path, "extends: [base.yaml]\nbroadcast: {keep_versions: 3}")
     assert codes(load(path)) == ["versions-kept"]
-
-
-def test_require_honours_suppressions(tmp_path: Path) -> None:
-    # given an error that is suppressed, then one that is not
-    overlay = f"broadcast: {{keep_versions: 3}} # runspec: ignore[versions-kept] {WHY}"
-    assert load(small_spec(tmp_path, overlay)).require().broadcast.keep_versions == 3
-    with pytest.raises(UserError, match="versions-kept"):
-        load(small_spec(tmp_path, overlay.partition("#")[0])).require()
 
 
 @pytest.mark.parametrize(

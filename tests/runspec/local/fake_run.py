@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +12,17 @@ from runspec.cli.signals import StopSignals
 from runspec.cli.view import PlainView
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
-from runspec.local.apply import OpenRun, drive, open_run
+from runspec.local.apply import drive
 from runspec.local.fleet import Outcome
+from runspec.local.prepare import prepare_run
+from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec
+from runspec.local.run_dir import run_directory
 from runspec.local.state import RunState
 from runspec.local.supervisor import Watcher
+from runspec.plan.saved import Seen
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGET_SHORT = ROOT / "specs" / "target_short.yaml"
@@ -29,6 +32,12 @@ SCRIPT = Path(__file__).with_name("role.py")
 def small_spec(name: str = "small", steps: int = 5, *overrides: str) -> RunSpec:
     sets = [f"name={name}", f"steps={steps}", *overrides]
     return check_spec(SpecFiles(TARGET_SHORT, profile="laptop", overrides=sets)).require()
+
+
+def prepared(
+    spec: RunSpec, runs_dir: Path, *, seen: Seen | None = None
+) -> AbstractContextManager[PreparedRun]:
+    return prepare_run(spec, run_directory(spec, runs_dir), seen=seen)
 
 
 def role(behaviour: str, run_dir: Path, *arguments: str, name: str | None = None) -> RoleSpec:
@@ -42,7 +51,7 @@ def role(behaviour: str, run_dir: Path, *arguments: str, name: str | None = None
     )
 
 
-def usual_roles(run: OpenRun) -> list[RoleSpec]:
+def usual_roles(run: PreparedRun) -> list[RoleSpec]:
     """A learner, a worker, and a server at the place of the coordinator."""
     host, port = run.endpoints.coordinator.removeprefix("http://").split(":")
     server = role("server", run.directory, f"{host}:{port}")
@@ -54,20 +63,19 @@ def usual_roles(run: OpenRun) -> list[RoleSpec]:
 
 
 def drive_roles(
-    run: OpenRun,
+    run: PreparedRun,
     roles: Sequence[RoleSpec],
     watcher: Watcher,
     stop_requests=lambda: 0,
     stages: Sequence[RoleSpec] = (),
 ) -> Outcome:
     with closing(RunState(run.directory)) as state:
-        state.begin(run.spec.name, spec_digest(run.spec), run.spec.steps)
-        return drive(run, stages, lambda spec: roles, state, watcher, stop_requests)
+        return drive(run, stages, lambda run: roles, state, watcher, stop_requests)
 
 
 def main(runs_dir: Path, steps: int, *extra: str) -> int:
     spec = small_spec(steps=steps)
-    with open_run(spec, runs_dir) as run, StopSignals() as requests:
+    with prepared(spec, runs_dir) as run, StopSignals() as requests:
         roles = usual_roles(run) + [role(behaviour, run.directory) for behaviour in extra]
         drive_roles(run, roles, PlainView(spec.steps, sys.stdout), requests)
     return 0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from runspec.core.spec.schema import Budget, Hardware, RunSpec
+from runspec.core.spec.schema import Budget, RunSpec
 from runspec.estimate.price import hourly_price
-from runspec.local.budget import Limit, cost, left_s, limits
+from runspec.local.budget import Limit, left_s, limits
 from tests.runspec.local.fake_run import small_spec
 
 
@@ -32,15 +30,6 @@ def test_an_hour_costs_what_its_devices_cost() -> None:
     assert hourly_price(small_spec()) is None, "nothing has a price"
 
 
-def test_every_slice_of_a_topology_is_paid_for() -> None:
-    # given two slices of eight chips at 1
-    spec = priced()
-    chips = Hardware(kind="tpu-v5p", topology="2x2x2", price_per_hour=1.0)
-    mesh = spec.learner.mesh.model_copy(update={"slices": 2})
-    learner = spec.learner.model_copy(update={"mesh": mesh, "hardware": chips})
-    assert hourly_price(spec.model_copy(update={"learner": learner})) == 16 + 1
-
-
 def test_the_first_limit_ends_the_run() -> None:
     # given 9 an hour, then 18 are two hours
     money = priced(money=18.0)
@@ -51,13 +40,3 @@ def test_the_first_limit_ends_the_run() -> None:
     both = priced(money=18.0, hours=1.0)
     assert [limit.path for limit in limits(both)] == ["budget.max_hours", "budget.max_cost"]
     assert left_s(both, 0.0) == 3600.0
-
-
-def test_without_a_price_money_is_never_spent() -> None:
-    spec = small_spec("small", 5, "budget={max_hours: null, max_cost: 1.0}")
-    assert left_s(spec, 1e9) is None
-    assert cost(spec, 3600.0) is None
-
-
-def test_cost_grows_with_the_time_up() -> None:
-    assert cost(priced(), 1800.0) == pytest.approx(4.5)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.local.awaiting import Awaited, holds, hopeless, last_seen, parse_awaited
-from runspec.local.conditions import TYPES, Condition, condition, conditions, late_after_s
+from runspec.local.awaiting import Awaited, holds, hopeless, parse_awaited
+from runspec.local.conditions import Condition, condition, conditions, late_after_s
 from runspec.local.snapshot import Snapshot
 from runspec.local.state import EventRow, RoleRow, RunRow, SessionRow
 from tests.runspec.local.fake_run import small_spec
@@ -59,10 +59,6 @@ def true_ones(seen: Snapshot) -> list[str]:
     return [each.type for each in conditions(seen) if each.status == "True"]
 
 
-def test_every_condition_is_there_once_and_in_order() -> None:
-    assert [each.type for each in conditions(RUNNING)] == list(TYPES)
-
-
 def test_samplers_whose_log_probs_are_off_are_a_condition_with_its_numbers() -> None:
     off = {
         **step(3, 5.0),
@@ -79,34 +75,11 @@ def test_samplers_whose_log_probs_are_off_are_a_condition_with_its_numbers() -> 
     assert found(RUNNING, "LogprobAlarm").reason == "NotCompared"
 
 
-def test_submissions_that_were_set_aside_are_a_condition_that_says_where_to_look() -> None:
-    assert found(RUNNING, "SetAside").status == "False"
-    aside = found(replace(RUNNING, set_aside=2, set_aside_at=NOW - 3), "SetAside")
-    assert (aside.status, aside.since) == ("True", NOW - 3)
-    assert "failed at 2 submissions" in aside.message and "log names them" in aside.message
-    unknown = found(replace(RUNNING, ledger_unread="db: away"), "SetAside")
-    assert (unknown.status, unknown.message) == ("Unknown", "db: away")
-
-
 def test_a_run_that_trains_is_alive_ready_training_and_published() -> None:
     assert true_ones(RUNNING) == ["Alive", "Ready", "Training", "Published"]
     assert found(RUNNING, "Ready").since == NOW - 50, "when the last role came up"
     assert found(RUNNING, "Training").since == NOW - 10
     assert found(RUNNING, "Training").message == "step 3 of 5 was trained 10 s ago"
-
-
-def test_a_run_whose_role_restarts_is_not_ready_and_names_it() -> None:
-    seen = replace(RUNNING, roles=[role("learner"), role("volunteers-0", "backoff")])
-    ready = found(seen, "Ready")
-    assert (ready.status, ready.reason) == ("False", "RolesNotRunning")
-    assert ready.message == "waits for volunteers-0 (backoff)"
-
-
-def test_training_is_unknown_until_this_session_has_trained() -> None:
-    # given a run that was resumed after its last step
-    seen = replace(RUNNING, session=SessionRow(NOW - 5, NOW))
-    assert found(seen, "Training").status == "Unknown"
-    assert found(seen, "Stalled").status == "False"
 
 
 def test_a_step_is_late_by_the_pace_of_the_last_ones() -> None:
@@ -119,13 +92,6 @@ def test_a_step_is_late_by_the_pace_of_the_last_ones() -> None:
     # but a minute is always granted, and before there is a pace the deadline of a step
     assert late_after_s(RUNNING) == 60.0
     assert late_after_s(replace(RUNNING, rows=[])) == RUNNING.spec.algorithm.fill.deadline
-
-
-def test_a_version_that_is_not_out_yet_is_named() -> None:
-    published = found(replace(RUNNING, versions=[1, 2]), "Published")
-    assert (published.status, published.reason) == ("False", "Behind")
-    assert published.message == "version 2 is out, 3 is trained"
-    assert found(replace(RUNNING, versions=[]), "Published").reason == "NothingPublished"
 
 
 @pytest.mark.parametrize(
@@ -145,12 +111,6 @@ def test_a_step_that_the_coordinator_gave_up_is_a_stall() -> None:
         "Stalled",
         "Failed",
     ]
-
-
-def test_a_lost_supervisor_is_an_interrupted_run() -> None:
-    seen = ended("running")
-    assert (seen.lost, seen.state) == (True, "interrupted")
-    assert true_ones(seen) == ["Published"]
 
 
 @pytest.mark.parametrize(
@@ -195,11 +155,3 @@ def test_only_what_nobody_is_about_to_do_is_hopeless() -> None:
     assert hopeless(finished, ended("paused")) is None, "somebody may resume it"
     assert hopeless(finished, ended("failed", "it broke")) == "the run is failed (it broke)"
     assert hopeless(parse_awaited("step=6"), RUNNING) == "the run has 5 steps"
-
-
-def test_who_waited_in_vain_hears_what_was_seen_last() -> None:
-    seen = replace(RUNNING, roles=[role("learner"), role("volunteers-0", "starting")])
-    assert last_seen(seen) == (
-        "small is running, 3 of 5 steps trained, version published: 3, "
-        "not running: volunteers-0 starting"
-    )

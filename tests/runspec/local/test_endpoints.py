@@ -16,7 +16,6 @@ from runspec.local.endpoints import (
     address,
     load_endpoints,
     plan_endpoints,
-    port_answers,
     port_is_free,
     save_endpoints,
 )
@@ -55,13 +54,6 @@ def test_a_run_keeps_its_ports_and_moves_only_what_is_taken() -> None:
     assert (after.coordinator, after.relays) == (before.coordinator, before.relays)
 
 
-def test_a_base_port_gives_consecutive_ports() -> None:
-    endpoints = plan("placement.base_port=9000", is_free=lambda host, port: True)
-    assert endpoints == Endpoints(
-        "http://127.0.0.1:9000", "http://127.0.0.1:9001", {"local": "http://127.0.0.1:9002"}
-    )
-
-
 def test_the_origin_listens_where_the_spec_says() -> None:
     at = plan("broadcast.origin.url=http://127.0.0.1:9100", is_free=lambda host, port: True)
     assert at.origin == "http://127.0.0.1:9100"
@@ -85,36 +77,9 @@ def test_a_relay_of_another_machine_is_known_by_its_url_and_no_port_is_taken(
     assert load_endpoints(tmp_path) == endpoints
 
 
-def test_an_ipv6_host_is_put_in_brackets() -> None:
-    endpoints = plan("placement.host='::1'", is_free=lambda host, port: host == "::1")
-    assert endpoints.origin.startswith("http://[::1]:")
-    assert address(endpoints.origin)[0] == "::1"
-
-
 def test_a_taken_port_is_named_with_its_process(taken: int) -> None:
     with pytest.raises(UserError) as error:
         plan(f"placement.base_port={taken}")
     assert f"port {taken} is taken by " in str(error.value)
     assert f"(process {os.getpid()})" in str(error.value)
     assert error.value.place == f"coordinator at 127.0.0.1:{taken}"
-
-
-def test_a_port_answers_while_it_is_listened_on(taken: int) -> None:
-    assert port_answers("127.0.0.1", taken)
-    assert not port_is_free("127.0.0.1", taken)
-    free = address(plan().origin)[1]
-    assert not port_answers("127.0.0.1", free)
-
-
-def test_no_free_port_is_an_error_not_a_loop() -> None:
-    with pytest.raises(UserError, match="no free port"):
-        plan(is_free=lambda host, port: False)
-
-
-@pytest.mark.parametrize(
-    "text", ["[]", '{"origin": 1}', '{"coordinator": "ftp://x", "origin": "", "relays": {}}']
-)
-def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "endpoints.json").write_text(text)
-    with pytest.raises(UserError, match=r"endpoints\.json"):
-        load_endpoints(tmp_path)

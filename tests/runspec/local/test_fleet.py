@@ -112,13 +112,6 @@ def test_a_trained_step_forgives_earlier_deaths() -> None:
     assert fleet.roles["origin"].restarts == 10
 
 
-def test_the_progress_of_others_forgives_nothing() -> None:
-    fleet = up()
-    for now in (0.0, 10.0, 20.0):
-        fleet, _ = play(fleet, (now, Exited("origin", 1)), (now, Progress()), (now + 9, Tick()))
-    assert fleet.outcome == Outcome("failed", "origin", 1)
-
-
 def test_a_role_that_says_the_run_cannot_go_on_stops_it_at_once() -> None:
     fleet, actions = play(up(), (0.0, Exited("worker", EXIT_FINAL)))
     assert fleet.outcome == Outcome("stopped", "worker", EXIT_FINAL)
@@ -135,11 +128,6 @@ def test_a_worker_may_end_once_everything_is_sampled_but_a_server_may_not() -> N
     fleet, _ = play(up(), (0.0, Sampled()), (1.0, Exited("worker", 0)), (1.0, Exited("origin", 0)))
     assert fleet.roles["worker"].state is State.FINISHED
     assert fleet.roles["origin"].state is State.BACKOFF
-
-
-def test_a_crash_of_a_worker_counts_even_when_everything_is_sampled() -> None:
-    fleet, _ = play(up(), (0.0, Sampled()), (1.0, Exited("worker", 1)))
-    assert fleet.roles["worker"].state is State.BACKOFF
 
 
 def test_a_trained_run_waits_for_publication_and_workers_then_stops_the_servers() -> None:
@@ -177,12 +165,6 @@ def test_a_run_whose_workers_are_elsewhere_ends_when_its_last_version_is_out() -
     assert fleet.outcome == Outcome("finished")
     fleet, _ = play(fleet, (15.0, Exited("origin", 0)))
     assert fleet.done
-
-
-def test_a_server_that_dies_while_the_last_version_goes_out_starts_again() -> None:
-    trained = (0.0, Trained()), (0.0, Exited("learner", 0))
-    _, actions = play(up(), *trained, (1.0, Exited("origin", -9)), (2.0, Tick()))
-    assert actions == [Start("origin")]
 
 
 def test_a_last_version_that_never_comes_out_is_said() -> None:

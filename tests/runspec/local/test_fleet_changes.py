@@ -14,13 +14,11 @@ from runspec.local.fleet import (
     Outcome,
     PauseRequested,
     Ready,
-    Sampled,
     Start,
     State,
     Stop,
     StopRequested,
     Tick,
-    Trained,
 )
 from tests.runspec.local.test_fleet import play, up
 
@@ -61,11 +59,6 @@ def test_readers_are_renewed_one_after_the_other() -> None:
     assert {(role.restarts, role.deaths_in_a_row) for role in fleet.roles.values()} == {(0, 0)}
 
 
-def test_names_that_are_not_here_are_nobody_s_turn() -> None:
-    elsewhere = Changed(restarts=2, budget_ends_at=None, renew=("validator-0", "origin"))
-    assert play(running(), (1.0, elsewhere))[0].to_renew == ("origin",)
-
-
 def test_a_role_that_does_not_end_is_killed_once() -> None:
     fleet, _ = play(running(), (1.0, RENEW), (1.0, Tick()))
     assert play(fleet, (20.9, Tick()))[1] == []
@@ -102,25 +95,12 @@ def test_a_role_that_says_the_run_cannot_go_on_is_believed_in_its_turn() -> None
     assert fleet.outcome == Outcome("stopped", "origin", EXIT_FINAL)
 
 
-def test_a_worker_that_has_nothing_left_to_do_is_passed_over() -> None:
-    fleet, _ = play(running(), (1.0, Sampled()), (1.0, Exited("worker", 0)))
-    only_worker = Changed(restarts=2, budget_ends_at=None, renew=("worker",))
-    fleet, actions = play(fleet, (2.0, only_worker), (2.0, Tick()), (2.1, Tick()))
-    assert (fleet.renewing, actions) == (None, [])
-
-
 @pytest.mark.parametrize("stop", [StopRequested(), PauseRequested()])
 def test_a_stop_ends_the_turns(stop: Event) -> None:
     fleet, _ = play(running(), (1.0, RENEW), (1.0, Tick()), (2.0, stop))
     assert (fleet.renewing, fleet.to_renew) == (None, ())
     fleet, actions = play(fleet, (3.0, Exited("origin", 0)), (3.0, Tick()))
     assert Start("origin") not in actions
-
-
-def test_a_trained_run_renews_nobody_any_more() -> None:
-    fleet, _ = play(running(), (1.0, Trained()), (1.0, RENEW), (1.0, Exited("learner", 0)))
-    assert play(fleet, (2.0, Tick()))[1] == []
-    assert play(fleet, (2.0, RENEW), (3.0, Tick()))[0].to_renew == ()
 
 
 def test_a_pause_stops_as_ctrl_c_does_and_is_told_from_it() -> None:

@@ -39,13 +39,6 @@ def test_a_throw_away_root_signs_the_keys_it_made(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_keys_and_roles_are_kept_over_restarts(tmp_path: Path) -> None:
-    first = make_identity(tmp_path, small_spec())
-    files = {path: path.read_bytes() for path in first.folder.iterdir()}
-    assert make_identity(tmp_path, small_spec()) == first
-    assert {path: path.read_bytes() for path in first.folder.iterdir()} == files
-
-
 def test_a_validator_that_is_started_no_more_may_still_have_signed(tmp_path: Path) -> None:
     """What it judged before is still to be trained, and audited."""
     # given a run of two validators

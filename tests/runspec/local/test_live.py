@@ -17,9 +17,7 @@ from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.local.apply import OpenRun, open_run
-from runspec.local.fleet import Changed, Outcome, PauseRequested
-from runspec.local.identity import make_identity
+from runspec.local.fleet import Changed, Outcome
 from runspec.local.live import (
     CHANGE,
     PAUSE,
@@ -29,10 +27,17 @@ from runspec.local.live import (
     change_request,
     readers_names,
 )
-from runspec.local.processes import RoleSpec
+from runspec.local.prepared import PreparedRun
 from runspec.local.run_dir import hold
 from runspec.local.state import RequestRow, RunState
-from tests.runspec.local.fake_run import TARGET_SHORT, drive_roles, role, small_spec, usual_roles
+from tests.runspec.local.fake_run import (
+    TARGET_SHORT,
+    drive_roles,
+    prepared,
+    role,
+    small_spec,
+    usual_roles,
+)
 from tests.runspec.local.test_supervise import DEADLINE_S, Watch
 from tests.waiting import eventually
 
@@ -40,22 +45,22 @@ SPEC = small_spec(steps=10_000)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> OpenRun:
+def run(tmp_path: Path) -> PreparedRun:
     """A run that was opened once and let go."""
-    with open_run(SPEC, tmp_path) as opened:
+    with prepared(SPEC, tmp_path) as opened:
         return opened
 
 
 @pytest.fixture
-def state(run: OpenRun) -> Iterator[RunState]:
+def state(run: PreparedRun) -> Iterator[RunState]:
     with closing(RunState(run.directory)) as opened:
         yield opened
 
 
-def live_run(
-    run: OpenRun, state: RunState, roles_of: Callable[[RunSpec], list[RoleSpec]] = lambda spec: []
-) -> LiveRun:
-    return LiveRun(run.directory, run.spec, state, roles_of, lambda spec: spec.budget.max_hours)
+def live_run(run: PreparedRun, state: RunState) -> LiveRun:
+    live = LiveRun(run, state, lambda run: [])
+    live.budget_ends_at = lambda: live.run.spec.budget.max_hours  # type: ignore[method-assign]
+    return live
 
 
 def request(payload: Any, kind: str = CHANGE) -> RequestRow:
@@ -67,7 +72,7 @@ def changed(*overrides: str) -> RunSpec:
 
 
 def test_a_change_is_on_disk_and_in_the_history_before_any_role_is_told(
-    run: OpenRun, state: RunState
+    run: PreparedRun, state: RunState
 ) -> None:
     # given a new budget and a new timeout
     new = changed("budget.max_hours=2.0", "verify.lease_timeout=70s")
@@ -75,7 +80,7 @@ def test_a_change_is_on_disk_and_in_the_history_before_any_role_is_told(
     # when the supervisor takes it
     taken = live.take(request(change_request(new, serial=1)))
     # then it is true of the run, and the readers are to be renewed in their order
-    assert live.spec == load_resolved(run.directory) == new
+    assert live.run.spec == load_resolved(run.directory) == new
     assert taken.event == Changed(5, 2.0, ("coordinator", "validator-0", "volunteers-0"))
     assert [row.serial for row in state.applied()] == [1, 2]
     assert state.applied()[-1].spec_digest == spec_digest(new)
@@ -83,13 +88,6 @@ def test_a_change_is_on_disk_and_in_the_history_before_any_role_is_told(
         'verify.lease_timeout: "1m" there, "70s" now',
         "budget.max_hours: 1.0 there, 2.0 now",
     ]
-
-
-def test_a_run_turns_to_deltas_by_its_publisher_alone(run: OpenRun, state: RunState) -> None:
-    live = live_run(run, state)
-    new = changed("broadcast.format=delta", "broadcast.anchor_every=5")
-    taken = live.take(request(change_request(new, serial=1)))
-    assert taken.event == Changed(5, 1.0, ("publisher",))
 
 
 @pytest.mark.parametrize(
@@ -106,53 +104,32 @@ def test_a_run_turns_to_deltas_by_its_publisher_alone(run: OpenRun, state: RunSt
     ],
 )
 def test_what_a_live_run_cannot_take_over_is_refused_and_changes_nothing(
-    run: OpenRun, state: RunState, payload: Any, said: str
+    run: PreparedRun, state: RunState, payload: Any, said: str
 ) -> None:
     live = live_run(run, state)
     with pytest.raises(UserError, match=said):
         live.take(request(payload))
-    assert live.spec == load_resolved(run.directory) == SPEC
+    assert live.run.spec == load_resolved(run.directory) == SPEC
     assert state.serial() == 1
 
 
-def test_an_event_tells_of_each_change(run: OpenRun, state: RunState) -> None:
-    live_run(run, state).take(request(change_request(changed("placement.restarts=2"), 1)))
-    assert [(event.role, event.text) for event in state.events()] == [
-        ("run", "serial 2: placement.restarts: 5 there, 2 now")
-    ]
-
-
-def test_an_unknown_request_is_refused_and_a_pause_is_none(run: OpenRun, state: RunState) -> None:
-    with pytest.raises(UserError, match="unknown request 'shred'"):
-        live_run(run, state).take(request({}, kind="shred"))
-    assert live_run(run, state).take(request({}, kind=PAUSE)).event == PauseRequested()
-
-
 def test_a_longer_budget_is_signed_for_and_whoever_hands_signatures_out_is_renewed(
-    run: OpenRun, state: RunState
+    run: PreparedRun, state: RunState
 ) -> None:
-    # given a run whose keys are signed for a day, as an hour's budget asks for
-    make_identity(run.directory, run.spec)
-
-    def roles_of(spec: RunSpec) -> list[RoleSpec]:
-        make_identity(run.directory, spec)
-        return []
-
-    # when it gets a hundred hours
-    live = live_run(run, state, roles_of)
-    taken = live.take(request(change_request(changed("budget.max_hours=100.0"), 1)))
+    # given a run whose keys are signed for a day, when it gets a hundred hours
+    taken = live_run(run, state).take(request(change_request(changed("budget.max_hours=100.0"), 1)))
     # then those who serve roles.json read the new one
     assert taken.event == Changed(5, 100.0, ("coordinator", "publisher"))
 
 
-def test_nobody_there_is_said_at_once(run: OpenRun) -> None:
+def test_nobody_there_is_said_at_once(run: PreparedRun) -> None:
     with pytest.raises(NotTaken, match="gone") as refused:
         ask(run.directory, PAUSE, {})
     assert refused.value.exit_code == 5
 
 
 def test_a_supervisor_that_died_at_it_is_told_from_one_that_refused(
-    run: OpenRun, state: RunState
+    run: PreparedRun, state: RunState
 ) -> None:
     # given a supervisor that has taken a change, and renews roles
     with ThreadPoolExecutor(1) as pool:
@@ -166,24 +143,13 @@ def test_a_supervisor_that_died_at_it_is_told_from_one_that_refused(
 
 
 def test_what_a_dead_supervisor_was_asked_is_not_done_by_the_next(
-    run: OpenRun, state: RunState
+    run: PreparedRun, state: RunState
 ) -> None:
     number = state.ask(PAUSE, {})
     state.begin("small", "digest", 5)
     assert state.asked() == []
     found = state.request(number)
     assert found is not None and found.state == "refused"
-
-
-def test_a_wait_that_is_too_long_says_for_whom(run: OpenRun, state: RunState) -> None:
-    # given a supervisor that is at it
-    with hold(run.directory), ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask, run.directory, PAUSE, {}, patience_s=0.3)
-        eventually(lambda: state.asked() or asked.done(), "the request")
-        state.answer(state.asked()[0].id, "taken", "waits for learner to end")
-        # then whoever asked hears whom it waits for
-        with pytest.raises(UserError, match="the supervisor waits for learner to end"):
-            asked.result()
 
 
 class Asking(Watch):
@@ -205,7 +171,7 @@ class Asking(Watch):
         return int(self.result is not None and self.result.done())
 
 
-def drive_named(run: OpenRun, watch: Asking) -> Outcome:
+def drive_named(run: PreparedRun, watch: Asking) -> Outcome:
     """The usual roles under the names that a real run has."""
     server, learner, _ = usual_roles(run)
     worker = role("worker", run.directory, name="volunteers-0")
@@ -223,7 +189,7 @@ def test_apply_hands_hot_and_rolling_changes_to_a_live_run(
 ) -> None:
     # given a run that is up
     watch = Asking(lambda: apply(tmp_path, "budget.max_hours=2.0", "verify.lease_timeout=70s"))
-    with open_run(SPEC, tmp_path) as run:
+    with prepared(SPEC, tmp_path) as run:
         # when another `apply` changes what it may take over
         outcome = drive_named(run, watch)
     # then that command waited until every reader was running again, one after the other
@@ -251,7 +217,7 @@ def test_changes_that_need_a_stop_are_left_to_whoever_pauses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watch = Asking(lambda: apply(tmp_path, "samplers.volunteers.replicas=2"))
-    with open_run(SPEC, tmp_path) as run:
+    with prepared(SPEC, tmp_path) as run:
         drive_named(run, watch)
     assert watch.result is not None and watch.result.result() == 5
     said = capsys.readouterr().err
@@ -273,7 +239,7 @@ def test_of_two_who_start_a_run_at_once_one_exits_5(
 
 
 def test_a_change_that_this_machine_cannot_run_is_never_handed_over(
-    run: OpenRun, state: RunState, capsys: pytest.CaptureFixture[str]
+    run: PreparedRun, state: RunState, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with hold(run.directory):
         assert apply(run.directory.parent, "verify.engine=abacus") == 1
@@ -285,7 +251,7 @@ def test_a_change_that_this_machine_cannot_run_is_never_handed_over(
 def test_a_paused_run_says_so_and_goes_on(tmp_path: Path) -> None:
     # given a run that someone asks to rest
     watch = Asking(lambda: ask(tmp_path / "small", PAUSE, {}))
-    with open_run(SPEC, tmp_path) as run:
+    with prepared(SPEC, tmp_path) as run:
         outcome = drive_roles(run, usual_roles(run), watch)
     # then every role has ended, and the run is known to be paused
     assert outcome == Outcome("paused")
@@ -294,7 +260,7 @@ def test_a_paused_run_says_so_and_goes_on(tmp_path: Path) -> None:
         row = state.run()
         assert row is not None and row.state == "paused"
     # and it can be opened again as it is
-    with open_run(SPEC, tmp_path) as again, closing(RunState(again.directory)) as state:
+    with prepared(SPEC, tmp_path) as again, closing(RunState(again.directory)) as state:
         assert state.serial() == 1
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runspec.local.conclude import conclude
-from runspec.local.metrics import JsonLines, mean, read_rows, summarise, weights_bytes_sent
+from runspec.local.metrics import JsonLines, read_rows, summarise, weights_bytes_sent
 
 
 def test_only_whole_new_lines_are_read(tmp_path: Path) -> None:
@@ -100,17 +100,6 @@ def test_the_summary_of_twelve_steps() -> None:
     assert (summary["verdict_latency_p50"], summary["manifest_latency_p99"]) == (2.0, 11.0)
     assert summary["verdict_latency_p99"] is None
     assert (summary["wall_s"], summary["weights_bytes_sent"]) == (30.123, 77)
-
-
-def test_figures_that_no_row_has_are_null() -> None:
-    summary = summarise([{"step": 0}], wall_s=1.0, weights_bytes_sent=0)
-    assert summary["task_reward_first"] is None
-    assert summary["max_lag"] is None
-    assert summary["rollouts_accepted"] == 0
-
-
-def test_weights_that_are_all_zero_weigh_alike() -> None:
-    assert mean([{"x": 1.0}, {"x": 3.0}], "x", [0.0, 0.0]) == 2.0
 
 
 def test_served_bytes_are_summed_over_origin_and_relays(tmp_path: Path) -> None:

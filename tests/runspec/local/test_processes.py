@@ -12,7 +12,9 @@ from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import Endpoints
 from runspec.local.identity import Identity
-from runspec.local.processes import Machine, RoleSpec, role_specs
+from runspec.local.machine import Machine
+from runspec.local.prepared import PreparedRun
+from runspec.local.processes import RoleSpec, role_specs
 from tests.runspec.local.fake_run import small_spec
 
 RUN = Path("/runs/small")
@@ -27,8 +29,8 @@ def roles_of(
 ) -> dict[str, RoleSpec]:
     identity = Identity(RUN / "keys", ROOT_KEY)
     machine = Machine("python", (0, 1), env or {})
-    roles = role_specs(spec, RUN, endpoints=endpoints, identity=identity, machine=machine)
-    return {role.name: role for role in roles}
+    run = PreparedRun(spec, RUN, endpoints, identity, machine, lock=-1)
+    return {role.name: role for role in role_specs(run)}
 
 
 def line(role: RoleSpec) -> str:
@@ -81,13 +83,6 @@ def test_learner_and_sampler_have_a_core_each_and_the_rest_roam() -> None:
     assert roles["volunteers-0"].env["VLLM_CPU_OMP_THREADS_BIND"] == "1"
     assert "device_count=2" in roles["learner"].env["XLA_FLAGS"]
     assert "device_count=1" in roles["validator-0"].env["XLA_FLAGS"]
-
-
-def test_only_the_learner_ends_the_run_and_only_workers_may_end_before() -> None:
-    roles = roles_of(small_spec())
-    assert [name for name, role in roles.items() if role.ends_run] == ["learner"]
-    early = [name for name, role in roles.items() if role.ends_when_sampled]
-    assert early == ["validator-0", "volunteers-0"]
 
 
 def test_workers_take_turns_at_the_relays_and_fall_back_to_the_origin() -> None:
@@ -181,15 +176,3 @@ def test_a_role_sees_the_devices_that_placement_gives_it() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in tpu["learner"].env
     # and the others all
     assert "CUDA_VISIBLE_DEVICES" not in gpu["validator-0"].env
-
-
-def test_validators_have_hardware_of_their_own_where_the_spec_names_it() -> None:
-    roles = roles_of(small_spec("small", 5, "verify.hardware={kind: l4}"))
-    assert "JAX_PLATFORMS" not in roles["validator-0"].env
-    assert roles["learner"].env["JAX_PLATFORMS"] == "cpu"
-
-
-def test_without_validators_there_are_none() -> None:
-    spec = small_spec()
-    spec = spec.model_copy(update={"verify": spec.verify.model_copy(update={"validators": 0})})
-    assert not any(name.startswith("validator") for name in roles_of(spec))

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import pytest
-
 from runspec.core.files import write_atomic
 from runspec.local.fleet import Progress, Published, Sampled, Trained
 from runspec.local.progress import RunProgress, StageProgress, coordinator_status
@@ -74,13 +72,3 @@ def test_a_stage_is_done_once_its_product_is_there(tmp_path: Path) -> None:
 def test_the_coordinator_is_asked(tmp_path: Path) -> None:
     with answering(b'{"waiting_for": "3 groups"}') as url:
         assert coordinator_status(url) == {"waiting_for": "3 groups"}
-
-
-@pytest.mark.parametrize("body", [b"<html>", b"[1]", b"\xff", b'{"a":"' + b"x" * 2**20 + b'"}'])
-def test_an_answer_that_is_no_status_says_nothing(body: bytes) -> None:
-    with answering(body) as url:
-        assert coordinator_status(url) == {}
-
-
-def test_a_coordinator_that_is_not_up_says_nothing() -> None:
-    assert coordinator_status(NOBODY) == {}

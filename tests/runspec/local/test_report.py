@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from html.parser import HTMLParser
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from runspec.local.figures import figures
 from runspec.local.metrics import summarise
-from runspec.local.plots import smooth
 from runspec.local.report import render_report
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=y>&amp;"
@@ -96,12 +94,6 @@ def test_every_curve_is_there_in_the_ink_of_the_page(page: str) -> None:
     assert "prefers-color-scheme: dark" in page
 
 
-def test_how_long_submissions_waited_is_told(page: str) -> None:
-    words = "".join(Page(page).texts)
-    assert "Submission to verdict, p50 / p99 of a step1.5 s / 1 min 15 s" in words
-    assert "Submission to batch, p50 / p99 of a step20 s / -" in words
-
-
 def test_nothing_is_fetched_and_no_script_may_run(page: str) -> None:
     parsed = Page(page)
     assert parsed.fetched == []
@@ -115,17 +107,6 @@ def test_what_a_model_says_is_text(page: str) -> None:
     assert HOSTILE in "".join(Page(page).texts)
     assert HOSTILE not in page
     assert "<title>a&lt;b</title>" in page
-
-
-def test_first_and_last_rollouts_are_shown(page: str) -> None:
-    shown = re.findall(r"<pre>(out \d+)</pre>", page)
-    assert shown == ["out 0", "out 2", "out 4", "out 26", "out 28"]
-
-
-def test_a_run_of_one_bare_step_has_a_report_too() -> None:
-    rows = [{"step": 0}]
-    page = render_report("x", rows, [], summarise(rows, wall_s=1, weights_bytes_sent=0))
-    assert Page(page).tags.count("svg") == 0
 
 
 def test_figures_without_numbers_are_left_out() -> None:
@@ -143,8 +124,3 @@ def test_figures_without_numbers_are_left_out() -> None:
     assert curves["for the coordinator"] == [(0, 0.0), (1, 0.2), (2, 0.0)]
     assert curves["for the checkpoint"] == [(0, 0.0), (1, 0.1), (2, 0.0)]
     assert figures([{"step": 0}]) == {}
-
-
-def test_smoothing_is_a_mean_over_the_last_values() -> None:
-    assert smooth([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
-    assert not math.isnan(sum(smooth([], 10)))

@@ -20,16 +20,14 @@ from runspec.cli.rollback import rollback_command
 from runspec.cli.status import read_status
 from runspec.cli.wait import wait_command
 from runspec.core.errors import UserError
-from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.spec.resolved import dump_resolved, load_resolved, spec_digest
 from runspec.local import rollback
-from runspec.local.apply import open_run
 from runspec.local.planning import make_plan
 from runspec.local.rollback import complete_rollback, roll_back
 from runspec.local.run_dir import hold
 from runspec.local.state import RunState
-from tests.runspec.local.fake_run import small_spec
+from tests.runspec.local.fake_run import prepared, small_spec
 from verify.coordinator.events import NonceDrawn, StepClosed, VersionPublished, WorkerRegistered
 from verify.coordinator.journal import Journal
 from verify.coordinator.policy import Policy
@@ -60,9 +58,9 @@ def small_run(runs_dir: Path, *overrides: str) -> Path:
     }
     files |= {f"weights/v{n}/model.safetensors": b"w" for n in range(2, STEPS + 1)}
     for step in range(STEPS):
-        for name in ("batch.json", "ab.parquet", "ab.verdict.json"):
+        for name in ("batch.json", "ab.safetensors", "ab.verdict.json"):
             files[f"rollouts/step_{step}/{name}"] = b"{}"
-    files["rollouts/step_6/cd.parquet"] = b"of a lease beyond the last step"
+    files["rollouts/step_6/cd.safetensors"] = b"of a lease beyond the last step"
     for step in (2, 4, 6):
         arrays, data = f"checkpoints/state/step_{step}/state/d/0", f"state {step}".encode()
         record = {"files": {"d/0": digest_bytes(data)}}
@@ -177,9 +175,9 @@ def test_every_command_works_on_a_run_that_was_taken_back(
     assert "rolled back to version 2" in capsys.readouterr().out
     plan = make_plan(load_resolved(run_dir), run_dir)
     assert (plan.state, list(plan.changes), plan.seen.serial) == ("paused", [], 2)
-    # and it may be opened to go on, its keys still to be made
-    with open_run(load_resolved(run_dir), tmp_path) as opened:
-        assert not (opened.directory / "keys").exists()
+    # and it may be opened to go on, with new keys
+    with prepared(load_resolved(run_dir), tmp_path) as opened:
+        assert (opened.directory / "keys" / "root.key").read_bytes() != b"secret"
     assert delete_command("small", True, tmp_path) == 0
 
 
@@ -234,17 +232,6 @@ def test_a_rollback_cut_short_is_completed_by_the_next_command(
         assert (completed is None) == (until == 0), "only the intent begins it"
 
 
-def test_a_removal_cut_short_leaves_no_key_behind(tmp_path: Path) -> None:
-    # given a rollback that was killed while it removed the keys
-    run_dir = small_run(tmp_path)
-    write_atomic(run_dir / "rollback.json", b'{"to":4}')
-    (run_dir / "keys").rename(run_dir / ".tmp-0123-keys")
-    # when it is completed
-    with hold(run_dir):
-        assert complete_rollback(run_dir) == 4
-    assert not any("keys" in name for name in tree(run_dir))
-
-
 def test_a_version_without_a_full_state_is_refused_with_those_there_are(tmp_path: Path) -> None:
     run_dir = small_run(tmp_path)
     before = tree(run_dir)
@@ -289,22 +276,3 @@ def test_states_elsewhere_go_too(tmp_path: Path) -> None:
     (run_dir / "checkpoints" / "state").rename(elsewhere)
     assert rollback_command("small", 2, True, tmp_path) == 0
     assert [path.name for path in elsewhere.iterdir()] == ["step_2"]
-
-
-def test_a_live_run_is_not_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = small_run(tmp_path)
-    before = tree(run_dir)
-    with hold(run_dir):
-        assert rollback_command("small", 4, True, tmp_path) == 5
-    assert "the run is alive" in capsys.readouterr().err
-    assert tree(run_dir) == before
-
-
-def test_a_run_that_is_there_already_has_nothing_to_lose(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = small_run(tmp_path)
-    before = tree(run_dir)
-    assert rollback_command("small", 6, False, tmp_path) == 0
-    assert "there is nothing after it" in capsys.readouterr().out
-    assert tree(run_dir) == before

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.local.apply import open_run
 from runspec.local.run_dir import (
     RunLocked,
     find_run,
@@ -18,7 +17,7 @@ from runspec.local.run_dir import (
     run_directory,
 )
 from runspec.plan.changes import difference
-from tests.runspec.local.fake_run import small_spec
+from tests.runspec.local.fake_run import prepared, small_spec
 
 
 def test_what_differs_is_listed_with_both_values(tmp_path: Path) -> None:
@@ -58,15 +57,9 @@ def test_a_held_run_names_its_holder_and_is_free_afterwards(tmp_path: Path) -> N
         pass
 
 
-def test_a_lock_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    (tmp_path / "lock").mkdir()
-    with pytest.raises(UserError, match="cannot be locked: Is a directory"), hold(tmp_path):
-        pytest.fail("held a folder")
-
-
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    opened = open_run(small_spec(), tmp_path / "runs")
+    opened = prepared(small_spec(), tmp_path / "runs")
     with pytest.raises(UserError, match="directory cannot be made: Not a directory"), opened:
         pytest.fail("opened in a file")
 

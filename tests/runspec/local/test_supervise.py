@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,20 @@ import pytest
 from runspec.cli.status import read_status
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
-from runspec.core.spec.schema import Budget
-from runspec.local.apply import RunFailed, is_finished, open_run, supervise
+from runspec.local import children
+from runspec.local.apply import RunFailed, is_finished, supervise
 from runspec.local.children import birth
-from runspec.local.identity import make_identity
 from runspec.local.run_dir import RunLocked, holder
 from runspec.local.state import RunState
 from runspec.local.supervisor import RoleView
-from tests.runspec.local.fake_run import ROOT, drive_roles, role, small_spec, usual_roles
+from tests.runspec.local.fake_run import (
+    ROOT,
+    drive_roles,
+    prepared,
+    role,
+    small_spec,
+    usual_roles,
+)
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow  # real processes, killed and waited for
@@ -64,7 +71,7 @@ def roles_on_record(run_dir: Path) -> dict[str, Any]:
 
 def test_a_run_ends_with_its_learner_and_leaves_a_summary(tmp_path: Path) -> None:
     # given a run of a stage and three roles, whose learner waits until the server is up
-    with open_run(small_spec(steps=5), tmp_path) as run:
+    with prepared(small_spec(steps=5), tmp_path) as run:
         hold = run.directory / "hold"
         hold.touch()
 
@@ -102,7 +109,7 @@ def test_a_killed_role_is_back_within_two_seconds(tmp_path: Path, victim: str) -
         elif first and pid not in (None, first[0]) and "back" not in times:
             times["back"] = time.monotonic()
 
-    with open_run(small_spec(steps=30), tmp_path) as run:
+    with prepared(small_spec(steps=30), tmp_path) as run:
         watch = Watch(kill_once)
         outcome = drive_roles(run, usual_roles(run), watch)
     # then it came back in time, and no step is missing or there twice
@@ -114,10 +121,12 @@ def test_a_killed_role_is_back_within_two_seconds(tmp_path: Path, victim: str) -
 
 
 def test_a_run_that_fails_before_its_first_process_says_so_in_status(tmp_path: Path) -> None:
-    # given a run with a damaged key
-    with open_run(small_spec(), tmp_path) as run:
-        make_identity(run.directory, run.spec)
-        (run.directory / "keys" / "publisher.key").write_text("no key")
+    # given a run with two roles of one name
+    relay = "broadcast.relays={volunteers-0: {upstream: [origin]}, local: null}"
+    with prepared(small_spec("small", 5, relay), tmp_path) as run:
+        [pool] = run.spec.samplers
+        twin = pool.model_copy(update={"name": "relay-volunteers"})
+        run = replace(run, spec=run.spec.model_copy(update={"samplers": [twin]}))
         # when it is supervised
         with pytest.raises(UserError) as failure:
             supervise(run, Watch(), lambda: 0)
@@ -132,7 +141,7 @@ def test_a_role_that_keeps_dying_ends_the_run_with_its_last_lines(tmp_path: Path
     spec = small_spec("dying", 5, "placement.restarts=1")
     watch = Watch()
     # when the run is driven
-    with open_run(spec, tmp_path) as run, pytest.raises(RunFailed) as failure:
+    with prepared(spec, tmp_path) as run, pytest.raises(RunFailed) as failure:
         drive_roles(run, [role("worker", run.directory), role("dying", run.directory)], watch)
     # then it fails with the role's last twenty lines
     text = str(failure.value)
@@ -152,7 +161,7 @@ def test_a_role_that_keeps_dying_ends_the_run_with_its_last_lines(tmp_path: Path
 def test_a_role_that_says_stop_stops_the_run_at_once(tmp_path: Path) -> None:
     # given a role that stalls, while another waits to be started again
     watch = Watch()
-    with open_run(small_spec(steps=10_000), tmp_path) as run, pytest.raises(RunFailed) as failure:
+    with prepared(small_spec(steps=10_000), tmp_path) as run, pytest.raises(RunFailed) as failure:
         others = [role("dying", run.directory), role("stalled", run.directory)]
         drive_roles(run, [*usual_roles(run), *others], watch)
     # then the run stops with its words, and its end is told of nobody else
@@ -164,10 +173,10 @@ def test_a_role_that_says_stop_stops_the_run_at_once(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     spec = small_spec("full", 10_000, "placement.restarts=0")
-    with open_run(spec, tmp_path) as run, pytest.raises(RunFailed) as failure:
+    with prepared(spec, tmp_path) as run, pytest.raises(RunFailed) as failure:
         drive_roles(run, [*usual_roles(run), role("full_disk", run.directory)], Watch())
-    assert "big.parquet: cannot write: File too large" in str(failure.value)
-    assert not list((run.directory / "rollouts").glob("*big.parquet"))
+    assert "big.safetensors: cannot write: File too large" in str(failure.value)
+    assert not list((run.directory / "rollouts").glob("*big.safetensors"))
 
 
 def test_a_disk_too_full_for_the_supervisor_is_named(tmp_path: Path) -> None:
@@ -186,21 +195,21 @@ def test_a_disk_too_full_for_the_supervisor_is_named(tmp_path: Path) -> None:
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     # given a run that is asked to stop after three steps
     watch = Watch()
-    with open_run(small_spec(steps=20), tmp_path) as run:
+    with prepared(small_spec(steps=20), tmp_path) as run:
         outcome = drive_roles(run, usual_roles(run), watch, lambda: int(len(watch.rows) >= 3))
     assert outcome.kind == "interrupted"
     before = steps_trained(run.directory)
     assert 3 <= len(before) < 20
-    assert not is_finished(run.spec, tmp_path)
+    assert not is_finished(run.spec, run.directory)
     # when it is opened again
-    with open_run(small_spec(steps=20), tmp_path) as again:
+    with prepared(small_spec(steps=20), tmp_path) as again:
         outcome = drive_roles(again, usual_roles(again), Watch())
     # then it ends, on the same endpoints, every step trained once
     assert outcome.kind == "finished"
     assert steps_trained(run.directory) == list(range(20))
     assert again.endpoints == run.endpoints
-    assert is_finished(run.spec, tmp_path)
-    assert not is_finished(small_spec(steps=25), tmp_path), "more steps may be asked for"
+    assert is_finished(run.spec, run.directory)
+    assert not is_finished(small_spec(steps=25), run.directory), "more steps may be asked for"
 
 
 def test_a_second_request_kills_what_will_not_end(tmp_path: Path) -> None:
@@ -210,7 +219,7 @@ def test_a_second_request_kills_what_will_not_end(tmp_path: Path) -> None:
         ready = watch.roles.get("stubborn") and watch.roles["stubborn"].state == "running"
         return 2 if ready and len(watch.rows) >= 2 else 0
 
-    with open_run(small_spec(steps=10_000), tmp_path) as run:
+    with prepared(small_spec(steps=10_000), tmp_path) as run:
         started = time.monotonic()
         outcome = drive_roles(
             run, [*usual_roles(run), role("stubborn", run.directory)], watch, requests
@@ -223,24 +232,15 @@ def test_a_second_request_kills_what_will_not_end(tmp_path: Path) -> None:
 def test_a_spent_budget_ends_the_run_and_says_so(tmp_path: Path) -> None:
     spec = small_spec("spent", 10_000, "budget.max_hours=0.0003")
     with (
-        open_run(spec, tmp_path) as run,
+        prepared(spec, tmp_path) as run,
         pytest.raises(RunFailed, match=r"budget of 0\.0003 hours"),
     ):
         drive_roles(run, usual_roles(run), Watch())
 
 
-def test_spent_money_ends_the_run_as_time_does(tmp_path: Path) -> None:
-    # given a run of two devices at 3600 an hour that may cost 4
-    price = "learner.hardware={kind: cpu, price_per_hour: 3600}"
-    budget = Budget(max_cost=4.0)
-    spec = small_spec("spent", 10_000, price).model_copy(update={"budget": budget})
-    with open_run(spec, tmp_path) as run, pytest.raises(RunFailed) as failure:
-        drive_roles(run, usual_roles(run), Watch())
-    assert failure.value.place == "budget.max_cost"
-    assert "--set budget.max_cost=MORE" in failure.value.remedy
-
-
-def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # given a supervisor with a role that will not die with it
     command = [sys.executable, "-m", "tests.runspec.local.fake_run", tmp_path, "40", "stubborn"]
     supervisor = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -250,7 +250,7 @@ def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(tmp_path:
     eventually((run_dir / "metrics.jsonl").exists, "a first step")
     roles = roles_on_record(run_dir)
     held_by = f"held by process {supervisor.pid} on"
-    with pytest.raises(RunLocked, match=held_by), open_run(small_spec(steps=40), tmp_path):
+    with pytest.raises(RunLocked, match=held_by), prepared(small_spec(steps=40), tmp_path):
         pytest.fail("the run was opened twice")
     # when the supervisor is killed with no chance to say goodbye
     supervisor.kill()
@@ -259,7 +259,8 @@ def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(tmp_path:
     eventually(lambda: not any(birth(pid) for pid in polite), "the end of the roles")
     assert birth(roles["stubborn"].pid) == roles["stubborn"].born
     # then its lock is no obstacle, the leftover is ended, and the run reaches its end
-    with open_run(small_spec(steps=40), tmp_path, leftover_patience_s=0.5) as run:
+    monkeypatch.setattr(children, "LEFTOVER_PATIENCE_S", 0.5)
+    with prepared(small_spec(steps=40), tmp_path) as run:
         assert birth(roles["stubborn"].pid) is None
         outcome = drive_roles(run, usual_roles(run), Watch())
     assert outcome.kind == "finished"

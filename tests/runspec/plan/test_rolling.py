@@ -34,8 +34,3 @@ def test_the_coordinator_comes_first_and_nobody_comes_twice() -> None:
 
 def test_hot_changes_start_nobody_again() -> None:
     assert renewed([change("budget.max_hours", "hot")]) == ()
-
-
-def test_deltas_are_turned_on_by_the_publisher_alone() -> None:
-    changes = [change("broadcast.format"), change("broadcast.anchor_every")]
-    assert renewed(changes) == ("publisher",)

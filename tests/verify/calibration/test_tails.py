@@ -9,8 +9,6 @@ import pytest
 
 from verify.calibration.tails import (
     MIN_SAMPLES,
-    _gamma_quantile,
-    _geometric_ratio,
     samples_needed,
     tail_bound,
 )
@@ -65,11 +63,6 @@ def test_heavy_tails_have_no_bound(draw: Draw) -> None:
     assert "heavier tail" in found[0].why
 
 
-def test_an_outlier_gives_no_looser_bound_but_none() -> None:
-    values = np.random.default_rng(1).normal(1.0, 0.1, size=500)
-    assert tail_bound(np.append(values, 50.0), RATE).value is None
-
-
 def test_too_few_samples_have_no_bound() -> None:
     values = np.random.default_rng(2).exponential(size=MIN_SAMPLES)
     assert tail_bound(values, RATE).value is not None
@@ -80,25 +73,8 @@ def test_too_few_samples_have_no_bound() -> None:
     assert tail_bound(values, 1e-9).value is None
 
 
-@pytest.mark.parametrize("values", [np.zeros(100), np.full(100, np.inf), np.full(100, np.nan)])
-def test_what_says_nothing_has_no_bound(values: np.ndarray) -> None:
-    assert tail_bound(values, RATE).value is None
-
-
 def test_the_same_number_again_and_again_is_no_tail() -> None:
     # given mantissa errors of which one in 128 is the only one above 0
     values = np.repeat([0.0, 1 / 128], [470, 30])
     found = tail_bound(values, RATE)
     assert (found.value, found.why) == (None, "the 21 largest of 500 are all alike")
-
-
-def test_a_bound_is_never_below_what_was_seen() -> None:
-    values = np.random.default_rng(3).exponential(size=200)
-    bound = tail_bound(values, 0.05).value
-    assert bound is not None and bound >= values.max()
-
-
-def test_quantiles_agree_with_scipy() -> None:
-    assert _gamma_quantile(20, 0.05) == pytest.approx(stats.gamma.ppf(0.05, 20))
-    assert _geometric_ratio(30, 20) == pytest.approx(1 - stats.beta.ppf(0.05, 20, 31))
-    assert _geometric_ratio(0, 50) == pytest.approx(1 - 0.05 ** (1 / 50))

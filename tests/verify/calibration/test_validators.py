@@ -35,31 +35,6 @@ class EngineOfSize(NumpyEngine):
         return path
 
 
-@pytest.mark.parametrize("hidden_size", [64, 96])
-def test_a_profile_of_a_model_of_another_size_ends_the_validator(
-    tmp_path: Path, hidden_size: int
-) -> None:
-    # given a submission, and a profile that was measured on a model of some size
-    coordinator = QueueCoordinator()
-    size = {"hidden_size": hidden_size, "num_hidden_layers": 2, "vocab_size": 192}
-    spec = with_profile(small_spec(), document(made_profile(model=size)))
-    signed, lease = lease_for(WORKER, COORDINATOR)
-    rollouts = Worker(WORKER, MODEL, spec, ParityTask()).rollouts(signed, lease)
-    coordinator.offer(*packed(rollouts, signed, lease, WORKER), signed)
-    engine = EngineOfSize({0: MODEL}, tmp_path)
-    serving = validator.Validator(
-        spec, VALIDATOR, coordinator, engine, task_set_of=lambda folder: ParityTask(), log=LOG
-    )
-    # when it is judged, then it is accepted, or not judged at all
-    if hidden_size == 64:
-        serving.serve(threading.Event())
-        assert [signed.accepted for signed, _ in coordinator.opened()] == [True]
-    else:
-        with pytest.raises(UserError, match="hidden_size 96; this one has 64"):
-            serving.serve(threading.Event())
-        assert coordinator.verdicts == []
-
-
 def test_verdicts_on_a_calibrated_pool_say_what_gaps_come_to(tmp_path: Path) -> None:
     # given a budget of gaps, and two submissions: an honest one, and one of perturbed weights
     noise = GapNoise(cap=0.5, mean=1e-3, probability=1e-6)

@@ -10,7 +10,6 @@ import pytest
 
 from bridge.safetensors_io import read_headers, read_tensor
 from broadcast.client import WeightsClient
-from runspec.core.errors import UserError
 from tests.verify.calibration.file_engine import save_small_model
 from tests.verify.calibration.honest_run import HonestRun
 from tests.verify.small_model import RUN, SmallModel, small_spec
@@ -68,18 +67,3 @@ def test_perturbed_weights_take_the_place_of_a_link_and_not_of_the_file(
     ratio = mix_in(folder) / MODEL.mix - 1
     assert 0.009 < ratio.std() < 0.011 and abs(ratio.mean()) < 1e-3
     assert (mix_in(made.weights(0)) == MODEL.mix).all()
-
-
-def test_a_version_of_another_manifest_is_not_there(run: tuple[HonestRun, Lease]) -> None:
-    made, lease = run
-    assert find_version(made.directory, RUN, 0, "ab" * 32, None) is None
-    assert find_version(made.directory, RUN, 1, lease.manifest_digest, None) is None
-
-
-def test_what_is_no_safetensors_file_cannot_be_perturbed(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no safetensors file"):
-        spoil(tmp_path, noise(0.01))
-    for data in (b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0[]", b"\x10\0\0\0\0\0\0\0{"):
-        (tmp_path / "model.safetensors").write_bytes(data)
-        with pytest.raises(UserError, match="cannot be perturbed"):
-            spoil(tmp_path, noise(0.01))

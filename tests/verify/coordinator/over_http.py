@@ -5,18 +5,13 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import httpx
 
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from tests.verify.coordinator.deployment import (
-    DEADLINE_S,
-    RUN,
-    Site,
-    submission,
-    verdict,
-)
+from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, verdict
 from verify.client import CoordinatorClient
 from verify.formats.lease import Lease, open_lease
 from verify.request_auth import ENVELOPE, sign_request
@@ -28,10 +23,17 @@ def granted(site: Site, client: CoordinatorClient) -> tuple[bytes, Lease]:
     return data, open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
 
 
-def sample(site: Site, key: SigningKey, client: CoordinatorClient) -> tuple[str, Lease]:
+def status(site: Site) -> dict[str, Any]:
+    """Answer of `GET /v1/status`."""
+    return httpx.get(f"{site.url}/v1/status", trust_env=False).json()
+
+
+def sample(
+    site: Site, key: SigningKey, client: CoordinatorClient, *, note: int = 0
+) -> tuple[str, Lease]:
     """One lease taken and answered; the submission's digest and the lease."""
     data, lease = granted(site, client)
-    envelope, table = submission(data, lease, key)
+    envelope, table = submission(data, lease, key, note=note)
     client.submit(envelope, table)
     return digest_bytes(table), lease
 

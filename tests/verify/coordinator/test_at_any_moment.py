@@ -1,10 +1,9 @@
-"""The desks, in any order, by a clock that jumps, over a ledger that breaks and a process that is
+"""The services in any order, by a clock that jumps, over a ledger that breaks and a process that is
 killed at any append: no event is refused, no file lost, and an audit finds nothing."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,24 @@ from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.latest import Latest
 from runspec.core.process import RunStopped
-from runspec.core.roles import Roles
 from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec, verdict
 from tests.verify.coordinator.filled import digest
+from tests.verify.coordinator.services import (
+    Breaking,
+    Killed,
+    chunks,
+    edge_of,
+    leasing_of,
+    roles_of,
+)
 from verify.audit.replay import audit
 from verify.coordinator.activity import Activity
-from verify.coordinator.admission import Admission
-from verify.coordinator.backlog import Backlog
 from verify.coordinator.closing import Closing
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.judging import Judging
-from verify.coordinator.leasing import Leasing
-from verify.coordinator.operator import OperatorDesk
+from verify.coordinator.operator import OperatorService
 from verify.coordinator.policy import Policy
 from verify.coordinator.transitions import replay
 from verify.formats.layout import submission_files
@@ -34,37 +37,15 @@ from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
 from verify.ledger import Ledger, NotNow
-from verify.ledger_store import SqliteStore, StoredRow, StoreError
 
 ACTS = 500
-
-
-class Killed(BaseException):
-    """The process, in the middle of an append."""
-
-
-class Breaking(SqliteStore):
-    """A store whose next append goes wrong: `how` says in which way."""
-
-    how = ""
-
-    def append(self, rows: Sequence[StoredRow]) -> None:
-        how, self.how = self.how, ""
-        if how == "full":
-            raise StoreError("the disk is full", passing=True)
-        if "unwritten" not in how:
-            super().append(rows)
-        if "broken" in how:
-            raise StoreError("the connection broke", passing=True, in_doubt=True)
-        if "killed" in how:
-            raise Killed
 
 
 HOW = ["full", "broken", "broken unwritten", "killed", "killed unwritten"]
 
 
 class Coordinator:
-    """Its desks, and all who come to them."""
+    """Its services, and all who call them."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.random, self.now = random.Random(seed), 1e6
@@ -79,21 +60,19 @@ class Coordinator:
         self.start()
 
     def start(self) -> None:
-        spec, site, nobody = self.spec, self.site, frozenset[str]()
-        coordinator = frozenset({site.coordinator.public_hex})
-        roles = Roles(RUN, 0.0, 1e12, nobody, coordinator, frozenset({site.validator.public_hex}))
+        spec, site = self.spec, self.site
+        roles = roles_of(
+            coordinator=[site.coordinator.public_hex], validator=[site.validator.public_hex]
+        )
         self.store = Breaking(site.run_dir / "state.db")
         self.journal = Journal(
             site.run_dir, Policy.of(spec), ledger=Ledger(self.store), clock=self._tick
         )
         self.judging = Judging(self.journal, RUN)
-        backlog = Backlog(
-            self.journal, self.judging.submitted, spec.verify.backlog, free_bytes=lambda _: 1 << 50
-        )
-        admission = Admission(spec, roles, [])
-        self.leasing = Leasing(self.journal, spec, site.coordinator, roles, admission, backlog)
+        edge = edge_of(self.journal, spec, roles)
+        self.leasing = leasing_of(self.journal, spec, site.coordinator, roles, edge)
         self.closing = Closing(self.journal, RUN, site.coordinator, Activity())
-        self.operator = OperatorDesk(self.journal, roles)
+        self.operator = OperatorService(self.journal, roles)
 
     def _tick(self) -> float:
         self.now += 1e-3
@@ -110,7 +89,7 @@ class Coordinator:
         (act,) = self.random.choices(list(acts), list(acts.values()))
         match act:
             case "register":
-                self.leasing.register(worker.public_hex, "near", place="here")
+                self.leasing.register(worker.public_hex, "near", address="here")
             case "work":
                 await self.work(worker)
             case "submit" if self.held:
@@ -159,10 +138,6 @@ class Coordinator:
             signed, rows = verdict(name, found[0].lease, key, accepted=accepted)
             envelope = open_verdict(signed, validators=frozenset({key.public_hex}))
             await self.judging.judge(key.public_hex, envelope, signed, chunks(rows))
-
-
-async def chunks(body: bytes) -> AsyncIterator[bytes]:
-    yield body
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from runspec.core.spec.schema import Backlog as Limits
 from tests.verify.coordinator.filled import Filled, digest, key, policy
 from verify.coordinator import filling
-from verify.coordinator.backlog import GRACE_S, Backlog
+from verify.coordinator.edge.backlog import GRACE_S, Backlog
 from verify.coordinator.events import CoordinatorStarted, Event, SubmissionReceived
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
@@ -21,35 +20,9 @@ from verify.coordinator.policy import Policy
 from verify.coordinator.state import LeaseRecord
 from verify.coordinator.transitions import replay
 from verify.formats.submission import SubmissionEnvelope
-from verify.ledger import Ledger
-from verify.ledger_store import StoredRow
 
 WORKERS = ["a", "b", "c"]
 MOST, MOST_BYTES = 3, 1000
-
-
-class Memory:
-    """A ledger's rows, where no disk need keep them."""
-
-    place = "memory"
-
-    def __init__(self) -> None:
-        self._rows: list[StoredRow] = []
-
-    def last(self) -> StoredRow | None:
-        return self._rows[-1] if self._rows else None
-
-    def own(self) -> None:
-        """Nobody else sees it."""
-
-    def append(self, rows: Sequence[StoredRow]) -> None:
-        self._rows += rows
-
-    def rows(self) -> Iterator[StoredRow]:
-        return iter(self._rows)
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 class Journaled(Filled):
@@ -57,15 +30,16 @@ class Journaled(Filled):
 
     def __init__(self, policy: Policy, folder: Path) -> None:
         self.now = 1000.0
-        self.store, self._policy, self._folder = Memory(), policy, folder
-        self.start()
+        self._policy, self._folder = policy, folder
+        self.journal = self.opened()
         super().__init__(policy)
 
-    def start(self) -> None:
-        """The process begins, for the first time or again."""
-        self.journal = Journal(
-            self._folder, self._policy, ledger=Ledger(self.store), clock=lambda: self.now
-        )
+    def opened(self) -> Journal:
+        return Journal(self._folder, self._policy, clock=lambda: self.now)
+
+    def start_again(self) -> None:
+        self.journal.close()
+        self.journal = self.opened()
         self.state = self.journal.state
 
     def record(self, event: Event) -> None:
@@ -78,7 +52,7 @@ class Intake(RuleBasedStateMachine):
 
     @initialize(deadline_s=st.sampled_from([100.0, 1000.0]), async_level=st.integers(0, 2))
     def begin(self, deadline_s, async_level):
-        self.folder = TemporaryDirectory()
+        self.folder = TemporaryDirectory(dir="/dev/shm")  # synced at each event
         self.run = Journaled(
             policy(
                 steps=50,
@@ -108,7 +82,7 @@ class Intake(RuleBasedStateMachine):
     @rule()
     def restart(self):
         """A coordinator that is started again knows nothing of whom it told, but for the ledger."""
-        self.run.start()
+        self.run.start_again()
         self.restarted()
 
     @rule(name=st.sampled_from(WORKERS))
@@ -142,7 +116,7 @@ class Intake(RuleBasedStateMachine):
             *(digest("s", record.digest), size),
         )
         try:
-            with self.backlog.admitted(record, envelope, self.run.now):
+            with self.backlog.reserve(record, envelope, self.run.now):
                 self.run.record(
                     SubmissionReceived(
                         self.run.now, record.digest, digest("s", record.digest), size
@@ -217,6 +191,7 @@ class Intake(RuleBasedStateMachine):
             events = list(self.run.journal.ledger.events())
             assert isinstance(events[0], CoordinatorStarted)
             assert replay(self.run.state.policy, events) == self.run.state
+            self.run.journal.close()
             self.folder.cleanup()
 
 

@@ -1,35 +1,19 @@
-"""Filling a step, case by case: what is leased to whom, in which order it trains."""
+"""Filling a step, case by case: leases, the online filter, leases given back, deadlines."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
 
 import pytest
 
-from tests.verify.coordinator.filled import Filled, key, started
+from runspec.core.keys import SigningKey
+from runspec.core.process import RunStopped
+from tests.verify.coordinator.filled import POLICY, Filled, key, started
+from tests.verify.coordinator.services import journal_of
 from verify.coordinator import filling
-from verify.coordinator.events import (
-    TrainedGroup,
-)
-
-
-def test_a_step_is_leased_in_parts_and_closes_when_they_are_decided():
-    run = started()
-
-    first, second = run.work("x"), run.work("y")
-
-    assert [(r.lease.step, r.lease.index, r.lease.groups) for r in (first, second)] == [
-        (0, 0, 2),
-        (0, 0, 2),
-    ]
-    (closed,) = run.advance()
-    assert closed.complete and closed.step == 0
-    assert closed.groups == tuple(
-        TrainedGroup(r.digest, g) for r in (first, second) for g in (0, 1)
-    )
-
-
-def test_a_lease_is_no_larger_than_what_is_needed():
-    run = started(groups=3)
-
-    assert [run.work("x").lease.groups, run.work("x").lease.groups] == [2, 1]
-    assert len(run.advance()) == 1
+from verify.coordinator.activity import Activity
+from verify.coordinator.closing import Closing
 
 
 def test_groups_train_in_lease_order_though_the_later_lease_is_decided_first():
@@ -55,27 +39,6 @@ def test_steps_are_leased_ahead_as_far_as_the_lag_allows_and_no_further():
     run.publish(1)
     lease = run.lease("x").lease
     assert (lease.step, lease.version) == (3, 1)
-
-
-def test_without_asynchrony_a_step_waits_for_its_own_version():
-    run = started(async_level=0)
-    run.work("x"), run.work("x")
-    assert run.lease("x") is None
-
-    run.advance()
-
-    assert run.lease("x") is None
-    run.publish(1)
-    lease = run.lease("x").lease
-    assert (lease.step, lease.version) == (1, 1)
-
-
-def test_nothing_is_leased_before_a_version_is_published():
-    run = Filled()
-    run.register("x")
-
-    assert run.lease("x") is None
-    assert run.state.steps == {}
 
 
 def test_a_lease_names_the_newest_version_and_a_granted_one_keeps_its_own():
@@ -108,37 +71,6 @@ def test_an_open_lease_comes_again_until_the_worker_says_that_it_holds_it():
     assert run.lease("x", holding=[second.digest]) == first
 
 
-def test_a_rejected_submission_is_replaced_by_a_further_lease_under_the_next_index():
-    run = started()
-    run.work("x", "rejected")
-    run.work("y")
-    assert run.advance() == []
-
-    replacement = run.work("x")
-
-    assert (replacement.lease.step, replacement.lease.index) == (0, 1)
-    (closed,) = run.advance()
-    assert closed.complete
-    assert run.state.workers[key("x")].standing.rejected == 1
-
-
-def test_an_expired_lease_counts_as_withheld_and_is_replaced():
-    run = started()
-    withheld = run.lease("x")
-    run.work("y")
-
-    run.now += 31.0
-    run.advance()
-
-    assert run.state.leases[withheld.digest].status == "expired"
-    assert run.state.workers[key("x")].standing.withheld == 1
-    replacement = run.lease("x")
-    assert replacement.lease.index == 1
-    assert replacement.lease.seed != withheld.lease.seed
-    run.answer(replacement)
-    assert len(run.advance()) == 1
-
-
 @pytest.mark.parametrize("outcome", ["filtered", "dropped"])
 def test_groups_that_cannot_be_trained_are_replaced_and_nobody_is_blamed(outcome: str):
     run = started()
@@ -161,19 +93,6 @@ def test_groups_that_cannot_be_trained_are_replaced_and_nobody_is_blamed(outcome
     assert worker.accepted_rollouts == earned
 
 
-def test_a_step_goes_on_when_its_only_worker_was_away_past_its_leases():
-    # given a worker that holds leases of the whole step, and is away until they expire
-    run = started(max_groups=12)
-    first = run.lease("x")
-    run.lease("x", holding=[first.digest])
-    run.now += 31.0
-    run.advance()
-
-    # when it asks again, then it is leased the step that was withheld
-    again = run.lease("x")
-    assert (again.lease.step, again.lease.index) == (0, 2)
-
-
 def test_a_worker_that_failed_a_steps_worth_of_groups_is_leased_no_more_of_it():
     run = started(max_groups=100)
 
@@ -184,32 +103,6 @@ def test_a_worker_that_failed_a_steps_worth_of_groups_is_leased_no_more_of_it():
     assert run.lease("y").lease.step == 0
 
 
-def test_a_key_registered_after_the_nonce_gets_a_nonce_of_its_own():
-    run = started()
-    early = run.lease("x")
-
-    run.register("z")
-    newcomer = run.lease("z")
-
-    assert newcomer.lease.step == 0
-    assert newcomer.lease.nonce != early.lease.nonce
-    assert run.lease("y").lease.step == 1  # step 0 is leased in full
-    run.answer(early), run.answer(newcomer)
-    assert len(run.advance()) == 1
-
-
-def test_the_last_step_finishes_the_run():
-    run = started(steps=1)
-    run.work("x"), run.work("y")
-    assert run.lease("x") is None
-
-    run.advance()
-
-    assert run.state.finished
-    assert run.lease("x") is None
-    assert filling.next_due(run.state) is None
-
-
 def test_old_leases_are_forgotten_once_no_answer_to_them_can_matter():
     run = started(steps=10, async_level=0)
     for step in range(4):
@@ -218,3 +111,173 @@ def test_old_leases_are_forgotten_once_no_answer_to_them_can_matter():
         run.publish(step + 1)
 
     assert {r.lease.step for r in run.state.leases.values()} == {3}
+
+
+# -- the online filter ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_groups_without_variance_are_replaced_until_the_step_is_full_or_its_cap_reached(seed: int):
+    draw = random.Random(seed)
+    share = draw.choice([0.2, 0.5, 0.9])
+    run, usable = started(max_groups=12, min_groups=1), []
+    while (record := run.lease(draw.choice("xy"))) and record.lease.step == 0:
+        said = draw.choices(["filtered", "usable"], [share, 1 - share], k=record.lease.groups)
+        run.submit(record)
+        run.judge(record, said)
+        usable += [(record.digest, i) for i, one in enumerate(said) if one == "usable"]
+    leased = run.state.steps[0].leased
+    closed = run.advance()
+
+    assert leased == 12 or closed[0].complete
+    assert closed == [] or [(one.lease, one.group) for one in closed[0].groups] == usable[:4]
+    # replacements are other draws of problems, and nobody is blamed
+    seeds = {each.lease.seed for each in run.state.leases.values()}
+    assert len(seeds) == len(run.state.leases)
+    assert run.state.workers[key("x")].standing.rejected == 0
+
+
+# -- leases that are given back ------------------------------------------------------------------
+
+
+def test_the_groups_of_a_lease_that_was_given_back_are_leased_to_others_at_once():
+    run = started(groups=2)
+    given_back = run.lease("x")
+    assert run.lease("y").lease.step == 1  # all of step 0 is held
+
+    run.release(given_back)
+
+    other = run.lease("y", holding=[r.digest for r in run.state.leases.values()])
+    assert (other.lease.step, other.lease.groups) == (0, 2)
+    run.answer(other)
+    assert [c.step for c in run.advance()] == [0]
+
+
+def test_volunteers_who_come_and_go_do_not_use_up_what_a_step_may_lease():
+    # given as many groups given back, by keys of their own, as max_groups allows
+    run = started(max_groups=4)
+    for name in ("first", "second"):
+        run.register(name)
+        run.release(run.lease(name))
+
+    # when those who stay work
+    run.work("x"), run.work("y")
+
+    # then the step is filled by them
+    (closed,) = run.advance()
+    assert closed.complete
+
+
+def test_many_keys_cannot_look_at_leases_faster_than_by_keeping_silent():
+    # given a step that took back all the groups that it needs
+    run = started(groups=2, max_groups=100)
+    run.register("first"), run.register("second")
+    run.release(run.lease("first"))
+
+    # when another key gives its lease back
+    seen = run.lease("second")
+    run.release(seen)
+
+    # then nobody is leased its groups before it expires
+    assert run.state.leases[seen.digest].status == "open"
+    assert run.lease("x").lease.step == 1
+
+
+def test_a_step_that_used_up_max_groups_closes_with_what_it_has():
+    run = started(max_groups=6)
+    run.work("x", "filtered"), run.work("y", "filtered")
+
+    run.work("x")
+
+    assert filling.leasable_groups(run.state, 0) == 0
+    (closed,) = run.advance()
+    assert not closed.complete
+    assert len(closed.groups) == 2
+
+
+def test_a_step_that_used_up_max_groups_in_vain_stalls_and_says_why():
+    run = started(max_groups=4)
+    run.work("x", "rejected"), run.work("y", "filtered")
+
+    reason = run.stalled()
+
+    for part in (
+        "step 0 stalled: 0 of 4 groups, at least 2 needed",
+        "4 groups leased",
+        "1 submissions rejected",
+        "2 filtered",
+        "last rejection: logprobs: 0.05 > 0.01",
+    ):
+        assert part in reason
+
+
+def test_the_deadline_closes_a_step_with_its_share_and_a_late_group_trains_a_step_later():
+    run = started(lease_timeout_s=1000.0)
+    late, prompt = run.lease("x"), run.lease("y")
+    run.answer(prompt)
+
+    run.now += 100.0
+    (closed,) = run.advance()
+    assert not closed.complete
+    assert {g.lease for g in closed.groups} == {prompt.digest}
+
+    run.answer(late)
+    own = run.lease("y")
+    assert (own.lease.step, own.lease.groups) == (1, 2)
+    assert filling.needed_groups(run.state, 1) == 0  # the late ones count
+    run.answer(own)
+    (closed,) = run.advance()
+    assert closed.complete
+    assert [g.lease for g in closed.groups] == [late.digest] * 2 + [own.digest] * 2
+
+
+def test_a_stall_at_the_deadline_names_whom_the_step_waited_for():
+    run = started(lease_timeout_s=1000.0)
+    run.lease("x")
+    run.submit(run.lease("y"))
+
+    run.now += 100.0
+
+    assert f"waited for worker {key('x')[:16]}, validators (1 submissions)" in run.stalled()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "expected"),
+    [
+        (lambda run: None, "the publisher: version 0 is needed, the newest published is none"),
+        (lambda run: run.publish(0), "a worker to register"),
+        (
+            lambda run: (run.publish(0), run.register("x")),
+            "a lease request of any of the 1 registered workers",
+        ),
+    ],
+)
+def test_a_run_that_never_begins_stalls_too(prepare, expected: str):
+    run = Filled()
+    prepare(run)
+    assert run.advance() == []
+
+    run.now += filling.IDLE_DEADLINE_S
+
+    assert expected in run.stalled()
+
+
+@pytest.mark.parametrize(("jump", "counts"), [(7200.0, False), (-7200.0, False), (5.0, True)])
+def test_a_jump_of_the_clock_counts_for_no_deadline(tmp_path, jump: float, counts: bool):
+    """A laptop that is shut, or a clock that is set: nobody could work then. A clock that is a
+    little off is no reason for more time."""
+    run = started()
+    run.lease("x")
+    clock = steady = run.now
+    with closing(journal_of(run, tmp_path, lambda: clock)) as journal:
+        clockwork = Closing(
+            *(journal, "run", SigningKey.generate(), Activity()), steady=lambda: steady
+        )
+        clock, steady = clock + POLICY.deadline_s - 1.0, steady + POLICY.deadline_s - 1.0
+        clockwork._advance()
+        clock += jump
+        if not counts:
+            clockwork._advance()  # nothing stalls: the time begins anew
+            clock, steady = clock + POLICY.deadline_s, steady + POLICY.deadline_s
+        with pytest.raises(RunStopped, match="step 0 stalled"):
+            clockwork._advance()

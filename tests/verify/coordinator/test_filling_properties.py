@@ -1,4 +1,4 @@
-"""Filling a step, whatever happens: the invariants that every sequence of events keeps."""
+"""The state machine, whatever happens: the invariants that every sequence of events keeps."""
 
 from collections import Counter
 
@@ -13,18 +13,25 @@ from verify.coordinator.events import (
     BanLifted,
     FailedAttempt,
     KeyBanned,
+    LeaseExpired,
     LeaseGranted,
     NonceDrawn,
+    QuarantineEnded,
     StepClosed,
     SubmissionDeferred,
+    SubmissionJudged,
     SubmissionSetAside,
+    WorkerQuarantined,
     WorkerRegistered,
 )
 from verify.coordinator.filling import Close
+from verify.coordinator.reputation import BAN_AFTER, CLEAR_AFTER, reputation
 from verify.coordinator.transitions import replay
 
 WORKERS = ["a", "b", "c", "d"]
 OUTCOMES = ["usable", "usable", "usable", "filtered", "dropped"]
+REASONS = ["logprobs: row 0: 0.2 > 0.1", "toploc: row 1: 40 > 38", "format: no rows"]
+FLOOR, START = 0.2, 0.6
 
 
 class Filling(RuleBasedStateMachine):
@@ -33,32 +40,23 @@ class Filling(RuleBasedStateMachine):
     @initialize(
         groups=st.integers(1, 6),
         async_level=st.integers(0, 3),
-        max_groups=st.integers(1, 4),
+        max_groups=st.sampled_from([1, 2, 4, 1000]),
         per_submission=st.integers(1, 4),
         min_groups=st.integers(1, 2),
         newcomer_groups=st.integers(1, 6),
         lease_timeout_s=st.sampled_from([30.0, 1000.0]),  # the deadline of a step is 100 s
+        steps=st.sampled_from([6, 100]),
     )
-    def begin(
-        self,
-        groups,
-        async_level,
-        max_groups,
-        per_submission,
-        min_groups,
-        newcomer_groups,
-        lease_timeout_s,
-    ):
+    def begin(self, groups, max_groups, per_submission, min_groups, **others):
         self.run = Filled(
             policy(
-                steps=6,
                 groups=groups,
-                async_level=async_level,
                 max_groups=max_groups * groups,
                 min_groups=min(min_groups, groups),
-                lease_timeout_s=lease_timeout_s,
                 groups_per_submission={"a": per_submission},
-                newcomer_groups=newcomer_groups,
+                prefill_share=START,
+                prefill_floor=FLOOR,
+                **others,
             )
         )
         self.run.register("a")
@@ -79,8 +77,15 @@ class Filling(RuleBasedStateMachine):
         before = self.run.state
         mine = [d for d, r in before.leases.items() if r.lease.worker == key(name)]
         found = self.run.lease(name, holding=mine if holds else ())
-        if found is not None and found.digest not in before.leases and found.newcomer:
+        assert found is None or key(name) not in before.bans
+        if found is None or found.digest in before.leases:
+            return
+        if found.newcomer:
             self.newcomers_hold_no_more_than_they_may(before, found.lease.step)
+        if before.workers[key(name)].standing.quarantine:  # it is leased one at a time
+            recent = (before.leases[d] for d in mine)
+            late = before.policy.async_level
+            assert not any(r.outstanding for r in recent if before.lag(r) <= late)
 
     def newcomers_hold_no_more_than_they_may(self, before, step):
         """Once somebody's work was accepted who may still work; a share of all is no limit."""
@@ -125,26 +130,42 @@ class Filling(RuleBasedStateMachine):
     @precondition(lambda self: self.of("submitted"))
     @rule(data=st.data(), accepted=st.sampled_from([True, True, True, False]))
     def judge(self, data, accepted):
+        """Good work lowers the share that is recomputed, and a rejection raises it."""
         record = data.draw(st.sampled_from(self.of("submitted")))
-        groups = st.lists(
-            st.sampled_from(OUTCOMES), min_size=record.lease.groups, max_size=record.lease.groups
-        )
-        self.run.judge(record, data.draw(groups) if accepted else None)
+        share = self.run.state.share_of(record.lease.worker)
+        if accepted:
+            size = record.lease.groups
+            groups = st.lists(st.sampled_from(OUTCOMES), min_size=size, max_size=size)
+            self.run.judge(record, data.draw(groups), recomputed=data.draw(st.booleans()))
+            assert self.run.state.share_of(record.lease.worker) <= share
+        else:
+            self.run.judge(record, None, reason=data.draw(st.sampled_from(REASONS)))
+            assert self.run.state.share_of(record.lease.worker) >= share
 
     @precondition(lambda self: self.of("submitted"))
     @rule(data=st.data())
     def set_aside(self, data):
-        """Validators fail at a submission again and again."""
+        """Validators fail at a submission again and again: no credit and no rejection."""
         record = data.draw(st.sampled_from(self.of("submitted")))
+        before = self.run.state.workers[record.lease.worker]
         failed = (FailedAttempt(self.run.now, key("validator"), "its process ended"),)
         self.run.record(
             SubmissionSetAside(self.run.now, record.digest, digest("s", record.digest), failed)
         )
+        after = self.run.state.workers[record.lease.worker]
+        assert after.accepted_tokens == before.accepted_tokens
+        assert after.standing.rejected == before.standing.rejected
+
+    @rule(name=st.sampled_from(WORKERS))
+    def reject(self, name):
+        """A worker samples badly again and again."""
+        if key(name) in self.run.state.workers:
+            for _ in range(BAN_AFTER):
+                if record := self.run.lease(name):
+                    self.run.answer(record, "rejected")
 
     @rule(name=st.sampled_from(WORKERS))
     def ban_or_pardon(self, name):
-        if key(name) not in self.run.state.workers:
-            return
         if key(name) in self.run.state.bans:
             self.run.record(BanLifted(self.run.now, key(name), "an appeal", BY_OPERATOR))
         else:
@@ -263,6 +284,66 @@ class Filling(RuleBasedStateMachine):
         due = filling.next_due(state)
         assert due is None or not undecided or due > now
 
+    @invariant()
+    def a_banned_key_holds_no_lease(self):
+        for record in self.run.state.leases.values():
+            if record.lease.worker in self.run.state.bans:
+                assert record.status not in ("open", "released")
+
+    @invariant()
+    def nothing_trains_on_the_word_of_a_worker_in_doubt(self):
+        for record in self.run.state.leases.values():
+            worker = self.run.state.workers[record.lease.worker]
+            if worker.standing.quarantine is not None or record.lease.worker in self.run.state.bans:
+                assert record.recomputed or record.usable == ()
+
+    @invariant()
+    def shares_stay_above_the_floor_and_are_whole_in_quarantine(self):
+        for name, worker in self.run.state.workers.items():
+            share = self.run.state.share_of(name)
+            doubted = worker.standing.quarantine is not None or name in self.run.state.bans
+            assert 0.0 <= reputation(worker.standing) < 1.0
+            assert share == 1.0 if doubted else FLOOR <= share <= START
+
+    @invariant()
+    def standings_are_counts_of_the_ledger(self):
+        leases = {e.digest: e.lease for e in self.run.events if isinstance(e, LeaseGranted)}
+        for name, worker in self.run.state.workers.items():
+            judged = [e for e in self.run.events if isinstance(e, SubmissionJudged)]
+            mine = [e.accepted for e in judged if leases[e.lease].worker == name]
+            assert (worker.standing.accepted, worker.standing.rejected) == (
+                sum(mine),
+                len(mine) - sum(mine),
+            )
+            withheld = [e for e in self.run.events if isinstance(e, LeaseExpired)]
+            assert worker.standing.withheld >= sum(leases[e.lease].worker == name for e in withheld)
+
+    @invariant()
+    def keys_with_a_name_and_keys_without_work_are_counted_as_they_are(self):
+        state = self.run.state
+        with_a_name = {name for name, w in state.workers.items() if not w.standing.newcomer}
+        assert set(state.named) == with_a_name
+        assert state.unproven == sum(worker.unproven for worker in state.workers.values())
+
+    @invariant()
+    def nobody_with_too_many_strikes_goes_on(self):
+        for name, worker in self.run.state.workers.items():
+            strikes = worker.standing.strikes
+            assert strikes < BAN_AFTER or name in self.run.state.bans
+            free = worker.standing.quarantine is None and name not in self.run.state.bans
+            assert not free or worker.standing.in_a_row < CLEAR_AFTER or strikes == 0
+
+    @invariant()
+    def quarantines_begin_and_end_in_turn(self):
+        for name in self.run.state.workers:
+            turns = [
+                type(e)
+                for e in self.run.events
+                if isinstance(e, WorkerQuarantined | QuarantineEnded) and e.worker == name
+            ]
+            ended = [i for i, kind in enumerate(turns) if kind is QuarantineEnded]
+            assert all(i + 1 == len(turns) or turns[i + 1] is WorkerQuarantined for i in ended)
+
     def teardown(self):
         if hasattr(self, "run"):
             assert replay(self.run.state.policy, self.run.events) == self.run.state
@@ -280,7 +361,7 @@ class Filling(RuleBasedStateMachine):
 
 TestFilling = Filling.TestCase
 TestFilling.settings = settings(
-    max_examples=100,
+    max_examples=80,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -46,10 +46,26 @@ def test_groups_are_graded_by_the_validators_numbers():
     assert (first.task_reward, first.reward) == (0.5, 0.0)
     assert first.length_error == 3.0
     assert second.logprob_diff == 0.3125
-
-
-def test_without_the_filter_equal_rewards_train_and_a_faulty_grader_drops():
+    # without the filter equal rewards train, and a faulty grader drops a group
     assert [g.outcome for g in grade(ROWS, dropped=[0], filter=False)] == ["dropped", "usable"]
+
+
+@pytest.mark.parametrize(
+    ("task_rewards", "penalties", "expected"),
+    [
+        ([1.0, 1.0], [-0.1, -0.2], "filtered"),  # only lengths differ
+        ([0.0, 0.0], [-0.1, -0.2], "filtered"),
+        ([1.0, 0.0], [-0.1, -0.1], "usable"),
+        ([1.0, 0.5], [-1.0, -0.5], "usable"),  # rewards equal, task rewards not
+    ],
+)
+def test_the_filter_asks_whether_task_rewards_differ(task_rewards, penalties, expected: str):
+    """Noise in the length keeps no group alive."""
+    rows = [
+        replace(each, task_reward=task, length_penalty=penalty, reward=task + penalty)
+        for each, task, penalty in zip(ROWS, task_rewards * 2, penalties * 2, strict=True)
+    ]
+    assert [group.outcome for group in grade(rows)] == [expected] * 2
 
 
 @pytest.mark.parametrize(
@@ -84,13 +100,8 @@ def test_statistics_are_means_over_the_rollouts_of_all_graded_groups():
     }
     assert (stats["graded_groups"], stats["filtered_groups"], stats["expired_groups"]) == (2, 1, 1)
     assert (stats["opened"], stats["closed"], stats["sampler_busy_fraction"]) == (1.0, 2.0, 0.5)
-
-
-def test_a_mean_of_nothing_is_null():
-    stats = batch_stats(Tally(), opened=1.0, closed=2.0, busy_fraction=None)
-
-    assert stats["task_reward_mean"] is None and stats["length_mean"] is None
-    assert stats["by_target"] == {}
+    nothing = batch_stats(Tally(), opened=1.0, closed=2.0, busy_fraction=None)
+    assert nothing["task_reward_mean"] is None and nothing["by_target"] == {}
 
 
 def rates(activity: Activity, now: float) -> tuple[float | None, list[float | None]]:
@@ -109,13 +120,12 @@ class TestRates:
         activity.heartbeat("y", {"busy_s": 10.0, "tokens": 50}, 20.0)
 
         assert rates(activity, 20.0) == (0.75, [20.0, 5.0])
-
-    def test_a_restarted_worker_counts_from_its_restart(self):
-        activity = Activity()
-        for busy_s, tokens, now in ((50.0, 5000, 0.0), (0.5, 10, 10.0), (3.0, 110, 20.0)):
-            activity.heartbeat("x", {"busy_s": busy_s, "tokens": tokens}, now)
-
-        assert rates(activity, 20.0) == (0.25, [10.0])
+        # a worker that starts again counts from its start, odd numbers are none, the dead are out
+        activity.heartbeat("x", {"busy_s": 0.5, "tokens": 10}, 30.0)
+        activity.heartbeat("x", {"busy_s": 3.0, "tokens": 110}, 40.0)
+        activity.heartbeat("y", {"busy_s": float("nan"), "tokens": 1e300}, 40.0)
+        assert rates(activity, 40.0) == (0.25, [10.0, None])
+        assert activity.busy_fraction(69.9) == 0.25 and activity.busy_fraction(70.0) is None
 
     def test_nothing_is_known_while_an_engine_starts_and_then_what_it_did_since(self):
         """Not 0 tokens a second, which an interval before the first lease would give."""
@@ -136,24 +146,3 @@ class TestRates:
         assert rates(activity, 48.0) == (0.0, [0.0])
         activity.heartbeat("x", {"version": -1, "busy_s": 0.0, "tokens": 0}, 58.0)
         assert rates(activity, 58.0) == (None, [None])
-
-    def test_the_dead_are_left_out(self):
-        activity = Activity()
-        activity.heartbeat("x", {"busy_s": 0.0, "tokens": 0}, 0.0)
-        activity.heartbeat("x", {"busy_s": 10.0, "tokens": 50}, 10.0)
-
-        assert activity.busy_fraction(39.9) == 1.0
-        assert activity.busy_fraction(40.0) is None
-
-    def test_odd_numbers_are_no_numbers(self):
-        activity = Activity()
-        for now in (0.0, 10.0):
-            activity.heartbeat("x", {"busy_s": float("nan"), "tokens": 1e300}, now)
-
-        assert rates(activity, 10.0) == (0.0, [0.0])
-
-    def test_an_integer_that_would_fill_every_status_is_refused(self):
-        activity = Activity()
-        with pytest.raises(ValueError, match="'tokens': beyond"):
-            activity.heartbeat("x", {"tokens": 10**400}, 0.0)
-        assert activity.peers == {}

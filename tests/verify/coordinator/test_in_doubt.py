@@ -1,8 +1,13 @@
-"""A row of which nobody can say whether it was written: then its files may not go."""
+"""Rows and their files: a row that may or may not be written, and a loss of power.
+
+A rename is on the disk once its folder is synced, and the ledger's own log, which is written over,
+says nothing of folders.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -11,72 +16,57 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from runspec.core.roles import Roles
-from tests.verify.coordinator.deployment import RUN, tiny_spec, verdict
-from tests.verify.coordinator.filled import Filled, policy
-from verify.coordinator.admission import Admission
-from verify.coordinator.backlog import Backlog
-from verify.coordinator.events import SubmissionJudged
+from tests.verify.coordinator.deployment import RUN, Site, tiny_spec, verdict
+from tests.verify.coordinator.filled import POLICY, Filled, policy, started
+from tests.verify.coordinator.over_http import check, sample
+from tests.verify.coordinator.services import (
+    Breaking,
+    chunks,
+    edge_of,
+    journal_of,
+    leasing_of,
+    roles_of,
+)
+from verify.coordinator.events import RolledBack, StepClosed, SubmissionJudged
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
-from verify.coordinator.leasing import Leasing
-from verify.coordinator.policy import Policy
 from verify.coordinator.state import LeaseRecord
 from verify.formats.layout import SubmissionFiles, submission_files
 from verify.formats.submission import SubmissionEnvelope
 from verify.formats.verdict import open_verdict
 from verify.ledger import Ledger, NotNow
-from verify.ledger_store import SqliteStore, StoredRow, StoreError
+from verify.ledger_store import SqliteStore, StoredRow
 
 TABLE = b"what a worker sampled"
 
 
-class Breaking(SqliteStore):
-    """A store whose connection breaks at the next append, before it is committed or after."""
-
-    committed: bool | None = None
-
-    def append(self, rows: Sequence[StoredRow]) -> None:
-        if self.committed is None:
-            return super().append(rows)
-        if self.committed:
-            super().append(rows)
-        self.committed = None
-        raise StoreError("the connection broke", passing=True, in_doubt=True)
-
-
 class Desks:
-    """Both desks of a run of one worker with one open lease."""
+    """Both services of a run of one worker with one open lease."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        run = Filled(policy(groups_per_submission={"near": 2}))
-        run.register("x", pool="near")
-        run.publish(0)
-        run.lease("x")
-        self.now = run.now
-        with closing(self.journal(run.state.policy)) as journal:
-            for event in run.events:
-                journal.record(event)
-        self.policy, self.validator = run.state.policy, SigningKey.generate()
-
-    def journal(self, policy: Policy) -> Journal:
-        self.store = Breaking(self.folder / "state.db")
-        return Journal(self.folder, policy, ledger=Ledger(self.store), clock=lambda: self.now)
+        self.folder, self.validator = folder, SigningKey.generate()
+        self.run = Filled(policy(groups_per_submission={"near": 2}))
+        self.run.register("x", pool="near")
+        self.run.publish(0)
+        self.run.lease("x")
+        journal_of(self.run, folder).close()
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """From a start of the coordinator until it is killed."""
-        self.at = self.journal(self.policy)
-        spec, nobody = tiny_spec(), frozenset[str]()
-        roles = Roles(RUN, 0.0, 1e12, nobody, nobody, nobody)
-        room = Backlog(self.at, lambda: self.at.state.to_judge, spec.verify.backlog)
-        admission = Admission(spec, roles, [])
-        self.leasing = Leasing(self.at, spec, SigningKey.generate(), roles, admission, room)
+        self.store = Breaking(self.folder / "state.db")
+        policy, ledger = self.run.state.policy, Ledger(self.store)
+        self.at = Journal(self.folder, policy, ledger=ledger, clock=lambda: self.run.now)
+        spec, roles = tiny_spec(), roles_of()
+        edge = edge_of(self.at, spec)
+        self.leasing = leasing_of(self.at, spec, SigningKey.generate(), roles, edge)
         self.judging = Judging(self.at, RUN)
         with closing(self.at):
             yield
+
+    def breaks(self, *, committed: bool) -> None:
+        self.store.how = "broken" if committed else "broken unwritten"
 
     @property
     def lease(self) -> LeaseRecord:
@@ -102,49 +92,43 @@ class Desks:
         await self.judging.judge(key, envelope, signed, chunks(rows))
 
 
-async def chunks(body: bytes) -> AsyncIterator[bytes]:
-    yield body
-
-
 @pytest.fixture
 def desks(tmp_path: Path) -> Desks:
     return Desks(tmp_path)
 
 
 @pytest.mark.parametrize("committed", [True, False])
-async def test_a_submission_is_there_after_the_next_start_if_its_row_is(
-    desks: Desks, committed: bool
+@pytest.mark.parametrize("what", ["submission", "verdict"])
+async def test_files_are_there_after_the_next_start_if_their_row_is(
+    desks: Desks, what: str, committed: bool
 ) -> None:
     with desks.at_work():
-        desks.store.committed = committed
-        with pytest.raises(NotNow):
+        if what == "verdict":
             await desks.submit()
-    with desks.at_work():
-        assert desks.lease.status == ("submitted" if committed else "open")
-        assert desks.files.submission.exists() == committed
-        assert desks.files.submission_envelope.exists() == committed
-
-
-@pytest.mark.parametrize("committed", [True, False])
-async def test_a_verdict_is_there_after_the_next_start_if_its_row_is(
-    desks: Desks, committed: bool
-) -> None:
-    with desks.at_work():
-        await desks.submit()
-        desks.store.committed = committed
+        desks.breaks(committed=committed)
         with pytest.raises(NotNow):
-            await desks.judge()
+            await (desks.submit() if what == "submission" else desks.judge())
     with desks.at_work():
-        assert desks.lease.status == ("accepted" if committed else "submitted")
-        assert desks.files.verdict.exists() == committed
-        assert desks.files.verdict_envelope.exists() == committed
-        assert desks.files.submission.exists()
+        before, after = ("open", "submitted") if what == "submission" else ("submitted", "accepted")
+        assert desks.lease.status == (after if committed else before)
+        files = desks.files
+        submission, judged = (
+            (files.submission, files.submission_envelope),
+            (*(files.verdict, files.verdict_envelope),),
+        )
+        if what == "verdict":
+            assert all(file.exists() for file in submission)
+        changed = submission if what == "submission" else judged
+        assert [file.exists() for file in changed] == [committed] * 2
+        if what == "submission" and not committed:  # it is taken in when it is brought again
+            await desks.submit()
+            assert files.submission.read_bytes() == TABLE
 
 
 async def test_who_brings_it_again_does_not_take_away_what_may_have_a_row(desks: Desks) -> None:
     """Half of it, and then all: the coordinator finds that its ledger went on, and ends."""
     with desks.at_work():
-        desks.store.committed = True
+        desks.breaks(committed=True)
         with pytest.raises(NotNow):
             await desks.submit()
         with pytest.raises(Refusal):
@@ -163,7 +147,7 @@ async def test_another_validators_verdict_is_not_put_in_the_place_of_one_that_ma
     other = SigningKey.generate()
     with desks.at_work():
         await desks.submit()
-        desks.store.committed = committed
+        desks.breaks(committed=committed)
         with pytest.raises(NotNow):
             await desks.judge()
         if committed:
@@ -178,13 +162,57 @@ async def test_another_validators_verdict_is_not_put_in_the_place_of_one_that_ma
         assert open_verdict(signed, validators=frozenset({judged.validator})).accepted
 
 
-async def test_where_the_row_was_not_written_it_is_taken_in_when_it_is_brought_again(
-    desks: Desks,
+# -- a loss of power -----------------------------------------------------------------------------
+
+
+class Disk:
+    """Files that were renamed and whose folder was not synced since, each time a row comes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.unsynced: set[Path] = set()
+        self.found: dict[str, list[str]] = {}
+        rename, fsync, append = Path.rename, os.fsync, SqliteStore.append
+
+        def renamed(path: Path, target: Path) -> Path:
+            self.unsynced.add(Path(target))
+            return rename(path, target)
+
+        def synced(file: int) -> None:
+            folder = Path(f"/proc/self/fd/{file}").readlink()
+            self.unsynced = {path for path in self.unsynced if path.parent != folder}
+            fsync(file)
+
+        def appended(store: SqliteStore, rows: Sequence[StoredRow]) -> None:
+            self.found[rows[0][1]] = [path.name for path in sorted(self.unsynced)]
+            append(store, rows)
+
+        monkeypatch.setattr(Path, "rename", renamed)
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(SqliteStore, "append", appended)
+
+
+def test_a_row_comes_after_its_files(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    with site.serving():
+        key, worker = site.worker()
+        disk = Disk(monkeypatch)
+        sample(site, key, worker)
+        check(site, site.client(site.validator))
+    assert disk.found["SubmissionReceived"] == disk.found["SubmissionJudged"] == []
+
+
+@pytest.mark.parametrize("back_to", [None, 1])
+def test_every_batch_that_the_ledger_has_and_the_disk_lost_is_written_again(
+    tmp_path: Path, back_to: int | None
 ) -> None:
-    with desks.at_work():
-        desks.store.committed = False
-        with pytest.raises(NotNow):
-            await desks.submit()
-        await desks.submit()
-        assert desks.lease.status == "submitted"
-        assert desks.files.submission.read_bytes() == TABLE
+    run = started()
+    for step in range(2):
+        run.work("x"), run.work("x")
+        run.advance()
+        run.publish(step + 1)
+    first, _ = (event for event in run.events if isinstance(event, StepClosed))
+    if back_to is not None:
+        run.record(RolledBack(run.now, back_to))
+    journal_of(run, tmp_path).close()
+    with closing(Journal(tmp_path, POLICY)) as journal:
+        assert journal.batch_path(0).read_text() == first.document
+        assert journal.batch_path(1).exists() == (back_to is None)

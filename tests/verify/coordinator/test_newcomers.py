@@ -1,13 +1,20 @@
-"""Many new keys: what they may hold together, and that they cannot keep a step from filling."""
+"""Many new keys: what they may hold together, and that they keep nobody from filling a step."""
 
 from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Literal
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.verify.coordinator.filled import Filled, key, policy
+from tests.verify.coordinator.filled import Filled, digest, key, policy
 from verify.coordinator import filling
+from verify.coordinator.edge.limiter import AT_ONCE
+from verify.coordinator.edge.new_keys import MAX_UNPROVEN
 from verify.coordinator.events import BY_OPERATOR, KeyBanned
+from verify.coordinator.state import State
 
 SYBILS = ["s1", "s2", "s3", "s4", "s5", "s6"]
 
@@ -59,14 +66,6 @@ def test_newcomers_together_hold_a_share_of_a_step_and_the_rest_is_for_others():
     assert [run.work("k").lease.groups for _ in range(2)] == [1, 1]
 
 
-def test_a_newcomer_whose_work_is_accepted_is_none_any_more():
-    run = started(groups=4, newcomer_groups=1)
-    run.work("s1")
-    assert not run.state.workers[key("s1")].standing.newcomer
-    for _ in range(3):
-        assert run.lease("s1", holding=list(run.state.leases)) is not None
-
-
 def test_where_nobody_has_a_name_newcomers_get_everything():
     run = started(groups=4, newcomer_groups=1)
     run.record(KeyBanned(run.now, key("k"), "by hand", BY_OPERATOR))
@@ -96,16 +95,6 @@ def test_a_newcomer_that_is_held_back_opens_no_later_step():
     run.work("k")  # now step 1 needs no more, and the next may open
     ask(run, "s2")
     assert list(run.state.steps) == [1, 2]
-
-
-def test_a_share_of_all_groups_sets_no_limit():
-    run = started(groups=2, newcomer_groups=2)
-    ask(run, "s1")
-    run.now += run.state.policy.lease_timeout_s
-    run.advance()
-    ask(run, "s2")
-    ask(run, "s3")
-    assert held_by_sybils(run) == 2
 
 
 deeds = st.lists(
@@ -198,3 +187,66 @@ def test_a_machine_that_went_down_with_all_that_it_held_keeps_its_name():
     run.advance()
     assert run.state.workers[key("k")].standing.withheld == filling.MAX_OPEN_LEASES
     assert not run.state.workers[key("k")].standing.newcomer
+
+
+LEASES = 6000
+MAX_NEWCOMER_POLLS = AT_ONCE["all", "newcomer poll"]
+LONG_S = 0.5
+"""Of processor time, for what takes 0.1 s at most, and took seconds where each looked through all
+keys or all leases."""
+
+
+def with_leases(
+    run: Filled, *, of: str = "w0", status: Literal["open", "expired"] = "open", steps: int = 1
+) -> State:
+    """All that the steps need is leased, to two workers whose leases nobody answered."""
+    record = run.lease(of)
+    assert record is not None
+    leases = {}
+    for number in range(LEASES):
+        lease = replace(record.lease, worker=key(f"w{number % 2}"), index=number, groups=1)
+        name = digest("many", number)
+        lease = replace(lease, step=number % steps)
+        leases[name] = replace(record, lease=lease, digest=name, status=status)
+    return replace(run.state, leases=leases, steps=dict.fromkeys(range(steps), run.state.steps[0]))
+
+
+def asked(state: State, names: range, now: float) -> None:
+    """Every key asks, each within its share of the time that all may take."""
+    begun = time.process_time()
+    for number in names:
+        filling.decide_lease(state, key(f"w{number}"), now)
+    assert time.process_time() - begun < LONG_S
+
+
+def registered(keys: int, *, newcomer_groups: int) -> Filled:
+    run = Filled(policy(groups=LEASES, newcomer_groups=newcomer_groups, max_groups=4 * LEASES))
+    for number in range(keys):
+        run.register(f"w{number}")
+    run.publish(0)
+    return run
+
+
+def test_as_many_newcomers_as_may_wait_and_as_many_keys_as_may_register():
+    run = registered(MAX_UNPROVEN, newcomer_groups=LEASES // 2)
+    asked(with_leases(run), range(2, 2 + MAX_NEWCOMER_POLLS), run.now)
+
+
+def test_as_many_newcomers_as_may_wait_and_as_many_leases_that_newcomers_failed_to_answer():
+    # given three open steps, of which newcomers are leased nothing for a while
+    run = registered(MAX_NEWCOMER_POLLS, newcomer_groups=LEASES // 6)
+    run.work("w0")
+    state = with_leases(run, of="w1", status="expired", steps=3)
+    assert filling.decide_lease(state, key("w2"), run.now) is None
+    asked(state, range(2, MAX_NEWCOMER_POLLS), run.now)
+
+
+def test_a_thousand_workers_with_a_name():
+    run = registered(1000, newcomer_groups=LEASES // 2)
+    run.work("w0")
+    state = with_leases(run)
+    named = state.workers[key("w0")].standing
+    assert not named.newcomer
+    for name, worker in list(state.workers.items()):
+        state = replace(state, workers=state.workers.insert(name, replace(worker, standing=named)))
+    asked(state, range(2, 1000), run.now)

@@ -17,8 +17,9 @@ from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, verdict
-from tests.verify.coordinator.filled import POLICY, Filled
-from tests.verify.coordinator.over_http import post
+from tests.verify.coordinator.filled import Filled, started
+from tests.verify.coordinator.over_http import granted, post
+from tests.verify.coordinator.services import journal_of
 from tests.waiting import eventually
 from verify import ledger_store
 from verify.audit.replay import audit
@@ -27,8 +28,6 @@ from verify.coordinator.activity import Activity
 from verify.coordinator.closing import Closing
 from verify.coordinator.events import CoordinatorStarted, StepClosed
 from verify.coordinator.journal import Journal
-from verify.coordinator.policy import Policy
-from verify.formats.lease import open_lease
 from verify.ledger import NotNow
 from verify.patience import STORAGE_S
 
@@ -48,86 +47,73 @@ def locked(run_dir: Path) -> Iterator[None]:
         database.execute("ROLLBACK")
 
 
-def test_an_event_that_cannot_be_written_did_not_happen(tmp_path: Path):
-    now = [1000.0]
-    with closing_journal(tmp_path, now) as journal:
-        state, head = journal.state, journal.ledger.head
-        with locked(tmp_path):
-            with pytest.raises(NotNow, match="locked"):
-                journal.record(CoordinatorStarted(1001.0))
-            assert (journal.state, journal.ledger.head) == (state, head)
-
-            # and for ever is too long
-            now[0] += STORAGE_S + 1.0
-            with pytest.raises(UserError) as raised:
-                journal.record(CoordinatorStarted(1001.0))
-            assert not isinstance(raised.value, NotNow)
-
-        journal.record(CoordinatorStarted(1002.0))
-        assert len(list(journal.ledger.events())) == head[0] + 1
-
-
-@contextmanager
-def closing_journal(folder: Path, now: list[float], policy: Policy = POLICY) -> Iterator[Journal]:
-    journal = Journal(folder, policy, clock=lambda: now[0])
-    try:
-        yield journal
-    finally:
-        journal.close()
-
-
-async def test_a_step_closes_once_it_can_be_written(tmp_path: Path):
-    run = Filled()
-    run.register("x")
-    run.publish(0)
-    run.work("x"), run.work("x")  # a full step, not closed yet
-    now = [run.now]
-    with closing_journal(tmp_path, now) as journal:
-        for event in run.events:
-            journal.record(event)
-        (tmp_path / "rollouts").write_bytes(b"")  # no folder can be made here
-        desk = Closing(journal, "run", SigningKey.generate(), Activity())
-        with locked(tmp_path):
-            keeping = asyncio.create_task(desk.keep_time())
-            await asyncio.sleep(0.05)
-            assert journal.state.next_close == 0 and not keeping.done()
-        while journal.state.next_close == 0:
-            await asyncio.sleep(0.01)
-        assert not keeping.done()
-
-        # given that the ledger has it and the file cannot be written, when it can, then it is
-        (tmp_path / "rollouts").unlink()
-        while not journal.batch_path(0).exists():
-            await asyncio.sleep(0.01)
-        (closed,) = (e for e in journal.ledger.events() if isinstance(e, StepClosed))
-        assert journal.batch_path(0).read_bytes() == closed.document.encode()
-        journal.stop()
-        await keeping
-
-
-async def test_a_batch_that_cannot_be_written_is_not_waited_for_without_end(tmp_path: Path):
-    """Though the ledger can, and all others go on: the learner waits for it."""
-    run = Filled()
-    run.register("x")
-    run.publish(0)
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[tuple[Filled, Journal]]:
+    """A run whose first step is full and not closed yet, and a disk where no folder can be made."""
+    run = started()
     run.work("x"), run.work("x")
-    now = [run.now]
-    with closing_journal(tmp_path, now) as journal:
-        for event in run.events:
-            journal.record(event)
+    with closing(journal_of(run, tmp_path)) as journal:
         (tmp_path / "rollouts").write_bytes(b"")
-        desk = Closing(*(journal, "run", SigningKey.generate(), Activity()), steady=lambda: now[0])
-        keeping = asyncio.create_task(desk.keep_time())
-        while journal.state.next_close == 0:
+        yield run, journal
+
+
+def test_an_event_that_cannot_be_written_did_not_happen(full: tuple[Filled, Journal]):
+    run, journal = full
+    state, head = journal.state, journal.ledger.head
+    with locked(journal.run_dir):
+        with pytest.raises(NotNow, match="locked"):
+            journal.record(CoordinatorStarted(run.now))
+        assert (journal.state, journal.ledger.head) == (state, head)
+
+        # and for ever is too long
+        run.now += STORAGE_S + 1.0
+        with pytest.raises(UserError) as raised:
+            journal.record(CoordinatorStarted(run.now))
+        assert not isinstance(raised.value, NotNow)
+
+    journal.record(CoordinatorStarted(run.now))
+    assert len(list(journal.ledger.events())) == head[0] + 1
+
+
+async def test_a_step_closes_once_it_can_be_written(full: tuple[Filled, Journal]):
+    _, journal = full
+    clockwork = Closing(journal, "run", SigningKey.generate(), Activity())
+    with locked(journal.run_dir):
+        keeping = asyncio.create_task(clockwork.keep_time())
+        await asyncio.sleep(0.05)
+        assert journal.state.next_close == 0 and not keeping.done()
+    while journal.state.next_close == 0:
+        await asyncio.sleep(0.01)
+    assert not keeping.done()
+
+    # given that the ledger has it and the file cannot be written, when it can, then it is
+    (journal.run_dir / "rollouts").unlink()
+    while not journal.batch_path(0).exists():
+        await asyncio.sleep(0.01)
+    (closed,) = (e for e in journal.ledger.events() if isinstance(e, StepClosed))
+    assert journal.batch_path(0).read_bytes() == closed.document.encode()
+    journal.stop()
+    await keeping
+
+
+async def test_a_batch_that_cannot_be_written_is_not_waited_for_without_end(
+    full: tuple[Filled, Journal],
+):
+    """Though the ledger can, and all others go on: the learner waits for it."""
+    run, journal = full
+    key = SigningKey.generate()
+    clockwork = Closing(journal, "run", key, Activity(), steady=lambda: run.now)
+    keeping = asyncio.create_task(clockwork.keep_time())
+    while journal.state.next_close == 0:
+        await asyncio.sleep(0.01)
+    async with asyncio.timeout(DEADLINE_S):
+        while not keeping.done():
+            run.now += STORAGE_S / 2 + 1.0
+            journal.record(CoordinatorStarted(run.now))  # any event
             await asyncio.sleep(0.01)
-        async with asyncio.timeout(DEADLINE_S):
-            while not keeping.done():
-                now[0] += STORAGE_S / 2 + 1.0
-                journal.record(CoordinatorStarted(now[0]))  # any event
-                await asyncio.sleep(0.01)
-        with pytest.raises(UserError, match="cannot write") as raised:
-            await keeping
-        assert raised.value.place == str(journal.batch_path(0))
+    with pytest.raises(UserError, match="cannot write") as raised:
+        await keeping
+    assert raised.value.place == str(journal.batch_path(0))
 
 
 def limit(process: subprocess.Popen[str], size: int) -> None:
@@ -140,9 +126,7 @@ def test_a_full_disk_leaves_nothing_behind_and_ends_nothing(site: Site, free_por
     process = site.process(free_port)
     try:
         key, worker = site.worker()
-        data = worker.lease(DEADLINE_S)
-        assert data is not None
-        lease = open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
+        data, lease = granted(site, worker)
         envelope, table = submission(data, lease, key)
         log = site.run_dir / "state.db-wal"
         assert log.stat().st_size > 2 * len(table)

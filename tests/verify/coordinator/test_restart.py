@@ -15,15 +15,11 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
-from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, tiny_spec, verdict
+from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, verdict
 from tests.verify.coordinator.filled import POLICY, Filled
-from verify.coordinator.events import CoordinatorStarted
 from verify.coordinator.journal import Journal
-from verify.coordinator.policy import Policy
-from verify.coordinator.transitions import replay
-from verify.formats.layout import STATE_FILE, step_folder, submission_files
+from verify.formats.layout import step_folder, submission_files
 from verify.formats.lease import open_lease
-from verify.ledger import Ledger
 
 START_S = 120.0
 """A process may take to start on a busy machine, and to end by itself."""
@@ -71,7 +67,7 @@ def test_kill_at_every_stage_of_a_step_loses_nothing(site: Site, free_port: int)
         process.kill()
 
     # given a kill after the verdict and files that a killed process left, when the step is filled
-    leftovers = [step_folder(site.run_dir, 0) / n for n in (".tmp-1", f"{'0' * 64}.parquet")]
+    leftovers = [step_folder(site.run_dir, 0) / n for n in (".tmp-1", f"{'0' * 64}.safetensors")]
     for path in leftovers:
         path.write_bytes(b"half")
     with running(site, free_port) as process:
@@ -123,24 +119,6 @@ def test_a_taken_port_is_an_error_that_names_it(site: Site):
     assert f"127.0.0.1:{port}: the port is taken" in words
 
 
-def test_a_second_coordinator_of_a_run_is_refused_and_the_first_goes_on(site: Site):
-    with site.serving():
-        key, worker = site.worker()
-        first = site.url
-
-        with pytest.raises(UserError, match="another process writes this run's ledger") as refused:
-            site.serving().__enter__()
-
-        assert refused.value.place == str(site.run_dir / STATE_FILE)
-        assert site.url == first
-        data = worker.lease(DEADLINE_S)
-        assert data is not None
-        lease = open_lease(data, coordinators=worker.roles().coordinator)
-        worker.submit(*submission(data, lease, key))
-    with site.serving():  # its lock went with it
-        site.client(key).heartbeat({})
-
-
 def with_a_lease(folder: Path) -> Journal:
     run = Filled()
     run.register("x")
@@ -155,42 +133,14 @@ def with_a_lease(folder: Path) -> Journal:
 def test_a_second_coordinator_touches_no_file_of_the_first(tmp_path: Path):
     # given a coordinator that has a body on its way, and a file whose row is about to be written
     with closing(with_a_lease(tmp_path)):
-        files = [step_folder(tmp_path, 0) / name for name in (".tmp-on-its-way", "new.parquet")]
+        files = [step_folder(tmp_path, 0) / name for name in (".tmp-on-its-way", "new.safetensors")]
         for file in files:
             write_atomic(file, b"rollouts")
         # when somebody starts a second one
         with pytest.raises(UserError, match="another process writes this run's ledger"):
             Journal(tmp_path, POLICY)
         assert all(file.exists() for file in files)
-    # then only one that is alone tidies up
+        (step_folder(tmp_path, 0) / ".ipynb_checkpoints").mkdir()
+    # then only one that is alone tidies up, and leaves folders alone
     with closing(Journal(tmp_path, POLICY)):
         assert not any(file.exists() for file in files)
-
-
-def test_a_folder_of_somebody_who_looked_at_a_file_is_left_alone(tmp_path: Path):
-    with_a_lease(tmp_path).close()
-    (step_folder(tmp_path, 0) / ".ipynb_checkpoints").mkdir(parents=True)
-    with closing(Journal(tmp_path, POLICY)) as journal:
-        assert journal.state.next_step == 1
-
-
-def test_the_state_is_what_the_ledger_says(site: Site):
-    with site.serving():
-        key, worker = site.worker()
-        data = worker.lease(DEADLINE_S)
-        lease = open_lease(data, coordinators=worker.roles().coordinator)
-        worker.submit(*submission(data, lease, key))
-
-    ledger = Ledger(site.run_dir / "state.db")
-    events = list(ledger.events())
-    ledger.close()
-    state = replay(Policy.of(tiny_spec()), events)
-
-    (record,) = state.leases.values()
-    assert record.document.encode() == data and record.status == "submitted"
-    with site.serving():
-        assert site.client(key).lease(DEADLINE_S) != data
-    ledger = Ledger(site.run_dir / "state.db")
-    assert list(ledger.events())[: len(events)] == events
-    assert sum(isinstance(e, CoordinatorStarted) for e in ledger.events()) == 2
-    ledger.close()

@@ -1,27 +1,25 @@
-"""Submissions at which validators fail: what becomes of their groups, and of their workers."""
+"""Submissions at which validators fail: their groups, their workers, and the memory of attempts."""
 
 from __future__ import annotations
 
+import logging
+from contextlib import closing
 from pathlib import Path
 
-import httpx
 import pytest
 
-from runspec.core.keys import SigningKey
 from runspec.core.spec.resolved import load_resolved
-from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, tiny_spec, verdict
+from tests.verify.coordinator.deployment import DEADLINE_S, Site
 from tests.verify.coordinator.filled import Filled, digest, key
+from tests.verify.coordinator.over_http import check, sample, status
 from verify.audit.replay import audit
 from verify.audit.set_aside import read_set_aside
-from verify.client import CoordinatorClient, WorkItem
-from verify.coordinator.claims import ATTEMPTS
+from verify.coordinator.attempts import FOLDER, AttemptFiles
+from verify.coordinator.claims import ATTEMPTS, Failure
 from verify.coordinator.events import FailedAttempt, KeyBanned, SubmissionSetAside
 from verify.coordinator.reputation import BAN_AFTER
 from verify.coordinator.state import LeaseRecord
-from verify.coordinator.transitions import IllegalTransition
 from verify.formats.layout import STATE_FILE
-from verify.formats.lease import open_lease
-from verify.formats.submission import open_submission
 from verify.ledger import Ledger
 
 DIED = (FailedAttempt(1.0, "ab" * 32, "the validator's process ended"),)
@@ -79,90 +77,57 @@ def test_one_is_no_rejection_but_many_of_one_worker_are_stopped(run: Filled) -> 
     assert count == BAN_AFTER and "validators came to no verdict" in ban.reason
 
 
-def test_only_what_waits_for_a_verdict_is_set_aside_and_with_a_reason(run: Filled) -> None:
-    judged = run.work("w")
-    with pytest.raises(IllegalTransition, match="is not submitted"):
-        set_aside(run, judged)
-    waiting = submitted(run, "w")
-    with pytest.raises(IllegalTransition, match="nobody failed"):
-        set_aside(run, waiting, ())
-    set_aside(run, waiting)
-    with pytest.raises(IllegalTransition, match="is not submitted"):
-        run.judge(waiting, ["usable"] * 2)
-
-
 # -- a coordinator at work -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Site:
-    site = Site(tmp_path, tiny_spec())
-    site.publish(0)
-    return site
+def kept(site: Site) -> list[str]:
+    return sorted(path.name for path in (site.run_dir / FOLDER).iterdir())
 
 
-def hand_in(site: Site, key: SigningKey, client: CoordinatorClient, note: int) -> str:
-    data = client.lease(DEADLINE_S)
-    assert data is not None
-    lease = open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
-    envelope, table = submission(data, lease, key, note=note)
-    client.submit(envelope, table)
-    return open_submission(envelope).digest
-
-
-def judge(site: Site, validator: CoordinatorClient, item: WorkItem) -> None:
-    lease = open_lease(item.lease, coordinators=frozenset({site.coordinator.public_hex}))
-    validator.verdict(*verdict(item.submission, lease, site.validator))
-
-
-def status(site: Site) -> dict:
-    return httpx.get(f"{site.url}/v1/status", trust_env=False).json()
-
-
-def test_a_poison_file_ends_three_validators_and_no_other_submission_is_lost(site: Site) -> None:
-    with site.origin(), site.serving():
+def test_a_poison_file_ends_three_validators_in_all_and_no_other_submission_is_lost(
+    site: Site,
+) -> None:
+    """Though the coordinator starts again after each of them."""
+    with site.serving():
         key, worker = site.worker()
-        poison = hand_in(site, key, worker, note=0)
-        judged = []
-        for death in range(ATTEMPTS):
-            # a validator's process claims it, and ends
-            dies = site.client(site.validator)
-            item = dies.next_submission(DEADLINE_S)
+        poison, _ = sample(site, key, worker)
+    for death in range(ATTEMPTS):
+        # a validator's process claims it, and ends; so does the coordinator
+        with site.serving():
+            item = site.client(site.validator).next_submission(DEADLINE_S)
             assert item is not None and item.submission == poison
-            assert dies.next_submission(0.0) is None
-            assert status(site)["queue"]["suspects"] == (death > 0)
-
+            site.client(site.validator).next_submission(0.0)
+            assert kept(site) == [f"{poison}.json"]
+        with site.serving():
+            assert status(site)["queue"]["suspects"] == 1
+            assert status(site)["set_aside"] == []
             # the next one judges what else there is, and first of all
-            judged.append(hand_in(site, key, worker, note=death + 1))
-            lives = site.client(site.validator)
-            item = lives.next_submission(DEADLINE_S)
-            assert item is not None and item.submission == judged[-1]
-            judge(site, lives, item)
+            other, _ = sample(site, key, site.client(key), note=death + 1)
+            assert check(site, site.client(site.validator)) == other
+            told = status(site)
 
-        told = status(site)
-        (aside,) = told["set_aside"]
-        assert aside["submission"] == poison and len(aside["attempts"]) == ATTEMPTS
-        assert told["queue"] == {"to_judge": 0, "claimed": 0, "suspects": 0}
-        assert told["workers"][0]["accepted_rollouts"] == 4 * ATTEMPTS
-        assert told["rejected_submissions"] == 0
+    (aside,) = told["set_aside"]
+    assert aside["submission"] == poison and len(aside["attempts"]) == ATTEMPTS
+    assert told["queue"] == {"to_judge": 0, "claimed": 0, "suspects": 0}
+    assert told["workers"][0]["accepted_rollouts"] == 4 * ATTEMPTS
+    assert told["rejected_submissions"] == 0
+    assert kept(site) == []
 
     # and the ledger says so, to the next process and to an audit
-    with site.origin(), site.serving():
+    with site.serving():
         assert status(site)["set_aside"] == [aside]
-    report = audit(site.run_dir, root_key=site.root.public_hex)
-    assert report.findings == []
-    ledger = Ledger(site.run_dir / STATE_FILE)
-    assert sum(isinstance(event, SubmissionSetAside) for event in ledger.events()) == 1
-    ledger.close()
+    assert audit(site.run_dir, root_key=site.root.public_hex).findings == []
+    with closing(Ledger(site.run_dir / STATE_FILE)) as ledger:
+        assert sum(isinstance(event, SubmissionSetAside) for event in ledger.events()) == 1
     read = read_set_aside(site.run_dir, load_resolved(site.run_dir))
     assert read.count == 1 and read.last_at is not None
     assert read.last_at >= aside["attempts"][-1]["at"]
 
 
 def test_a_validator_says_what_it_fails_at_and_what_it_gives_back(site: Site) -> None:
-    with site.origin(), site.serving():
-        key, worker = site.worker()
-        first, second = (hand_in(site, key, worker, note=note) for note in range(2))
+    with site.serving():
+        worker = site.worker()
+        first, second = (sample(site, *worker, note=note)[0] for note in range(2))
         validator = site.client(site.validator)
         for _ in range(2):
             assert validator.next_submission(DEADLINE_S) is not None
@@ -173,3 +138,53 @@ def test_a_validator_says_what_it_fails_at_and_what_it_gives_back(site: Site) ->
         assert status(site)["queue"] == {"to_judge": 2, "claimed": 0, "suspects": 1}
         item = validator.next_submission(DEADLINE_S)
         assert item is not None and item.submission == first
+
+
+# -- the files of failed attempts ----------------------------------------------------------------
+
+POISON, OTHER = digest("poison"), digest("other")
+
+
+def failure(at: float, *, counts: bool = False) -> Failure:
+    return Failure(FailedAttempt(at, "ab" * 32, "its process ended: \u2028ä"), counts)
+
+
+def test_what_is_kept_is_there_for_the_next_process_and_what_is_forgotten_is_not(
+    tmp_path: Path,
+) -> None:
+    files = AttemptFiles(tmp_path)
+    assert files.load() == {}
+    files.keep(POISON, [failure(1.5)])
+    files.keep(POISON, [failure(1.5, counts=True), failure(2.5)])
+    files.keep(OTHER, [failure(3.5)])
+    files.forget(OTHER)
+    files.forget(OTHER)
+    assert AttemptFiles(tmp_path).load() == {POISON: (failure(1.5, counts=True), failure(2.5))}
+
+
+@pytest.mark.parametrize("text", ["", "[{}]", '{"at": 1}', " " * (1 << 17)])
+def test_a_damaged_file_is_said_and_costs_no_other(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = AttemptFiles(tmp_path)
+    files.keep(OTHER, [failure(1.0)])
+    (tmp_path / FOLDER / f"{POISON}.json").write_text(text)
+    (tmp_path / FOLDER / "notes.json").write_text("somebody's own")
+
+    with caplog.at_level(logging.WARNING):
+        assert AttemptFiles(tmp_path).load() == {OTHER: (failure(1.0),)}
+
+    assert f"attempts at {POISON[:16]} are forgotten" in caplog.text
+    found = {path.name for path in (tmp_path / FOLDER).iterdir()}
+    assert found == {f"{OTHER}.json", "notes.json"}
+
+
+def test_a_disk_that_cannot_be_written_is_said_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / FOLDER).write_text("a file where a folder should be")
+    files = AttemptFiles(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        files.keep(POISON, [failure(1.0)])
+        files.forget(POISON)
+    assert "would be forgotten by a restart" in caplog.text

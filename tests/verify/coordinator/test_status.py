@@ -1,48 +1,34 @@
-"""What the status says of workers that are silent, and of newcomers that are held back."""
+"""What the status says of workers, and the rates that manifests tell."""
 
 from __future__ import annotations
 
 import json
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from runspec.cli.desk import _MAX_STATUS_BYTES
-from runspec.core.roles import Roles
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import POLICY, Filled, key, policy
-from verify.coordinator.activity import DEAD_AFTER_S, Activity, scalars
-from verify.coordinator.admission import MAX_UNPROVEN, Admission
-from verify.coordinator.backlog import Backlog
-from verify.coordinator.journal import Journal
+from tests.verify.coordinator.services import edge_of, journal_of
+from verify.coordinator.activity import DEAD_AFTER_S, Activity, Peers, scalars
+from verify.coordinator.edge.new_keys import MAX_UNPROVEN
+from verify.coordinator.events import StepClosed
+from verify.coordinator.history import History
 from verify.coordinator.judging import Judging
-from verify.coordinator.policy import Policy
+from verify.coordinator.state import State
 from verify.coordinator.status import Status
+from verify.coordinator.transitions import apply
 
 
-class Told:
-    """The status of a coordinator at a time of our choice."""
-
-    def __init__(self, folder: Path, run: Filled, of: Policy = POLICY) -> None:
-        self.run, self.workers = run, Activity()
-        self.journal = Journal(folder, of, clock=lambda: run.now)
-        for event in run.events[1:]:  # its own start is there already
-            self.journal.record(event)
-        judging = Judging(self.journal, "run")
-        backlog = Backlog(self.journal, judging.submitted, tiny_spec().verify.backlog)
-        nobody: frozenset[str] = frozenset()
-        roles = Roles("run", 0.0, 1e12, nobody, nobody, nobody)
-        admission = Admission(tiny_spec(), roles, ())
-        self._status = Status(
-            "run", self.journal, judging, backlog, self.workers, Activity(), admission
-        )
-
-    def report(self) -> dict:
-        return self._status.report()
-
-    def close(self) -> None:
-        self.journal.close()
+@contextmanager
+def told(folder: Path, run: Filled) -> Iterator[tuple[Status, Activity]]:
+    """The status of a coordinator at a time of the test's choice, and what it knows of workers."""
+    with closing(journal_of(run, folder)) as journal:
+        peers, edge = Peers(), edge_of(journal, tiny_spec())
+        yield Status("run", journal, Judging(journal, "run"), edge, peers), peers.workers
 
 
 def test_leases_of_silent_workers_are_told_until_they_speak_again(tmp_path):
@@ -51,17 +37,17 @@ def test_leases_of_silent_workers_are_told_until_they_speak_again(tmp_path):
     run.register("x"), run.register("y"), run.publish(0)
     held = run.lease("x"), run.lease("y")
     assert all(held)
-    with closing(Told(tmp_path, run, long)) as told:
-        assert told.report()["leases_of_dead_workers"] == []  # the process has only begun
+    with told(tmp_path, run) as (status, workers):
+        assert status.report()["leases_of_dead_workers"] == []  # the process has only begun
 
         run.now += DEAD_AFTER_S
-        told.workers.seen(key("y"), run.now)
+        workers.seen(key("y"), run.now)
 
-        assert told.report()["leases_of_dead_workers"] == [
+        assert status.report()["leases_of_dead_workers"] == [
             {"worker": key("x"), "step": 0, "groups": 2, "silent_s": 30.0, "expires_in_s": 70.0}
         ]
-        told.workers.heartbeat(key("x"), {}, run.now)
-        assert told.report()["leases_of_dead_workers"] == []
+        workers.heartbeat(key("x"), {}, run.now)
+        assert status.report()["leases_of_dead_workers"] == []
 
 
 def test_why_newcomers_are_held_back_is_told(tmp_path):
@@ -71,8 +57,8 @@ def test_why_newcomers_are_held_back_is_told(tmp_path):
     run.work("known")
     run.register("new")
     assert run.lease("new") is not None
-    with closing(Told(tmp_path, run, few)) as told:
-        (step,) = told.report()["open_steps"]
+    with told(tmp_path, run) as (status, _):
+        (step,) = status.report()["open_steps"]
         assert step["needed_groups"] == 2
         assert {k: step["newcomers"][k] for k in ("may_hold", "hold", "failed_lately")} == {
             "may_hold": 1,
@@ -82,22 +68,20 @@ def test_why_newcomers_are_held_back_is_told(tmp_path):
         assert step["newcomers"]["held_back"].startswith(
             "workers without an accepted submission hold 1 groups and failed to deliver 0"
         )
-        assert told.report()["unproven"] == {"registered": 1, "may_register": MAX_UNPROVEN}
-        workers = {w["key"]: w for w in told.report()["workers"]}
-        assert workers[key("known")]["reputation"] == round(1 / 21, 4)
+        assert status.report()["unproven"] == {"registered": 1, "may_register": MAX_UNPROVEN}
+        known, _ = status.report()["workers"]
+        assert known["reputation"] == round(1 / 21, 4)
 
 
 def the_most(letter: str) -> dict:
     """The largest map that a worker may send of itself, in this letter."""
-    text, found = "", {}
-    while len(text) < 120:
-        text += letter
-        tried = {f"{n:x}{text[1:]}": text for n in range(16)}
+    for length in range(120, 0, -1):
         try:
-            found = dict(scalars(tried))
+            text = letter * length
+            return dict(scalars({f"{n:x}{text[1:]}": text for n in range(16)}))
         except ValueError:
-            break
-    return found
+            continue
+    raise AssertionError(letter)
 
 
 @pytest.mark.parametrize("letter", ["a", "\u00e9", "\N{GRINNING FACE}"])
@@ -106,8 +90,55 @@ def test_a_command_reads_the_status_of_as_many_keys_as_may_come(tmp_path, letter
     commands away."""
     run = Filled()
     run.register("x")
-    with closing(Told(tmp_path, run)) as told:
-        told.workers.registered(key("x"), the_most(letter), run.now)
-        told.workers.heartbeat(key("x"), the_most(letter), run.now)
-        (worker,) = told.report()["workers"]
+    with told(tmp_path, run) as (status, workers):
+        workers.registered(key("x"), the_most(letter), run.now)
+        workers.heartbeat(key("x"), the_most(letter), run.now)
+        (worker,) = status.report()["workers"]
     assert MAX_UNPROVEN * len(json.dumps(worker)) < _MAX_STATUS_BYTES / 2
+
+
+TOKENS = 10
+"""Of each group that `filled` grades."""
+
+
+def rates(run: Filled) -> dict[int, float | None]:
+    """What the manifest of each step says, by step."""
+    history, state, found = History(), State(run.state.policy), {}
+    for event in run.events:
+        if isinstance(event, StepClosed):
+            stats = history.batch_stats(event.at, event.step, event.trained)
+            found[event.step] = stats["accepted_tokens_per_s"]
+        state = apply(state, event)
+        history.take(event, state.leases)
+    return found
+
+
+def test_the_first_step_has_a_rate_as_every_other():
+    run = Filled(POLICY)
+    run.register("x"), run.publish(0)
+    for seconds in (10.0, 2.0):
+        first = run.lease("x")
+        assert first is not None
+        second = run.lease("x", holding=[first.digest])
+        assert second is not None
+        run.now += seconds
+        run.answer(first), run.answer(second)
+        run.advance()
+
+    groups = POLICY.groups
+    assert rates(run) == {0: groups * TOKENS / 10.0, 1: groups * TOKENS / 2.0}
+
+
+def test_overlapping_steps_count_all_that_was_accepted_while_they_were_open():
+    run = Filled(policy(groups=2, lease_timeout_s=1000.0))
+    run.register("x"), run.register("y"), run.publish(0)
+    first = run.lease("x")
+    run.now += 4.0
+    second = run.lease("y")  # opens step 1: all of step 0 is leased
+    assert first is not None and second is not None
+    assert (first.lease.step, second.lease.step) == (0, 1)
+    run.now += 6.0
+    run.answer(second), run.answer(first)
+    run.advance()
+
+    assert rates(run) == {0: 4 * TOKENS / 10.0, 1: 4 * TOKENS / 6.0}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -96,21 +95,3 @@ async def test_one_that_shows_an_older_version_is_not_asked_without_a_pause(
     async with relay.watched(relay.latest(3), newest=lambda: 5, published=seen.append):
         await asyncio.sleep(0.35)
     assert 1 <= relay.asked <= 4
-
-
-async def test_one_that_is_there_and_away_in_turn_does_not_fill_the_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(watch, "_LEAST_PERIOD_S", 0.001)
-    relay, seen = Relay(), list[Latest]()
-    away = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"
-    with caplog.at_level(logging.INFO, logger="verify"):
-        async with relay.watched(
-            *[away, relay.latest(0)] * 10, newest=lambda: 0, published=seen.append
-        ):
-            async with asyncio.timeout(DEADLINE_S):
-                while relay.asked < 20:
-                    await asyncio.sleep(0.01)
-    words = [record.getMessage() for record in caplog.records]
-    assert ["waiting for" in line for line in words] == [True, False]
-    assert "can be read again" in words[1]

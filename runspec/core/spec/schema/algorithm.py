@@ -1,4 +1,4 @@
-"""What is optimised, and how: GRPO and AdamW. Symbols are DESIGN's, "The mathematics"."""
+"""What is optimised, and how: GRPO and the optimizer. Symbols are DESIGN's, "The mathematics"."""
 
 from __future__ import annotations
 
@@ -113,24 +113,35 @@ class Algorithm(Block):
 
 
 class Optimizer(Block):
-    """AdamW."""
+    """The update rule and its learning rate.
 
-    kind: Literal["adamw"] = "adamw"
-    """The update rule."""
+    A field that `kind` or `schedule` does not use keeps its default; the linter refuses others.
+    """
+
+    kind: Literal["adamw", "sgd", "muon"] = "adamw"
+    """`adamw`; `sgd`, with Nesterov momentum; `muon` for the layers' matrices, with adamw for all
+    else."""
     lr: Positive
     """Learning rate after the warm-up."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
-    """Decays of the means of the gradient and of its square."""
+    """For `adamw` and `muon`: decays of the means of the gradient and of its square."""
     eps: Positive = 1e-8
-    """Added to the root of the second mean."""
+    """For `adamw` and `muon`: added to the root of the second mean."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """For `sgd` and `muon`: decay of the sum, or the mean, of gradients."""
     weight_decay: NonNegative = 0.0
     """Decoupled decay a unit of learning rate."""
     clip_norm: Positive = 1.0
     """Largest global gradient norm."""
     warmup_updates: Annotated[CountOrZero, Unit("optimizer updates")] = 0
     """The learning rate grows linearly over these."""
-    schedule: Literal["constant"] = "constant"
-    """The learning rate after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """The learning rate after the warm-up: `linear` and `cosine` decay at once, `wsd` stays
+    constant and decays linearly in the last `decay_updates` of the run."""
+    decay_updates: Annotated[Count | None, Unit("optimizer updates")] = None
+    """For `linear`, `cosine` and `wsd`: updates from `lr` down to `final_lr`."""
+    final_lr: NonNegative = 0.0
+    """For `linear`, `cosine` and `wsd`: learning rate after the decay."""
     max_skipped: Annotated[CountOrZero, Unit("optimizer updates"), RESTART] = 3
     """Updates in a row whose loss or gradient is not finite that are skipped; one more stops."""
     offload: Annotated[bool, RESTART, SITE] = False

@@ -117,4 +117,4 @@ class Learner(Block):
     lora: Annotated[Lora | None, NEWRUN] = None
     """Trains adapters instead of the weights."""
     compile_cache: Annotated[str | None, SITE] = None
-    """Folder of compiled programs, shared by restarts; in the run directory when null."""
+    """Folder of compiled programs, shared by runs; `~/.cache/runspec/compiled` when null."""

@@ -30,7 +30,7 @@ class RunSpec(Block):
     """One run, said once. See `docs/spec.md`."""
 
     version: Annotated[Literal["runspec/v1"], RESTART]
-    """Of the schema; `runspec migrate` raises older ones."""
+    """Of the schema; there is one."""
     kind: Literal["Run"] = "Run"
     """`Run`; a file of kind `Placement` holds the part that is a site's."""
     name: Name

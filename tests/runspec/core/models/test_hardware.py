@@ -4,22 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.core.models.hardware import DEVICES, Device, device_count, device_of, jax_device
+from runspec.core.models.hardware import DEVICES, device_count, jax_device
 from runspec.core.spec.schema import Hardware
-
-
-def test_a_known_kind_needs_no_figures() -> None:
-    assert device_of(Hardware(kind="tpu-v5p")) == Device("tpu-v5p", 95e9, 459e12, 2765e9)
-
-
-def test_figures_of_the_spec_win_and_the_table_fills_the_rest() -> None:
-    hardware = Hardware.model_validate({"kind": "h100-80g", "memory": "70GB"})
-    assert device_of(hardware) == Device("h100-80g", 70e9, 989e12, 3350e9)
-
-
-def test_of_a_kind_that_nobody_knows_only_what_the_spec_says_is_known() -> None:
-    hardware = Hardware.model_validate({"kind": "abacus", "peak_flops": 3e6})
-    assert device_of(hardware) == Device("abacus", None, 3e6, None)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +40,3 @@ def test_devices_are_counted_over_topology_and_slices(
 )
 def test_a_device_is_found_by_the_name_that_jax_gives_it(name: str, kind: str) -> None:
     assert jax_device(name) == DEVICES[kind]
-
-
-def test_a_device_that_is_not_in_the_table_is_none() -> None:
-    assert jax_device("NVIDIA GeForce 256") is None and jax_device("cpu") is None

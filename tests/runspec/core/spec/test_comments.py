@@ -15,44 +15,25 @@ def found(text: str) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        pytest.param("x: 1\na: 1 # runspec: x\nb: 2\n", [(2, 2, 2)], id="behind a value"),
-        pytest.param("x: 1\n#runspec: x\na: 1\nb: 2\n", [(2, 3, 3)], id="above a value"),
-        pytest.param(
-            "x: 1\n# runspec: x\n\n# more\na: 1\n", [(2, 5, 5)], id="above blanks and comments"
-        ),
-        pytest.param(
-            "x: 1\na: # runspec: x\n  b:\n    - c\n  d: 2\ne: 3\n", [(2, 2, 5)], id="behind a block"
-        ),
-        pytest.param(
-            "x: 1\n# runspec: x\na:\n  b: 1\n\n  c: 2\n# other\nd: 3\n",
-            [(2, 3, 6)],
-            id="above a block, to its last line that says something",
-        ),
-        pytest.param(
-            "x: 1\na:\n- b: 1 # runspec: x\n  c: 2\n- d: 3\n", [(3, 3, 4)], id="an item of a list"
-        ),
-        pytest.param(
-            "x: 1\na: {b: 1, # runspec: x\n    c: [2,\n    3]}\nd: 1\n",
-            [(2, 2, 4)],
-            id="behind a map in braces that goes on",
-        ),
-        pytest.param(
-            "x: 1\na: {b: 1,\n    c: 2, # runspec: x\n    d: 3}\n",
-            [(3, 3, 3)],
-            id="inside a map in braces",
-        ),
-        pytest.param(
-            "x: 1\na: | # runspec: x\n  text\n\n  more\nb: 1\n", [(2, 2, 5)], id="a block scalar"
-        ),
-        pytest.param("x: 1\na: one\n  two # runspec: x\n", [(3, 3, 3)], id="the end of a scalar"),
-        pytest.param("# runspec: x\na: 1\n", [(1, 1, 2)], id="above everything: the file too"),
-        pytest.param("---\n# runspec: x\na: 1\n", [(2, 1, 3)], id="below the document's start"),
-        pytest.param("x: 1\n# runspec: x", [(2, 3, 0)], id="about nothing"),
-        pytest.param(
-            "x: 1\r\na: 1 # runspec: x\r\nb: 2\r\n", [(2, 2, 2)], id="lines as Windows ends them"
-        ),
+        ("x: 1\na: 1 # runspec: x\nb: 2\n", [(2, 2, 2)]),  # behind a value
+        ("x: 1\n#runspec: x\na: 1\nb: 2\n", [(2, 3, 3)]),  # above a value
+        ("x: 1\n# runspec: x\n\n# more\na: 1\n", [(2, 5, 5)]),  # above blanks and comments
+        ("x: 1\na: # runspec: x\n  b:\n    - c\n  d: 2\ne: 3\n", [(2, 2, 5)]),  # behind a block
+        # above a block, to its last line that says something
+        ("x: 1\n# runspec: x\na:\n  b: 1\n\n  c: 2\n# other\nd: 3\n", [(2, 3, 6)]),
+        ("x: 1\na:\n- b: 1 # runspec: x\n  c: 2\n- d: 3\n", [(3, 3, 4)]),  # an item of a list
+        # behind a map in braces that goes on
+        ("x: 1\na: {b: 1, # runspec: x\n    c: [2,\n    3]}\nd: 1\n", [(2, 2, 4)]),
+        # inside a map in braces
+        ("x: 1\na: {b: 1,\n    c: 2, # runspec: x\n    d: 3}\n", [(3, 3, 3)]),
+        ("x: 1\na: | # runspec: x\n  text\n\n  more\nb: 1\n", [(2, 2, 5)]),  # a block scalar
+        ("x: 1\na: one\n  two # runspec: x\n", [(3, 3, 3)]),  # the end of a scalar
+        ("# runspec: x\na: 1\n", [(1, 1, 2)]),  # above everything: the file too
+        ("---\n# runspec: x\na: 1\n", [(2, 1, 3)]),  # below the document's start
+        ("x: 1\n# runspec: x", [(2, 3, 0)]),  # about nothing
+        ("x: 1\r\na: 1 # runspec: x\r\nb: 2\r\n", [(2, 2, 2)]),  # lines as Windows ends them
     ],
-)
+)  # fmt: skip
 def test_a_comment_is_about_what_begins_in_its_line_or_the_next(
     text: str, expected: list[tuple[int, int, int]]
 ) -> None:
@@ -75,11 +56,3 @@ def test_a_comment_is_about_what_begins_in_its_line_or_the_next(
 )
 def test_text_in_scalars_and_broken_files_holds_no_comment(text: str) -> None:
     assert found(text) == []
-
-
-def test_a_comment_knows_its_text_and_place() -> None:
-    # given a comment behind a value, another comment behind it on the same line
-    [comment] = parse_yaml("a: é # runspec: x # more  \n", "f.yaml").comments
-    # then it reaches to the end of the line, blanks left out
-    assert (comment.text, comment.alone) == ("# runspec: x # more", False)
-    assert (comment.place.column, comment.place.written) == (6, "# runspec: x # more")

@@ -8,8 +8,6 @@ import pytest
 
 from runspec.core.errors import UserError
 from runspec.core.spec.findings import format_finding
-from runspec.core.spec.load import SpecFiles
-from runspec.lint.check import check_files
 from tests.runspec.core.spec.spec_files import lines, load, small_spec, write
 
 
@@ -118,32 +116,9 @@ def test_a_finding_shows_its_line_and_a_caret(tmp_path: Path) -> None:
     )
 
 
-def test_of_a_long_line_what_is_around_the_place_is_shown(tmp_path: Path) -> None:
-    # given thousands of findings in one line
-    keys = ", ".join(f"k{number:05}: 1" for number in range(5000))
-    findings = load(small_spec(tmp_path, f"algorithm: {{{keys}}}")).findings
-    assert len(findings) == 5000
-    # when each is shown, then the outcome stays small, with its carets under its key
-    for finding in (findings[0], findings[4000], findings[-1]):
-        line, carets = format_finding(finding).split("\n")[1:3]
-        assert len(line) < 200
-        at = carets.index("^")
-        assert line[at : at + carets.count("^")] == finding.path.rpartition(".")[2]
-        assert finding.line_text == ""
-
-
 def test_require_lists_every_error_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"2 errors(.|\n)*spec.yaml:2:1(.|\n)*spec.yaml:3:1"):
         load(small_spec(tmp_path, "aa: 1\nbb: 2\n")).require()
-
-
-def test_a_finding_of_a_shared_base_is_named_once(tmp_path: Path) -> None:
-    path = small_spec(tmp_path)
-    with (tmp_path / "base.yaml").open("a") as base:
-        base.write("typo: 1\n")
-    other = write(tmp_path / "other.yaml", "extends: [base.yaml]\n")
-    found = check_files([SpecFiles(path), SpecFiles(other)]).findings
-    assert [f.code for f in found] == ["unknown-key"]
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from runspec.cli.schema import schema_command
 from runspec.core.spec.json_schema import DRAFTS, json_schema
-from runspec.core.spec.schema_fields import schema_fields
 from runspec.core.spec.validate import to_python
 from runspec.core.spec.yaml_nodes import parse_yaml
 from tests.runspec.core.spec.spec_files import SMALL, SPECS
@@ -88,34 +84,3 @@ def test_what_a_layer_may_say(validator: Any, layer: str) -> None:
 def test_what_it_may_not_say(validator: Any, layer: str, place: str) -> None:
     found = problems(validator, layer)
     assert found and found[0].startswith(place), found
-
-
-@pytest.mark.parametrize("draft", list(DRAFTS))
-def test_every_field_is_described_with_its_marks(draft: Any) -> None:
-    schema = json_schema(draft)
-    for path, field in schema_fields().items():
-        at = schema
-        for step in path.split("."):
-            at = at["additionalProperties"] if step == "<name>" else at["properties"][step]
-        assert at["x-change"] == field.change and at["x-site"] is field.site, path
-        assert at.get("x-unit", "") == field.unit, path
-        assert len(at["description"]) > 20, path
-
-
-def test_defaults_are_as_yaml_writes_them() -> None:
-    properties = json_schema("07")["properties"]["algorithm"]["properties"]
-    assert properties["fill"]["properties"]["deadline"]["default"] == "90m"
-    assert properties["group_size"]["default"] == 16
-
-
-def test_draft_07_has_none_of_the_newer_words() -> None:
-    text = json.dumps(json_schema("07"))
-    assert "$defs" not in text and "prefixItems" not in text
-    assert "$defs" in json.dumps(json_schema("2020-12"))
-
-
-def test_the_command_prints_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert schema_command("2020-12") == 0
-    assert json.loads(capsys.readouterr().out) == json_schema("2020-12")
-    assert schema_command("04") == 2
-    assert "there are: 07, 2020-12" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runspec.core.errors import UserError
-from tests.runspec.core.spec.spec_files import codes, lines, load, small_spec, write
+from tests.runspec.core.spec.spec_files import lines, load, small_spec, write
 
 
 def test_maps_merge_and_plain_lists_are_replaced(tmp_path: Path) -> None:
@@ -62,11 +62,6 @@ def test_null_is_a_value_where_a_key_can_be_null(tmp_path: Path) -> None:
     assert load(path).require().algorithm.clip.delta is None
     assert load(path, "algorithm.clip.delta=6.0").require().algorithm.clip.delta == 6.0
     assert load(path, "algorithm.clip=").require().algorithm.clip.delta == 4.0
-
-
-def test_an_empty_list_replaces_a_named_list(tmp_path: Path) -> None:
-    loaded = load(small_spec(tmp_path, "reward: []"))
-    assert lines(loaded, tmp_path)[0].startswith("spec.yaml:2:9: error bad-value: reward: ")
 
 
 def test_extends_comes_first_then_the_profile_then_set(tmp_path: Path) -> None:
@@ -133,10 +128,6 @@ def test_variables_that_cannot_be_filled_are_one_finding(
     loaded = load(small_spec(tmp_path, overlay), **environ)
     assert len(loaded.findings) == 1
     assert lines(loaded, tmp_path)[0].startswith(f"spec.yaml:{expected}")
-
-
-def test_a_variable_that_a_later_layer_hides_is_not_read(tmp_path: Path) -> None:
-    assert load(small_spec(tmp_path, "steps: ${NO}"), "steps=2").require().steps == 2
 
 
 def test_a_secret_never_becomes_a_value(tmp_path: Path) -> None:
@@ -218,14 +209,3 @@ def test_nothing_to_look_at_is_bad_usage(tmp_path: Path) -> None:
     for name in ("slow", "../fast"):
         with pytest.raises(UserError, match="there are: fast"):
             load(path, profile=name)
-
-
-def test_files_that_hold_no_map_are_findings(tmp_path: Path) -> None:
-    for text, message in (("", "an empty file"), ("- 1", "a spec is a map"), ("# x", "empty")):
-        [finding] = load(write(tmp_path / "x.yaml", text)).findings
-        assert message in finding.message
-
-
-def test_a_broken_layer_hides_no_unknown_key_of_another(tmp_path: Path) -> None:
-    loaded = load(small_spec(tmp_path, "grop: 1\nreward: {mth: null}"), "steps=[1")
-    assert codes(loaded) == ["yaml", "unknown-key"]

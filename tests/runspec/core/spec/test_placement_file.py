@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import CheckedSpec, check_spec
 from tests.runspec.core.spec.spec_files import SPECS, lines, small_spec, write
@@ -81,16 +80,6 @@ def test_what_is_the_recipes_is_refused_and_left_out(
     assert checked.spec == alone.spec
 
 
-def test_a_pool_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
-    (said,) = lines(placed(tmp_path, "samplers: {poll: {replicas: 2}}"), tmp_path)
-    assert "the recipe has no 'poll' there, and a placement adds none (did you mean pool?)" in said
-
-
-def test_an_unknown_key_is_no_question_of_scope(tmp_path: Path) -> None:
-    (said,) = lines(placed(tmp_path, "lerner: {hosts: 2}"), tmp_path)
-    assert said.startswith("site.yaml:4:1: error unknown-key: lerner: unknown key")
-
-
 @pytest.mark.parametrize(
     ("head", "place"),
     [("version: runspec/v1\n", "1:1"), ("version: runspec/v1\nkind: Run\n", "2:7"), ("", "1:1")],
@@ -100,11 +89,6 @@ def test_a_spec_is_no_placement(tmp_path: Path, head: str, place: str) -> None:
     checked = placed(tmp_path, "steps: 5\nseed: 3\n", head=head)
     (said,) = lines(checked, tmp_path)
     assert said.startswith(f"site.yaml:{place}: error placement-scope: kind: a file of kind")
-
-
-def test_a_placement_of_another_version_is_refused(tmp_path: Path) -> None:
-    (said,) = lines(placed(tmp_path, "", head="version: runspec/v9\nkind: Placement\n"), tmp_path)
-    assert said.startswith("site.yaml:1:10: error bad-value: version: version runspec/v1")
 
 
 def test_files_that_a_placement_extends_are_held_to_the_same(tmp_path: Path) -> None:
@@ -131,16 +115,6 @@ seed: 3
         "wrong-type",
     ]
     assert checked.spec is None
-
-
-def test_by_itself_it_is_no_spec(tmp_path: Path) -> None:
-    site = write(tmp_path / "site.yaml", HEAD + "learner: {hosts: 2}")
-    checked = check_spec(SpecFiles(site), environ={})
-    assert checked.findings == []
-    with pytest.raises(UserError, match="no spec by itself"):
-        checked.require()
-    with pytest.raises(UserError, match="over which nothing goes"):
-        check_spec(SpecFiles(site, overrides=["learner.hosts=3"]), environ={})
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda path: path.stem)

@@ -25,13 +25,3 @@ def test_every_process_has_a_name(tmp_path: Path) -> None:
     ]
     assert worker_names(spec) == {"pool-0": "pool", "pool-1": "pool", "more-0": "more"}
     assert learner_names(spec) == ["learner", "learner-1"]
-
-
-def test_names_that_clash_are_there_twice(tmp_path: Path) -> None:
-    loaded = load(
-        small_spec(tmp_path),
-        "samplers.relay-eu={hardware: {kind: cpu}, max_model_len: 96, max_new_tokens: 48}",
-        "broadcast.relays=[{name: eu-0}]",
-    )
-    assert loaded.spec is not None
-    assert role_names(loaded.spec).count("relay-eu-0") == 2

@@ -35,6 +35,5 @@ def full_report(folder: Path) -> Report:
         [*(str(spec.path) for spec in specs[:2]), gone.file],
         checked.findings,
         checked.suppressed,
-        2,
         [gone],
     )

@@ -22,8 +22,6 @@ BASE, FLEET = EXAMPLES / "base.yaml", EXAMPLES / "fleet.yaml"
 BREACHES = [
     (BASE, ["algorithm.updates_per_step=16"],
      "whole-groups", "algorithm.updates_per_step", "error"),
-    (BASE, ["algorithm={prompts_per_step: 6, updates_per_step: 4}"],
-     "whole-groups", "algorithm.updates_per_step", "warning"),
     (BASE, ["algorithm={surrogate: cispo, ratio: sequence, clip: {delta: null}}"],
      "cispo", "algorithm.ratio", "error"),
     (BASE, ["algorithm={updates_per_step: 1, old_logprobs: recompute}"],
@@ -32,23 +30,20 @@ BREACHES = [
      "learning-rate", "optimizer.lr", "warning"),
     (FLEET, ["optimizer.lr=5e-8", "learner.lora={}"], "learning-rate", "optimizer.lr", "warning"),
     (FLEET, ["optimizer.lr=5e-9"], "learning-rate", "optimizer.lr", "warning"),
+    (FLEET, ["optimizer.kind=sgd"], "learning-rate", "optimizer.lr", "warning"),
+    (FLEET, ["optimizer={kind: sgd, lr: 20.0}"], "learning-rate", "optimizer.lr", "warning"),
+    (BASE, ["optimizer.schedule=wsd"], "optimizer-fields", "optimizer.schedule", "error"),
+    (BASE, ["optimizer.final_lr=1e-5"], "optimizer-fields", "optimizer.final_lr", "error"),
     (BASE, ["optimizer.betas=[1.0, 0.95]"], "adam-betas", "optimizer.betas", "error"),
     (BASE, ["algorithm.filters.zero_variance=false", "reward.length=null"],
      "std-without-filter", "algorithm.filters.zero_variance", "warning"),
     (BASE, ["data.think_prefill=true"], "think-prefill", "data.think_prefill", "warning"),
     (BASE, ["reward.length.form=null"], "target-length", "reward.length", "error"),
-    (BASE, ["reward.length.targets=[]"], "target-length", "reward.length", "error"),
     (BASE, ["data.sources.words.dataset=null"], "source-fields", "data.sources.words", "error"),
-    (BASE, ["data.sources.words.kind=parquet"], "source-fields", "data.sources.words", "error"),
-    (BASE, ["data.sources.words.kind=hf_dataset"], "source-fields", "data.sources.words", "error"),
     (BASE, ["data.sources.words={kind: jsonl, uri: gone.jsonl}"],
-     "source-files", "data.sources.words.uri", "warning"),
-    (BASE, ["data.sources.words={kind: hf_dataset, uri: '.'}"],
      "source-files", "data.sources.words.uri", "warning"),
     (BASE, ["data.sources.words={kind: jsonl, uri: 'https://example.org/a', params: {split: a}}"],
      "source-columns", "data.sources.words.params.split", "error"),
-    (BASE, ["data.sources.words={kind: gsm8k, uri: 'https://example.org/a', params: {prompt: q}}"],
-     "source-columns", "data.sources.words.params.prompt", "error"),
     (BASE, ["data.sources.words={kind: jsonl, uri: 'https://example.org/a'}",
             "data.sources.words.solve_rate={field: rate, min: 0.5, max: 0.4}"],
      "solve-rate", "data.sources.words.solve_rate.min", "error"),
@@ -56,20 +51,15 @@ BREACHES = [
      "topology-form", "samplers.pool.hardware.topology", "error"),
     (FLEET, ["learner={hardware: {topology: 2x8x4}}"],
      "tpu-topology", "learner.hardware.topology", "error"),
-    (FLEET, ["learner={hardware: {topology: 8x4x4}, mesh: {fsdp: 32}, packing: {rows: 32}}"],
-     "tpu-topology", "learner.hardware.topology", "error"),
     (FLEET, ["learner.mesh={slices: 2, slice_axis: fsdp}"], "mesh-fits", "learner.mesh", "error"),
     (BASE, ["learner={mesh: {fsdp: 1, context: 2}, packing: {tokens: 129}}"],
      "context-divides", "learner.packing.tokens", "error"),
-    (BASE, ["learner={mesh: {fsdp: 1, context: 2}, packing: {tokens: 130}}"],
-     "context-divides", "learner.packing.tokens", "warning"),
     (BASE, ["learner={hardware: {count: 3}, mesh: {fsdp: 3}, packing: {rows: 3}}",
             "algorithm={prompts_per_step: 6}"],
      "sharded-widths", "learner.mesh.fsdp", "warning"),
     (FLEET, ["learner.attention=cudnn"], "attention-kernel", "learner.attention", "error"),
     (BASE, ["model.shape={hidden_size: 44}"],
      "shape-heads", "model.shape.hidden_size", "error"),
-    (BASE, ["model.shape={head_dim: 5}"], "shape-heads", "model.shape.head_dim", "error"),
     (BASE, ["model.shape.num_hidden_layers=5000"], "model-config", "model.shape", "error"),
     (FLEET, ["model.max_context=131072"], "model-positions", "model.max_context", "error"),
     (FLEET, [f"model.tokenizer={{hf: meta-llama/Llama-3.1-8B, revision: {COMMIT}}}"],
@@ -78,8 +68,6 @@ BREACHES = [
      "neutral-sampling", "samplers.pool.sampling.top_k", "warning"),
     (BASE, ["samplers.pool.hardware.count=2"],
      "pool-devices", "samplers.pool.parallel.tensor", "warning"),
-    (FLEET, ["samplers.pool={hardware: {kind: h200-141g, count: null}, parallel: {tensor: 2}}"],
-     "pool-devices", "samplers.pool.parallel.tensor", "error"),
     (FLEET, ["learner.hardware.kind=tpu-v7x"],
      "unknown-hardware", "learner.hardware.kind", "warning"),
     (FLEET, ["learner.hardware.memory=6GB"], "train-state-fits", "learner.mesh", "error"),
@@ -93,6 +81,9 @@ SILENT = [
     (BASE, ["algorithm={updates_per_step: 1, importance: {cap: 2.0}}"]),
     # Adapters want ten times the rate.
     (FLEET, ["optimizer.lr=1e-4", "learner.lora={}"]),
+    # With sgd all weights share one clipped step.
+    (FLEET, ["optimizer={kind: sgd, lr: 1.0}"]),
+    (BASE, ["optimizer={schedule: wsd, decay_updates: 40, final_lr: 5e-5}"]),
     # Adapters start at zero: no rounding floor.
     (FLEET, ["optimizer.lr=1e-5", "learner={lora: {}, master_dtype: bfloat16}"]),
     (FLEET, ["optimizer.lr=3e-5", "learner.master_dtype=bfloat16"]),
@@ -160,18 +151,6 @@ def local_model(folder: Path, **files: object) -> Path:
     )
 
 
-def test_an_end_token_outside_the_vocabulary(tmp_path: Path) -> None:
-    spec = local_model(tmp_path, tokenizer_config={"eos_token": "<end>", "chat_template": ""})
-    [found] = find(spec)
-    assert (found.code, found.path) == ("end-token", "model.hf")
-    assert "'<end>' is not in the vocabulary" in found.message
-
-
-def test_an_end_token_may_be_one_of_several(tmp_path: Path) -> None:
-    several = {"eos_token_id": [0, 1]}
-    assert find(local_model(tmp_path, generation_config=several)) == []
-
-
 def test_added_tokens_count(tmp_path: Path) -> None:
     tokenizer = json.loads((EXAMPLES / "models" / "small" / "tokenizer.json").read_text())
     tokenizer["added_tokens"] = [{"id": 8, "content": "<new>"}]
@@ -196,9 +175,3 @@ def test_a_config_that_is_none_is_one_finding(tmp_path: Path, text: str) -> None
     write(tmp_path / "model" / "config.json", text)
     [found] = find(spec)
     assert (found.code, found.path) == ("model-config", "model.hf")
-
-
-def test_a_name_that_is_no_path_is_no_crash(tmp_path: Path) -> None:
-    spec = local_model(tmp_path)
-    codes = {found.code for found in find(spec, "model.hf=" + "a" * 5000)}
-    assert "model-config" in codes

@@ -8,7 +8,6 @@ import pytest
 
 from runspec.core.spec.findings import format_finding
 from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.lock_file import Lock, Pin, write_lock
 from runspec.lint.check import check_spec
 from runspec.lint.secrets import secret_kind
 from tests.runspec.core.spec.spec_files import write
@@ -26,26 +25,19 @@ BREACHES = [
     # relays
     (BASE, ["broadcast.relays=[{name: eu, upstream: [eu]}]"],
      "relay-cycle", "broadcast.relays.eu.upstream", "error"),
-    (BASE, ["broadcast.relays=[{name: a, upstream: [origin, b]}, {name: b, upstream: [c]}, "
-            "{name: c, upstream: [a]}]"],
-     "relay-cycle", "broadcast.relays.a.upstream", "error"),
     (BASE, ["broadcast.relays=[{name: a, upstream: [origin, none, nor]}]"],
      "relay-upstream", "broadcast.relays.a.upstream", "error"),
     (BASE, ["broadcast.relays=[{name: eu}]", "samplers.pool.relays=[eu, eu]"],
      "pool-relays", "samplers.pool.relays", "error"),
-    (BASE, ["samplers.pool.relays=[origin]"], "pool-relays", "samplers.pool.relays", "error"),
     (BASE, ["broadcast.relays=[{name: origin}]"],
      "reserved-names", "broadcast.relays.origin", "error"),
     # security
     (FLEET, ["broadcast.origin.url=http://203.0.113.7:8000"],
      "plain-http", "broadcast.origin.url", "error"),
-    (FLEET, ["broadcast.origin.url=HTTP://ORIGIN.example.org"],
-     "plain-http", "broadcast.origin.url", "error"),
     (BASE, ["samplers.pool={trust: untrusted}", "placement.roles=[validators]"],
      "unsigned-weights", "identity.root_public_key", "error"),
     (BASE, ["broadcast.relays=[{name: eu, url: 'https://me:hunter2@relay.example.org'}]"],
      "inline-secret", "broadcast.relays.eu.url", "error"),
-    (BASE, ["checkpoints.dir=/mnt/hf_" + 34 * "x"], "inline-secret", "checkpoints.dir", "error"),
     # verification
     (FLEET, ["samplers.pool.trust=trusted",
              "reward.code={kind: code, sandboxed: false}", "reward.math=null"],
@@ -57,8 +49,6 @@ BREACHES = [
      "uncalibrated-precision", "samplers.pool.dtype", "error"),
     (FLEET, [THRESHOLDS % (0.3, 0.1, 1e-3)],
      "thresholds-order", "verify.thresholds.bfloat16.gap", "error"),
-    (FLEET, [THRESHOLDS % (0.1, 0.3, 0.2)],
-     "thresholds-order", "verify.thresholds.bfloat16.gap_mean", "error"),
     (FLEET, ["samplers.pool={quantization: fp8, dtype: float32, hardware: {memory: 1000GB}}",
              "verify.prefill_share=0.0", "samplers.pool.trust=trusted"],
      "quantized-pool", "samplers.pool.dtype", "error"),
@@ -69,40 +59,23 @@ BREACHES = [
      "validator-capacity", "verify.validators", "error"),
     # reproducibility
     (FLEET, ["model.revision=null"], "unpinned-revision", "model.revision", "error"),
-    (FLEET, ["model.revision=v1.0"], "unpinned-revision", "model.revision", "error"),
-    (FLEET, ["model.tokenizer={hf: some/tokenizer}"],
-     "unpinned-revision", "model.tokenizer.revision", "error"),
-    (FLEET, ["data.sources.problems={uri: 'hf://datasets/some/data'}"],
-     "unpinned-revision", "data.sources.problems.revision", "error"),
     (BASE, ["model={hf: ../models/small}"], "one-model", "model", "error"),
-    (BASE, ["model.revision=" + COMMIT], "one-model", "model.revision", "error"),
     # placement
     (BASE, ["placement.devices={pool: [0]}"], "unknown-role", "placement.devices.pool", "error"),
-    (BASE, ["placement.roles=[learner]"], "unknown-role", "placement.roles", "error"),
     (BASE, [f"samplers.relay-eu={{hardware: {{kind: cpu}}, {ROOM}}}",
             "broadcast.relays=[{name: eu}]"],
      "role-clash", "samplers.relay-eu", "error"),
-    (BASE, [f"samplers.validators={{hardware: {{kind: cpu}}, {ROOM}}}"],
-     "reserved-names", "samplers.validators", "error"),
     (BASE, ["placement.devices={learner: [1], pool-0: [0, 1]}"],
      "shared-device", "placement.devices.pool-0", "warning"),
     (FLEET, ["learner={hosts: 16}", "storage.shared=true", "placement.devices={learner-3: [0]}"],
      "too-few-devices", "placement.devices.learner-3", "error"),
-    (FLEET, ["placement.devices={pool-0: [0, 1, 1, 1]}"],
-     "too-few-devices", "placement.devices.pool-0", "error"),
     (FLEET, ["learner={hosts: 2}", "checkpoints.dir=/mnt/local"],
      "local-storage", "storage.shared", "error"),
     (BASE, ["broadcast.origin.url=http://127.0.0.1:99999"],
      "server-url", "broadcast.origin.url", "error"),
-    (BASE, ["broadcast.origin.url=ftp://127.0.0.1"],
-     "server-url", "broadcast.origin.url", "error"),
-    (BASE, ["broadcast.origin.url='http://a b'"], "server-url", "broadcast.origin.url", "error"),
     (BASE, ["broadcast.relays=[{name: a, url: 'http://localhost:9000'}, "
             "{name: b, url: 'http://127.0.0.1:9000/'}]"],
      "port-clash", "broadcast.relays.b.url", "error"),
-    (BASE, ["learner.hosts=2", "placement.base_port=8000", "broadcast.relays=[{name: a}]",
-            "broadcast.origin.url=http://127.0.0.1:8003"],
-     "port-clash", "placement.base_port", "error"),
     (BASE, ["verify.hardware={kind: l4, count: 1, price_per_hour: 0.8}", "budget.max_hours=null"],
      "no-budget", "budget", "error"),
 ]  # fmt: skip
@@ -205,18 +178,6 @@ def test_the_slowest_declared_link_decides() -> None:
     assert find(FLEET, *slow, "broadcast.format=delta") == []
 
 
-def test_deltas_are_not_suggested_to_a_link_that_carries_none() -> None:
-    # given a link over which even 1 % of a version takes 22 hours
-    [found] = find(FLEET, "samplers.pool={tokens_per_s: 100000, download: 100kbit/s}")
-    assert (found.code, found.path) == ("broadcast-time", "samplers.pool.download")
-    assert "delta" not in found.suggestion
-    # nor where a run sends them already
-    delta = ["samplers.pool={tokens_per_s: 100000, download: 100kbit/s}", "broadcast.format=delta"]
-    [found] = find(FLEET, *delta)
-    assert found.numbers["version_bytes"] == pytest.approx(986e6, rel=0.01)
-    assert "delta" not in found.suggestion
-
-
 def test_a_delta_that_every_update_fills_gains_nothing() -> None:
     # given a bf16 run at rates from the reference's to what moves every weight by half a step of it
     shares = []
@@ -255,16 +216,6 @@ def test_what_is_suggested_is_enough() -> None:
     [dear] = find(FLEET, *fleet, "budget.max_cost=10000")
     assert dear.suggestion == "it pays 172 steps"
     assert find(FLEET, *fleet, "budget.max_cost=10000", "steps=172") == []
-
-
-def test_filtered_groups_are_checked_too() -> None:
-    # given samplers that wait for the learner, and validators that just suffice
-    just = ["samplers.pool.tokens_per_s=100000", "verify={validators: 4, tokens_per_s: 9000}"]
-    assert find(FLEET, *just) == []
-    # when every other group is filtered, so that twice as many are sampled in the same time
-    [found] = find(FLEET, *just, "estimate.filtered_share=0.5")
-    # then they do not
-    assert found.code == "validator-capacity"
 
 
 def test_a_secret_is_not_shown(tmp_path: Path) -> None:
@@ -306,41 +257,6 @@ def test_a_secret_is_not_shown(tmp_path: Path) -> None:
 )
 def test_what_looks_like_a_secret(text: str, key: str, kind: str) -> None:
     assert secret_kind(text, key) == kind
-
-
-@pytest.mark.parametrize("piece", ["sk-", "a.", "eyJ-", "eyJaaaaaaaa.", "a://", "a://b:", "BEGIN "])
-def test_no_text_makes_the_search_slow(piece: str) -> None:
-    secret_kind(piece * (100_000 // len(piece)), "token")  # the test's deadline is the assertion
-
-
-def test_a_lock_pins_what_it_names(tmp_path: Path) -> None:
-    spec = write(tmp_path / "spec.yaml", f"extends: [{FLEET}]\nmodel: {{revision: main}}\n")
-    pin = Pin(source="Qwen/QwQ-32B", commit=COMMIT)
-    write_lock(Lock(version="runspec-lock/v1", pins={"model": pin}), spec)
-
-    assert find(spec) == []
-    # of another model than the spec's
-    assert "unpinned-revision" in {f.code for f in find(spec, "model.hf=Qwen/QwQ-32B-Preview")}
-    # without a commit, as of files that were found on the machine alone
-    write_lock(
-        Lock(version="runspec-lock/v1", pins={"model": pin.model_copy(update={"commit": None})}),
-        spec,
-    )
-    assert [f.code for f in find(spec)] == ["unpinned-revision"]
-
-
-def test_a_directory_beside_the_spec_is_no_repository(tmp_path: Path) -> None:
-    spec = write(
-        tmp_path / "spec.yaml", f"extends: [{FLEET}]\nmodel: {{hf: tuned, revision: null}}"
-    )
-    assert [f.code for f in find(spec)] == ["unknown-model", "unpinned-revision"]
-    (tmp_path / "tuned").mkdir()
-    assert find(spec) == []
-
-
-def test_a_spec_without_a_seed_has_a_code_of_its_own(tmp_path: Path) -> None:
-    [found] = find(write(tmp_path / "spec.yaml", f"extends: [{BASE}]\nseed: null\n"))
-    assert (found.code, found.path) == ("no-seed", "seed")
 
 
 def test_a_secret_in_the_place_of_a_name_is_quoted_by_no_rule() -> None:

@@ -73,19 +73,6 @@ def test_what_is_not_to_be_believed_is_an_error_at_the_profile(
     assert finding.suggestion
 
 
-def test_a_profile_without_a_pinned_root_is_an_error(tmp_path: Path) -> None:
-    path = spec_with(tmp_path, document(made_profile()))
-    (finding,) = findings(path, "identity.root_public_key=null")
-    assert "root_public_key is null" in finding.message
-
-
-def test_a_profile_without_its_file_is_an_error(tmp_path: Path) -> None:
-    path = spec_with(tmp_path, document(made_profile()))
-    (path.parent / "profiles" / "measured.json").unlink()
-    (finding,) = findings(path)
-    assert "No such file" in finding.message
-
-
 @pytest.mark.parametrize(
     ("profile", "severity", "words"),
     [
@@ -106,12 +93,6 @@ def test_a_profile_of_another_pool_or_model(
     (finding,) = findings(spec_with(tmp_path, document(profile)))
     assert (finding.code, finding.severity) == ("calibration-profile", severity)
     assert words in finding.message
-
-
-def test_two_profiles_of_one_pool_are_an_error(tmp_path: Path) -> None:
-    more = "    - {name: again, file: profiles/measured.json}\n"
-    (finding,) = findings(spec_with(tmp_path, document(made_profile()), more))
-    assert "covers pool pool, as measured does" in finding.message
 
 
 def test_a_profile_satisfies_the_rule_on_uncalibrated_precisions(tmp_path: Path) -> None:

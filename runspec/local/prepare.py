@@ -1,0 +1,114 @@
+"""Makes a run ready to start: asks what this machine lacks, then completes the run directory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.core.spec.resolved import dump_resolved, load_resolved
+from runspec.core.spec.run_files import initial_model
+from runspec.core.spec.schema import RunSpec
+from runspec.local.children import end_leftovers
+from runspec.local.endpoints import (
+    Endpoints,
+    load_endpoints,
+    plan_endpoints,
+    port_is_free,
+    save_endpoints,
+)
+from runspec.local.identity import make_identity
+from runspec.local.live import record_applied
+from runspec.local.machine import Machine, find_files, this_machine
+from runspec.local.planning import refuse_stale
+from runspec.local.preflight import Missing, look, missing
+from runspec.local.prepared import PreparedRun
+from runspec.local.rollback import complete_rollback
+from runspec.local.run_dir import hold, refuse_another_run
+from runspec.local.starting_model import link_model
+from runspec.local.state import RunState
+from runspec.plan.changes import difference
+from runspec.plan.saved import Seen
+
+
+class NotReady(UserError):
+    """The machine lacks things that the run needs."""
+
+    def __init__(self, spec: RunSpec, lacking: Sequence[Missing]) -> None:
+        self.name, self.lacking = spec.name, list(lacking)
+        listed = "\n".join(f"  {item.path}: {item.thing}" for item in lacking)
+        super().__init__(f"{spec.name} cannot start on this machine:\n{listed}")
+
+
+@contextmanager
+def prepare_run(spec: RunSpec, run_dir: Path, *, seen: Seen | None = None) -> Iterator[PreparedRun]:
+    """Makes or opens a run's directory and holds it, with all that its roles are started from.
+
+    Roles that a killed supervisor left behind are ended first.
+
+    Args:
+        spec: what the run is to be.
+        run_dir: its directory.
+        seen: the state that a saved plan was made from; None where nothing was planned.
+
+    Raises:
+        StalePlan: the run's state is another than the plan has seen.
+        NotReady: this machine cannot start it; nothing was made.
+        RunLocked: it is alive elsewhere.
+        UserError: a port is taken, a key is damaged, or the directory is another spec's.
+    """
+    if not (run_dir / SPEC_FILE).exists():
+        # Asked before the first file is made: a run that cannot start leaves nothing behind.
+        require_ready(spec, run_dir)
+        _plan(spec, run_dir)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"the run's directory cannot be made: {error.strerror}",
+            place=str(run_dir),
+            remedy="mend the permissions, or say another --runs-dir",
+        ) from error
+    with hold(run_dir) as lock:
+        complete_rollback(run_dir)
+        with closing(RunState(run_dir)) as state:
+            known = (run_dir / SPEC_FILE).exists()
+            before = load_resolved(run_dir) if known else None
+            refuse_stale(seen, run_dir)
+            changes = difference(before, spec)
+            if before is not None:
+                refuse_another_run(changes, run_dir)
+                require_ready(spec, run_dir)
+            end_leftovers(state.roles())
+            machine, identity = this_machine(), make_identity(run_dir, spec)
+            endpoints = _plan(spec, run_dir)
+            save_endpoints(run_dir, endpoints)
+            _link_starting_model(spec, run_dir, machine)
+            write_atomic(run_dir / SPEC_FILE, dump_resolved(spec))
+            record_applied(state, spec, changes)
+        yield PreparedRun(spec, run_dir, endpoints, identity, machine, lock)
+
+
+def require_ready(spec: RunSpec, run_dir: Path) -> None:
+    """Raises NotReady, listing everything that this machine lacks for a run."""
+    lacking = missing(spec, run_dir, look())
+    if lacking:
+        raise NotReady(spec, lacking)
+
+
+def _plan(spec: RunSpec, run_dir: Path) -> Endpoints:
+    return plan_endpoints(spec, load_endpoints(run_dir), port_is_free, random.Random())
+
+
+def _link_starting_model(spec: RunSpec, run_dir: Path, machine: Machine) -> None:
+    """Version 0 of a run that starts from a model on this machine; a warm start makes its own."""
+    initial = initial_model(run_dir)
+    if spec.warm_start is not None or (initial / "config.json").exists():
+        return
+    found = find_files(spec.model, machine.env)
+    assert found.model is not None, "the preflight sees to it"
+    link_model(initial, found.model, found.tokenizer)

@@ -1,0 +1,139 @@
+"""One table of limits, and one object that counts what they limit. It knows no HTTP.
+
+A limit has a scope (each key, each address, all clients together) and a kind of request. `RATES`
+limits requests a second, `AT_ONCE` what goes on at the same time. Unregistered keys cost nothing to
+make, so their requests count by address, and for all addresses together. Registered workers count
+by key and are under no limit of all, so a flood of strangers does not keep them out.
+
+A rate is kept as one number, the time at which the bucket is full again (the generic cell rate
+algorithm, ITU-T I.371). A full bucket is forgotten, so only names that asked lately use memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+MAX_BUCKETS = 100_000
+"""Names remembered in each scope; beyond them a new name is refused."""
+_DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Rate:
+    """`per_s` requests a second in the long run, and `burst` at once."""
+
+    per_s: float
+    burst: int
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a limit counts: requests of a kind by one key, one address, or all."""
+
+    scope: str
+    """key, address or all."""
+    kind: str
+    of: str = ""
+    """The key or the address."""
+
+
+RATES = {
+    ("key", "lease"): Rate(20.0, 100),
+    ("key", "submission"): Rate(20.0, 100),
+    ("key", "heartbeat"): Rate(1.0, 10),
+    ("key", "release"): Rate(1.0, 10),
+    ("key", "registration"): Rate(1.0, 10),
+    ("address", "registration"): Rate(0.2, 64),
+    ("all", "registration"): Rate(10.0, 1000),
+    ("address", "new key"): Rate(256 / _DAY_S, 256),
+    ("address", "stranger"): Rate(5.0, 50),
+    ("all", "stranger"): Rate(100.0, 1000),
+    ("address", "public"): Rate(50.0, 500),
+    ("all", "public"): Rate(200.0, 2000),
+    ("address", "unbelieved"): Rate(20.0, 200),
+    ("all", "log line"): Rate(1.0, 200),
+}
+"""By scope and kind. "key" holds for registered workers, each kind of request apart. "registration"
+by address: keys that are new. "new key": keys that were registered without an invite. "stranger":
+other signed requests of unregistered keys. "public": requests without a signature. "unbelieved":
+wrong signatures; a limit of all would keep out honest callers. "log line": lines of one logger that
+anybody can cause, about 60 MB a day at most."""
+
+AT_ONCE = {
+    ("key", "poll"): 4,
+    ("address", "newcomer poll"): 64,
+    ("all", "newcomer poll"): 256,
+    ("address", "invited poll"): 64,
+    ("all", "invited poll"): 256,
+    ("address", "download"): 32,
+    ("all", "download"): 256,
+}
+"""By scope and kind. "poll": requests for a lease that wait. An event wakes all of them, so those
+of keys without accepted work are limited together, invited keys apart from the others. "download":
+files and large answers that are being sent."""
+
+
+class Limiter:
+    """Counts requests against `RATES` and `AT_ONCE`.
+
+    Args:
+        max_buckets: names remembered in each scope.
+    """
+
+    def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
+        self._max = max_buckets
+        self._full_at: dict[str, dict[Name, float]] = {"key": {}, "address": {}, "all": {}}
+        """By scope, so that many addresses do not crowd out keys."""
+        self._at_once: Counter[Name] = Counter()
+
+    def __len__(self) -> int:
+        """Names that are remembered."""
+        return sum(map(len, self._full_at.values())) + len(self._at_once)
+
+    def wait_s(self, *names: Name, now: float) -> float:
+        """Return the seconds until one more request may come; 0.0: now.
+
+        Args:
+            names: what the request counts for.
+            now: seconds on a clock that never goes back.
+        """
+        return max(self._wait_s(name, now) for name in names)
+
+    def take(self, *names: Name, now: float) -> float:
+        """Count a request for all names, if each of them allows it.
+
+        Returns:
+            0.0 when it is counted; else the seconds until it may come, and nothing is counted.
+        """
+        wait_s = self.wait_s(*names, now=now)
+        if wait_s == 0.0:
+            for name in names:
+                buckets, rate = self._full_at[name.scope], RATES[name.scope, name.kind]
+                buckets[name] = max(buckets.get(name, now), now) + 1.0 / rate.per_s
+        return wait_s
+
+    @contextmanager
+    def at_once(self, *names: Name) -> Iterator[bool]:
+        """Count something for all names within the block; yields whether each of them allows it."""
+        self._at_once.update(names)
+        try:
+            yield all(self._at_once[name] <= AT_ONCE[name.scope, name.kind] for name in names)
+        finally:
+            for name in names:
+                self._at_once[name] -= 1
+                if not self._at_once[name]:
+                    del self._at_once[name]
+
+    def _wait_s(self, name: Name, now: float) -> float:
+        buckets, rate = self._full_at[name.scope], RATES[name.scope, name.kind]
+        if name not in buckets and len(buckets) >= self._max:
+            buckets = {n: at for n, at in buckets.items() if at > now}
+            self._full_at[name.scope] = buckets
+            if len(buckets) >= self._max:
+                return min(buckets.values()) - now
+        ahead_s = max(buckets.get(name, now), now) + 1.0 / rate.per_s - now
+        longest_s = rate.burst / rate.per_s
+        return ahead_s - longest_s if ahead_s > longest_s * (1.0 + 1e-9) else 0.0
