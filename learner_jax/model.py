@@ -131,12 +131,21 @@ def init_params(config: ModelConfig, key: Array) -> dict[str, Any]:
 
 def draw(abstract: Any, key: Array) -> Any:
     """Draws the arrays of a tree of `Parameter`."""
-    leaves, tree = jax.tree.flatten(abstract)
+    paths, tree = jax.tree.flatten_with_path(abstract)
+    # By name, whatever module of a layer holds it: values outlive a change of modules.
+    order = sorted(range(len(paths)), key=lambda number: _draw_order(paths[number][0]))
+    leaves = [paths[number][1] for number in order]
     # One draw, cut up: a draw for each leaf takes ten times as long to compile.
     ends = np.cumsum([leaf.size for leaf in leaves]).tolist()
     parts = jnp.split(jax.random.normal(key, (ends[-1],)), ends[:-1])
-    drawn = [
-        leaf.initial.mean + leaf.initial.std * part.reshape(leaf.shape)
-        for leaf, part in zip(leaves, parts, strict=True)
-    ]
-    return jax.tree.unflatten(tree, drawn)
+    drawn = {
+        number: leaf.initial.mean + leaf.initial.std * part.reshape(leaf.shape)
+        for number, leaf, part in zip(order, leaves, parts, strict=True)
+    }
+    return jax.tree.unflatten(tree, [drawn[number] for number in range(len(paths))])
+
+
+def _draw_order(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Sorts by the tree's part, the parameter's module, and a weight before its bias."""
+    names = [entry.key for entry in path]
+    return names[0], names[-2:-1], names[-1] == "bias", names[-1]
