@@ -10,9 +10,9 @@ and the direction d by `optimizer.kind`, mu being `momentum`:
     adamw   m = beta1 m + (1 - beta1) g',  v = beta2 v + (1 - beta2) g'^2     (arXiv 1711.05101)
             d = m^ / (sqrt(v^) + eps),  m^ = m / (1 - beta1^(n + 1)), v^ likewise
     sgd     m = g' + mu m,  d = g' + mu m                                     (Nesterov)
-    muon    m = mu m + (1 - mu) g',  u = (mu m^ + (1 - mu) g'^), m^ and g'^ as adamw's m^, of each
-            layer's matrix [a, b];  d = 0.2 sqrt(max(a, b)) O(u), O five Newton-Schulz steps
-            towards the nearest orthogonal matrix; all else as adamw          (arXiv 2502.16982)
+    muon    of each layer's matrix [a, b], all else as adamw                  (arXiv 2502.16982)
+            m = mu m + (1 - mu) g',  u = mu m / (1 - mu^(n + 2)) + (1 - mu) g' / (1 - mu^(n + 1))
+            d = 0.2 sqrt(max(a, b)) O(u),  O five steps of Newton and Schulz towards orthogonality
 
 The learning rate is part of the weight decay, and every parameter decays, norms and biases too.
 theta is rounded to the type of the masters. In bfloat16 neighbours lie 2^-8 to 2^-7 of their size
