@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.load import LeafReader
-from bridge.weight_map import LeafPath
+from bridge.weight_map import Path as LeafPath
 from runspec.core.models.config import ModelConfig
 
 
