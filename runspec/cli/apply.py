@@ -19,17 +19,15 @@ from runspec.cli.status import show_link
 from runspec.cli.view import watching
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.schema import RunSpec
-from runspec.local.apply import is_finished, supervise
+from runspec.local.apply import supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
 from runspec.local.live import CHANGE, ask, change_request
-from runspec.local.planning import refuse_stale, seen_now
+from runspec.local.planning import RunPlan, make_plan, refuse_stale, seen_now
 from runspec.local.prepare import NotReady, prepare_run, require_ready
-from runspec.local.run_dir import EXIT_LOCKED, RunLocked, run_directory
+from runspec.local.run_dir import EXIT_LOCKED, RunLocked, refuse_another_run, run_directory
 from runspec.local.text import duration, number
-from runspec.plan.changes import LIVE, difference
-from runspec.plan.saved import BadPlan, SavedPlan, Seen, read_plan
+from runspec.plan.changes import LIVE
+from runspec.plan.saved import BadPlan, SavedPlan, read_plan
 
 EXIT_FAILED = 1
 LAPTOP = "laptop"
@@ -37,44 +35,45 @@ LAPTOP = "laptop"
 
 def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
     """Starts, changes or continues the run; returns the exit code."""
-    plan = saved_plan(files)
-    spec, seen = (plan.spec, plan.seen) if plan else (sound_spec(files), None)
-    run_dir = run_directory(spec, runs_dir)
+    saved = saved_plan(files)
+    spec, approved = (saved.spec, saved.seen) if saved else (sound_spec(files), None)
+    plan = make_plan(spec, run_directory(spec, runs_dir), approved)
     try:
-        return go_on(spec, run_dir, detach=detach, seen=seen)
+        return carry_out(plan, detach=detach)
     except NotReady as error:
-        _show_missing(error, None if plan else files)
+        _show_missing(error, None if saved else files)
         return EXIT_FAILED
 
 
-def go_on(spec: RunSpec, run_dir: Path, *, detach: bool, seen: Seen | None = None) -> int:
+def carry_out(plan: RunPlan, *, detach: bool) -> int:
     """Starts or continues a run, or changes it while it is alive; returns the exit code.
 
     Args:
-        spec: what the run is to be.
-        run_dir: its directory.
+        plan: what the run is to be.
         detach: leaves the supervisor in the background.
-        seen: the state that a saved plan was made from; None where nothing was planned.
 
     Raises:
         NotReady: this machine cannot start it.
     """
-    refuse_stale(seen, run_dir)
-    if is_finished(spec, run_dir):
+    refuse_stale(plan)
+    spec, run_dir = plan.spec, plan.run_dir
+    if not plan.new:
+        refuse_another_run(plan.changes, run_dir)
+    if plan.finished:
         print(f"{spec.name} is finished: all {spec.steps} steps are trained.")
-        for change in difference(load_resolved(run_dir), spec):
+        for change in plan.changes:
             print(f"not applied, for nothing is left to do: {change}")
         show_result(run_dir)
         return 0
     try:
-        with prepare_run(spec, run_dir, seen=seen) as run:
+        with prepare_run(plan) as run:
             show_link(run_dir, spec)
             if detach:
                 return start_in_background(run)
             with StopSignals() as requests, watching(spec.name, spec.steps) as view:
                 outcome = supervise(run, view, requests)
     except RunLocked as error:
-        return _change_live(spec, run_dir, seen, error)
+        return _change_live(plan, error)
     show_result(run_dir)
     if outcome.kind == "finished":
         return 0
@@ -104,12 +103,11 @@ def saved_plan(files: SpecFiles) -> SavedPlan | None:
     return plan
 
 
-def _change_live(spec: RunSpec, run_dir: Path, seen: Seen | None, held: RunLocked) -> int:
+def _change_live(plan: RunPlan, held: RunLocked) -> int:
     """Hands changes to the supervisor of a run that is alive; returns the exit code."""
-    refuse_stale(seen, run_dir)
-    now = seen_now(run_dir)
+    run_dir = plan.run_dir
     # Where nothing is there yet, someone else is just making it.
-    changes = [] if now.spec_digest is None else difference(load_resolved(run_dir), spec)
+    changes = [] if plan.new else plan.changes
     stopping = [change for change in changes if change.change_class not in LIVE]
     if not changes or stopping:
         print(f"error: {held}", file=sys.stderr)
@@ -118,12 +116,12 @@ def _change_live(spec: RunSpec, run_dir: Path, seen: Seen | None, held: RunLocke
             remedy = f"`runspec pause {run_dir}`, then apply again"
             print(f"These changes need it stopped:\n{listed}\n  remedy: {remedy}", file=sys.stderr)
         return EXIT_LOCKED
-    require_ready(spec, run_dir)
+    require_ready(plan)
     for change in changes:
         print(f"{change.change_class:<8} {change}")
-    payload = change_request(spec, now.serial)
+    payload = change_request(plan.spec, plan.seen.serial)
     answer = ask(run_dir, CHANGE, payload, say=lambda text: print(f"The supervisor {text}"))
-    print(f"{spec.name}: {answer} (serial {seen_now(run_dir).serial})")
+    print(f"{plan.spec.name}: {answer} (serial {seen_now(run_dir).serial})")
     return 0
 
 

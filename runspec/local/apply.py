@@ -8,10 +8,8 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL, EXIT_USER_ERROR
-from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.core.spec.resolved import load_resolved, spec_digest
+from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.run_files import initial_model
-from runspec.core.spec.schema import RunSpec
 from runspec.local import budget
 from runspec.local.children import last_lines
 from runspec.local.conclude import conclude
@@ -20,10 +18,8 @@ from runspec.local.live import LiveRun
 from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec, role_specs, warm_start_role
 from runspec.local.progress import RunProgress, StageProgress
-from runspec.local.run_dir import refuse_another_run
 from runspec.local.state import RunState
 from runspec.local.supervisor import Progress, Session, Supervisor, Watcher, describe_exit
-from runspec.plan.changes import difference
 
 LOG_LINES = 20
 
@@ -34,20 +30,6 @@ class RunFailed(UserError):
     def __init__(self, thing: str, *, place: str, remedy: str, exit_code: int) -> None:
         super().__init__(thing, place=place, remedy=remedy)
         self.exit_code = exit_code
-
-
-def is_finished(spec: RunSpec, run_dir: Path) -> bool:
-    """Whether this run has been trained to its last step already.
-
-    Raises:
-        UserError: the directory is another spec's.
-    """
-    if not (run_dir / SPEC_FILE).exists():
-        return False
-    refuse_another_run(difference(load_resolved(run_dir), spec), run_dir)
-    with closing(RunState(run_dir)) as state:
-        row = state.run()
-    return row is not None and row.state == "finished" and row.steps >= spec.steps
 
 
 def supervise(run: PreparedRun, watcher: Watcher, stop_requests: Callable[[], int]) -> Outcome:

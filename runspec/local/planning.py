@@ -40,29 +40,46 @@ class RunPlan:
     """Its supervisor, in words; None for a run that is not alive."""
     lacking: Sequence[Missing]
     """What this machine has not, that the spec needs."""
+    approved: Seen | None = None
+    """The state that a person has seen in a saved plan; None where nothing was saved."""
+    finished: bool = False
+    """Whether all the steps of the spec are trained."""
 
     @property
     def new(self) -> bool:
         return self.seen.spec_digest is None
 
 
-def make_plan(spec: RunSpec, run_dir: Path) -> RunPlan:
+def make_plan(spec: RunSpec, run_dir: Path, approved: Seen | None = None) -> RunPlan:
     """Compares a spec with the run in a directory, which need not be there.
+
+    Args:
+        spec: what the run is to be.
+        run_dir: its directory.
+        approved: the state that a saved plan was made from; None where nothing was saved.
 
     Raises:
         UserError: the run's spec or state cannot be read.
     """
-    lacking = missing(spec, run_dir, look())
-    if not (run_dir / SPEC_FILE).exists():
-        return RunPlan(spec, run_dir, Seen(0, None), difference(None, spec), "new", None, lacking)
-    held_by, old = holder(run_dir), load_resolved(run_dir)
+    lacking, seen = missing(spec, run_dir, look()), seen_now(run_dir)
+    if seen.spec_digest is None:
+        changes = difference(None, spec)
+        return RunPlan(spec, run_dir, seen, changes, "new", None, lacking, approved)
+    held_by, changes = holder(run_dir), difference(load_resolved(run_dir), spec)
     with closing(RunState(run_dir)) as state:
         row = state.run()
     word = row.state if row else "starting"
+    finished = row is not None and word == "finished" and row.steps >= spec.steps
     if held_by is None and word in ("starting", "running"):
         word = "interrupted"
-    seen, changes = seen_now(run_dir), difference(old, spec)
-    return RunPlan(spec, run_dir, seen, changes, word, held_by, lacking)
+    return RunPlan(spec, run_dir, seen, changes, word, held_by, lacking, approved, finished)
+
+
+def current(plan: RunPlan) -> RunPlan:
+    """The plan, or a new one where the run has changed since."""
+    if seen_now(plan.run_dir) == plan.seen:
+        return plan
+    return make_plan(plan.spec, plan.run_dir, plan.approved)
 
 
 def seen_now(run_dir: Path) -> Seen:
@@ -73,20 +90,14 @@ def seen_now(run_dir: Path) -> Seen:
         return Seen(state.serial(), spec_digest(load_resolved(run_dir)))
 
 
-def refuse_stale(seen: Seen | None, run_dir: Path) -> None:
-    """Raises StalePlan, saying what was changed since, where a plan has seen another state.
-
-    Args:
-        seen: by the plan; None where there is none.
-        run_dir: of the run.
-    """
-    now = seen_now(run_dir)
-    if seen is None or seen == now:
+def refuse_stale(plan: RunPlan) -> None:
+    """Raises StalePlan, saying what was changed since, where another state was approved."""
+    if plan.approved is None or plan.approved == plan.seen:
         return
     raise StalePlan(
-        f"the plan is stale: it saw {_words(seen)}, now there is {_words(now)}"
-        + "".join(_since(seen, run_dir)),
-        place=str(run_dir),
+        f"the plan is stale: it saw {_words(plan.approved)}, now there is {_words(plan.seen)}"
+        + "".join(_since(plan.approved, plan.run_dir)),
+        place=str(plan.run_dir),
         remedy="plan again, and look at the new plan",
     )
 

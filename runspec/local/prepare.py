@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.core.spec.resolved import dump_resolved, load_resolved
+from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.run_files import initial_model
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import end_leftovers
@@ -24,46 +24,42 @@ from runspec.local.endpoints import (
 from runspec.local.identity import make_identity
 from runspec.local.live import record_applied
 from runspec.local.machine import Machine, find_files, this_machine
-from runspec.local.planning import refuse_stale
-from runspec.local.preflight import Missing, look, missing
+from runspec.local.planning import RunPlan, current, refuse_stale
 from runspec.local.prepared import PreparedRun
 from runspec.local.rollback import complete_rollback
 from runspec.local.run_dir import hold, refuse_another_run
 from runspec.local.starting_model import link_model
 from runspec.local.state import RunState
-from runspec.plan.changes import difference
-from runspec.plan.saved import Seen
 
 
 class NotReady(UserError):
     """The machine lacks things that the run needs."""
 
-    def __init__(self, spec: RunSpec, lacking: Sequence[Missing]) -> None:
-        self.name, self.lacking = spec.name, list(lacking)
-        listed = "\n".join(f"  {item.path}: {item.thing}" for item in lacking)
-        super().__init__(f"{spec.name} cannot start on this machine:\n{listed}")
+    def __init__(self, plan: RunPlan) -> None:
+        self.name, self.lacking = plan.spec.name, plan.lacking
+        listed = "\n".join(f"  {item.path}: {item.thing}" for item in plan.lacking)
+        super().__init__(f"{self.name} cannot start on this machine:\n{listed}")
 
 
 @contextmanager
-def prepare_run(spec: RunSpec, run_dir: Path, *, seen: Seen | None = None) -> Iterator[PreparedRun]:
+def prepare_run(plan: RunPlan) -> Iterator[PreparedRun]:
     """Makes or opens a run's directory and holds it, with all that its roles are started from.
 
     Roles that a killed supervisor left behind are ended first.
 
     Args:
-        spec: what the run is to be.
-        run_dir: its directory.
-        seen: the state that a saved plan was made from; None where nothing was planned.
+        plan: what the run is to be, and what that changes.
 
     Raises:
-        StalePlan: the run's state is another than the plan has seen.
+        StalePlan: the run's state is another than was approved.
         NotReady: this machine cannot start it; nothing was made.
         RunLocked: it is alive elsewhere.
         UserError: a port is taken, a key is damaged, or the directory is another spec's.
     """
-    if not (run_dir / SPEC_FILE).exists():
+    spec, run_dir = plan.spec, plan.run_dir
+    if plan.new:
         # Asked before the first file is made: a run that cannot start leaves nothing behind.
-        require_ready(spec, run_dir)
+        require_ready(plan)
         _plan(spec, run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -75,29 +71,26 @@ def prepare_run(spec: RunSpec, run_dir: Path, *, seen: Seen | None = None) -> It
         ) from error
     with hold(run_dir) as lock:
         complete_rollback(run_dir)
+        plan = current(plan)
+        refuse_stale(plan)
+        if not plan.new:
+            refuse_another_run(plan.changes, run_dir)
+        require_ready(plan)
         with closing(RunState(run_dir)) as state:
-            known = (run_dir / SPEC_FILE).exists()
-            before = load_resolved(run_dir) if known else None
-            refuse_stale(seen, run_dir)
-            changes = difference(before, spec)
-            if before is not None:
-                refuse_another_run(changes, run_dir)
-                require_ready(spec, run_dir)
             end_leftovers(state.roles())
             machine, identity = this_machine(), make_identity(run_dir, spec)
             endpoints = _plan(spec, run_dir)
             save_endpoints(run_dir, endpoints)
             _link_starting_model(spec, run_dir, machine)
             write_atomic(run_dir / SPEC_FILE, dump_resolved(spec))
-            record_applied(state, spec, changes)
+            record_applied(state, spec, plan.changes)
         yield PreparedRun(spec, run_dir, endpoints, identity, machine, lock)
 
 
-def require_ready(spec: RunSpec, run_dir: Path) -> None:
+def require_ready(plan: RunPlan) -> None:
     """Raises NotReady, listing everything that this machine lacks for a run."""
-    lacking = missing(spec, run_dir, look())
-    if lacking:
-        raise NotReady(spec, lacking)
+    if plan.lacking:
+        raise NotReady(plan)
 
 
 def _plan(spec: RunSpec, run_dir: Path) -> Endpoints:

@@ -1,4 +1,4 @@
-"""A run to look at."""
+"""Runs to look at."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ROOT
+from tests.runspec.local.fake_run import drive_roles, prepared, small_spec, usual_roles
+from tests.runspec.local.test_supervise import Watch
 from tests.waiting import DEADLINE_S, eventually
 
 
@@ -22,3 +24,12 @@ def alive(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     process.terminate()
     process.wait(DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run `small` of five steps."""
+    runs_dir = tmp_path_factory.mktemp("runs")
+    with prepared(small_spec(), runs_dir) as run:
+        drive_roles(run, usual_roles(run), Watch())
+    return runs_dir

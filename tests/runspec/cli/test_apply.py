@@ -5,25 +5,13 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-import pytest
-
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.local.fake_run import drive_roles, prepared, small_spec, usual_roles
-from tests.runspec.local.test_supervise import Watch
+from tests.runspec.local.fake_run import prepared, small_spec
 
 
 def apply(runs_dir: Path, *arguments: str):
     return runspec("apply", TARGET_SHORT, "--profile", "laptop", "--runs-dir", runs_dir, *arguments)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run `small` of five steps."""
-    runs_dir = tmp_path_factory.mktemp("runs")
-    with prepared(small_spec(), runs_dir) as run:
-        drive_roles(run, usual_roles(run), Watch())
-    return runs_dir
 
 
 def test_a_full_run_on_a_laptop_says_in_one_screen_what_is_missing(tmp_path: Path) -> None:

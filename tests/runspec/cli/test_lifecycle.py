@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -26,9 +24,7 @@ from runspec.core.spec.resolved import dump_resolved
 from runspec.local.prepare import NotReady
 from runspec.local.run_dir import RunLocked
 from runspec.local.state import RunState
-from tests.harness import ROOT
 from tests.runspec.local.fake_run import prepared, small_spec
-from tests.waiting import DEADLINE_S
 
 
 def test_a_run_is_waited_for_described_and_paused(
@@ -66,15 +62,6 @@ def test_a_run_is_waited_for_described_and_paused(
     assert wait_command("small", "Paused", "1s", alive) == 0
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run `small` of three steps that is finished."""
-    runs_dir = tmp_path_factory.mktemp("runs")
-    command = [sys.executable, "-m", "tests.runspec.local.fake_run", str(runs_dir), "3"]
-    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=DEADLINE_S, check=True)
-    return runs_dir
-
-
 def test_a_finished_run_says_so_to_everyone(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,11 +69,11 @@ def test_a_finished_run_says_so_to_everyone(
     # whoever waits for what cannot come any more is told at once
     assert wait_command("small", "Ready", "10m", finished) == 1
     assert "the run is finished" in capsys.readouterr().err
-    assert wait_command("small", "step=4", "10m", finished) == 1
-    assert "the run has 3 steps" in capsys.readouterr().err
+    assert wait_command("small", "step=6", "10m", finished) == 1
+    assert "the run has 5 steps" in capsys.readouterr().err
     # and whoever would go on or stop it
     assert resume_command("small", False, finished) == 0
-    assert "is finished: all 3 steps" in capsys.readouterr().out
+    assert "is finished: all 5 steps" in capsys.readouterr().out
     assert pause_command("small", finished) == 0
     assert "not alive: finished" in capsys.readouterr().out
 

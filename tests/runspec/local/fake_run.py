@@ -16,6 +16,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
 from runspec.local.apply import drive
 from runspec.local.fleet import Outcome
+from runspec.local.planning import make_plan
 from runspec.local.prepare import prepare_run
 from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec
@@ -37,7 +38,7 @@ def small_spec(name: str = "small", steps: int = 5, *overrides: str) -> RunSpec:
 def prepared(
     spec: RunSpec, runs_dir: Path, *, seen: Seen | None = None
 ) -> AbstractContextManager[PreparedRun]:
-    return prepare_run(spec, run_directory(spec, runs_dir), seen=seen)
+    return prepare_run(make_plan(spec, run_directory(spec, runs_dir), seen))
 
 
 def role(behaviour: str, run_dir: Path, *arguments: str, name: str | None = None) -> RoleSpec:

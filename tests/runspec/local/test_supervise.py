@@ -20,8 +20,9 @@ from runspec.cli.status import read_status
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
 from runspec.local import children
-from runspec.local.apply import RunFailed, is_finished, supervise
+from runspec.local.apply import RunFailed, supervise
 from runspec.local.children import birth
+from runspec.local.planning import make_plan
 from runspec.local.run_dir import RunLocked, holder
 from runspec.local.state import RunState
 from runspec.local.supervisor import RoleView
@@ -200,7 +201,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert outcome.kind == "interrupted"
     before = steps_trained(run.directory)
     assert 3 <= len(before) < 20
-    assert not is_finished(run.spec, run.directory)
+    assert not make_plan(run.spec, run.directory).finished
     # when it is opened again
     with prepared(small_spec(steps=20), tmp_path) as again:
         outcome = drive_roles(again, usual_roles(again), Watch())
@@ -208,8 +209,10 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert outcome.kind == "finished"
     assert steps_trained(run.directory) == list(range(20))
     assert again.endpoints == run.endpoints
-    assert is_finished(run.spec, run.directory)
-    assert not is_finished(small_spec(steps=25), run.directory), "more steps may be asked for"
+    assert make_plan(run.spec, run.directory).finished
+    assert not make_plan(small_spec(steps=25), run.directory).finished, (
+        "more steps may be asked for"
+    )
 
 
 def test_a_second_request_kills_what_will_not_end(tmp_path: Path) -> None:
