@@ -55,7 +55,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class Services:
-    """What the endpoints call, by who calls it."""
+    """The services behind the endpoints."""
 
     leasing: Leasing
     """For workers."""
@@ -300,7 +300,7 @@ class Api:
         return web.json_response({})
 
     async def _order(self, request: web.Request) -> dict[str, Any]:
-        """What the operator wants of which key, and why."""
+        """Return the body of an operator's request: key and reason."""
         caller = self._authentication.caller(request)
         self._operator.must_be_operator(caller.key)
         return await self._json(request, caller, {"key", "reason"})
@@ -312,7 +312,7 @@ class Api:
         fields: set[str],
         optional: AbstractSet[str] = frozenset(),
     ) -> dict[str, Any]:
-        """The body of a request, with exactly these fields but for the optional ones."""
+        """Return the body of a JSON request, which must have these fields, and may the optional."""
         data = await _read(request)
         if digest_bytes(data) != caller.body_digest:
             raise Unauthorised("the body is not the one that was signed")
