@@ -112,13 +112,10 @@ async def test_files_are_there_after_the_next_start_if_their_row_is(
         before, after = ("open", "submitted") if what == "submission" else ("submitted", "accepted")
         assert services.lease.status == (after if committed else before)
         files = services.files
-        submission, judged = (
-            (files.submission, files.submission_envelope),
-            (*(files.verdict, files.verdict_envelope),),
-        )
+        submission = [files.submission, files.submission_envelope]
+        changed = submission if what == "submission" else [files.verdict, files.verdict_envelope]
         if what == "verdict":
             assert all(file.exists() for file in submission)
-        changed = submission if what == "submission" else judged
         assert [file.exists() for file in changed] == [committed] * 2
         if what == "submission" and not committed:  # it is taken in when it is brought again
             await services.submit()
