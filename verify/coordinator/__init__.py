@@ -1,6 +1,7 @@
-"""The coordinator: leases work, takes submissions and verdicts in, closes each step once.
+"""The coordinator: leases work, receives submissions and verdicts, closes each step once.
 
-`events` are the facts, `state` what follows from them, `filling` the decisions (all three pure);
-`verify.ledger` keeps the facts. `journal` makes them true; `leasing` and `judging` are the desks of
-workers and validators, `closing` the clock; `server` and `run` are the rim that does IO.
+`events` are the facts, `state` follows from them, `filling` decides (all three are pure).
+`verify.ledger` stores the facts and `journal` records them. `leasing` serves workers, `judging`
+serves validators, `closing` acts when time passes. `server` and `run` do the IO, and `edge` defends
+against floods.
 """

@@ -13,20 +13,20 @@ NO_VERSION = -1
 DEAD_AFTER_S = 30.0
 """Three heartbeats missed."""
 _LEAST_INTERVAL_S = 5.0
-"""Half of a heartbeat's. Rates over less, as when a load is told at once, would be noise."""
+"""Half of the time between heartbeats; a rate over less would be noise."""
 _MAX_FIELDS, _MAX_TEXT, _MAX_NUMBER = 16, 120, 10**15
 _MAX_BYTES = 1024
-"""As the status says it."""
+"""Size of a map in the status."""
 Scalars = dict[str, str | float | int | None]
 
 
 @dataclass
 class Peer:
-    """A worker or validator as its own process reports it."""
+    """A worker or validator, as its own process reports it."""
 
     last_seen: float
     info: Scalars = field(default_factory=dict)
-    """What it said when it registered."""
+    """What the peer sent when it registered."""
     state: Scalars = field(default_factory=dict)
     """The last heartbeat."""
     busy_fraction: float | None = None
@@ -46,7 +46,7 @@ class Peer:
         if state.get("version") == NO_VERSION or began_again:
             self._since = self.busy_fraction = self.tokens_per_s = None
         if state.get("version") == NO_VERSION:
-            return  # its engine starts: a rate over that would say nothing of how it samples
+            return  # its engine starts: this time does not count in its rates
         if self._since is None:
             self._since = (now, busy_s, tokens)
             return
@@ -67,12 +67,12 @@ class Activity:
         self.peers.setdefault(key, Peer(now)).last_seen = now
 
     def registered(self, key: str, info: Scalars, now: float) -> None:
-        """Takes note of what a worker says about itself."""
+        """Records what a worker reports about itself."""
         self.seen(key, now)
         self.peers[key].info = info
 
     def heartbeat(self, key: str, state: Mapping[str, Any], now: float) -> None:
-        """Takes note of a heartbeat.
+        """Records a heartbeat.
 
         Raises:
             ValueError: not a small map of scalars.
@@ -96,7 +96,7 @@ class Peers:
 
 
 def scalars(state: Mapping[str, Any]) -> Scalars:
-    """What a peer sent, checked.
+    """Check a map that a peer sent, and return a copy.
 
     Raises:
         ValueError: not a small map of scalars.

@@ -1,8 +1,8 @@
-"""Failed attempts at submissions, kept beside the ledger: a file for each suspect.
+"""Failed attempts to judge submissions, stored beside the ledger: one file for each suspect.
 
-They are no events: an attempt may count later or never, and what comes of it is the ledger's (a
-verdict, or `SubmissionSetAside`). But a file that kills validators must not have three more with
-each restart of the coordinator. Each change is one file, written whole or not at all.
+They are no events, because an attempt may count later or never; its result is an event (a verdict,
+or `SubmissionSetAside`). They outlive a restart, so that a file that kills validators does not get
+three more of them each time. A change writes one file, as a whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runspec.core.hashing import is_digest
 from verify.coordinator.claims import Failure
 
 FOLDER = "attempts"
-"""Of the run directory."""
+"""Folder in the run directory."""
 _SUFFIX = ".json"
 _MAX_BYTES = 64 * 1024
 _CODEC: TypeAdapter[tuple[Failure, ...]] = TypeAdapter(tuple[Failure, ...])
@@ -27,9 +27,9 @@ _log = logging.getLogger(__name__)
 
 
 class AttemptFiles:
-    """The memory of a run's claims.
+    """Stores the failed attempts of a run.
 
-    A disk that cannot be written costs what it would have kept, which is said, and nothing else.
+    If the disk is full, the change is lost and a warning is logged; the coordinator keeps running.
 
     Args:
         run_dir: the run's.
@@ -39,7 +39,7 @@ class AttemptFiles:
         self._folder = run_dir / FOLDER
 
     def load(self) -> dict[str, tuple[Failure, ...]]:
-        """What is kept, by submission; a damaged file is removed, and said."""
+        """Return the stored attempts by submission. A damaged file is removed, with a warning."""
         remove_leftovers(self._folder)
         found = {}
         for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
@@ -53,7 +53,7 @@ class AttemptFiles:
         return found
 
     def keep(self, submission: str, failures: Sequence[Failure]) -> None:
-        """Replaces what is kept of a submission."""
+        """Replaces the stored attempts of a submission."""
         try:
             write_atomic(self._path(submission), _CODEC.dump_json(tuple(failures)))
         except (OSError, UserError) as error:

@@ -1,4 +1,4 @@
-"""Which validator works on which submission: a queue that a dying validator takes nothing from.
+"""Which validator works on which submission. A validator that dies loses no submission.
 
 An attempt that ends without a verdict has failed: the validator's process no longer knows of the
 claim (it died), its time ran out (it hangs), or the validator says that its own check broke. The
@@ -29,19 +29,18 @@ from verify.coordinator.events import FailedAttempt
 from verify.stages import DEADLINES_S
 
 CLAIM_TIMEOUT_S = 300.0
-"""A claim without a verdict, whose validator has not been heard of for this long, is offered to the
-next that asks."""
+"""A claim is offered to the next validator if its own was silent for this long."""
 LONGEST_CLAIM_S = sum(DEADLINES_S.values())
-"""And one whose validator says that it lives, after what it lets itself be at one batch."""
+"""A claim is offered to the next validator after this time, even if its own sends heartbeats."""
 ATTEMPTS = 3
-"""One beside others, whose fault it may have been, and two alone."""
+"""The first is beside other submissions, which may be at fault; the second and third are alone."""
 ASKED_LATELY_S = 60.0
 """For how long a validator that asked for work is expected to ask again."""
 SUSPECT_WAIT_S = 120.0
-"""Since its last attempt, while there are others."""
+"""Seconds a suspect waits after its last attempt, while there are other submissions."""
 _MAX_REASON = 300
 _MAX_FAILURES = 16
-"""That are remembered of one submission, the last: a validator that fails at everything goes on."""
+"""The last failures of one submission that are remembered."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Claim:
     validator: str
     until: float
     end: float
-    """Beyond which nothing prolongs it."""
+    """Time beyond which nothing extends it."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,10 @@ class Failure:
 
 
 class Memory(Protocol):
-    """Where failed attempts outlive the process."""
+    """Storage of failed attempts that outlives the process."""
 
     def keep(self, submission: str, failures: Sequence[Failure]) -> None:
-        """Replaces what is kept of a submission."""
+        """Replaces the stored attempts of a submission."""
         ...
 
     def forget(self, submission: str) -> None: ...
@@ -82,7 +81,7 @@ class Claims:
         self._asked: dict[str, float] = {}
         """When each validator last asked for work."""
         self._proving: dict[str, str] = {}
-        """By validator, what it judges once more, to show that it works."""
+        """For each validator, the submission that it judges again to show that it works."""
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -103,7 +102,7 @@ class Claims:
         return len(self._failures)
 
     def keep(self, validator: str, holding: Collection[str], now: float) -> None:
-        """Frees what the validator's key has claimed and its process no longer knows of."""
+        """Frees claims of the validator's key that its process no longer holds."""
         if self._proving.get(validator) not in holding:
             self._proving.pop(validator, None)
         for submission in self._held_by(validator):
@@ -111,7 +110,7 @@ class Claims:
                 self.fail(validator, submission, "the validator's process ended", now)
 
     def prolong(self, validator: str, now: float) -> None:
-        """The validator says that it lives: a long prefill is no reason to have it done twice."""
+        """Extends the claims of a validator that sent a heartbeat, as in a long prefill."""
         for submission in self._held_by(validator):
             claim = self._claims[submission]
             until = max(claim.until, min(now + self._timeout_s, claim.end))
@@ -167,7 +166,7 @@ class Claims:
         return chosen
 
     def settle(self, validator: str, submission: str) -> None:
-        """The submission is judged. Its validator works: what it failed at before counts."""
+        """Records a verdict. Its validator works, so its earlier failures count."""
         self._claims.pop(submission, None)
         self._forget(submission)
         self._proving.pop(validator, None)
@@ -180,7 +179,7 @@ class Claims:
                 self._remember(other, counted)
 
     def hopeless(self) -> dict[str, tuple[FailedAttempt, ...]]:
-        """What is to be set aside, with all its failed attempts."""
+        """Return the submissions to set aside, each with its failed attempts."""
         return {
             submission: tuple(failure.attempt for failure in failures)
             for submission, failures in self._failures.items()
@@ -188,7 +187,7 @@ class Claims:
         }
 
     def forget(self, submission: str) -> None:
-        """It was set aside."""
+        """Forgets a submission that was set aside."""
         self._claims.pop(submission, None)
         self._forget(submission)
 

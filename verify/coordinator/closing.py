@@ -1,4 +1,4 @@
-"""The clock of the run: new versions, leases that expire, steps that close or stall."""
+"""What happens when time passes: new versions, leases that expire, steps that close or stall."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from verify.ledger import NotNow
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
-"""Between two tries to write what could not be written."""
+"""Seconds between two tries to write to a full disk or a locked database."""
 _JUMP_S = 60.0
-"""By which the clock that people see may move against a steady one, between two looks."""
+"""Seconds by which the wall clock may move against a steady clock between two looks."""
 
 
 class Closing:
@@ -55,7 +55,7 @@ class Closing:
         self._unwritten: tuple[Path, bytes] | None = None
 
     def published(self, latest: Latest) -> None:
-        """Takes note of what the publisher's latest.json says.
+        """Records what the publisher's latest.json names.
 
         Raises:
             RunStopped: it names a version that cannot exist yet by this ledger.
@@ -118,7 +118,7 @@ class Closing:
             self._close_step(decision, now)
 
     def _notice_jump(self, now: float) -> None:
-        """While the machine slept nobody could work, nor in time by which its clock was set."""
+        """Restarts the deadlines if the machine slept or its clock was set."""
         ahead = now - self._steady()
         if abs(ahead - self._ahead) > _JUMP_S:
             _log.warning("the clock jumped by %.0f s: deadlines begin anew", ahead - self._ahead)

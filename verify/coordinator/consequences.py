@@ -1,6 +1,6 @@
-"""What follows at once from an event: quarantines and bans, which enter the ledger with it.
+"""Quarantines and bans that follow from an event and enter the ledger with it.
 
-They are events of their own, not conclusions that a reader draws: the limits may change between two
+They are events, and no reader of the ledger computes them: the limits may change between two
 versions of this program, and what a worker was told must stay true.
 """
 

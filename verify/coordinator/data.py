@@ -1,7 +1,7 @@
-"""The files of the spec's sources, for volunteers who have no copy: by digest, and no others.
+"""Serves the files of the spec's sources, by digest, to volunteers who have no copy.
 
-What is served is fixed when the coordinator starts: what `source_files` says that the sources read.
-A request names a digest, never a path.
+The files are fixed when the coordinator starts: those that `source_files` names. A request names a
+digest, never a path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 20
 _PIECE_S = 120.0
-"""A reader that takes a piece more slowly is disconnected."""
+"""Seconds for one piece; a slower reader is disconnected."""
 
 
 class SiteService:
@@ -107,7 +107,7 @@ async def send_file(request: web.Request, path: Path) -> web.StreamResponse:
 
 
 async def send_json(request: web.Request, document: bytes) -> web.StreamResponse:
-    """Answers with a document that may be large: of whoever takes it slowly, a piece is held."""
+    """Answers with a document that may be large; a slow reader holds one piece in memory."""
     return await _send(request, io.BytesIO(document), len(document), "application/json")
 
 

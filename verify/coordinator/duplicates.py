@@ -1,13 +1,13 @@
-"""Rollouts that others have handed in before.
+"""Rejects rollouts that another submission contained before.
 
-The coordinator alone sees what every validator judged. Validators put hashes of runs of tokens into
+Only the coordinator sees what every validator judged. Validators put hashes of runs of tokens into
 their verdicts, runs that no two honest rollouts share (`verify.checks.duplicates` has the bound).
-What was accepted and may still train is remembered; a submission that shares a run with it is
-rejected, though its verdict said nothing against it.
+The hashes of accepted rollouts that may still train are remembered. A submission that shares a run
+with one of them is rejected, even if its own verdict accepts it.
 
-The one that is judged first stays. Outputs are seen by coordinator and validators alone, so that
-whoever holds another's before it is judged shares them with its owner; and nobody can be framed by
-a guess, which would have to carry 48 nats of what the other then samples.
+The submission that is judged first stays. Only the coordinator and the validators see outputs, so
+a worker that holds another's output got it from that worker. Nobody can be framed by a guess: it
+would have to contain 48 nats of what the other worker samples later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def repeated_submission(reason: str) -> str | None:
 
 
 def by_coordinator(reason: str) -> bool:
-    """Whether the coordinator alone rejects for that: what no validator sees of one submission."""
+    """Whether only the coordinator rejects for this reason: no validator sees it."""
     return repeated_submission(reason) is not None or is_fault(reason)
 
 
@@ -46,11 +46,11 @@ class Seen:
 
     def __init__(self) -> None:
         self._steps: dict[int, dict[int, str]] = {}
-        """Of each step the submission that each fingerprint was first seen in."""
+        """For each step and fingerprint, the submission that contained it first."""
 
     @classmethod
     def of(cls, run_dir: Path, state: State) -> Seen:
-        """What a coordinator before this one has accepted, from the verdict files that are left."""
+        """Read the fingerprints of accepted submissions from the verdict files, after a restart."""
         seen = cls()
         for record in state.leases.values():
             if record.status != "accepted" or record.submission is None:
@@ -83,6 +83,6 @@ class Seen:
         return ""
 
     def forget(self, oldest: int) -> None:
-        """Lets go of steps below one; nothing of theirs can train any more."""
+        """Forgets steps below `oldest`, which can train no more."""
         for step in [step for step in self._steps if step < oldest]:
             del self._steps[step]

@@ -16,7 +16,7 @@ from verify.gap_noise import GapNoise
 
 @dataclass(frozen=True)
 class CoordinatorStarted:
-    """The process began (again), or its clock jumped, as of a machine that slept. Deadlines do not
+    """The process started, or its clock jumped, as after a sleep of the machine. Deadlines do not
     count the time in which nobody could work."""
 
     at: float
@@ -159,7 +159,7 @@ class SubmissionReceived:
 
 @dataclass(frozen=True)
 class GroupGrade:
-    """What a verdict says of one group; rewards are the validator's, means over its rollouts."""
+    """Grade of one group; rewards are the validator's, means over the rollouts."""
 
     group: int
     outcome: Literal["usable", "filtered", "dropped"]
@@ -190,10 +190,10 @@ class SubmissionJudged:
     groups: tuple[GroupGrade, ...]
     """Empty when rejected."""
     gap_excess: float | None = None
-    """By how much its gaps exceed what a worker's may come to for ever, nats (`gap_history`); None
-    where its validator rejected it, its pool was not calibrated, or nothing was recomputed."""
+    """Excess of its gaps over what a worker's gaps may be in the long run, nats (`gap_history`);
+    None where its validator rejected it, its pool was not calibrated, or nothing was recomputed."""
     gap_noise: GapNoise | None = None
-    """By which that was found: of the profile of that time."""
+    """The noise by which the excess was found, of the profile of that time."""
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,8 @@ class FailedAttempt:
 
 @dataclass(frozen=True)
 class SubmissionSetAside:
-    """Validators that judge others fail at it: it is judged no more. Its groups are dropped, and
-    nobody knows whether its worker or the validators are to blame (`verify.coordinator.claims`)."""
+    """Validators that judge others fail at this submission, so it is judged no more. Its groups are
+    dropped; its worker or the validators may be at fault (`verify.coordinator.claims`)."""
 
     at: float
     lease: str

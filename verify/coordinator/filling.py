@@ -40,12 +40,10 @@ from verify.coordinator.events import TrainedGroup
 from verify.coordinator.state import LeaseRecord, OpenStep, State
 
 IDLE_DEADLINE_S = 900.0
-"""The least that a run waits for its first worker or next version: engines start slowly."""
+"""Least time in seconds that a run waits for its first worker or next version."""
 MAX_OPEN_LEASES = 3
-"""One that fills the engine, one whose last sequences are still being sampled, and one whose
-submission is on its way: with fewer the engine runs dry at the end of each lease. More would only
-tie groups to one worker, and rollouts to versions that are older than they need be. A step has
-never more groups leased than it needs, so that three leases are no more than that either."""
+"""One fills the engine, one has its last sequences sampled, one is being submitted. With fewer, the
+engine idles at the end of each lease. More would tie groups to one worker and to older versions."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class Stalled:
 def decide_lease(
     state: State, key: str, now: float, *, holding: Collection[str] = ()
 ) -> Held | Resume | NonceNeeded | Grant | None:
-    """What to answer a worker that asks for work; None: nothing now.
+    """Decide what to answer a worker that asks for work; None: nothing now.
 
     Args:
         state: of the run.
@@ -180,7 +178,7 @@ def newcomer_room(state: State, number: int, now: float) -> int:
 
 
 def newcomer_groups(state: State, number: int, now: float) -> tuple[int, int]:
-    """Groups of an open step that newcomers hold, and those that they failed to deliver lately."""
+    """Return how many groups of a step newcomers hold, and how many they did not deliver."""
     of_step = state.newcomers.get(number)
     if of_step is None:
         return 0, 0
@@ -273,7 +271,7 @@ def _exhausted(state: State, number: int) -> bool:
 
 
 def waited_for(state: State) -> str:
-    """Whom the next step to close waits for, in words."""
+    """Say whom the next step to close waits for."""
     if state.finished:
         return "nobody: every step is closed"
     number, newest = state.next_close, state.newest
@@ -317,7 +315,7 @@ def _idle_s(state: State) -> float:
 
 
 def _idle(state: State, now: float) -> Stalled | None:
-    """No step is open: the run waits for its publisher or for its first worker."""
+    """Stall if no step was open for too long: the run waits for its publisher or first worker."""
     if now < state.progress + _idle_s(state):
         return None
     return Stalled(

@@ -1,10 +1,10 @@
-"""Whether a worker's gaps, over all that it handed in, are still those of rounding.
+"""Whether rounding explains the gaps of all submissions of a worker together.
 
-Weights a little off, or a temperature, may hide in one submission and not in a hundred. A verdict
-says what the gaps of each rollout come to; the coordinator alone sees what all validators found and
-adds up by how much they exceed what a calibrated pool's may be for ever (`verify.gap_noise`). A
-submission that takes the sum beyond its limit is rejected; what is remembered is the limit, so that
-one that brings it down again is accepted. A sum is of one calibration.
+Slightly different weights, or another temperature, may hide in one submission and not in a hundred.
+A verdict tells the gaps of each rollout. Only the coordinator sees all verdicts, and adds up by how
+much the gaps exceed what they may be in the long run in a calibrated pool (`verify.gap_noise`). A
+submission that takes the sum beyond its limit is rejected. The sum then stays at the limit, so that
+a later submission that lowers it is accepted. A sum belongs to one calibration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class AnotherCalibration(ValueError):
 
 
 def excess_of(rows: Sequence[RolloutVerdict], noise: GapNoise | None) -> float | None:
-    """Of a submission, nats; None where its pool was not calibrated or nothing was recomputed.
+    """Return the excess of a submission, nats; None if not calibrated or not recomputed.
 
     Raises:
         AnotherCalibration: a row was recomputed, and says nothing of its gaps.
@@ -43,7 +43,7 @@ def excess_of(rows: Sequence[RolloutVerdict], noise: GapNoise | None) -> float |
 
 
 def fault(worker: Worker, excess: float | None, noise: GapNoise | None) -> str:
-    """Why a worker's next submission is rejected, accepted as it is by itself; empty where not."""
+    """Return why a submission that is accepted by itself is rejected; empty if it is not."""
     if excess is None or noise is None:
         return ""
     total, limit = _sum(worker, noise) + excess, noise.largest_excess
@@ -56,7 +56,7 @@ def fault(worker: Worker, excess: float | None, noise: GapNoise | None) -> str:
 
 
 def with_gaps(worker: Worker, excess: float | None, noise: GapNoise | None) -> Worker:
-    """The worker after a submission, accepted or not."""
+    """Return the worker after a submission, accepted or not."""
     if excess is None or noise is None:
         return worker
     total = min(max(0.0, _sum(worker, noise) + excess), noise.largest_excess)

@@ -1,4 +1,4 @@
-"""From a verdict's rows to the grades of its groups, and from grades to a batch's statistics."""
+"""Grades of groups from a verdict's rows, and statistics of a batch from grades."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verify.formats.verdict import RolloutVerdict
 
 
 class VerdictMismatch(ValueError):
-    """A verdict file that does not speak of exactly the rollouts of its submission."""
+    """A verdict file whose rows are not exactly the rollouts of its submission."""
 
 
 def grade_groups(

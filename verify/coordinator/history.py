@@ -24,7 +24,7 @@ from verify.coordinator.events import (
 )
 
 RECENT = 1000
-"""Submissions that `recent` percentiles are of."""
+"""Submissions in the `recent` percentiles."""
 BUCKETS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0)
 """Upper ends of the Prometheus buckets, in seconds."""
 _RATE_OVER = 64
@@ -55,23 +55,23 @@ class Durations:
 
 
 class History:
-    """What became of submissions when; `take` is given every event of the ledger, in order."""
+    """Latencies and rates of submissions; `take` receives every event of the ledger, in order."""
 
     def __init__(self) -> None:
         self.to_verdict, self.to_manifest = Durations(), Durations()
         self._bytes: dict[str, int] = {}
-        """Of the submissions without a verdict, by lease."""
+        """Sizes of the submissions without a verdict, by lease."""
         self._untrained: dict[str, float] = {}
-        """By lease, when its submission came, until a manifest names it."""
+        """Arrival of each submission, by lease, until a manifest names it."""
         self._since_batch: list[float] = []
         self._verdicts: deque[float] = deque(maxlen=_RATE_OVER)
         self._opened: dict[int, float] = {}
-        """Of the open steps."""
+        """Opening times of the open steps."""
         self._accepted: deque[tuple[float, int]] = deque()
         """When verdicts accepted how many output tokens, since the oldest open step was opened."""
 
     def take(self, event: Event, remembered: Iterable[str]) -> None:
-        """Takes note of an event.
+        """Records an event.
 
         Args:
             event: the newest.

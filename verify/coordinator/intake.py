@@ -1,4 +1,4 @@
-"""Files from outside, streamed to disk: bounded in size and time, whole or not there at all."""
+"""Receives uploads: streamed to disk, limited in size and time, stored as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runspec.core.files import write_atomic
 
 UPLOAD_TIMEOUT_S = 600.0
 _MAX_WORDS = 500
-"""Characters of a refusal: it is logged, and may repeat what a stranger sent."""
+"""Characters of a refusal, which is logged and may repeat what a stranger sent."""
 _TEMPORARY = ".tmp-"  # what runspec.core.files.remove_leftovers removes
 
 
@@ -87,8 +87,10 @@ def write_small(path: Path, data: bytes) -> None:
 
 
 async def to_the_end(work: Callable[[], None]) -> None:
-    """Does something in a thread, and ends no earlier than it: `asyncio.to_thread` leaves it to
-    itself where the caller goes away, and a file would come after the hand that removes it."""
+    """Run `work` in a thread and return when it has ended, even if the caller is cancelled.
+
+    `asyncio.to_thread` would leave the thread running, and it could write a file after its removal.
+    """
     doing = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.shield(doing)

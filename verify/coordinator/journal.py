@@ -1,4 +1,4 @@
-"""The ledger, the state that follows from it, and whoever waits for a change of it.
+"""The ledger, the state that follows from it, and the waiting for its changes.
 
 A transition is: decide (pure), append to the ledger (synced), replace the state, wake all who
 wait. Everything happens in one event loop, and there is no `await` between a decision and its
@@ -64,13 +64,13 @@ class Journal:
         self._changed = asyncio.Event()
         self._stopping = False
         self._trouble: dict[str, float] = {}
-        """By place, since when it cannot be written."""
+        """Since when each place cannot be written."""
         self.ledger.own()  # first: another's files on their way look like those of a killed process
         self._recover()
         self.record(CoordinatorStarted(self.clock()))
 
     def record(self, event: Event) -> None:
-        """Makes an event true, and what follows from it: durably, and at once for all who wait.
+        """Records an event and its consequences durably, then wakes all who wait.
 
         Raises:
             NotNow: it cannot be written just now; nothing has changed.
@@ -118,7 +118,7 @@ class Journal:
             raise
 
     def put_off(self, error: NotNow) -> None:
-        """Something could not be written, and is to be tried again.
+        """Records that something could not be written and is tried again later.
 
         Raises:
             UserError: that has gone on for longer than `STORAGE_S`.
@@ -131,7 +131,7 @@ class Journal:
             raise UserError(error.thing, place=error.place, remedy=error.remedy) from error
 
     def written(self, place: str) -> None:
-        """What was put off there is done."""
+        """Records that a place can be written again."""
         if self._trouble.pop(place, None) is not None:
             _log.info("%s can be written again", place)
 
@@ -162,7 +162,7 @@ class Journal:
         return step_folder(self.run_dir, step) / batch_format.FILE_NAME
 
     def _recover(self) -> None:
-        """Folds the ledger; it has the last word on what the files must be."""
+        """Folds the ledger and makes the files agree with it."""
         lost: dict[int, str] = {}
         for event in self.ledger.events():
             self.state = apply(self.state, event)
@@ -183,7 +183,7 @@ class Journal:
         self._remove_unknown_files()
 
     def _remove_unknown_files(self) -> None:
-        """Removes what a killed process had received and not yet recorded."""
+        """Removes files that a killed process had received and not yet recorded."""
         # Of older steps the state has forgotten leases, and nothing can be on its way.
         steps = range(max(0, self.state.oldest_remembered), self.state.next_step)
         expected: dict[int, set[Path]] = {step: set() for step in steps}

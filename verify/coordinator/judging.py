@@ -36,7 +36,7 @@ _RECENT_REJECTIONS = 20
 
 
 class Judging:
-    """Every submission that can still train gets one verdict, whatever happens to the validators.
+    """Gives each submission that can still train one verdict, whatever happens to the validators.
 
     Args:
         journal: where events go.
@@ -99,10 +99,10 @@ class Judging:
                 self.claims.give_back(validator, submission)
 
     def submitted(self) -> Sequence[LeaseRecord]:
-        """What waits for a verdict, in lease order.
+        """Return the submissions that wait for a verdict, in lease order.
 
-        Not what no step can train any more: the weights that it takes to judge that, and the files,
-        may be gone, and a validator that waits for them judges nothing else.
+        Submissions that no step can train any more are left out: their weights and files may be
+        gone, and a validator that waits for them judges nothing else.
         """
         return self._journal.state.to_judge
 
@@ -114,7 +114,7 @@ class Judging:
         return self._journal.state.share_of(record.lease.worker)
 
     def _accepted(self) -> LeaseRecord | None:
-        """The newest that was accepted, while its weights and files are there."""
+        """Return the newest accepted submission whose weights and files are there."""
         state = self._journal.state
         for record in reversed(list(state.leases.values())):
             if record.status == "accepted" and state.lag(record) <= state.policy.async_level:
@@ -174,7 +174,7 @@ class Judging:
         self._set_aside()
 
     def _set_aside(self) -> None:
-        """Gives up what validators that judge others fail at."""
+        """Sets aside submissions at which validators fail that judge others."""
         waiting = {record.submission: record for record in self.submitted()}
         for submission, attempts in self.claims.hopeless().items():
             if record := waiting.get(submission):
@@ -243,13 +243,13 @@ class Judging:
     def _against_others(
         self, judged: SubmissionJudged, rows: list[RolloutVerdict]
     ) -> SubmissionJudged:
-        """The same, rejected where a row repeats what was accepted before."""
+        """Reject an accepted submission if a row repeats one that was accepted before."""
         self._seen.forget(self._journal.state.oldest_remembered)
         reason = self._seen.fault(rows) if judged.accepted else ""
         return replace(judged, accepted=False, reason=reason, groups=()) if reason else judged
 
     def _against_its_past(self, record: LeaseRecord, judged: SubmissionJudged) -> SubmissionJudged:
-        """The same, rejected where its worker's submissions together are not honest."""
+        """Reject an accepted submission if its worker's submissions together are not honest."""
         if not judged.accepted:
             return judged
         workers, noise = self._journal.state.workers, judged.gap_noise

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Leasing:
-    """Tells workers what to sample, and believes nothing that they say of it.
+    """Tells workers what to sample and receives their submissions.
 
     Args:
         journal: where events go.
@@ -150,10 +150,10 @@ class Leasing:
         return LeaseGranted(now, lease, lease_digest(document), document.decode())
 
     def release(self, key: str, digests: Collection[str]) -> None:
-        """Takes back leases that their holder will not answer: others may have the groups at once.
+        """Takes back leases that their holder will not answer, so that others may have the groups.
 
-        What is no open lease of the caller's, or is being answered just now, or more than the step
-        takes back (`filling.takes_back`), stays as it is.
+        Other leases stay as they are: not open, not the caller's, being answered just now, or more
+        than the step takes back (`filling.takes_back`).
 
         Args:
             key: the worker's.
@@ -169,10 +169,10 @@ class Leasing:
     async def submit(
         self, envelope: SubmissionEnvelope, signed: bytes, chunks: AsyncIterator[bytes]
     ) -> None:
-        """Takes a submission in; the same bytes again change nothing.
+        """Receives a submission; the same bytes again change nothing.
 
-        Too much waits for a verdict: a refusal that says when to come again, before the body is
-        read; the lease lasts until then.
+        If too much waits for a verdict, a refusal says when to come again before the body is read,
+        and the lease lasts until then.
 
         Args:
             envelope: checked to be signed by the caller.

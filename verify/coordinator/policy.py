@@ -1,4 +1,4 @@
-"""What the spec says of a run, as the state machine needs it."""
+"""The parts of the spec that the state machine needs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Policy:
     groups_per_submission: Mapping[str, int]
     """For each pool."""
     prefill_share: float
-    """Of a new key's submissions."""
+    """Share of a new key's submissions to recompute."""
     prefill_floor: float
-    """What the share falls to with reputation."""
+    """The share with the best reputation."""
     newcomer_groups: int
     """Groups of a step that newcomers may hold together."""
 

@@ -1,4 +1,4 @@
-"""What a worker's history says of it: pure functions of what the ledger counts.
+"""Reputation, quarantine and ban of a worker: pure functions of what the ledger counts.
 
 Reputation is the mean of a Beta posterior: the chance that the next submission is as good as those
 that were recomputed,
@@ -32,13 +32,13 @@ EXACT_CHECKS = frozenset(
     }
 )
 WORKERS_GAPS = "seeded_sampling_worker"
-"""The check of all that a worker handed in (`gap_history`)."""
+"""The check of all submissions of a worker together (`gap_history`)."""
 QUARANTINE_AFTER = 2
 BAN_AFTER = 6
 CLEAR_AFTER = 5
 SILENT_AFTER = 4
-"""Leases withheld with nothing accepted since: more than a machine leaves behind that goes down
-with all that it may hold (`filling.MAX_OPEN_LEASES`)."""
+"""Leases withheld since the last accepted submission: more than a machine that goes down leaves
+behind (`filling.MAX_OPEN_LEASES`)."""
 _PRIOR = 20.0
 _REJECTION = 20.0
 """A rejection weighs as much as all that a new key has to prove."""
@@ -46,7 +46,7 @@ _REJECTION = 20.0
 
 @dataclass(frozen=True)
 class Standing:
-    """What became of a worker's leases."""
+    """Counts of a worker's leases and submissions, and its quarantine."""
 
     accepted: int = 0
     """Submissions."""
@@ -65,7 +65,7 @@ class Standing:
 
     @property
     def newcomer(self) -> bool:
-        """Whether nothing speaks for it: no accepted work yet, reason to doubt it, or silence."""
+        """Whether it has no accepted work, is in quarantine, or withheld `SILENT_AFTER` leases."""
         silent = self.silent >= SILENT_AFTER
         return self.accepted == 0 or self.quarantine is not None or silent
 
@@ -140,7 +140,7 @@ def should_quarantine(standing: Standing, reason: str) -> bool:
 
 
 def should_ban(standing: Standing) -> bool:
-    """Whether a rejection just counted was one too many."""
+    """Whether the strikes, with the last rejection, are a ban."""
     return standing.strikes >= BAN_AFTER
 
 

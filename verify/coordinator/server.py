@@ -55,7 +55,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class Services:
-    """What the endpoints call, by who calls it."""
+    """The services behind the endpoints."""
 
     leasing: Leasing
     """For workers."""
@@ -127,9 +127,9 @@ class Api:
                 web.post("/v1/validator/release", self._release_claims),
                 web.get("/v1/submissions/{digest:[0-9a-f]{64}}", self._download),
                 web.post("/v1/verdicts", self._verdict),
-                web.post("/v1/operator/ban", self._ban),
-                web.post("/v1/operator/unban", self._unban),
-                web.post("/v1/operator/revoke", self._revoke),
+                web.post("/v1/operator/ban", self._ordered(self._operator.ban)),
+                web.post("/v1/operator/unban", self._ordered(self._operator.unban)),
+                web.post("/v1/operator/revoke", self._ordered(self._operator.revoke)),
             ]
         )
         return application
@@ -287,23 +287,16 @@ class Api:
 
     # -- The operator ----------------------------------------------------------------------------
 
-    async def _ban(self, request: web.Request) -> web.StreamResponse:
-        self._operator.ban(await self._order(request))
-        return web.json_response({})
+    def _ordered(self, action: Callable[[dict[str, Any]], None]) -> _Handler:
+        """Let the operator call an action with a key and a reason."""
 
-    async def _unban(self, request: web.Request) -> web.StreamResponse:
-        self._operator.unban(await self._order(request))
-        return web.json_response({})
+        async def answer(request: web.Request) -> web.StreamResponse:
+            caller = self._authentication.caller(request)
+            self._operator.must_be_operator(caller.key)
+            action(await self._json(request, caller, {"key", "reason"}))
+            return web.json_response({})
 
-    async def _revoke(self, request: web.Request) -> web.StreamResponse:
-        self._operator.revoke(await self._order(request))
-        return web.json_response({})
-
-    async def _order(self, request: web.Request) -> dict[str, Any]:
-        """What the operator wants of which key, and why."""
-        caller = self._authentication.caller(request)
-        self._operator.must_be_operator(caller.key)
-        return await self._json(request, caller, {"key", "reason"})
+        return answer
 
     async def _json(
         self,
@@ -312,7 +305,7 @@ class Api:
         fields: set[str],
         optional: AbstractSet[str] = frozenset(),
     ) -> dict[str, Any]:
-        """The body of a request, with exactly these fields but for the optional ones."""
+        """Return the body of a JSON request, which must have these fields, and may the optional."""
         data = await _read(request)
         if digest_bytes(data) != caller.body_digest:
             raise Unauthorised("the body is not the one that was signed")

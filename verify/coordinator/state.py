@@ -1,8 +1,8 @@
-"""What is true of a run: plain frozen data, which `transitions.apply` makes from events.
+"""The state of a run: plain frozen data, which `transitions.apply` makes from events.
 
-What has an entry for each key is a `HashTrieMap`: one with an entry more shares the others, where a
-copied `dict` would make a start with so many keys take the square of the time. An event wakes all
-who wait for a lease; what each of them would look through keys or leases for is counted once.
+Maps with an entry for each key are `HashTrieMap`s: a map with one more entry shares the others,
+while copies of a `dict` would make a start take time quadratic in the keys. An event wakes all who
+wait for a lease, so what each of them needs of all keys or leases is counted once.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Worker:
     """Its credits: output tokens of accepted groups, filtered ones included."""
     standing: Standing = field(default_factory=Standing)
     gap_excess: float = 0.0
-    """Of its submissions together since the sum was last below 0, nats (`gap_history`)."""
+    """Excess of its submissions together since the sum was last below 0, nats (`gap_history`)."""
     gap_noise: GapNoise | None = None
-    """By which; the sum begins anew under another."""
+    """Noise of the calibration that the sum belongs to."""
 
     @property
     def unproven(self) -> bool:
@@ -57,7 +57,7 @@ class Draw:
 class OpenStep:
     opened: float
     since: float
-    """What the deadline counts from: `opened`, or the coordinator's last start."""
+    """Start of the deadline: `opened`, or the coordinator's last start."""
     draws: tuple[Draw, ...]
     leased: int = 0
     """Groups, failed ones included; without those that were given back."""
@@ -84,16 +84,16 @@ class LeaseRecord:
     usable: tuple[int, ...] = ()
     """Groups that may be trained on and have not been."""
     newcomer: bool = False
-    """Whether nothing spoke for its worker when it was granted (`Standing.newcomer`)."""
+    """Whether its worker was a newcomer when it was granted (`Standing.newcomer`)."""
     recomputed: bool = False
-    """Whether its rollouts were accepted after a prefill, and not on the worker's word."""
+    """Whether its rollouts were recomputed before they were accepted."""
     resumed: bool = False
-    """Whether its holder gave it back, and came again for it."""
+    """Whether its holder gave it back and took it up again."""
     deferred: str | None = None
-    """The submission that its holder was told to bring later."""
+    """The submission that its holder was told to send later."""
     deferred_until: float = 0.0
     attempts: tuple[FailedAttempt, ...] = ()
-    """Of validators that came to no verdict, where it was set aside for them."""
+    """Failed attempts for which the submission was set aside."""
 
     @property
     def expires(self) -> float:
@@ -107,14 +107,14 @@ class LeaseRecord:
 
 @dataclass(frozen=True)
 class Tally:
-    """What one batch manifest reports; late work counts where it was decided."""
+    """Counts for one batch manifest; late work counts in the step in which it was decided."""
 
     leased_groups: int = 0
     expired_groups: int = 0
     """Withheld, accepted too late to train within the lag, or struck: not recomputed, of a worker
     that was caught since."""
     set_aside_groups: int = 0
-    """Of submissions at which validators failed."""
+    """Groups of submissions at which validators failed."""
     rejected_submissions: int = 0
     rejected_rollouts: int = 0
     last_rejection: str = ""
@@ -123,12 +123,12 @@ class Tally:
 
 @dataclass
 class NewcomerGroups:
-    """Groups of a step that were leased to newcomers, and not accepted."""
+    """Groups of a step that were leased to newcomers and not accepted."""
 
     held: int = 0
-    """That are still to be decided."""
+    """Groups still to be decided."""
     failed: list[tuple[float, int]] = field(default_factory=list)
-    """Not delivered: until when that counts, and how many."""
+    """Groups not delivered: until when they count, and how many."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,13 @@ class State:
     steps: Mapping[int, OpenStep] = field(default_factory=dict)
     """The open ones, in order."""
     leases: Mapping[str, LeaseRecord] = field(default_factory=dict)
-    """By digest, in lease order; those of steps long closed are forgotten."""
+    """Leases by digest, in lease order; those of steps long closed are forgotten."""
     tallies: Mapping[int, Tally] = field(default_factory=dict)
     next_step: int = 0
     """The next to open."""
     next_close: int = 0
     progress: float = 0.0
-    """When something last happened that lets the run go on: a start, a version, a closing."""
+    """Time of the last start, published version or closed step."""
 
     @property
     def finished(self) -> bool:
@@ -172,8 +172,7 @@ class State:
 
     @cached_property
     def unsettled(self) -> Mapping[str, Sequence[LeaseRecord]]:
-        """By worker, in lease order, the leases that still can or did bring a submission to judge:
-        open, released and submitted ones."""
+        """Open, released and submitted leases by worker, in lease order."""
         found: dict[str, list[LeaseRecord]] = defaultdict(list)
         for record in self.leases.values():
             if record.status in ("open", "released", "submitted"):
@@ -182,7 +181,7 @@ class State:
 
     @cached_property
     def to_judge(self) -> Sequence[LeaseRecord]:
-        """What waits for a verdict, in lease order, and can still train."""
+        """Submitted leases that can still train, in lease order."""
         submitted = (r for r in self.leases.values() if r.status == "submitted")
         return [r for r in submitted if self.lag(r) <= self.policy.async_level]
 
@@ -205,7 +204,7 @@ class State:
 
     @cached_property
     def newcomers(self) -> Mapping[int, NewcomerGroups]:
-        """What newcomers have of each step."""
+        """Groups of newcomers, by step."""
         found: dict[int, NewcomerGroups] = defaultdict(NewcomerGroups)
         for record in self.leases.values():
             if record.newcomer and record.status != "accepted":

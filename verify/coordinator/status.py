@@ -1,4 +1,4 @@
-"""What a coordinator says of itself: JSON for people and commands, Prometheus for monitors."""
+"""The coordinator's status: JSON for people and commands, Prometheus metrics for monitors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from verify.coordinator.state import LeaseRecord, State
 
 
 class Status:
-    """Reads the coordinator's parts; changes none."""
+    """Reports on the coordinator's parts, and changes none of them."""
 
     def __init__(
         self, run: str, journal: Journal, judging: Judging, edge: Edge, peers: Peers
@@ -107,7 +107,7 @@ class Status:
         }
 
     def _leases_of_the_dead(self, state: State, now: float) -> list[dict[str, Any]]:
-        """Open leases that nobody will answer by the look of it, and when others get the groups.
+        """Return open leases of silent workers, and when others get their groups.
 
         A worker that was not heard of since this process began counts as silent since then.
         """
@@ -161,7 +161,7 @@ def _set_aside(record: LeaseRecord) -> dict[str, Any]:
 
 
 def _held_back(state: State, number: int, now: float) -> str:
-    """Why newcomers are leased none of a step that needs groups; empty where they are."""
+    """Say why newcomers are leased none of a step that needs groups; empty if they are."""
     if leasable_groups(state, number) <= 0 or newcomer_room(state, number, now) > 0:
         return ""
     held, failed = newcomer_groups(state, number, now)

@@ -1,4 +1,4 @@
-"""What follows from an event: `apply`, a pure function of the state before it.
+"""The state after an event: `apply`, a pure function of the state before it.
 
 Invariants, which `apply` refuses to break and the property tests look for:
 - A group is trained at most once, and at a step that is at most `async_level` after its version.
@@ -123,7 +123,7 @@ def apply(state: State, event: Event) -> State:
 
 
 def _ban(state: State, event: KeyBanned) -> State:
-    """Its open leases end at once, for it can answer them no more."""
+    """Ban a key; its open leases end at once."""
     _require(event.key not in state.bans, "a key is banned twice")
     state = replace(state, bans=state.bans.insert(event.key, event.reason))
     for record in list(state.leases.values()):
@@ -133,7 +133,7 @@ def _ban(state: State, event: KeyBanned) -> State:
 
 
 def _strike_unproven(state: State, worker: str) -> State:
-    """What was taken on the word of a worker that is now doubted trains no more."""
+    """Strike the groups of a doubted worker that were accepted without being recomputed."""
     for record in list(state.leases.values()):
         if record.lease.worker == worker and not record.recomputed:
             state = _without_usable(state, record)
@@ -189,7 +189,7 @@ def _expire(state: State, event: LeaseExpired) -> State:
 
 
 def _end_lease(state: State, record: LeaseRecord) -> State:
-    """No submission will come: withheld."""
+    """End a lease without a submission: it counts as withheld."""
     state = _with_lease(state, replace(record, status="expired"))
     key = record.lease.worker
     state = _with_standing(state, key, state.workers[key].standing.after_withholding())
@@ -200,8 +200,8 @@ def _end_lease(state: State, record: LeaseRecord) -> State:
 
 
 def _release(state: State, event: LeaseReleased) -> State:
-    """Others may be leased the groups, as if nobody had been: volunteers who come and go must not
-    use up what a step may lease. The lease itself still counts as withheld at its end."""
+    """Take a lease's groups out of the step's count, so that volunteers who come and go do not use
+    up what the step may lease. The lease itself counts as withheld at its end."""
     record = _record(state, event.lease, "open")
     state = _with_leased(state, record, -record.lease.groups)
     return _with_lease(state, replace(record, status="released"))
@@ -227,7 +227,7 @@ def _defer(state: State, event: SubmissionDeferred) -> State:
 
 
 def _with_leased(state: State, record: LeaseRecord, change: int) -> State:
-    """Leases groups again that were given back, or the other way round."""
+    """Change the groups of a step that count as leased."""
     step = state.steps.get(record.lease.step)
     if step is None:
         return state
@@ -275,7 +275,7 @@ def _judge(state: State, event: SubmissionJudged) -> State:
 
 
 def _set_aside(state: State, event: SubmissionSetAside) -> State:
-    """As after a fault of the grader its groups are dropped, and others are leased."""
+    """Drop the groups of a submission, so that others are leased."""
     record = _record(state, event.lease, "submitted")
     _require(record.submission == event.submission, "another submission is set aside")
     _require(len(event.attempts) > 0, "a submission is set aside that nobody failed at")
@@ -310,7 +310,7 @@ def _close(state: State, event: StepClosed) -> State:
 
 
 def _lapse(state: State) -> State:
-    """Gives up the groups that no step still to close may train."""
+    """Strike the groups that no step still to close may train."""
     lapsed = [
         r for r in state.leases.values() if r.usable and state.lag(r) > state.policy.async_level
     ]
@@ -320,7 +320,7 @@ def _lapse(state: State) -> State:
 
 
 def _without_usable(state: State, record: LeaseRecord) -> State:
-    """No step trains what is left of a lease's groups."""
+    """Strike what is left of a lease's groups."""
     if not record.usable:
         return state
     tally = _tally(state, record)

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 _WAIT_S = 10
 _TIMEOUT = aiohttp.ClientTimeout(total=_WAIT_S + 20.0, connect=5.0)
 _LEAST_PERIOD_S = 0.2
-"""Between polls of a server that answers at once and has nothing new (a plain file server)."""
+"""Seconds between polls of a server that answers at once without news (a plain file server)."""
 _LONGEST_PAUSE_S = 2.0
 _REMIND_EVERY_S = 60.0
 
@@ -70,10 +70,10 @@ async def watch_latest(
 async def _ask(
     session: aiohttp.ClientSession, url: str, run: str, roles: Roles, known: int | None
 ) -> Latest | None:
-    """What latest.json says; None where nothing is published yet."""
+    """Fetch latest.json; None if nothing is published yet."""
     query = {} if known is None else {"after": str(known), "wait": str(_WAIT_S)}
     address = f"{url.rstrip('/')}/{run}/latest.json"
-    # A relay sends nobody anywhere else, as in `broadcast`: some places no address can be made of.
+    # Relays do not redirect, as in `broadcast`; some redirects name no valid address.
     async with session.get(address, params=query, allow_redirects=False) as answer:
         if answer.status == 404:
             return None

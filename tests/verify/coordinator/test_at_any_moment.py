@@ -109,8 +109,8 @@ class Coordinator:
                 self.now += self.random.choice([-3600.0, -60.0, 20.0, 40.0])
             case "ban":
                 order = {"key": worker.public_hex, "reason": "by hand"}
-                desk = self.operator
-                (desk.unban if worker.public_hex in self.journal.state.bans else desk.ban)(order)
+                banned = worker.public_hex in self.journal.state.bans
+                (self.operator.unban if banned else self.operator.ban)(order)
             case "break":
                 self.store.how = self.random.choice(HOW)
             case "again":

@@ -144,7 +144,7 @@ TICK_S = 1e-3
 """Seconds between two looks at the clock, where it goes on."""
 
 
-class Desk:
+class Caller:
     """A worker with two open leases, and the services that it calls, with a disk of their own."""
 
     def __init__(self, folder: Path) -> None:
@@ -195,85 +195,85 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    desk = Desk(tmp_path)
-    yield desk
-    desk.journal.close()
+def caller(tmp_path: Path) -> Iterator[Caller]:
+    caller = Caller(tmp_path)
+    yield caller
+    caller.journal.close()
 
 
-def test_a_reserve_of_the_disk_is_kept(desk: Desk):
-    desk.free = 800
+def test_a_reserve_of_the_disk_is_kept(caller: Caller):
+    caller.free = 800
 
-    assert desk.ask(0, 300) is None
-    refusal = desk.ask(0, 301)
+    assert caller.ask(0, 300) is None
+    refusal = caller.ask(0, 301)
     assert refusal is not None and "verify.backlog.disk_reserve is 500" in refusal.words
-    with desk.backlog.reserve(desk.record(0), desk.envelope(0, 200), desk.now):
-        assert desk.ask(1, 101) is not None  # what is being uploaded counts
-    assert desk.backlog.full() is None
-    desk.free = 500
-    assert desk.backlog.full() is not None
+    with caller.backlog.reserve(caller.record(0), caller.envelope(0, 200), caller.now):
+        assert caller.ask(1, 101) is not None  # what is being uploaded counts
+    assert caller.backlog.full() is None
+    caller.free = 500
+    assert caller.backlog.full() is not None
 
 
-def test_when_to_come_again_follows_the_rate_of_verdicts(desk: Desk, monkeypatch: Any):
-    desk.submit(0, 1000)
+def test_when_to_come_again_follows_the_rate_of_verdicts(caller: Caller, monkeypatch: Any):
+    caller.submit(0, 1000)
     found = []
     for rate in (0.1, 0.1, 1e-6):  # the second waits behind the first: itself
-        monkeypatch.setattr(desk.journal.history, "verdicts_per_s", lambda now, rate=rate: rate)
-        found.append(desk.ask(1, 1))
+        monkeypatch.setattr(caller.journal.history, "verdicts_per_s", lambda now, rate=rate: rate)
+        found.append(caller.ask(1, 1))
     assert [each and each.retry_after_s for each in found] == [
         *(10, 20, backlog_module.LONGEST_RETRY_S)
     ]
     # and a worker that does not come is not expected for ever
-    assert desk.backlog.report()["deferred"] == 1
-    desk.now += 2 * backlog_module.LONGEST_RETRY_S
-    assert desk.backlog.report()["deferred"] == 0
+    assert caller.backlog.report()["deferred"] == 1
+    caller.now += 2 * backlog_module.LONGEST_RETRY_S
+    assert caller.backlog.report()["deferred"] == 0
 
 
-def test_a_lease_lasts_while_its_holder_is_told_to_wait_and_not_for_ever(desk: Desk):
-    desk.submit(0, 1000)
-    own_end = desk.record(1).lease.expires
+def test_a_lease_lasts_while_its_holder_is_told_to_wait_and_not_for_ever(caller: Caller):
+    caller.submit(0, 1000)
+    own_end = caller.record(1).lease.expires
 
     # a deferral is recorded only where the lease needs it, and not at every question
-    rows, _ = desk.journal.ledger.head
+    rows, _ = caller.journal.ledger.head
     for _ in range(5):
-        assert desk.ask(1, 1) is not None
-    assert desk.journal.ledger.head[0] == rows + 1
-    assert desk.record(1).expires > own_end
+        assert caller.ask(1, 1) is not None
+    assert caller.journal.ledger.head[0] == rows + 1
+    assert caller.record(1).expires > own_end
 
     # it ends with fill.deadline after the lease's own time at the latest
-    while desk.now < desk.record(1).expires:
-        desk.now += 5.0
-        if desk.now < desk.record(1).expires:
-            assert desk.ask(1, 1) is not None
-    assert desk.record(1).expires == own_end + POLICY.deadline_s
+    while caller.now < caller.record(1).expires:
+        caller.now += 5.0
+        if caller.now < caller.record(1).expires:
+            assert caller.ask(1, 1) is not None
+    assert caller.record(1).expires == own_end + POLICY.deadline_s
 
 
-def test_a_deferral_is_for_one_submission_and_of_an_open_lease(desk: Desk):
-    desk.submit(0, 1000)
-    desk.ask(1, 1)
-    lease, past = desk.record(1).digest, desk.record(1).lease.expires + 1.0
+def test_a_deferral_is_for_one_submission_and_of_an_open_lease(caller: Caller):
+    caller.submit(0, 1000)
+    caller.ask(1, 1)
+    lease, past = caller.record(1).digest, caller.record(1).lease.expires + 1.0
 
     for event in (
         SubmissionDeferred(past, lease, digest("another"), past + 60.0),
         SubmissionDeferred(past, lease, digest("s", lease), past + 6000.0),
         SubmissionDeferred(past, lease, digest("s", lease), past - 1.0),
-        SubmissionDeferred(past, desk.record(0).digest, digest("s", lease), past + 60.0),
+        SubmissionDeferred(past, caller.record(0).digest, digest("s", lease), past + 60.0),
     ):
         with pytest.raises(IllegalTransition):
-            apply(desk.journal.state, event)
-    apply(desk.journal.state, SubmissionDeferred(past, lease, digest("s", lease), past + 90.0))
+            apply(caller.journal.state, event)
+    apply(caller.journal.state, SubmissionDeferred(past, lease, digest("s", lease), past + 90.0))
 
 
 @pytest.mark.parametrize("looks", [0.5, 1.5, 2.5])
 @pytest.mark.parametrize("deferred", [False, True])
 async def test_at_the_end_of_a_lease_a_submission_waits_or_is_too_late(
-    desk: Desk, looks: float, deferred: bool
+    caller: Caller, looks: float, deferred: bool
 ) -> None:
     """By a clock that goes on between two looks at it: no event that cannot follow is recorded."""
-    own_end, desk.tick, desk.free = desk.record(1).expires, TICK_S, 0
+    own_end, caller.tick, caller.free = caller.record(1).expires, TICK_S, 0
     if deferred:  # the lease was extended for another submission
-        desk.now = own_end - 1.0
-        assert (await desk.bring("first")).status == 429
-        assert desk.record(1).expires > own_end
-    desk.now = own_end - looks * TICK_S
-    assert (await desk.bring("second")).status in (409, 429)
+        caller.now = own_end - 1.0
+        assert (await caller.bring("first")).status == 429
+        assert caller.record(1).expires > own_end
+    caller.now = own_end - looks * TICK_S
+    assert (await caller.bring("second")).status in (409, 429)

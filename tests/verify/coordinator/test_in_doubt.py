@@ -41,7 +41,7 @@ from verify.ledger_store import SqliteStore, StoredRow
 TABLE = b"what a worker sampled"
 
 
-class Desks:
+class Services:
     """Both services of a run of one worker with one open lease."""
 
     def __init__(self, folder: Path) -> None:
@@ -93,72 +93,71 @@ class Desks:
 
 
 @pytest.fixture
-def desks(tmp_path: Path) -> Desks:
-    return Desks(tmp_path)
+def services(tmp_path: Path) -> Services:
+    return Services(tmp_path)
 
 
 @pytest.mark.parametrize("committed", [True, False])
 @pytest.mark.parametrize("what", ["submission", "verdict"])
 async def test_files_are_there_after_the_next_start_if_their_row_is(
-    desks: Desks, what: str, committed: bool
+    services: Services, what: str, committed: bool
 ) -> None:
-    with desks.at_work():
+    with services.at_work():
         if what == "verdict":
-            await desks.submit()
-        desks.breaks(committed=committed)
+            await services.submit()
+        services.breaks(committed=committed)
         with pytest.raises(NotNow):
-            await (desks.submit() if what == "submission" else desks.judge())
-    with desks.at_work():
+            await (services.submit() if what == "submission" else services.judge())
+    with services.at_work():
         before, after = ("open", "submitted") if what == "submission" else ("submitted", "accepted")
-        assert desks.lease.status == (after if committed else before)
-        files = desks.files
-        submission, judged = (
-            (files.submission, files.submission_envelope),
-            (*(files.verdict, files.verdict_envelope),),
-        )
+        assert services.lease.status == (after if committed else before)
+        files = services.files
+        submission = [files.submission, files.submission_envelope]
+        changed = submission if what == "submission" else [files.verdict, files.verdict_envelope]
         if what == "verdict":
             assert all(file.exists() for file in submission)
-        changed = submission if what == "submission" else judged
         assert [file.exists() for file in changed] == [committed] * 2
         if what == "submission" and not committed:  # it is taken in when it is brought again
-            await desks.submit()
+            await services.submit()
             assert files.submission.read_bytes() == TABLE
 
 
-async def test_who_brings_it_again_does_not_take_away_what_may_have_a_row(desks: Desks) -> None:
+async def test_who_brings_it_again_does_not_take_away_what_may_have_a_row(
+    services: Services,
+) -> None:
     """Half of it, and then all: the coordinator finds that its ledger went on, and ends."""
-    with desks.at_work():
-        desks.breaks(committed=True)
+    with services.at_work():
+        services.breaks(committed=True)
         with pytest.raises(NotNow):
-            await desks.submit()
+            await services.submit()
         with pytest.raises(Refusal):
-            await desks.submit(TABLE[:-1])
+            await services.submit(TABLE[:-1])
         with pytest.raises(UserError, match="another process wrote"):
-            await desks.submit()
-    with desks.at_work():
-        assert desks.lease.status == "submitted"
-        assert desks.files.submission.read_bytes() == TABLE
+            await services.submit()
+    with services.at_work():
+        assert services.lease.status == "submitted"
+        assert services.files.submission.read_bytes() == TABLE
 
 
 @pytest.mark.parametrize("committed", [True, False])
 async def test_another_validators_verdict_is_not_put_in_the_place_of_one_that_may_have_a_row(
-    desks: Desks, committed: bool
+    services: Services, committed: bool
 ) -> None:
     other = SigningKey.generate()
-    with desks.at_work():
-        await desks.submit()
-        desks.breaks(committed=committed)
+    with services.at_work():
+        await services.submit()
+        services.breaks(committed=committed)
         with pytest.raises(NotNow):
-            await desks.judge()
+            await services.judge()
         if committed:
             with pytest.raises(UserError, match="another process wrote"):
-                await desks.judge(other)
+                await services.judge(other)
         else:
-            await desks.judge(other)
-    with desks.at_work():
-        (judged,) = (e for e in desks.at.ledger.events() if isinstance(e, SubmissionJudged))
-        assert judged.validator == (desks.validator if committed else other).public_hex
-        signed = desks.files.verdict_envelope.read_bytes()
+            await services.judge(other)
+    with services.at_work():
+        (judged,) = (e for e in services.at.ledger.events() if isinstance(e, SubmissionJudged))
+        assert judged.validator == (services.validator if committed else other).public_hex
+        signed = services.files.verdict_envelope.read_bytes()
         assert open_verdict(signed, validators=frozenset({judged.validator})).accepted
 
 

@@ -23,7 +23,7 @@ from verify.request_auth import RequestChecker
 
 @dataclass(frozen=True)
 class Edge:
-    """What stands between clients and the coordinator's core."""
+    """Limits between clients and the coordinator's core."""
 
     authentication: Authentication
     new_keys: NewKeys

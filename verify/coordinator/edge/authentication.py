@@ -123,7 +123,7 @@ class Authentication:
                 yield
 
     def _newcomer(self, key: str, request: web.Request) -> tuple[Name, ...]:
-        """What a poll counts for; nothing if the key is the run's own or has accepted work."""
+        """Names that a poll counts for; none if the key is the run's own or has accepted work."""
         worker = self._journal.state.workers.get(key)
         if key in self._own or (worker is not None and not worker.standing.newcomer):
             return ()

@@ -31,7 +31,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Name:
-    """What a limit counts: requests of a kind by one key, one address, or all."""
+    """Name of a counter: requests of a kind by one key, one address, or all."""
 
     scope: str
     """key, address or all."""
@@ -56,11 +56,11 @@ RATES = {
     ("address", "unbelieved"): Rate(20.0, 200),
     ("all", "log line"): Rate(1.0, 200),
 }
-"""By scope and kind. "key" holds for registered workers, each kind of request apart. "registration"
-by address: keys that are new. "new key": keys that were registered without an invite. "stranger":
-other signed requests of unregistered keys. "public": requests without a signature. "unbelieved":
-wrong signatures; a limit of all would keep out honest callers. "log line": lines of one logger that
-anybody can cause, about 60 MB a day at most."""
+"""Rates by scope and kind. "key" holds for registered workers, each kind of request apart.
+"registration" by address: keys that are new. "new key": keys that register without an invite.
+"stranger": other signed requests of unregistered keys. "public": requests without a signature.
+"unbelieved": wrong signatures; a limit of all would keep out honest callers. "log line": lines of
+one logger that anybody can cause, about 60 MB a day at most."""
 
 AT_ONCE = {
     ("key", "poll"): 4,
@@ -71,9 +71,9 @@ AT_ONCE = {
     ("address", "download"): 32,
     ("all", "download"): 256,
 }
-"""By scope and kind. "poll": requests for a lease that wait. An event wakes all of them, so those
-of keys without accepted work are limited together, invited keys apart from the others. "download":
-files and large answers that are being sent."""
+"""Limits by scope and kind. "poll": requests for a lease that wait. An event wakes all of them, so
+those of keys without accepted work are limited together, invited keys apart from the others.
+"download": files and large answers that are being sent."""
 
 
 class Limiter:
@@ -86,7 +86,7 @@ class Limiter:
     def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
         self._max = max_buckets
         self._full_at: dict[str, dict[Name, float]] = {"key": {}, "address": {}, "all": {}}
-        """By scope, so that many addresses do not crowd out keys."""
+        """Tables by scope, so that many addresses do not crowd out keys."""
         self._at_once: Counter[Name] = Counter()
 
     def __len__(self) -> int:
