@@ -12,7 +12,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,10 +25,10 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import SamplerPool
 from verify.checks import GRADE_CHECKS, ROW_CHECKS, Subject, fingerprints, prefill_checks
 from verify.checks.duplicates import DuplicateCheck
-from verify.decoder.parent import Decoder
 from verify.formats.lease import Lease, assignments, lease_digest, open_lease, sign_lease
 from verify.formats.submission import (
     Rollout,
+    decode_rollouts,
     encode_rollouts,
     open_submission,
     sign_submission,
@@ -164,9 +163,8 @@ def main() -> None:
         "envelope": milliseconds(lambda: open_submission(envelope)),
         "lease": milliseconds(lambda: open_lease(signed, coordinators=keys)),
         "digest": milliseconds(lambda: digest_bytes(table)),
+        "decode": milliseconds(lambda: decode_rollouts(table, **limits)),
     }
-    with closing(Decoder()) as decoder:
-        found["decode"] = milliseconds(lambda: decoder.decode(table, **limits))
     for check in [*ROW_CHECKS, *GRADE_CHECKS, *prefill_checks(subject.pool)]:
         found[check.name] = milliseconds(partial(check.run, subject))
     pairs = [(r.output_tokens, r.logprobs) for r in subject.rollouts]

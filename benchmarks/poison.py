@@ -1,12 +1,9 @@
-"""What a file made to hurt costs a validator, stage by stage, beside an honest one; prints JSON.
+"""What a submission made to hurt costs a validator, stage by stage, beside an honest one.
 
-    python -m benchmarks.poison [--rows 64] [--tokens 8000] [--repeats 3]
+    python -m benchmarks.poison [--rows 64] [--tokens 8000]
 
-`decoding`: milliseconds in this process and through `verify.decoder`, the two by turns, the best of
-the repeats, for honest submissions of several sizes. `stages`: milliseconds of the checks that need
-no model, and of the proofs' statistics, for ROWS rollouts of TOKENS tokens: honest, and the worst
-of legal size that we know. `poison`: seconds until a file is refused by the decoder, with its
-limits, and what it takes in a process without any (up to a minute).
+Prints JSON: milliseconds of the checks that need no model, and of the proofs' statistics, for ROWS
+rollouts of TOKENS tokens: honest, and the worst of legal size that we know.
 """
 
 from __future__ import annotations
@@ -14,12 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,66 +23,19 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when numpy is first imported
 
 import numpy as np
 
-from tests.poison import inflating_pages, lying_page, skipped_pages, submission_row
 from tests.verify.bench import Bench
 from tests.verify.small_model import VOCAB, ParityTask
 from verify.checks.duplicates import fingerprints
-from verify.decoder import Decoder
 from verify.examiner import Examiner
-from verify.formats.submission import Rollout, decode_rollouts, encode_rollouts
-from verify.formats.tables import MalformedTable
 from verify.plugins import Graded, GradeItem, GraderFault
 from verify.stages import Stages
 from verify.toploc import build_proofs_batch, verify_proofs_batch
-
-_SIZES = ((16, 256), (64, 1000), (64, 8000), (64, 32768))
-_MAX_BYTES = 1 << 28
-_PATIENCE_S = 60
-
-
-def submission(rows: int, tokens: int) -> list[Rollout]:
-    """Rollouts whose numbers no codec makes smaller."""
-    rng = np.random.default_rng(0)
-    row = Rollout(
-        **submission_row(proofs=[]),
-    )
-    return [
-        replace(
-            row,
-            prompt_tokens=rng.integers(0, 150_000, 500).astype(np.int32),
-            output_tokens=rng.integers(0, 150_000, tokens).astype(np.int32),
-            logprobs=-rng.exponential(size=tokens).astype(np.float32),
-            proofs=[rng.bytes(258) for _ in range(-(-tokens // 32))],
-        )
-        for _ in range(rows)
-    ]
 
 
 def timed_ms(action: Callable[[], object]) -> float:
     begun = time.perf_counter()
     action()
     return 1e3 * (time.perf_counter() - begun)
-
-
-def decoding(decoder: Decoder, rows: int, tokens: int, repeats: int) -> dict[str, Any]:
-    data = encode_rollouts(submission(rows, tokens))
-    limits = {"max_rows": rows, "max_bytes": _MAX_BYTES}
-    decoder.decode(data, **limits)
-    pairs = [
-        (
-            timed_ms(lambda: decode_rollouts(data, **limits)),
-            timed_ms(lambda: decoder.decode(data, **limits)),
-        )
-        for _ in range(repeats)
-    ]
-    here, there = (min(times) for times in zip(*pairs, strict=True))
-    return {
-        "rows": rows,
-        "tokens": tokens,
-        "megabytes": round(len(data) / 1e6, 2),
-        "here_ms": round(here, 1),
-        "decoder_ms": round(there, 1),
-    }
 
 
 def outputs(tokens: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -122,7 +69,7 @@ def examined(tokens: int) -> dict[str, Any]:
     """Milliseconds a row of each stage without a model, of rollouts as long as they may be."""
     found = {}
     for name, (output, logprobs) in outputs(tokens).items():
-        with tempfile.TemporaryDirectory() as folder, closing(Decoder()) as decoder:
+        with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder), max_new_tokens=tokens, max_model_len=tokens + 64)
             rows = [
                 replace(
@@ -142,10 +89,8 @@ def examined(tokens: int) -> dict[str, Any]:
                 engine=bench.engine,
                 vocab_size=VOCAB,
                 wants_prefill=lambda submission: False,
-                decode=decoder.decode,
                 stages=(watched := Stages()),
             )
-            decoder.decode(bench.packed(rows)[1], max_rows=64, max_bytes=_MAX_BYTES)  # it starts
             verdict = examiner.examine([bench.file(*bench.packed(rows))])[0]
         spent = {stage: round(1e3 * s / len(rows), 2) for stage, s in watched.spent_s.items()}
         found[name] = {**spent, "reason": verdict.reason[:80]}
@@ -178,56 +123,13 @@ def stages(rows: int, tokens: int, hidden: int) -> dict[str, Any]:
     }
 
 
-def refused(data: bytes) -> dict[str, Any]:
-    """Seconds until a file is refused, here with a deadline, there by the decoder."""
-    command = (
-        "import sys; from verify.formats.submission import decode_rollouts\n"
-        f"decode_rollouts(sys.stdin.buffer.read(), max_rows=64, max_bytes={_MAX_BYTES})"
-    )
-    begun = time.perf_counter()
-    try:
-        subprocess.run(
-            [sys.executable, "-c", command],
-            input=data,
-            capture_output=True,
-            timeout=_PATIENCE_S,
-            check=False,
-        )
-        here: float | str = round(time.perf_counter() - begun, 1)
-    except subprocess.TimeoutExpired:
-        here = f"more than {_PATIENCE_S}"
-    decoder, reason = Decoder(), "it was accepted"
-    begun = time.perf_counter()
-    try:
-        decoder.decode(data, max_rows=64, max_bytes=_MAX_BYTES)
-    except MalformedTable as error:
-        reason = str(error)
-    there = round(time.perf_counter() - begun, 1)
-    decoder.close()
-    size = round(len(data) / 1e6, 2)
-    return {"megabytes": size, "here_s": here, "decoder_s": there, "reason": reason[:200]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.poison", description=__doc__)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    decoder = Decoder()
-    sizes = [each for each in _SIZES if each[0] * each[1] <= 64 * options.tokens]
-    result = {
-        "decoding": [decoding(decoder, *each, options.repeats) for each in sizes],
-        "stages": stages(options.rows, options.tokens, options.hidden),
-        "poison": {
-            "pages that decompress to 4 MiB": refused(inflating_pages(1 << 23, 1 << 22)),
-            "a page that claims 2 GiB": refused(lying_page(2**31 - 1)),
-            "pages that are passed over": refused(skipped_pages(1 << 24)),
-        },
-    }
-    decoder.close()
-    print(json.dumps(result, indent=2))
+    print(json.dumps(stages(options.rows, options.tokens, options.hidden), indent=2))
 
 
 if __name__ == "__main__":

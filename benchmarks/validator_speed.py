@@ -8,7 +8,7 @@ its arithmetic:
 - the sampler: our vLLM engine, seeded, with log-probs and proofs, two leases in flight, a new one
   when one is answered; it neither grades nor packs;
 - the validator: the whole of `verify.validator.Validator`, from a queue of signed submissions (up
-  to eight at once) to signed verdicts: leases, Parquet, checks, grading, prefill, proofs. Each
+  to eight at once) to signed verdicts: leases, tables, checks, grading, prefill, proofs. Each
   engine in turn judges what the sampler made in that round.
 Groups have 8 samples, or as many as a lease has rollouts. Ratios are of output tokens a second,
 medians over the rounds, with the least and the largest; by wall time and by CPU time of all
@@ -56,7 +56,6 @@ from sampler.engine.engine import Engine
 from sampler.prefill.engine import load_policy as load_torch
 from sampler.prefill.engine import prefill as prefill_torch
 from tests.verify.one_version import OneVersion
-from verify.decoder import Decoder
 from verify.plugins import load_task_set
 
 GROUP_SIZE = 8
@@ -74,7 +73,6 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     engines = {name: OneVersion(*policies[name], version) for name in options.engines}
     with (
         closing(tasks),
-        closing(Decoder()) as decoder,
         closing(Engine(spec.samplers[0], probe=False)) as engine,
     ):
         engine.load(version, 0)
@@ -85,9 +83,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             own = spec_for(options, size)
             leases = options.waves * LEASES_IN_FLIGHT
             sampler = Sampler(engine, tasks, own, groups=rollouts // size, leases=leases)
-            judges = {
-                name: Judge(own, prefill, tasks, decoder) for name, prefill in engines.items()
-            }
+            judges = {name: Judge(own, prefill, tasks) for name, prefill in engines.items()}
             row = {"sequences_in_flight": in_flight, "rollouts_a_round": leases * rollouts}
             found = rounds(sampler, judges, engine.pids, options)
             rows.append(row | found | limit(version, found, size, options.dtype))
@@ -157,7 +153,7 @@ def peak_flops(dtype: torch.dtype) -> float:
 
 
 def children(without: Sequence[int]) -> list[int]:
-    """Processes below this one, but for some: the graders and the decoder."""
+    """Processes below this one, but for some: the graders."""
     tasks = Path("/proc/self/task").iterdir()
     found = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
     return sorted(found - set(without))

@@ -1,16 +1,15 @@
 """From a signed batch manifest to rollouts: what the learner reads, and how it is checked.
 
 Tokens come from the submission, rewards and mu from the validator's verdict file. Nothing that the
-manifest does not name is ever read. That a validator accepted a file does not make it harmless: the
-learner too lets another process decode submissions (`verify.decoder`). One that cannot be decoded
-is an error that names it: a step without one of its groups would be another step.
+manifest does not name is ever read. A submission that a validator accepted and that cannot be
+decoded is an error that names it: a step without one of its groups would be another step.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -26,14 +25,17 @@ from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
-from verify.checks import Decode
-from verify.decoder import DecoderKilled
 from verify.formats import batch as batch_format
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.batch import BatchGroup, BatchManifest, open_batch
-from verify.formats.layout import SubmissionFiles, step_folder, submission_files
-from verify.formats.submission import Rollout, open_submission
+from verify.formats.layout import (
+    SubmissionFiles,
+    refuse_older_run,
+    step_folder,
+    submission_files,
+)
+from verify.formats.submission import Rollout, decode_rollouts, open_submission
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import (
     RolloutVerdict,
@@ -99,7 +101,7 @@ class Batch:
 
 def manifest_digest(manifest: BatchManifest) -> str:
     """BLAKE3 of a manifest's canonical JSON, without its signature."""
-    return digest_bytes(canonical_json(manifest.payload()))
+    return digest_bytes(canonical_json(asdict(manifest)))
 
 
 class StopSignal(Protocol):
@@ -117,8 +119,10 @@ class BatchReader:
         run_dir: the run directory.
         spec: its resolved spec.
         root_public_key: pinned; signs `keys/roles.json`.
-        decode: reads a submission's Parquet bytes: `verify.decoder.Decoder.decode`.
         slack_s: what `wait` grants the coordinator beyond `fill.deadline`, in seconds.
+
+    Raises:
+        UserError: the run's roles cannot be read, or the run is of an older version.
     """
 
     def __init__(
@@ -127,10 +131,10 @@ class BatchReader:
         spec: RunSpec,
         root_public_key: str,
         *,
-        decode: Decode,
         slack_s: float = DEADLINE_SLACK_S,
     ) -> None:
-        self._run_dir, self._spec, self._decode = run_dir, spec, decode
+        refuse_older_run(run_dir)
+        self._run_dir, self._spec = run_dir, spec
         # What a validator accepted has to be read: one that is refused here ends the run.
         self._max_read = max(MAX_TABLE_BYTES, largest_submission_bytes(spec))
         self._max_bytes = min(self._max_read, largest_accepted_bytes(spec))
@@ -224,7 +228,7 @@ class BatchReader:
             )
             signed_verdict = read_bounded(files.verdict_envelope, verdict_format.MAX_ENVELOPE_BYTES)
             judgement = self._judgement(signed_verdict, files)
-            table = read_bounded(files.submission, self._max_read)  # the decoder refuses it by name
+            table = read_bounded(files.submission, self._max_read)
             verdict_table = read_bounded(files.verdict, MAX_TABLE_BYTES)
             for what, found, expected in (
                 ("the submission's run", envelope.run, run),
@@ -244,11 +248,16 @@ class BatchReader:
         except (OSError, BadSignature, MalformedTable) as error:
             raise UserError(str(error), place=str(files.submission), remedy=_REMEDY) from error
         try:
-            rollouts = self._decode(table, max_rows=MAX_ROWS, max_bytes=self._max_bytes)
-        except (MalformedTable, DecoderKilled) as error:
+            rollouts = decode_rollouts(table, max_rows=MAX_ROWS, max_bytes=self._max_bytes)
+        except MalformedTable as error:
             validator = parse_object(signed_verdict, max_bytes=len(signed_verdict))["key"]
-            raise _undecoded(
-                error, named, run=run, worker=envelope.worker, validator=validator, files=files
+            raise UserError(
+                f"submission {named.submission[:16]} of step {named.step} was accepted by "
+                f"validator {validator[:12]}, and cannot be decoded: {error}",
+                place=str(files.submission),
+                remedy="that validator is wrong, bribed or of another release: mend or remove it, "
+                f"`runspec ban {run} {envelope.worker[:12]}` who sent it, `runspec rollback {run} "
+                f"--to {named.step}` or further back, then `runspec resume {run}`",
             ) from error
         by_group: dict[int, list[_Row]] = {}
         for verdict in verdicts:
@@ -347,7 +356,7 @@ class _Row:
         verdict, rollout = self.verdict, self.rollout
         return TrainingRollout(
             problem_id=rollout.problem_id,
-            # Copies: what a decoder gives are views that keep the whole submission.
+            # Copies: decoded arrays are views that keep the whole submission.
             prompt_tokens=rollout.prompt_tokens.copy(),
             output_tokens=rollout.output_tokens.copy(),
             mu=self.mu.copy(),
@@ -357,29 +366,3 @@ class _Row:
             target=verdict.target,
             version=rollout.oldest_version,
         )
-
-
-def _undecoded(
-    error: MalformedTable | DecoderKilled,
-    named: BatchGroup,
-    *,
-    run: str,
-    worker: str,
-    validator: str,
-    files: SubmissionFiles,
-) -> UserError:
-    """Of a submission that is the very one that was accepted: who is at fault, and the way on."""
-    thing = f"submission {named.submission[:16]} of step {named.step}"
-    if isinstance(error, DecoderKilled):
-        return UserError(
-            f"{thing} was not decoded: {error}",
-            place=str(files.submission),
-            remedy="see that this machine has memory left, then start the learner again",
-        )
-    return UserError(
-        f"{thing} was accepted by validator {validator[:12]}, and cannot be decoded: {error}",
-        place=str(files.submission),
-        remedy="that validator is wrong, bribed or of another release: mend or remove it, "
-        f"`runspec ban {run} {worker[:12]}` who sent it, `runspec rollback {run} --to "
-        f"{named.step}` or further back, then `runspec resume {run}`",
-    )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import closing
 from math import prod
 from pathlib import Path
 
@@ -38,7 +37,6 @@ from runspec.core.keys import SigningKey
 from runspec.core.models.config import load_config
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
-from verify.decoder import AGAIN, Decoder
 
 
 def train(
@@ -67,11 +65,9 @@ def train(
     mesh = make_mesh(spec.learner.mesh, mesh_devices(peers.count, needed))
     programs = build_programs(spec, config, mesh)
     here = peers.json_from_first(lambda: fingerprint(spec, mesh))
-    with closing(Decoder(times=AGAIN)) as decoder, Saver(log) as saver:
+    with Saver(log) as saver:
         reader = (
-            BatchReader(run_dir, spec, _root_public_key(run_dir, spec), decode=decoder.decode)
-            if peers.first
-            else None
+            BatchReader(run_dir, spec, _root_public_key(run_dir, spec)) if peers.first else None
         )
         start = find_start(run_dir, spec, config, mesh, programs, peers, reader, here, log)
         state, base, step, trained = start.state, start.base, start.step, start.batch

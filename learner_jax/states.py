@@ -85,5 +85,5 @@ def _drop_rollouts(run_dir: Path, passed: int) -> None:
     for old in numbered(run_dir / "rollouts", "step_"):
         if old < passed:
             for path in step_folder(run_dir, old).iterdir():
-                if path.suffix in (".parquet", ".json") and path.name != BATCH_FILE:
+                if path.suffix in (".safetensors", ".json") and path.name != BATCH_FILE:
                     path.unlink(missing_ok=True)

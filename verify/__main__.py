@@ -1,4 +1,4 @@
-"""`python -m verify`: a run's coordinator and validator; calibration, audit, lone proofs."""
+"""`python -m verify`: coordinator and validator; calibration, audit, lone proofs, tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from runspec.core.address import parse_address
 from runspec.core.process import run_role, stop_event
-from verify import proof_commands
+from verify import proof_commands, table_command
 from verify.audit import command as audit
 from verify.calibration import command as calibration
 
@@ -48,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     proof_commands.add_commands(commands)
     calibration.add_commands(commands)
     audit.add_command(commands)
+    table_command.add_command(commands)
     options = parser.parse_args(arguments)
     if options.command in proof_commands.COMMANDS:
         return proof_commands.run(options)
@@ -55,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         return calibration.run(options)
     if options.command == audit.COMMAND:
         return audit.run(options)
+    if options.command == table_command.COMMAND:
+        return table_command.run(options)
     body = _coordinator if options.command == "coordinator" else _validator
     return run_role(options.command, lambda log: body(options, log))
 

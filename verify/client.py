@@ -52,7 +52,7 @@ class WorkItem:
     """A submission that a validator is to check."""
 
     submission: str
-    """Digest of the Parquet bytes; `download` fetches them."""
+    """Digest of the table; `download` fetches them."""
     lease: bytes
     """The signed lease."""
     envelope: bytes
@@ -172,7 +172,7 @@ class CoordinatorClient:
         return answer.content
 
     def submit(self, envelope: bytes, table: bytes) -> None:
-        """Hands in a submission: its signed envelope and its Parquet bytes.
+        """Hands in a submission: its signed envelope and its table.
 
         Sending the same bytes again is harmless. Where too much waits for a verdict, the
         coordinator says when to come again, and this waits.
@@ -269,7 +269,7 @@ class CoordinatorClient:
         return item
 
     def download(self, digest: str) -> bytes:
-        """The Parquet bytes of a submission; their digest is checked, their contents are not."""
+        """The table of a submission; their digest is checked, their contents are not."""
         data = self._http.call(
             "GET",
             f"/v1/submissions/{digest}",
@@ -280,7 +280,7 @@ class CoordinatorClient:
         return data
 
     def verdict(self, envelope: bytes, table: bytes) -> None:
-        """Hands in a verdict file: its signed envelope and its Parquet bytes.
+        """Hands in a verdict file: its signed envelope and its table.
 
         A second verdict on a submission is taken note of and changes nothing.
         """

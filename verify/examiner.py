@@ -18,7 +18,6 @@ from verify.checks import (
     DUPLICATE_CHECKS,
     GRADE_CHECKS,
     ROW_CHECKS,
-    Decode,
     Examination,
     Rejected,
     Subject,
@@ -30,7 +29,7 @@ from verify.checks import (
     several_versions,
 )
 from verify.formats.lease import Lease, assignments
-from verify.formats.submission import Rollout, decode_rollouts
+from verify.formats.submission import Rollout
 from verify.formats.verdict import RolloutVerdict
 from verify.limits import max_submission_bytes
 from verify.plugins import Graded, PrefillEngine, TaskSet
@@ -122,8 +121,6 @@ class Examiner:
         engine: recomputes rollouts.
         vocab_size: rows of the model's output head.
         wants_prefill: whether a submission (its digest) is recomputed; see `verify.prefill_share`.
-        decode: reads the Parquet bytes. In this process, unless the bytes are a stranger's: a
-            validator passes its `verify.decoder.Decoder`.
         stages: is told what is being done, and to which submission.
 
     Raises:
@@ -138,12 +135,11 @@ class Examiner:
         engine: PrefillEngine,
         vocab_size: int,
         wants_prefill: Callable[[str], bool],
-        decode: Decode = decode_rollouts,
         stages: Stages | None = None,
     ) -> None:
         self._spec, self._task_set, self._engine = spec, task_set, engine
         self._vocab_size, self._wants_prefill = vocab_size, wants_prefill
-        self._decode, self._stages = decode, stages or Stages()
+        self._stages = stages or Stages()
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._limits = limits_by_pool(spec)
 
@@ -198,7 +194,6 @@ class Examiner:
             lease_digest=file.lease_digest,
             max_rows=lease.groups * spec.algorithm.group_size,
             max_bytes=max_submission_bytes(spec, pool),
-            decode=self._decode,
         )
         return Subject(
             submission=file.submission,

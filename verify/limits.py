@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from runspec.core.spec.schema import RunSpec, SamplerPool
+from verify.toploc import CHUNK_ROWS, PROOF_BYTES
 
-_PROOF_BYTES = 258
-_TOKENS_PER_PROOF = 32
 _ROW_BYTES = 4 * 1024
-"""Names, numbers and list offsets of a row, generously."""
-_FILE_BYTES = 256 * 1024
-"""Parquet's own: footer, page headers, dictionaries."""
+"""Texts, numbers and list offsets of a row, generously."""
+_HEADER_BYTES = 16 * 1024
+"""The header and the counts of a file, generously."""
 
 
 def max_submission_rows(spec: RunSpec, pool: SamplerPool) -> int:
@@ -19,7 +18,7 @@ def max_submission_rows(spec: RunSpec, pool: SamplerPool) -> int:
 
 
 def max_submission_bytes(spec: RunSpec, pool: SamplerPool) -> int:
-    """Bound of the Parquet bytes and of the decoded columns of a submission from `pool`.
+    """Bound of the bytes of a submission from `pool`.
 
     A row holds less than `max_model_len` prompt tokens as i32, and at most `max_new_tokens` of i32
     token, f32 log-prob, i32 version (in a pool with `in_flight_updates`) and their share of a
@@ -46,8 +45,7 @@ def largest_accepted_bytes(spec: RunSpec) -> int:
 
 def _bytes_of(rows: int, longest_prompt: int, pool: SamplerPool) -> int:
     prompt = 4 * longest_prompt
-    proofs = (pool.max_new_tokens // _TOKENS_PER_PROOF + 1) * (_PROOF_BYTES + 16)
+    proofs = (pool.max_new_tokens // CHUNK_ROWS + 1) * PROOF_BYTES
     token = 12 if pool.in_flight_updates else 8
     row = _ROW_BYTES + prompt + token * pool.max_new_tokens + proofs
-    # Dictionary pages may repeat what plain pages hold: twice the columns bounds both.
-    return _FILE_BYTES + 2 * rows * row
+    return _HEADER_BYTES + rows * row

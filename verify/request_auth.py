@@ -29,7 +29,7 @@ from runspec.core.roles import CLOCK_SKEW_S
 KEY, TIME, NONCE = "Runspec-Key", "Runspec-Time", "Runspec-Nonce"
 BODY, SIGNATURE = "Runspec-Body", "Runspec-Signature"
 ENVELOPE = "Runspec-Envelope"
-"""Base64 of the signed envelope that goes with a Parquet body."""
+"""Base64 of the signed envelope that goes with a table."""
 
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _TIME = re.compile(r"[0-9]{1,12}")

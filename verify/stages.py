@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 DEADLINES_S = {
-    "decoding": 900.0,
+    "decoding": 300.0,
     "rows": 300.0,
     "grading": 7200.0,
     "prefill": 7200.0,
@@ -21,7 +21,7 @@ DEADLINES_S = {
     "duplicates": 300.0,
 }
 """Far above what the largest legal submission takes (docs/verify.md): whatever takes longer hangs.
-The decoder and the sandbox have deadlines of their own, and a prefill compiles and may be long."""
+The sandbox has deadlines of its own, and a prefill compiles and may be long."""
 
 
 @dataclass(frozen=True)

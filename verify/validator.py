@@ -1,11 +1,10 @@
 """The validator process: claims submissions, examines them, signs a verdict file on each.
 
-Whatever a worker sent ends as a verdict: its Parquet is decoded in a process of its own
-(`verify.decoder`), and submissions among which a check breaks are examined one by one, so that the
-others get theirs. The one that it breaks at goes back to the coordinator with what went wrong, for
-another validator to try (`verify.coordinator.claims`). What is not the worker's doing (a
-coordinator or weights that cannot be reached, checks that break at everything) ends the process,
-and what it had claimed is offered again.
+Whatever a worker sent ends as a verdict. Submissions among which a check breaks are examined one by
+one, so that the others get their verdicts. The one at which it breaks goes back to the coordinator
+with what went wrong, for another validator to try (`verify.coordinator.claims`). What is not the
+worker's doing (a coordinator or weights that cannot be reached, checks that break at everything)
+ends the process, and what it had claimed is offered again.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import compare_data_digests, data_digest
 from verify.calibration.lookup import require_model, require_profiles
-from verify.checks import Decode
 from verify.client import CoordinatorClient, RunFinished, WorkItem
-from verify.decoder import Decoder
 from verify.examiner import (
     WEIGHTS_S,
     Examiner,
@@ -41,7 +38,6 @@ from verify.examiner import (
     ensure_weights,
 )
 from verify.formats.lease import lease_digest, open_lease
-from verify.formats.submission import decode_rollouts
 from verify.formats.verdict import encode_verdicts, sign_verdict
 from verify.plugins import (
     PrefillEngine,
@@ -89,7 +85,6 @@ class Validator:
         key: signs the verdicts; roles.json names its public half.
         coordinator: hands out submissions and takes verdicts.
         engine: recomputes rollouts.
-        decode: reads the Parquet bytes: `verify.decoder.Decoder.decode` where they are strangers'.
         task_set_of: makes the run's task from a weights directory (its tokenizer).
         log: one line a verdict.
     """
@@ -101,12 +96,11 @@ class Validator:
         coordinator: Coordinator,
         engine: PrefillEngine,
         *,
-        decode: Decode = decode_rollouts,
         task_set_of: Callable[[Path], TaskSet],
         log: logging.Logger,
     ) -> None:
         self._spec, self._key, self._log = spec, key, log
-        self._decode, self._task_set_of = decode, task_set_of
+        self._task_set_of = task_set_of
         self._coordinator, self._engine = coordinator, engine
         self._examiner: Examiner | None = None
         self._task_set: TaskSet | None = None
@@ -251,7 +245,6 @@ class Validator:
                 engine=self._engine,
                 vocab_size=vocab_size(directory),
                 wants_prefill=self._wants_prefill,
-                decode=self._decode,
                 stages=self.stages,
             )
         except Exception:
@@ -366,13 +359,9 @@ def run(
         if theirs := client.site().data:  # with other problems it would reject everybody
             compare_data_digests(data_digest(spec), theirs, whose="the coordinator")
         location = WeightsLocation(run, weights, public_key, directory / "weights")
-        with (
-            closing(load_prefill_engine(spec, location)) as engine,
-            closing(Decoder()) as decoder,
-        ):
+        with closing(load_prefill_engine(spec, location)) as engine:
             validator = Validator(
                 *(spec, key, client, engine),
-                decode=decoder.decode,
                 task_set_of=partial(load_task_set, spec),
                 log=log,
             )

@@ -103,7 +103,7 @@ def make_step(folder: Path, settings: dict[str, Any], arrays: dict[str, Any]) ->
     ]
     groups = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
     named = [BatchGroup("0", "0", number, 0, 0) for number in range(len(groups))]
-    batch = Batch(BatchManifest(spec.name, 0, named, complete=True, stats={}), groups)
+    batch = Batch(BatchManifest(spec.name, 0, named, True, {}, 1, "0" * 64), groups)
 
     def step() -> tuple[float, float]:
         nonlocal state

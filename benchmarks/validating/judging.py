@@ -22,7 +22,6 @@ from runspec.core.roles import Roles
 from runspec.core.spec import schema
 from tests.verify.one_version import OneVersion
 from verify.client import RunFinished, WorkItem
-from verify.decoder import Decoder
 from verify.formats.verdict import open_verdict
 from verify.plugins import TaskSet
 
@@ -70,10 +69,8 @@ class Queue:
 class Judge:
     """A validator with one engine, and the queue that it serves."""
 
-    def __init__(
-        self, spec: schema.RunSpec, engine: OneVersion, tasks: TaskSet, decoder: Decoder
-    ) -> None:
-        self._spec, self._engine, self._tasks, self._decoder = spec, engine, tasks, decoder
+    def __init__(self, spec: schema.RunSpec, engine: OneVersion, tasks: TaskSet) -> None:
+        self._spec, self._engine, self._tasks = spec, engine, tasks
         self._queue = Queue()
         self._handed: list[Handed] = []
         self._validator = self._make()
@@ -93,7 +90,7 @@ class Judge:
         """CPU microseconds an output token of one more pass, by stage.
 
         Args:
-            others: the processes that grade and parse.
+            others: the processes that grade.
         """
         spent: dict[str, float] = defaultdict(float)
         before = cpu_s(others)
@@ -111,7 +108,7 @@ class Judge:
                 stack.enter_context(_timed(where, what, spent, name))
             tokens = self.judge()
         spent["rest"] = 2 * spent["all"] - sum(spent.values())
-        spent["graders and decoder"] = cpu_s(others) - before
+        spent["graders"] = cpu_s(others) - before
         return {name: round(1e6 * seconds / tokens, 2) for name, seconds in spent.items()}
 
     def _make(self) -> verify.validator.Validator:
@@ -120,7 +117,6 @@ class Judge:
             VALIDATOR,
             self._queue,
             self._engine,
-            decode=self._decoder.decode,
             task_set_of=lambda directory: self._tasks,
             log=logging.getLogger("validator"),
         )

@@ -45,7 +45,7 @@ _THIS_HOST = ("127.0.0.1", "localhost", "::1")
 ROLE_MODULES = {
     "learner": ("jax", "orbax.checkpoint", "tensorstore"),
     "sampler": ("vllm", "tokenizers"),
-    "verify": ("numpy", "pyarrow"),
+    "verify": ("numpy", "rpds"),
     "report": ("matplotlib",),
 }
 """What each part of a run imports, by the extra that installs it."""

@@ -4,7 +4,7 @@ The coordinator may say that too much waits for a verdict, and when to come agai
 end meanwhile writes what it has into its folder, and sends the same bytes at its next start, if
 the lease is still alive then. A worker that is killed leaves nothing: it samples the same again.
 
-    <lease>.parquet     the table
+    <lease>.table       the table
     <lease>.envelope    the signed envelope, written after it; it names the table's digest
 """
 
@@ -22,7 +22,7 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.signed import BadSignature
 from verify.formats.submission import MAX_ENVELOPE_BYTES, open_submission
 
-_ENVELOPE, _TABLE = ".envelope", ".parquet"
+_ENVELOPE, _TABLE = ".envelope", ".table"
 
 
 @dataclass(frozen=True)

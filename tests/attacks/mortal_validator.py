@@ -1,8 +1,8 @@
 """A validator's process that dies of certain rollouts, as one with a fault of ours would.
 
 `python -m tests.attacks.mortal_validator URL ROOT_KEY DIRECTORY`. DIRECTORY/poison holds a file for
-each output that kills, named by its digest. Everything else is the real validator: its decoder, its
-checks, its client; the model is the small one of the tests.
+each output that kills, named by its digest. Everything else is the real validator: its
+checks and its client. The model is the small one of the tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from runspec.core.hashing import digest_bytes
 from tests.verify.bench import MODEL
 from tests.verify.small_model import RUN, NumpyEngine, ParityTask, fixed_key
 from verify.client import CoordinatorClient
-from verify.decoder import Decoder
 from verify.validator import Validator
 
 VALIDATOR = fixed_key(4)
@@ -44,11 +43,9 @@ def main(url: str, root_key: str, directory: Path) -> None:
     engine = MortalEngine({0: MODEL}, directory)
     with (
         closing(CoordinatorClient(url, VALIDATOR, run=RUN, root_public_key=root_key)) as client,
-        closing(Decoder()) as decoder,
     ):
         validator = Validator(
             *(client.spec(), VALIDATOR, client, engine),
-            decode=decoder.decode,
             task_set_of=lambda weights: ParityTask(),
             log=logging.getLogger("validator"),
         )

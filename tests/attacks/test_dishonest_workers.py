@@ -62,7 +62,7 @@ def verdicts_on(run: LiveRun, worker: str) -> list[tuple[Path, dict]]:
         stem = path.name.removesuffix(".verdict.json")
         submission = json.loads((path.parent / f"{stem}.json").read_text())["payload"]
         if submission["worker"] == worker:
-            table = path.parent / f"{stem}.verdict.parquet"
+            table = path.parent / f"{stem}.verdict.safetensors"
             found.append((table, json.loads(path.read_text())["payload"]))
     return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -14,8 +15,6 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,18 +38,12 @@ from verify.formats.submission import (
     open_submission,
     sign_submission,
 )
-from verify.formats.tables import MalformedTable
+from verify.formats.tables import MalformedTable, _layout
 from verify.request_auth import ENVELOPE, sign_request
 
 MAX_BYTES = 1 << 20
 ELSEWHERE = ["../../x", "/etc/passwd", "a/../../x", "a\\..\\x", "..", "x\0y", "", "%2e%2e%2fx"]
 """What leads out of a folder if it becomes a file's name."""
-
-
-def parquet(table: pa.Table, **options: object) -> bytes:
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, **options)
-    return sink.getvalue().to_pybytes()
 
 
 @pytest.fixture(scope="module")
@@ -59,49 +52,76 @@ def honest_table(run_of: Callable[..., Bench]) -> bytes:
     return bench.packed(bench.honest())[1]
 
 
+def head_of(table: bytes) -> bytes:
+    """The header's length and the header."""
+    return table[: 8 + int.from_bytes(table[:8], "little")]
+
+
+def with_header(table: bytes, header: bytes) -> bytes:
+    """The table behind another header."""
+    return len(header).to_bytes(8, "little") + header + table[len(head_of(table)) :]
+
+
 class TestSchemaTricks:
-    """Other columns, types or nesting than the format's, in which a check would look elsewhere."""
+    """Another header than the format's, by which a reader would look elsewhere: none is parsed."""
 
     @pytest.mark.parametrize(
-        "change",
+        ("old", "new"),
         [
-            lambda t: t.append_column("extra", pa.array([0] * len(t))),
-            lambda t: t.drop_columns(["proofs"]),
-            lambda t: t.select(t.column_names[::-1]),
-            lambda t: t.cast(pa.schema([f.with_nullable(True) for f in t.schema])),
-            lambda t: t.set_column(
-                1, pa.field("step", pa.int64(), nullable=False), t["step"].cast("int64")
-            ),
-            lambda t: t.rename_columns(["step" if n == "group" else n for n in t.column_names]),
-            lambda t: t.set_column(0, SCHEMA.field(0), t["run"].dictionary_encode().cast("string"))
-            .append_column("run", t["run"]),
+            (b'"counts":', b'"extra":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"counts":'),
+            (b'"step":{"dtype":"I32"', b'"step":{"dtype":"F32"'),
+            (b'"step":{"dtype":"I32"', b'"step":{"dtype":"I64"'),
+            (b'"step":', b'"group":'),
+            (b'"step":', b'"step" :'),
+            (b"runspec submission 1", b"runspec verdict 1"),
+            (b'{"__metadata__":', b'{"a":{"b":' * 9000 + b'{"__metadata__":'),
+            (b"}}", b"} "),
         ],
-        ids=["extra", "missing", "reordered", "nullable", "wider", "renamed", "twice"],
-    )  # fmt: skip
-    def test_another_schema(self, bench: Bench, honest_table: bytes, change) -> None:
-        table = parquet(change(pq.read_table(pa.BufferReader(honest_table)).cast(SCHEMA)))
-        with pytest.raises(MalformedTable, match="columns are not those"):
+        ids=["extra", "float", "wider", "twice", "spaced", "verdict", "nested", "cut"],
+    )
+    def test_another_header(
+        self, bench: Bench, honest_table: bytes, old: bytes, new: bytes
+    ) -> None:
+        header = head_of(honest_table)[8:]
+        assert old in header
+        table = with_header(honest_table, header.replace(old, new))
+        with pytest.raises(MalformedTable, match=r"the header is not that|a count is|9 rows"):
             decode_rollouts(table, max_rows=8, max_bytes=MAX_BYTES)
         assert refused(bench, *signed_over(bench, table)).startswith("format: ")
 
+    def test_a_tensor_that_overlaps_another(self, bench: Bench, honest_table: bytes) -> None:
+        header = head_of(honest_table)[8:]
+        group = header[header.index(b'"group":') :]
+        place = group[: group.index(b"}") + 1].split(b":", 1)[1]
+        step = header[header.index(b'"step":') :]
+        overlapping = header.replace(step[: step.index(b"}") + 1], b'"step":' + place)
+        assert overlapping != header
+        table = with_header(honest_table, overlapping)
+        assert refused(bench, *signed_over(bench, table)).startswith("format: the header")
+
     @pytest.mark.parametrize("rows", [0, 9, 800])
     def test_other_numbers_of_rows(self, bench: Bench, rows: int) -> None:
-        table = pq.read_table(pa.BufferReader(bench.packed(bench.honest())[1])).cast(SCHEMA)
-        many = pa.concat_tables([table] * (rows // 8 + 1)).slice(0, rows)
-        reason = refused(bench, *signed_over(bench, parquet(many)))
+        many = (bench.honest() * (rows // 8 + 1))[:rows]
+        reason = refused(bench, *bench.packed(many))
         assert reason.startswith("format: ")
 
     @pytest.mark.parametrize("field", ["run", "worker", "problem_id", "finish_reason"])
     def test_what_its_words_do_to_a_terminal(self, bench: Bench, field: str) -> None:
         """A reason repeats them: in logs, and to whoever asks why. None forges a line there."""
-        words = "\x1b[2J\r\nstep 3: accepted " + "x" * 10_000
+        words = "\x1b[2J\r\nstep 3: accepted " + "x" * 1000
         rows = [replace(row, **{field: words}) for row in bench.honest()]
         reason = refused(bench, *bench.packed(rows))
         assert reason.isprintable() and "accepted" in reason and len(reason) < 300
 
-    def test_a_file_that_is_no_parquet(self, bench: Bench) -> None:
-        for data in (b"", b"PAR1", b"PAR1" * 100, b"\0" * 1000, b'{"rows": []}'):
+    def test_a_file_that_is_no_table(self, bench: Bench) -> None:
+        for data in (b"", b"\0" * 1000, b"\xff" * 1000, b'{"rows": []}', bytes(7)):
             assert refused(bench, *signed_over(bench, data)).startswith("format: ")
+
+    def test_a_file_of_an_older_version(self, bench: Bench) -> None:
+        reason = refused(bench, *signed_over(bench, b"PAR1" * 100))
+        assert reason == (
+            "format: a Parquet file, as older versions wrote them: update who made it"
+        )
 
 
 def signed_over(bench: Bench, table: bytes) -> tuple[bytes, bytes]:
@@ -114,26 +134,107 @@ def signed_over(bench: Bench, table: bytes) -> tuple[bytes, bytes]:
     return envelope, table
 
 
-class TestDecompressionBomb:
-    """Millions of numbers in a few kilobytes, refused by the size that they would have."""
+class TestLyingCounts:
+    """Counts, sizes and offsets that are not those of the bytes that follow."""
 
-    def test_of_zeros(self, bench: Bench) -> None:
-        zeros = np.zeros(1 << 20, np.int32)
+    @pytest.mark.parametrize("number", [-1, 0, 7, 9, 2**31, 2**62, 2**63 - 1])
+    def test_a_count(self, honest_table: bytes, number: int) -> None:
+        for place in range(SCHEMA.counts):
+            at = len(head_of(honest_table)) + 8 * place
+            count = number.to_bytes(8, "little", signed=True)
+            table = honest_table[:at] + count + honest_table[at + 8 :]
+            if table != honest_table:
+                with pytest.raises(MalformedTable):
+                    decode_rollouts(table, max_rows=8, max_bytes=MAX_BYTES)
+
+    def test_a_header_that_says_it_is_longer_than_the_file(self, bench: Bench) -> None:
+        for size in (2**20, 2**40, 2**64 - 1):
+            table = size.to_bytes(8, "little") + b"{}" * 100
+            assert refused(bench, *signed_over(bench, table)) == (
+                "format: shorter than its header and its counts"
+            )
+
+    @pytest.mark.parametrize("change", [-1000, -1, 1, 1 << 12])
+    def test_bytes_too_few_or_too_many(
+        self, bench: Bench, honest_table: bytes, change: int
+    ) -> None:
+        table = honest_table[:change] if change < 0 else honest_table + bytes(change)
+        assert "its counts give" in refused(bench, *signed_over(bench, table))
+
+    @pytest.mark.parametrize(
+        ("tensor", "entry", "number"),
+        [
+            ("output_tokens.offsets", 0, 1),
+            ("output_tokens.offsets", 3, 2**31 - 1),
+            ("output_tokens.offsets", 3, -1),
+            ("proofs.offsets", -1, 0),
+            ("problem_id.text", 1, 0xFFFF),
+            ("prompt_tokens.index", 0, -1),
+            ("prompt_tokens.index", 0, 2),
+            ("run.index", 7, 1),
+        ],
+    )
+    def test_an_offset_or_index_that_leads_elsewhere(
+        self, bench: Bench, honest_table: bytes, tensor: str, entry: int, number: int
+    ) -> None:
+        table = exchanged(honest_table, tensor, entry, np.array(number, "<i4").tobytes())
+        assert refused(bench, *signed_over(bench, table)).startswith(f"format: {tensor}: ")
+
+    def test_a_truth_value_of_two(self, bench: Bench, honest_table: bytes) -> None:
+        table = exchanged(honest_table, "target.valid", 0, b"\2")
+        assert "neither 0 nor 1" in refused(bench, *signed_over(bench, table))
+
+    def test_a_text_that_is_no_utf8(self, bench: Bench, honest_table: bytes) -> None:
+        table = exchanged(honest_table, "run", 0, b"\xff")
+        assert "can't decode" in refused(bench, *signed_over(bench, table))
+
+
+def exchanged(table: bytes, tensor: str, entry: int, value: bytes) -> bytes:
+    """The table with another entry in one of its tensors."""
+    head = head_of(table)
+    start, end = json.loads(head[8:])[tensor]["data_offsets"]
+    at = len(head) + (end if entry < 0 else start) + entry * len(value)
+    return table[:at] + value + table[at + len(value) :]
+
+
+class TestLargeFiles:
+    """A table takes no more memory than a few times its bytes, which are bounded."""
+
+    def test_more_bytes_than_an_honest_one_can_have(self, bench: Bench) -> None:
+        zeros = np.zeros(1 << 18, np.int32)
         _, table = bench.packed([replace(bench.honest()[0], output_tokens=zeros)])
-        assert len(table) < MAX_BYTES
-        with pytest.raises(MalformedTable, match="decoded, more than the"):
+        with pytest.raises(MalformedTable, match="bytes, more than the 1048576 allowed"):
             decode_rollouts(table, max_rows=8, max_bytes=MAX_BYTES)
         assert refused(bench, *signed_over(bench, table)).startswith("format: ")
 
-    @pytest.mark.parametrize("codec", ["zstd", "gzip", "brotli", "snappy", "none"])
-    def test_of_one_word_again_and_again(self, bench: Bench, codec: str) -> None:
-        """By a dictionary: every row holds the same megabyte, which the file has once."""
-        rows = [replace(r, problem_id="x" * (1 << 20)) for r in bench.honest()]
-        plain = pq.read_table(pa.BufferReader(bench.packed(rows)[1])).cast(SCHEMA)
-        table = parquet(plain, compression=codec, use_dictionary=True)
-        with pytest.raises(MalformedTable):
+    @pytest.mark.parametrize("field", ["problem_id", "prompt_tokens"])
+    def test_one_value_again_and_again(self, bench: Bench, field: str) -> None:
+        """The file has once what every row holds: it counts once for each."""
+        large = "x" * (1 << 19) if field == "problem_id" else np.zeros(1 << 17, np.int32)
+        _, table = bench.packed([replace(r, **{field: large}) for r in bench.honest()])
+        assert len(table) < MAX_BYTES
+        with pytest.raises(MalformedTable, match=f"{field}.index: 4194304 bytes in all rows"):
             decode_rollouts(table, max_rows=8, max_bytes=MAX_BYTES)
         assert refused(bench, *signed_over(bench, table)).startswith("format: ")
+
+    def test_texts_without_number(self, bench: Bench, honest_table: bytes) -> None:
+        """A file has no more distinct texts than entries that name them: each is an object."""
+        head = head_of(honest_table)
+        counts = np.frombuffer(honest_table, "<i8", SCHEMA.counts, len(head)).tolist()
+        found = _layout(SCHEMA, counts).tensors
+        parts = {name: honest_table[start:end] for name, (start, end) in found.items()}
+        counts[1], size = 10_000, counts[2]  # texts of the column `run`, and their bytes
+        parts["run.text"] = np.array([0] + [size] * 10_000, "<i4").tobytes()
+        parts["counts"] = np.array(counts, "<i8").tobytes()
+        layout = _layout(SCHEMA, counts)
+        table = b"".join([layout.head, *(parts[name] for name in layout.tensors)])
+        assert refused(bench, *signed_over(bench, table)) == (
+            "format: run.index: 10000 distinct values of 8"
+        )
+
+
+class TestDecompressionBomb:
+    """Nobody unpacks what a stranger has packed."""
 
     @pytest.mark.parametrize("packed", [gzip.compress, zlib.compress], ids=["gzip", "deflate"])
     def test_of_a_request(self, site: Site, packed: Callable[[bytes], bytes]) -> None:

@@ -256,7 +256,7 @@ class TestClockTricks:
         later = data.replace(b'"expires":', b'"expires":9')
         with pytest.raises(UserError, match="no such lease"):
             worker.submit(*submission(later, lease, signer))
-        assert list(site.run_dir.glob("rollouts/*/*.parquet")) == []
+        assert list(site.run_dir.glob("rollouts/*/*.safetensors")) == []
 
 
 @pytest.fixture

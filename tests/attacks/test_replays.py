@@ -40,7 +40,7 @@ def granted(site: Site, client: CoordinatorClient) -> tuple[bytes, Lease]:
 
 
 def handed_in(site: Site) -> list[Path]:
-    return sorted(site.run_dir.glob("rollouts/*/*.parquet"))
+    return sorted(site.run_dir.glob("rollouts/*/*.safetensors"))
 
 
 class TestReplayedSubmission:

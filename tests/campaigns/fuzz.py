@@ -18,9 +18,9 @@ from tests.fuzz.__main__ import NUMBER
 from tests.fuzz.lanes import LANES
 
 ROOT = Path(__file__).resolve().parents[2]
-SLOW = {"commands on specs": 50, "requests": 50, "made-up tables": 10}
+SLOW = {"commands on specs": 50, "requests": 50}
 """Lanes whose cases take tens of milliseconds, and by how much fewer cases they have."""
-_ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
 class Fault(Exception):

@@ -46,7 +46,8 @@ _EVERY = [
     *_of("spec_texts", "commands on specs"),
     *_of("proofs", "proof", "proofs together", "proofs of a rollout", "activations", "proof lines"),
     *_of("deltas", "delta"),
-    *_of("parquet", "parquet footer", "decoder answer", "verdict file", "fingerprints"),
-    *_of("parquet", "grades", "made-up tables", "parquet file", "parquet pages"),
+    Lane("submission table", "tables", "tables", ("submission",)),
+    Lane("verdict table", "tables", "tables", ("verdict",)),
+    *_of("tables", "fingerprints", "grades"),
 ]
 LANES = {lane.name: lane for lane in _EVERY}

@@ -194,7 +194,7 @@ class Run:
     ) -> None:
         """Signs the batch manifest of a step."""
         stats = {"task_reward_mean": 0.5, "length_mean": 7.0, "rejected_rollouts": 0}
-        manifest = BatchManifest(self.spec.name, step, groups, complete=True, stats=stats)
+        manifest = BatchManifest(self.spec.name, step, groups, True, stats, 1, "0" * 64)
         # By rename, as the coordinator does: a learner may be looking.
         write_atomic(
             step_folder(self.path, step) / "batch.json",
@@ -238,7 +238,7 @@ def random_rollout(
         target=8,
         task_reward=2.0,
         length_penalty=0.0,
-        proofs=[b""],
+        proofs=[bytes(258)],
     )
 
 

@@ -18,7 +18,7 @@ from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from verify.formats.batch import BatchGroup
 from verify.formats.layout import submission_files
-from verify.formats.submission import decode_rollouts, sign_submission
+from verify.formats.submission import decode_rollouts, encode_rollouts, sign_submission
 from verify.formats.verdict import decode_verdicts, encode_verdicts
 from verify.limits import largest_submission_bytes
 
@@ -26,7 +26,7 @@ LOG = logging.getLogger("test")
 
 
 def reader_of(run: Any) -> BatchReader:
-    return BatchReader(run.path, run.spec, run.root.public_hex, decode=decode_rollouts)
+    return BatchReader(run.path, run.spec, run.root.public_hex)
 
 
 def test_tokens_come_from_the_submission_rewards_and_mu_from_the_verdict(run: Any) -> None:
@@ -120,20 +120,24 @@ def test_whatever_a_pool_may_hand_in_is_read(run: Any, monkeypatch: pytest.Monke
     named = run.add_step(0, version=0)
     monkeypatch.setattr("learner_jax.batch.MAX_TABLE_BYTES", 60_000)
     most = largest_submission_bytes(run.spec)
-    # when a worker makes the most of that: a validator looks at the rows, not at what lies between
+    # when a worker makes the most of that
     files = submission_files(run.path, 0, named[0].submission)
-    table = between_the_columns(files.submission.read_bytes(), most)
-    assert len(decode_rollouts(table, max_rows=16, max_bytes=most)) == 16
+    rows = decode_rollouts(files.submission.read_bytes(), max_rows=16, max_bytes=most)
+    rows[0] = replace(rows[0], problem_id="x" * (most - files.submission.stat().st_size - 99))
+    table = encode_rollouts(rows)
+    assert 60_000 < len(table) <= most
     run.accept(0, named, table)
     # then it trains
     reader = reader_of(run)
     assert len(reader.read(reader.manifest(0)).rollouts) == 16
 
 
-def between_the_columns(table: bytes, size: int) -> bytes:
-    """A Parquet file of so many bytes with the same rows: zeros lie before its footer."""
-    footer = int.from_bytes(table[-8:-4], "little") + 8
-    return table[:-footer] + bytes(size - len(table)) + table[-footer:]
+def test_a_run_of_an_older_version_is_refused(run: Any) -> None:
+    run.add_step(0, version=0)
+    (run.path / "rollouts" / "step_0" / "ab.parquet").touch()
+    with pytest.raises(UserError, match="made by an older version") as caught:
+        reader_of(run)
+    assert "start a new run" in caught.value.remedy
 
 
 def refile_verdict(run: Any, named: list[BatchGroup], table: bytes, **how: Any) -> None:
@@ -296,6 +300,6 @@ def test_waiting_ends_when_the_manifest_appears_or_the_role_is_told_to_stop(run:
 
 def test_waiting_has_a_deadline_that_names_the_coordinator(run: Any) -> None:
     key = run.root.public_hex
-    reader = BatchReader(run.path, run.spec, key, decode=decode_rollouts, slack_s=-59.9)
+    reader = BatchReader(run.path, run.spec, key, slack_s=-59.9)
     with pytest.raises(UserError, match="the coordinator wrote no batch manifest of step 3"):
         reader.wait(3, threading.Event(), LOG)

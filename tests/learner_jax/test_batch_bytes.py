@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner_jax.batch import Batch, TrainingRollout
-from learner_jax.batch_bytes import MalformedBatch, decode_batch, encode_batch
+from learner_jax.batch_bytes import decode_batch, encode_batch
 from verify.formats.batch import BatchGroup, BatchManifest
+from verify.formats.tables import MalformedTable
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 single = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -41,7 +42,7 @@ def batches(draw: Any) -> Batch:
     groups = draw(st.lists(st.lists(rollouts(), min_size=1, max_size=3), min_size=1, max_size=3))
     named = [BatchGroup(f"{i:064x}", "b" * 64, i, 5, 4) for i in range(len(groups))]
     stats = {"task_reward_mean": draw(finite), "by_target": {"8": 1.5}}
-    return Batch(BatchManifest("run", 5, named, complete=True, stats=stats), groups)
+    return Batch(BatchManifest("run", 5, named, True, stats, 1, "0" * 64), groups)
 
 
 def same(a: TrainingRollout, b: TrainingRollout) -> bool:
@@ -64,5 +65,5 @@ def test_what_is_cut_or_has_more_is_refused(batch: Batch, data: Any) -> None:
     whole = encode_batch(batch)
     cut = data.draw(st.integers(0, len(whole) - 1))
     for damaged in (whole[:cut], whole + b"\0"):
-        with pytest.raises(MalformedBatch):
+        with pytest.raises(MalformedTable):
             decode_batch(damaged)

@@ -47,7 +47,7 @@ def line_of(
 ) -> dict:
     """Of step 3: two groups of lags 0, 1, 2, 1; 90 tokens in 120 positions; 1.5 of 2 s updates."""
     batch = Batch(
-        BatchManifest("tiny", 3, [], complete=True, stats=STATS),
+        BatchManifest("tiny", 3, [], True, STATS, 1, "0" * 64),
         [[rollout(5, 10, 3), rollout(5, 20, 2)], [rollout(10, 10, 1), rollout(10, 20, 2)]],
         agreement,
     )

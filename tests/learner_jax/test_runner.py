@@ -21,7 +21,6 @@ from learner_jax.runner import train
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
-from tests.poison import lying_page
 
 LOG = logging.getLogger("test")
 
@@ -192,9 +191,9 @@ def test_told_to_stop_it_saves_where_it_is(tmp_path: Path) -> None:
 
 
 def test_a_step_whose_file_cannot_be_decoded_is_not_trained_without_it(tmp_path: Path) -> None:
-    # given a run whose second step has a submission that asks for 2 GiB, accepted and signed
+    # given a run whose second step has a submission that is no table, accepted and signed
     run = ready_run(tmp_path / "run", batches=range(1))
-    run.accept(1, run.add_step(1, version=0), lying_page(2**31 - 1))
+    run.accept(1, run.add_step(1, version=0), b"\xff" * 1000)
     # when the learner trains it
     with pytest.raises(UserError, match="of step 1 was accepted by validator"):
         train_to_the_end(run)

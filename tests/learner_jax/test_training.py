@@ -52,7 +52,7 @@ def batch_of(groups: int, *, mu: float = -3.4) -> Batch:
         )
 
     named = [BatchGroup(SUBMISSION, "0" * 64, group, 0, 0) for group in range(groups)]
-    manifest = BatchManifest("tiny", 0, named, complete=True, stats={})
+    manifest = BatchManifest("tiny", 0, named, True, {}, 1, "0" * 64)
     return Batch(manifest, [[rollout(g, s) for s in range(4)] for g in range(groups)])
 
 

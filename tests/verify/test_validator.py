@@ -119,7 +119,7 @@ def sample(index: int) -> tuple[list[Rollout], bytes, bytes, bytes]:
 def test_each_submission_gets_one_signed_verdict(
     coordinator: QueueCoordinator, engine: NumpyEngine
 ) -> None:
-    # given an honest submission, an edited one and one that is no Parquet file
+    # given an honest submission, an edited one and one that is no table
     rollouts, *good = sample(index=0)
     rows, _, _, lease_bytes = sample(index=1)
     _, lease = lease_for(WORKER, COORDINATOR, index=1)

@@ -34,7 +34,7 @@ def end(process: subprocess.Popen[str], after: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("options", "after"),
-    [((), "waiting for the coordinator"), (("-X", "importtime"), "verify.decoder.wire")],
+    [((), "waiting for the coordinator"), (("-X", "importtime"), "verify.examiner")],
     ids=["it waits for a quarter of an hour", "it is still importing"],
 )
 def test_one_that_finds_no_coordinator_ends_within_the_grace(

@@ -33,6 +33,7 @@ from verify.coordinator.policy import Policy
 from verify.coordinator.state import State
 from verify.coordinator.transitions import IllegalTransition, apply
 from verify.formats.batch import BatchGroup
+from verify.formats.layout import refuse_older_run
 from verify.formats.lease import Lease
 from verify.ledger import BadRow, decode_event
 
@@ -57,9 +58,10 @@ def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | Non
         heads: chains of rows as they were noted down before.
 
     Raises:
-        UserError: the ledger, the spec or roles.json cannot be read.
+        UserError: the ledger, the spec or roles.json cannot be read, or an older version made it.
     """
     spec, report = load_resolved(run_dir), Report()
+    refuse_older_run(run_dir)
     # Before the rows: a row comes before its manifest, so these have one.
     on_disk = batches_on_disk(run_dir)
     with closing(open_snapshot(run_dir, spec)) as snapshot:

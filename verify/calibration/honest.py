@@ -14,7 +14,7 @@ from runspec.core.spec.schema import RunSpec
 from verify.audit.snapshot import open_snapshot
 from verify.checks.intake import Rejected, open_rows
 from verify.coordinator.events import LeaseGranted, SubmissionReceived
-from verify.formats.layout import SubmissionFiles, submission_files
+from verify.formats.layout import SubmissionFiles, refuse_older_run, submission_files
 from verify.formats.lease import Lease
 from verify.formats.submission import MAX_ENVELOPE_BYTES, Rollout
 from verify.ledger import BadRow, decode_event
@@ -39,8 +39,9 @@ def submissions_of(run_dir: Path, spec: RunSpec, pool: str) -> list[Taken]:
     What was rejected is among them: leaving it out would hide what an honest pool is rejected for.
 
     Raises:
-        UserError: the ledger cannot be read.
+        UserError: the ledger cannot be read, or the run is of an older version.
     """
+    refuse_older_run(run_dir)
     leases: dict[str, Lease] = {}
     found: list[Taken] = []
     with closing(open_snapshot(run_dir, spec)) as snapshot:

@@ -9,7 +9,7 @@ from verify.checks.distribution import (
     SubmissionChosenTokensCheck,
 )
 from verify.checks.duplicates import DuplicateCheck, fingerprints
-from verify.checks.intake import Decode, Rejected, open_rows
+from verify.checks.intake import Rejected, open_rows
 from verify.checks.prefill import (
     ProofCheck,
     RolloutLogprobCheck,
@@ -28,7 +28,6 @@ __all__ = [
     "GRADE_CHECKS",
     "ROW_CHECKS",
     "Check",
-    "Decode",
     "Examination",
     "Rejected",
     "Subject",

@@ -20,7 +20,7 @@ class Subject:
     """A submission under examination, with what is known of it so far."""
 
     submission: str
-    """Digest of its Parquet bytes."""
+    """Digest of its table."""
     rollouts: list[Rollout]
     lease: Lease
     lease_digest: str

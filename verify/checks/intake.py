@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from runspec.core.hashing import digest_bytes
 from runspec.core.signed import BadSignature
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, decode_rollouts, open_submission
 from verify.formats.tables import MalformedTable
-
-
-class Decode(Protocol):
-    """Reads Parquet bytes: `verify.decoder.Decoder.decode`, or `decode_rollouts` in this process.
-
-    Raises:
-        MalformedTable: not a submission within the limits.
-    """
-
-    def __call__(self, data: bytes, *, max_rows: int, max_bytes: int) -> list[Rollout]: ...
 
 
 class Rejected(Exception):
@@ -42,18 +30,16 @@ def open_rows(
     lease_digest: str,
     max_rows: int,
     max_bytes: int,
-    decode: Decode = decode_rollouts,
 ) -> list[Rollout]:
     """The rows of a submission that is signed for this lease.
 
     Args:
         envelope: the signed submission envelope.
-        table: the Parquet bytes.
+        table: the table's bytes.
         lease: the lease, whose signature has been checked.
         lease_digest: of the signed lease.
         max_rows: rows that an honest submission of the pool may have.
-        max_bytes: bytes of the same, as a file and decoded.
-        decode: reads the Parquet bytes; in this process, unless a validator passes its decoder.
+        max_bytes: bytes of the same.
 
     Raises:
         Rejected: `signature`, `lease` or `format`.
@@ -68,7 +54,7 @@ def open_rows(
     if claimed != (lease.run, lease.step, lease.worker, lease.index, lease_digest):
         raise Rejected("lease", "the envelope names another run, step, worker, index or lease")
     try:
-        rollouts = decode(table, max_rows=max_rows, max_bytes=max_bytes)
+        rollouts = decode_rollouts(table, max_rows=max_rows, max_bytes=max_bytes)
     except MalformedTable as error:
         raise Rejected("format", str(error)) from error
     if not rollouts:

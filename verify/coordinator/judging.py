@@ -122,7 +122,7 @@ class Judging:
         return None
 
     def submission_file(self, submission: str) -> Path | None:
-        """Where a submission's Parquet bytes lie, while the run still needs them."""
+        """Where a submission's table lies, while the run still needs them."""
         for record in self._journal.state.leases.values():
             if record.submission == submission:
                 return submission_files(

@@ -40,6 +40,7 @@ from verify.coordinator.policy import Policy
 from verify.coordinator.server import Api
 from verify.coordinator.status import Status
 from verify.coordinator.watch import watch_latest
+from verify.formats.layout import refuse_older_run
 from verify.formats.spec import sign_spec
 from verify.ledger import open_ledger
 from verify.request_auth import RequestChecker
@@ -71,10 +72,11 @@ async def serve(
         started: called with the port once requests are answered.
 
     Raises:
-        UserError: unusable spec, keys, address or ledger.
+        UserError: unusable spec, keys, address or ledger, or a run of an older version.
         RunStopped: a step stalled, or ledger and files do not fit together.
     """
     spec = load_resolved(run_dir)
+    refuse_older_run(run_dir)
     key = SigningKey.load(run_dir / "keys" / "coordinator.key")
     roles_document, roles = _read_roles(run_dir, spec, key, root_public_key)
     # In a thread, since a database may be slow to answer.

@@ -20,7 +20,7 @@ class BatchGroup:
 
     submission: str
     verdict: str
-    """Digest of the verdict file's Parquet bytes."""
+    """Digest of the verdict file's table."""
     group: int
     step: int
     """The step that the lease was for; its folder holds the files."""
@@ -38,28 +38,20 @@ class BatchManifest:
     """False when the step closed with fewer groups than asked for."""
     stats: dict[str, Any]
     """What the coordinator saw of the step, for the metrics (see `docs/coordinator.md`)."""
-    ledger_rows: int | None = None
-    """How many rows the ledger had when the step closed. None in manifests from before manifests
-    anchored the ledger."""
-    ledger_chain: str | None = None
+    ledger_rows: int
+    """How many rows the ledger had when the step closed."""
+    ledger_chain: str
     """The chain of the last of them: a signature over the ledger's whole past."""
-
-    def payload(self) -> dict[str, Any]:
-        """What is signed. A manifest without anchor has no fields for it: it keeps its digest."""
-        fields = asdict(self)
-        if self.ledger_rows is None:
-            del fields["ledger_rows"], fields["ledger_chain"]
-        return fields
 
 
 def sign_batch(manifest: BatchManifest, key: SigningKey) -> bytes:
-    return sign_document(KIND, manifest.payload(), key)
+    return sign_document(KIND, asdict(manifest), key)
 
 
 def open_batch(
     data: bytes, *, coordinators: frozenset[str] | None, run: str, step: int
 ) -> BatchManifest:
-    """Checks a batch manifest; one from before they anchored the ledger has no anchor.
+    """Checks a batch manifest and returns it.
 
     Args:
         data: the signed document.
@@ -92,8 +84,7 @@ def open_batch(
         raise BadSignature("batch: submission and verdict must be 64 hex characters")
     if len({(g.submission, g.group) for g in groups}) != len(groups):
         raise BadSignature("batch: a group is named twice")
-    rows, chain = manifest.ledger_rows, manifest.ledger_chain
-    anchored = not payload.keys().isdisjoint({"ledger_rows", "ledger_chain"})
-    if anchored and not (type(rows) is int and rows > 0 and is_digest(chain)):
+    rows = manifest.ledger_rows
+    if not (type(rows) is int and rows > 0 and is_digest(manifest.ledger_chain)):
         raise BadSignature("batch: ledger_rows must be a count and ledger_chain 64 hex characters")
     return manifest

@@ -1,29 +1,44 @@
-"""A submission: one worker's rollouts for one lease, a signed Parquet file, one row a rollout."""
+"""A submission: one worker's rollouts for one lease, a signed table, one row a rollout."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from runspec.core.hashing import digest_bytes, is_digest
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, open_document, sign_document
-from verify.formats.submission_columns import NEWER_COLUMNS, SCHEMA
-from verify.formats.tables import decode_table, encode_table
-
-__all__ = [
-    "SCHEMA",
-    "Rollout",
-    "SubmissionEnvelope",
-    "decode_rollouts",
-    "encode_rollouts",
-    "open_submission",
-    "sign_submission",
-]
+from verify.formats.tables import Column, Schema, decode_table, encode_table, text
+from verify.toploc.proof import PROOF_BYTES
 
 KIND = "submission"
 MAX_ENVELOPE_BYTES = 8 * 1024
+SCHEMA = Schema(
+    "runspec submission 1",
+    (
+        text("run"),
+        Column("step", "I32"),
+        text("worker"),
+        text("lease"),
+        text("problem_id"),
+        Column("group", "I32"),
+        Column("sample", "I32"),
+        Column("version", "I32"),
+        Column("prompt_tokens", "I32", ("index", "offsets")),  # a group shares its prompt
+        Column("output_tokens", "I32", ("offsets",)),
+        Column("logprobs", "F32", ("offsets",)),
+        text("finish_reason"),
+        Column("temperature", "F32"),
+        Column("top_p", "F32"),
+        Column("top_k", "I32"),
+        Column("target", "I32", ("valid",)),
+        Column("task_reward", "F32"),
+        Column("length_penalty", "F32"),
+        Column("proofs", "U8", ("offsets",), width=PROOF_BYTES),
+        Column("versions", "I32", ("valid", "offsets")),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class SubmissionEnvelope:
-    """The signed statement that goes with the Parquet bytes."""
+    """The signed statement that goes with the table."""
 
     run: str
     step: int
@@ -81,41 +96,34 @@ class SubmissionEnvelope:
     index: int
     lease: str
     digest: str
-    """BLAKE3 of the Parquet bytes: the submission's name from here on."""
+    """BLAKE3 of the table's bytes: the submission's name from here on."""
     bytes: int
 
 
 def encode_rollouts(rollouts: list[Rollout]) -> bytes:
-    names = [f.name for f in fields(Rollout)]
-    return encode_table([{n: getattr(r, n) for n in names} for r in rollouts], SCHEMA)
+    """The bytes of a submission's table.
+
+    Raises:
+        ValueError: a proof has another length than a proof's.
+    """
+    names = [column.name for column in SCHEMA.columns]
+    return encode_table({name: [getattr(r, name) for r in rollouts] for name in names}, SCHEMA)
 
 
 def decode_rollouts(data: bytes, *, max_rows: int, max_bytes: int) -> list[Rollout]:
-    """Reads a submission's Parquet bytes, in this process: for whoever trusts the bytes not to end
-    it. Validators and the learner ask `verify.decoder` instead.
+    """Reads a submission's table from outside; arrays of the rows are read-only views of `data`.
 
     Raises:
         MalformedTable: not a table of this format within the limits.
     """
-    table = decode_table(data, SCHEMA, max_rows=max_rows, max_bytes=max_bytes, newer=NEWER_COLUMNS)
-    rows = []
-    for row in table.to_pylist():
-        for name, dtype in (
-            ("prompt_tokens", np.int32),
-            ("output_tokens", np.int32),
-            ("logprobs", np.float32),
-        ):
-            row[name] = np.asarray(row[name], dtype=dtype)
-        if row["versions"] is not None:
-            row["versions"] = np.asarray(row["versions"], dtype=np.int32)
-        rows.append(Rollout(**row))
-    return rows
+    columns = decode_table(data, SCHEMA, max_rows=max_rows, max_bytes=max_bytes)
+    return [Rollout(*row) for row in zip(*columns.values(), strict=True)]
 
 
 def sign_submission(
     data: bytes, *, run: str, step: int, index: int, lease: str, key: SigningKey
 ) -> bytes:
-    """The signed envelope of a submission's Parquet bytes."""
+    """The signed envelope of a submission's table."""
     envelope = SubmissionEnvelope(
         run, step, key.public_hex, index, lease, digest_bytes(data), len(data)
     )
@@ -125,7 +133,7 @@ def sign_submission(
 def open_submission(data: bytes) -> SubmissionEnvelope:
     """Checks an envelope: signed by the worker that it names, fields of the right form.
 
-    Whether that worker holds the lease is the coordinator's question, whether the Parquet bytes
+    Whether that worker holds the lease is the coordinator's question, whether the table's bytes
     match `digest` the reader's.
 
     Raises:

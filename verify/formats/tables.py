@@ -1,126 +1,295 @@
-"""Parquet tables of an exact schema, written in memory and read with bounds."""
+"""Tables of a fixed schema as safetensors files, written in memory and read with bounds.
+
+A file is a valid safetensors file: 8 bytes with the header's length, the header (JSON), then flat
+tensors without holes. The header follows from the schema and a few counts, which are the first
+tensor. So a reader parses no JSON: it takes the counts, builds the header that they give, and
+compares the bytes. What it makes of a file takes at most a small multiple of the file's size.
+
+Several tensors hold a column, one for each of its steps and one with its values:
+
+    valid    BOOL [n]      false where the row is null
+    index    I32 [n]       which of the column's distinct values the row has
+    offsets  I32 [n + 1]   where each row's list starts and ends among the elements
+    text     I32 [n + 1]   the same for the bytes (UTF-8) of texts
+    (none)   dtype [n] or [n, width]
+"""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Collection, Iterator
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from math import prod
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+import numpy as np
 
-from verify.formats.parquet_footer import RowGroup, read_row_groups
-from verify.formats.parquet_pages import decompressed_bytes
-
-_SMALLEST_VALUE = 4  # bytes: i32 and f32; flags are fewer than would matter
+DTYPES: dict[str, np.dtype[Any]] = {
+    "I64": np.dtype("<i8"),
+    "F64": np.dtype("<f8"),
+    "I32": np.dtype("<i4"),
+    "F32": np.dtype("<f4"),
+    "BOOL": np.dtype("?"),
+    "U8": np.dtype("u1"),
+}
+"""Types of values by safetensors' names, little-endian."""
+_SIZES = ("index", "offsets", "text")
+"""Steps after which there is another number of entries."""
+_COUNTS = "counts"
+_PARQUET = b"PAR1"
 
 
 class MalformedTable(ValueError):
     """Bytes that are not a table of the schema, within the limits."""
 
 
-def encode_table(rows: list[dict[str, Any]], schema: pa.Schema) -> bytes:
-    """Rows as the bytes of a Parquet file."""
-    sink = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
-    return sink.getvalue()
+@dataclass(frozen=True)
+class Column:
+    """A column of a schema, named as the field of the row that it fills."""
+
+    name: str
+    dtype: str
+    """Of the values, as safetensors names it."""
+    steps: tuple[str, ...] = ()
+    """What leads from a row to its values, in this order."""
+    width: int = 1
+    """Values of an entry: more than 1 for byte strings of a fixed length."""
+    most: int | None = None
+    """Elements that a row's list may have; None for no bound but the file's size."""
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Columns of one kind of file."""
+
+    kind: str
+    """Name and version of the format, in the header of each file."""
+    columns: tuple[Column, ...]
+
+    @property
+    def counts(self) -> int:
+        """How many counts a file has: its rows, and one for each step that changes their number."""
+        return 1 + sum(step in _SIZES for column in self.columns for step in column.steps)
+
+
+def text(name: str, *steps: str, most: int | None = None) -> Column:
+    """A column of texts; the file holds each distinct text once."""
+    return Column(name, "U8", (*steps, "index", "text"), most=most)
+
+
+def encode_table(columns: Mapping[str, Sequence[Any]], schema: Schema) -> bytes:
+    """Columns as the bytes of a file.
+
+    Args:
+        columns: a value a row for each column, as `decode_table` returns them.
+        schema: the columns.
+
+    Raises:
+        ValueError: a byte string has another length than its column's width.
+    """
+    counts, parts = [len(columns[schema.columns[0].name])], {}
+    for column in schema.columns:
+        values: Any = columns[column.name]
+        for step in column.steps:
+            entries, values = _step_written(step, values, column)
+            parts[f"{column.name}.{step}"] = np.asarray(entries, DTYPES[_dtype_of(step)]).tobytes()
+            counts += [len(values)] * (step in _SIZES)
+        parts[column.name] = _bytes_of(values, column)
+    parts[_COUNTS] = np.array(counts, DTYPES["I64"]).tobytes()
+    layout = _layout(schema, counts)
+    return b"".join([layout.head, *(parts[name] for name in layout.tensors)])
 
 
 def decode_table(
     data: bytes,
-    schema: pa.Schema,
+    schema: Schema,
     *,
     max_rows: int,
     max_bytes: int,
-    newer: Collection[str] = (),
-    confined: bool = False,
-) -> pa.Table:
-    """Reads Parquet bytes from outside.
+    only: Collection[str] | None = None,
+) -> dict[str, list[Any]]:
+    """Reads a file from outside.
 
     Args:
-        data: the file's bytes.
-        schema: must match exactly: names, order, types, nullability.
+        data: the file's bytes; arrays in the result are read-only views of it.
+        schema: its columns.
         max_rows: rows allowed.
-        max_bytes: bytes allowed, of the file and of its decoded columns.
-        newer: columns that files of older releases lack; they are read as nulls.
-        confined: the process has a limit of memory. Else texts may be plain or of a dictionary, and
-            not in Parquet's other encodings, of which Arrow makes a plain column at once.
+        max_bytes: bytes allowed, of the file and of each column where every row has its own value.
+        only: names of the columns to read; all if None.
+
+    Returns:
+        For each column a value a row: a number, text, list of byte strings or texts, or 1-D array;
+        None for a null.
 
     Raises:
         MalformedTable: anything else than such a table.
     """
     if len(data) > max_bytes:
         raise MalformedTable(f"{len(data)} bytes, more than the {max_bytes} allowed")
-    try:
-        groups = read_row_groups(data)
-        declared = max(sum(map(_declared_bytes, groups)), decompressed_bytes(data, groups))
-        file = _open(data)
-        found = file.schema_arrow.remove_metadata()
-        lacking = set(newer) - set(found.names)
-        expected = pa.schema([field for field in schema if field.name not in lacking])
-        if not found.equals(expected):
-            raise MalformedTable("the columns are not those of the format")
-        meta = file.metadata
-        if meta.num_rows > max_rows:
-            raise MalformedTable(f"{meta.num_rows} rows, more than the {max_rows} allowed")
-        if declared > max_bytes:
-            raise MalformedTable(f"{declared} bytes decoded, more than the {max_bytes} allowed")
-        batches, size = [], 0
-        file = _open(data, metadata=meta, read_dictionary=None if confined else _texts(file))
-        for batch in _batches(file):
-            size += sum(map(_plain_bytes, batch.columns))
-            if size > max_bytes:
-                raise MalformedTable(f"decodes to more than the {max_bytes} bytes allowed")
-            batches.append(batch.replace_schema_metadata(None))
-        if sum(map(len, batches)) != meta.num_rows:  # Arrow ends with the shortest column
-            raise MalformedTable("the columns have other rows than the file says")
-        schema_read = file.schema_arrow.remove_metadata()
-        table = pa.Table.from_batches(batches, schema=schema_read).cast(expected)
-        for index, field in enumerate(schema):
-            if field.name in lacking:
-                table = table.add_column(index, field, pa.nulls(len(table), field.type))
-        table.validate(full=True)
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-        if isinstance(error, MalformedTable):
-            raise
-        raise MalformedTable(f"not a readable Parquet file: {str(error)[:200]}") from error
-    return table
+    layout = _checked_layout(data, schema, max_rows)
+    return {
+        column.name: _column(data, layout, column, max_bytes)
+        for column in schema.columns
+        if only is None or column.name in only
+    }
 
 
-def _declared_bytes(group: RowGroup) -> int:
-    """What a row group says it decodes to: runs of equal values are small in a file, not here."""
-    return max(group.bytes, _SMALLEST_VALUE * sum(chunk.values for chunk in group.chunks))
+@dataclass(frozen=True)
+class _Layout:
+    """Where everything is in a file of some counts."""
+
+    head: bytes
+    """All before the first tensor."""
+    tensors: Mapping[str, tuple[int, int]]
+    """Start and end of each, by name, in the order of the file."""
 
 
-def _open(data: bytes, **options: Any) -> pq.ParquetFile:
-    return pq.ParquetFile(
-        pa.BufferReader(data),
-        thrift_string_size_limit=1 << 20,
-        thrift_container_size_limit=1 << 16,
-        **options,
-    )
+def _layout(schema: Schema, counts: Sequence[int]) -> _Layout:
+    """The one layout of a file of the schema with these counts."""
+    shapes: dict[str, tuple[str, list[int]]] = {_COUNTS: ("I64", [len(counts)])}
+    left = iter(counts)
+    rows = next(left)
+    for column in schema.columns:
+        entries = rows
+        for step in column.steps:
+            boundaries = entries + (step in ("offsets", "text"))
+            shapes[f"{column.name}.{step}"] = (_dtype_of(step), [boundaries])
+            entries = next(left) if step in _SIZES else entries
+        shapes[column.name] = (column.dtype, [entries] + [column.width] * (column.width > 1))
+    # Larger values first, so that every tensor is aligned.
+    shapes = dict(sorted(shapes.items(), key=lambda item: -DTYPES[item[1][0]].itemsize))
+    sizes = [DTYPES[dtype].itemsize * prod(shape) for dtype, shape in shapes.values()]
+    bounds = dict(zip(shapes, pairwise(accumulate(sizes, initial=0)), strict=True))
+    header = json.dumps(
+        {"__metadata__": {"format": schema.kind}}
+        | {
+            name: {"dtype": dtype, "shape": shape, "data_offsets": bounds[name]}
+            for name, (dtype, shape) in shapes.items()
+        },
+        separators=(",", ":"),
+    ).encode()
+    header += b" " * (-len(header) % 8)
+    head = len(header).to_bytes(8, "little") + header
+    return _Layout(head, {n: (len(head) + a, len(head) + b) for n, (a, b) in bounds.items()})
 
 
-def _texts(file: pq.ParquetFile) -> list[str]:
-    """The paths of columns of texts. They are read as numbers of a dictionary: one long text that a
-    million rows name is a few bytes in the file, and would be many in a plain column."""
-    columns = (file.schema.column(index) for index in range(len(file.schema)))
-    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+def _checked_layout(data: bytes, schema: Schema, max_rows: int) -> _Layout:
+    """The layout that a file's counts give; the file has its header and its size.
+
+    Raises:
+        MalformedTable: it has not.
+    """
+    if data.startswith(_PARQUET):
+        raise MalformedTable("a Parquet file, as older versions wrote them: update who made it")
+    start = 8 + int.from_bytes(data[:8], "little")
+    if len(data) < start + 8 * schema.counts:
+        raise MalformedTable("shorter than its header and its counts")
+    counts = np.frombuffer(data, DTYPES["I64"], schema.counts, start).tolist()
+    if not all(0 <= count <= len(data) for count in counts):
+        raise MalformedTable("a count is negative or larger than the file")
+    if counts[0] > max_rows:
+        raise MalformedTable(f"{counts[0]} rows, more than the {max_rows} allowed")
+    layout = _layout(schema, counts)
+    if start != len(layout.head) or not data.startswith(layout.head):
+        raise MalformedTable(f"the header is not that of a {schema.kind} file with its counts")
+    end = max(end for _, end in layout.tensors.values())
+    if len(data) != end:
+        raise MalformedTable(f"{len(data)} bytes, its counts give {end}")
+    return layout
 
 
-def _batches(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
-    for group in range(file.num_row_groups):  # in one of two groups Arrow joins no dictionaries
-        yield from file.iter_batches(batch_size=64, row_groups=[group], use_threads=False)
+def _column(data: bytes, layout: _Layout, column: Column, max_bytes: int) -> list[Any]:
+    """A value a row, from the column's values back to the rows."""
+    values: Any = _tensor(data, layout, column.name, column.dtype)
+    if column.width > 1:
+        raw = values.tobytes()
+        values = [raw[at : at + column.width] for at in range(0, len(raw), column.width)]
+    for step in reversed(column.steps):
+        name = f"{column.name}.{step}"
+        entries = _tensor(data, layout, name, _dtype_of(step))
+        try:
+            values = _step_read(step, entries, values, column)
+            if step == "index" and (size := _size(values, column)) > max_bytes:
+                raise ValueError(f"{size} bytes in all rows, more than the {max_bytes} allowed")
+        except ValueError as error:  # a UnicodeDecodeError is one
+            raise MalformedTable(f"{name}: {error}") from error
+    return values.tolist() if isinstance(values, np.ndarray) else values
 
 
-def _plain_bytes(array: pa.Array) -> int:
-    """What an array takes when its texts are no numbers of a dictionary any more."""
-    if pa.types.is_list(array.type):
-        return array.offsets.nbytes + _plain_bytes(array.flatten())
-    if pa.types.is_struct(array.type):
-        return sum(map(_plain_bytes, array.flatten()))
-    if pa.types.is_dictionary(array.type):
-        lengths = pc.binary_length(array.dictionary).take(array.indices)
-        return array.indices.nbytes + (pc.sum(lengths).as_py() or 0)
-    return int(array.nbytes)
+def _tensor(data: bytes, layout: _Layout, name: str, dtype: str) -> np.ndarray:
+    """A flat view of one tensor; truth values are 0 or 1."""
+    start, end = layout.tensors[name]
+    view = memoryview(data)[start:end]
+    if dtype == "BOOL" and np.frombuffer(view, np.uint8).max(initial=0) > 1:
+        raise MalformedTable(f"{name}: a truth value that is neither 0 nor 1")
+    return np.frombuffer(view, DTYPES[dtype])
+
+
+def _step_read(step: str, entries: np.ndarray, values: Any, column: Column) -> Any:
+    """What a step leads to: one value for each of its entries.
+
+    Raises:
+        ValueError: an entry leads nowhere.
+    """
+    if step == "valid":
+        values = values.tolist() if isinstance(values, np.ndarray) else values
+        return [value if valid else None for valid, value in zip(entries, values, strict=True)]
+    if step == "index":
+        if len(values) > len(entries):
+            raise ValueError(f"{len(values)} distinct values of {len(entries)}")
+        if len(entries) and (entries.min() < 0 or entries.max() >= len(values)):
+            raise ValueError(f"an entry outside 0 to {len(values) - 1}")
+        return [values[entry] for entry in entries.tolist()]
+    if entries[0] != 0 or entries[-1] != len(values) or (entries[1:] < entries[:-1]).any():
+        raise ValueError(f"they do not lead from 0 to {len(values)}")
+    bounds = pairwise(entries.tolist())
+    if step == "text":
+        raw = values.tobytes()
+        return [raw[start:end].decode() for start, end in bounds]
+    lists = [values[start:end] for start, end in bounds]
+    if column.most is not None and (longest := max(map(len, lists), default=0)) > column.most:
+        raise ValueError(f"{longest} elements of a row, more than the {column.most} allowed")
+    return lists
+
+
+def _step_written(step: str, values: Sequence[Any], column: Column) -> tuple[Any, Any]:
+    """The entries of a step, and the values that they lead to."""
+    if step == "valid":
+        absent: Any = () if "offsets" in column.steps else 0
+        return [v is not None for v in values], [absent if v is None else v for v in values]
+    if step == "index":
+        distinct: dict[Any, Any] = {}
+        keys = [v if isinstance(v, str) else _bytes_of(v, column) for v in values]
+        for key, value in zip(keys, values, strict=True):
+            distinct.setdefault(key, value)
+        places = {key: place for place, key in enumerate(distinct)}
+        return [places[key] for key in keys], list(distinct.values())
+    if step == "text":
+        values = [value.encode() for value in values]
+        joined: Any = b"".join(values)
+    elif column.steps[-1] == "offsets" and column.width == 1:
+        joined = np.concatenate([np.asarray(v, DTYPES[column.dtype]) for v in (*values, [])])
+    else:
+        joined = list(chain.from_iterable(values))
+    return np.cumsum([0, *map(len, values)]), joined
+
+
+def _size(values: Sequence[Any], column: Column) -> int:
+    """Bytes of lists or texts, if no two of them shared theirs."""
+    return sum(map(len, values)) * column.width * DTYPES[column.dtype].itemsize
+
+
+def _bytes_of(values: Any, column: Column) -> bytes:
+    """The bytes of values that no step is left for."""
+    if isinstance(values, bytes):
+        return values
+    if column.width == 1:
+        return np.asarray(values, DTYPES[column.dtype]).tobytes()
+    if lengths := {len(value) for value in values} - {column.width}:
+        raise ValueError(f"{column.name}: {lengths.pop()} bytes instead of {column.width}")
+    return b"".join(values)
+
+
+def _dtype_of(step: str) -> str:
+    return "BOOL" if step == "valid" else "I32"

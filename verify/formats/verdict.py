@@ -1,18 +1,17 @@
-"""A verdict file: a validator's findings on one submission, signed Parquet, a row a rollout."""
+"""A verdict file: a validator's findings on one submission, a signed table, a row a rollout."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from runspec.core.hashing import digest_bytes, is_digest
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, open_document, sign_document
-from verify.formats.tables import MalformedTable, decode_table, encode_table
+from verify.formats.tables import Column, MalformedTable, Schema, decode_table, encode_table, text
 
 KIND = "verdict"
 MAX_ENVELOPE_BYTES = 16 * 1024
@@ -21,34 +20,30 @@ MAX_ROWS = 65536
 MAX_FINGERPRINTS = 17
 """Of a row: its output, and 16 runs of tokens."""
 
-_CHECK = pa.struct(
-    [
-        pa.field("name", pa.string(), nullable=False),
-        pa.field("passed", pa.bool_(), nullable=False),
-        pa.field("value", pa.float64(), nullable=False),
-        pa.field("limit", pa.float64(), nullable=False),
-        pa.field("reason", pa.string(), nullable=False),
-    ]
+MAX_CHECKS = 64
+"""Of a row."""
+SCHEMA = Schema(
+    "runspec verdict 1",
+    (
+        text("submission"),
+        Column("row", "I32"),
+        Column("group", "I32"),
+        Column("task_reward", "F32"),
+        Column("length_penalty", "F32"),
+        Column("reward", "F32"),
+        Column("length", "I32"),
+        Column("target", "I32", ("valid",)),
+        Column("logprobs", "F32", ("valid", "offsets")),
+        Column("logprob_diff", "F32", ("valid",)),
+        text("checks.name", "offsets", most=MAX_CHECKS),
+        Column("checks.passed", "BOOL", ("offsets",), most=MAX_CHECKS),
+        Column("checks.value", "F64", ("offsets",), most=MAX_CHECKS),
+        Column("checks.limit", "F64", ("offsets",), most=MAX_CHECKS),
+        text("checks.reason", "offsets", most=MAX_CHECKS),
+        Column("fingerprints", "I64", ("offsets",), most=MAX_FINGERPRINTS),
+        Column("gap_excess", "F64", ("valid",)),
+    ),
 )
-SCHEMA = pa.schema(
-    [
-        pa.field("submission", pa.string(), nullable=False),
-        pa.field("row", pa.int32(), nullable=False),
-        pa.field("group", pa.int32(), nullable=False),
-        pa.field("task_reward", pa.float32(), nullable=False),
-        pa.field("length_penalty", pa.float32(), nullable=False),
-        pa.field("reward", pa.float32(), nullable=False),
-        pa.field("length", pa.int32(), nullable=False),
-        pa.field("target", pa.int32()),
-        pa.field("logprobs", pa.list_(pa.field("element", pa.float32(), nullable=False))),
-        pa.field("logprob_diff", pa.float32()),
-        pa.field("checks", pa.list_(pa.field("element", _CHECK, nullable=False)), nullable=False),
-        pa.field("fingerprints", pa.list_(pa.field("element", pa.int64(), nullable=False))),
-        pa.field("gap_excess", pa.float64()),
-    ]
-)
-_NEWER_COLUMNS = ("fingerprints", "gap_excess")
-"""A run that goes on after an upgrade reads what was judged before it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ class RolloutVerdict:
 
 @dataclass(frozen=True)
 class VerdictEnvelope:
-    """The signed statement that goes with the Parquet bytes."""
+    """The signed statement that goes with the table."""
 
     run: str
     step: int
@@ -106,28 +101,40 @@ class VerdictEnvelope:
 
 
 def encode_verdicts(rows: list[RolloutVerdict]) -> bytes:
-    # `asdict` would copy every number: five microseconds an output token.
-    plain = [{**vars(row), "checks": [vars(check) for check in row.checks]} for row in rows]
-    return encode_table(plain, SCHEMA)
+    """The bytes of a verdict file's table."""
+    columns: dict[str, list[Any]] = {}
+    for column in SCHEMA.columns:
+        name, _, of_check = column.name.partition(".")
+        values = [getattr(row, name) for row in rows]
+        columns[column.name] = (
+            [[getattr(check, of_check) for check in checks] for checks in values]
+            if of_check
+            else values
+        )
+    return encode_table(columns, SCHEMA)
 
 
 def decode_verdicts(data: bytes) -> list[RolloutVerdict]:
-    """Reads a verdict file's Parquet bytes.
+    """Reads a verdict file's table; arrays of the rows are read-only views of `data`.
 
     Raises:
         MalformedTable: not a table of this format.
     """
-    rows = decode_table(
-        data, SCHEMA, max_rows=MAX_ROWS, max_bytes=MAX_BYTES, newer=_NEWER_COLUMNS
-    ).to_pylist()
-    for row in rows:
-        row["fingerprints"] = row["fingerprints"] or []
-        if len(row["fingerprints"]) > MAX_FINGERPRINTS:
-            raise MalformedTable(f"{len(row['fingerprints'])} fingerprints of a row")
-        row["checks"] = [CheckResult(**check) for check in row["checks"]]
-        if row["logprobs"] is not None:
-            row["logprobs"] = np.asarray(row["logprobs"], dtype=np.float32)
-    return [RolloutVerdict(**row) for row in rows]
+    columns = decode_table(data, SCHEMA, max_rows=MAX_ROWS, max_bytes=MAX_BYTES)
+    fields = [columns.pop(name) for name in list(columns) if name.startswith("checks.")]
+    try:
+        columns["checks"] = [
+            [CheckResult(*check) for check in zip(*map(_plain, row), strict=True)]
+            for row in zip(*fields, strict=True)
+        ]
+    except ValueError as error:
+        raise MalformedTable(f"checks: {error}") from error
+    columns["fingerprints"] = [row.tolist() for row in columns["fingerprints"]]
+    names = list(columns)
+    return [
+        RolloutVerdict(**dict(zip(names, row, strict=True)))
+        for row in zip(*columns.values(), strict=True)
+    ]
 
 
 def read_fingerprints(path: Path) -> list[list[int]]:
@@ -135,16 +142,19 @@ def read_fingerprints(path: Path) -> list[list[int]]:
 
     Raises:
         OSError: the file cannot be read.
-        MalformedTable: it is no Parquet file.
+        MalformedTable: not a table of this format.
     """
-    try:
-        file = pq.ParquetFile(path)
-        if "fingerprints" not in file.schema_arrow.names:
-            return []
-        rows = file.read(columns=["fingerprints"]).column(0).to_pylist()
-    except pa.ArrowException as error:
-        raise MalformedTable(str(error)[:200]) from error
-    return [row or [] for row in rows]
+    columns = decode_table(
+        *(path.read_bytes(), SCHEMA),
+        max_rows=MAX_ROWS,
+        max_bytes=MAX_BYTES,
+        only=("fingerprints",),
+    )
+    return [row.tolist() for row in columns["fingerprints"]]
+
+
+def _plain(values: list[Any] | np.ndarray) -> list[Any]:
+    return values if isinstance(values, list) else values.tolist()
 
 
 def sign_verdict(
@@ -158,7 +168,7 @@ def sign_verdict(
     dropped_groups: list[int],
     key: SigningKey,
 ) -> bytes:
-    """The signed envelope of a verdict file's Parquet bytes."""
+    """The signed envelope of a verdict file's table."""
     envelope = VerdictEnvelope(
         run, step, submission, accepted, reason, dropped_groups, digest_bytes(data), len(data)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,7 +78,7 @@ def verify_proofs(hidden_bits: np.ndarray, proofs: Sequence[bytes]) -> list[Chun
     return result
 
 
-def open_claims(chunks: list[np.ndarray], proofs: list[Proof]) -> tuple[Selection, np.ndarray]:
+def _open_claims(chunks: list[np.ndarray], proofs: list[Proof]) -> tuple[Selection, np.ndarray]:
     """The largest activations of C chunks, and what is claimed of them: i64 [C, 128]."""
     selection = select(chunks)
     moduli = np.array([proof.modulus for proof in proofs])
@@ -87,20 +87,14 @@ def open_claims(chunks: list[np.ndarray], proofs: list[Proof]) -> tuple[Selectio
     return selection, canonical(values)
 
 
-OpenClaims = Callable[[list[np.ndarray], list[Proof]], tuple[Selection, np.ndarray]]
-
-
 def verify_proofs_batch(
     rollouts: Sequence[np.ndarray],
     proofs: Sequence[Sequence[bytes]],
-    *,
-    open_with: OpenClaims = open_claims,
 ) -> list[list[ChunkStatistics] | MalformedProof]:
     """`verify_proofs` of many rollouts at once, which is cheaper than one by one.
 
     Args:
         rollouts, proofs: of each rollout, as for `verify_proofs`.
-        open_with: does what `open_claims` does, on another device perhaps.
 
     Returns:
         For each rollout its statistics, or why its proofs are malformed: one worker's bad bytes
@@ -119,7 +113,7 @@ def verify_proofs_batch(
         [
             statistics
             for block in blocks([chunk for chunk, _ in judged])
-            for statistics in _compare(block, [next(claims) for _ in block], open_with)
+            for statistics in _compare(block, [next(claims) for _ in block])
         ]
     )
     return [p if isinstance(p, MalformedProof) else [next(found) for _ in p] for p in parsed]
@@ -155,11 +149,9 @@ def _parse(chunks: list[np.ndarray], proofs: Sequence[bytes]) -> list[Proof] | M
         return error
 
 
-def _compare(
-    chunks: list[np.ndarray], claims: list[tuple[Proof, int]], open_with: OpenClaims
-) -> list[ChunkStatistics]:
+def _compare(chunks: list[np.ndarray], claims: list[tuple[Proof, int]]) -> list[ChunkStatistics]:
     """Of chunks against their proofs, each with the hidden size."""
-    selection, claimed = open_with(chunks, [proof for proof, _ in claims])
+    selection, claimed = _open_claims(chunks, [proof for proof, _ in claims])
     moduli = np.array([proof.modulus for proof, _ in claims])
     coefficients = np.stack([proof.coefficients for proof, _ in claims])
     shape = _Shape(

@@ -73,7 +73,7 @@ def stalled(run_dir: Path, log: logging.Logger) -> None:
 def full_disk(run_dir: Path, log: logging.Logger) -> None:
     """Meets the end of its disk: a limit on file sizes stands for it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    write_atomic(run_dir / "rollouts" / "big.parquet", bytes(8192))
+    write_atomic(run_dir / "rollouts" / "big.safetensors", bytes(8192))
 
 
 def server(run_dir: Path, log: logging.Logger) -> None:

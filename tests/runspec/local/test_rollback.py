@@ -60,9 +60,9 @@ def small_run(runs_dir: Path, *overrides: str) -> Path:
     }
     files |= {f"weights/v{n}/model.safetensors": b"w" for n in range(2, STEPS + 1)}
     for step in range(STEPS):
-        for name in ("batch.json", "ab.parquet", "ab.verdict.json"):
+        for name in ("batch.json", "ab.safetensors", "ab.verdict.json"):
             files[f"rollouts/step_{step}/{name}"] = b"{}"
-    files["rollouts/step_6/cd.parquet"] = b"of a lease beyond the last step"
+    files["rollouts/step_6/cd.safetensors"] = b"of a lease beyond the last step"
     for step in (2, 4, 6):
         arrays, data = f"checkpoints/state/step_{step}/state/d/0", f"state {step}".encode()
         record = {"files": {"d/0": digest_bytes(data)}}

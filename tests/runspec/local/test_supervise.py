@@ -166,8 +166,8 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     spec = small_spec("full", 10_000, "placement.restarts=0")
     with open_run(spec, tmp_path) as run, pytest.raises(RunFailed) as failure:
         drive_roles(run, [*usual_roles(run), role("full_disk", run.directory)], Watch())
-    assert "big.parquet: cannot write: File too large" in str(failure.value)
-    assert not list((run.directory / "rollouts").glob("*big.parquet"))
+    assert "big.safetensors: cannot write: File too large" in str(failure.value)
+    assert not list((run.directory / "rollouts").glob("*big.safetensors"))
 
 
 def test_a_disk_too_full_for_the_supervisor_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A lease alone says what is sampled; what was sampled becomes rows that survive Parquet."""
+"""A lease alone says what is sampled; what was sampled becomes rows that survive the file."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_prompt_without_room_for_an_answer_is_named():
         plan_rollouts(lease(), TASKS, pool(max_model_len=41), group_size=SIZE)
 
 
-def test_rollouts_survive_parquet_with_claims_and_proofs():
+def test_rollouts_survive_the_file_with_claims_and_proofs():
     planned = plan()
     results = sampled([[p.problem, *range(60, 60 + 9 * i), 0] for i, p in enumerate(planned)])
 

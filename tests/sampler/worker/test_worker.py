@@ -114,7 +114,7 @@ class Run:
         return state
 
     def submissions(self) -> list[Path]:
-        return sorted(self.dir.glob("rollouts/step_*/*.parquet"))
+        return sorted(self.dir.glob("rollouts/step_*/*.safetensors"))
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         eventually(condition, what, deadline_s=DEADLINE_S, context=self._logs)

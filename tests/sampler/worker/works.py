@@ -98,7 +98,7 @@ class Works:
         return client
 
     def submissions(self) -> list[Path]:
-        return sorted(self.site.run_dir.glob("rollouts/step_*/*.parquet"))
+        return sorted(self.site.run_dir.glob("rollouts/step_*/*.safetensors"))
 
     def rows(self) -> list[list[Rollout]]:
         return [

@@ -68,7 +68,7 @@ def test_a_run_that_drops_files_while_it_is_audited_is_clean(
             site.publish(step + 1)
 
         def drop(step: int) -> None:
-            for file in step_folder(site.run_dir, step).glob("*.parquet"):
+            for file in step_folder(site.run_dir, step).glob("*.safetensors"):
                 file.unlink()
 
         def while_it_is_read(*arguments: Any) -> Roles:
@@ -154,7 +154,7 @@ def test_any_byte_of_any_row_is_found(audited: Site, data: st.DataObject):
     changed = text[:place] + bytes([text[place] ^ mask]) + text[place + 1 :]
     copy = Copy(audited.run_dir.with_name("flipped"), audited)
     shutil.rmtree(copy.run_dir, ignore_errors=True)
-    shutil.copytree(audited.run_dir, copy.run_dir, ignore=shutil.ignore_patterns("*.parquet"))
+    shutil.copytree(audited.run_dir, copy.run_dir, ignore=shutil.ignore_patterns("*.safetensors"))
     if column == "seq":
         number = int.from_bytes(changed)
         copy.execute("DELETE FROM ledger WHERE seq = ?", number)  # the row whose place it takes
@@ -230,7 +230,7 @@ def test_a_manifest_of_another_key_is_found(run: Copy):
 
 def test_swapped_files_are_found(run: Copy):
     folder = run.run_dir / "rollouts" / "step_0"
-    for suffix in (".verdict.parquet", ".verdict.json", ".parquet", ".json"):
+    for suffix in (".verdict.safetensors", ".verdict.json", ".safetensors", ".json"):
         first, second, *_ = sorted(
             path for path in folder.iterdir() if path.name[64:] == suffix and path.name[64:]
         )
@@ -245,7 +245,7 @@ def test_swapped_files_are_found(run: Copy):
 
 def test_a_missing_file_that_may_still_be_trained_is_found_and_an_older_one_is_not(run: Copy):
     for step in (0, 1):
-        for path in (run.run_dir / "rollouts" / f"step_{step}").glob("*.parquet"):
+        for path in (run.run_dir / "rollouts" / f"step_{step}").glob("*.safetensors"):
             path.unlink()
 
     report = run.audit()
@@ -267,7 +267,7 @@ def test_a_verdict_of_a_key_that_roles_does_not_name_is_found(run: Copy):
     envelope, table = verdict(fields["submission"], lease, stranger, accepted=False)
     folder = run.run_dir / "rollouts" / "step_0"
     (folder / f"{fields['submission']}.verdict.json").write_bytes(envelope)
-    (folder / f"{fields['submission']}.verdict.parquet").write_bytes(table)
+    (folder / f"{fields['submission']}.verdict.safetensors").write_bytes(table)
     run.rewrite(lambda rows: rows[row - 1][1].update(validator=stranger.public_hex))
 
     assert (row, "validator") in found(run)

@@ -198,7 +198,7 @@ class _QuietHandler(SimpleHTTPRequestHandler):
 
 
 def rollouts(lease: Lease, digest: str, *, note: int = 0) -> bytes:
-    """The Parquet bytes of a submission: whole groups, contents that nobody looks at here."""
+    """The table of a submission: whole groups, contents that nobody looks at here."""
     rows = [
         Rollout(
             run=lease.run,

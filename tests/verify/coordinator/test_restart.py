@@ -71,7 +71,7 @@ def test_kill_at_every_stage_of_a_step_loses_nothing(site: Site, free_port: int)
         process.kill()
 
     # given a kill after the verdict and files that a killed process left, when the step is filled
-    leftovers = [step_folder(site.run_dir, 0) / n for n in (".tmp-1", f"{'0' * 64}.parquet")]
+    leftovers = [step_folder(site.run_dir, 0) / n for n in (".tmp-1", f"{'0' * 64}.safetensors")]
     for path in leftovers:
         path.write_bytes(b"half")
     with running(site, free_port) as process:
@@ -155,7 +155,7 @@ def with_a_lease(folder: Path) -> Journal:
 def test_a_second_coordinator_touches_no_file_of_the_first(tmp_path: Path):
     # given a coordinator that has a body on its way, and a file whose row is about to be written
     with closing(with_a_lease(tmp_path)):
-        files = [step_folder(tmp_path, 0) / name for name in (".tmp-on-its-way", "new.parquet")]
+        files = [step_folder(tmp_path, 0) / name for name in (".tmp-on-its-way", "new.safetensors")]
         for file in files:
             write_atomic(file, b"rollouts")
         # when somebody starts a second one
