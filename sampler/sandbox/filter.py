@@ -1,4 +1,4 @@
-"""The seccomp filter: a BPF program that lets through the calls of `runspec.core.syscalls`.
+"""The seccomp filter: a BPF program that lets through the calls of `sampler.sandbox.syscalls`.
 
 Everything that is not named there fails with EPERM, or with ENOSYS where a C library has an older
 call to fall back to. The kernel remembers which calls pass whatever their arguments, so that the
@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from functools import cache
 
-from runspec.core.seccomp import (
+from sampler.sandbox.seccomp import (
     ABSENT,
     ALLOW,
     AND,
@@ -26,7 +26,7 @@ from runspec.core.seccomp import (
     assemble,
     one_of,
 )
-from runspec.core.syscalls import BY_ARGUMENT, CONTAINED, PLAIN
+from sampler.sandbox.syscalls import BY_ARGUMENT, CONTAINED, PLAIN
 
 NEWEST = 462
 """Calls above this number were not there when the tables were written: they are absent."""

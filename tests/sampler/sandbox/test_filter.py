@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.seccomp import ALLOW, ARCHITECTURES, KILL
-from runspec.core.syscalls import BY_ARGUMENT, CONTAINED, PLAIN
 from sampler.sandbox.filter import build
+from sampler.sandbox.seccomp import ALLOW, ARCHITECTURES, KILL
+from sampler.sandbox.syscalls import BY_ARGUMENT, CONTAINED, PLAIN
 
 EPERM, ENOSYS = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 TABLES = {**PLAIN, **CONTAINED, **BY_ARGUMENT}

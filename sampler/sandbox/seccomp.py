@@ -15,7 +15,7 @@ Instruction = tuple[int, int, int, int]
 """(code, jump if true, jump if false, constant); jumps count the instructions passed over."""
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machine -> (column of the tables of `runspec.core.syscalls`, AUDIT_ARCH constant)."""
+"""Machine -> (column of the tables of `sampler.sandbox.syscalls`, AUDIT_ARCH constant)."""
 
 LOAD, AND, EQUAL, GREATER, AT_LEAST, SET, RETURN = 0x20, 0x54, 0x15, 0x25, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
