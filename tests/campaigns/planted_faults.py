@@ -89,10 +89,14 @@ PLANTED = [
         "sampler/engine/engine.py",
         'self._rpc("repack_tied_head")',
         "pass",
-        (
-            "tests/sampler/engine/test_reload.py::"
-            "test_each_weight_group_is_new_after_a_reload_with_a_tied_head",
-        ),
+        ("tests/sampler/engine/test_tied_head.py",),
+    ),
+    Planted(
+        "a tied head is new after a patch",
+        "sampler/engine/patch.py",
+        "    if head_changed:\n",
+        "    if False:\n",
+        ("tests/sampler/engine/test_tied_head.py",),
     ),
     Planted(
         "rotary positions are those of transformers",
@@ -106,7 +110,10 @@ PLANTED = [
         "bridge/weight_map.py",
         '"L D H h", "(H h) D"',
         '"L D H h", "(h H) D"',
-        ("tests/learner_jax/test_model.py",),
+        (
+            "tests/learner_jax/test_score.py::"
+            "test_log_probs_are_those_of_transformers_in_the_files_order",
+        ),
     ),
     Planted(
         "a delta holds every changed element",

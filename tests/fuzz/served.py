@@ -84,9 +84,9 @@ def _served() -> Iterator[Served]:
         keys = {"worker": key, "validator": site.validator, "stranger": OURS}
         served = Served(site, http, keys, table, signed, payloads)
         yield served
+        assert not task.done(), f"the coordinator ended: {task.result()}"
         header = base64.b64encode(signed).decode()
         assert served.post(SUBMISSIONS, table, "worker", header).status_code == 202
-        assert not task.done(), "the coordinator goes on"
     logging.getLogger("verify").setLevel(logging.NOTSET)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -13,14 +12,9 @@ from tests.fuzz.lanes import LANES, Lane
 CASES = 100
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _open() -> Iterator[None]:
-    with OPEN:
-        yield
-
-
 @pytest.mark.parametrize("lane", LANES.values(), ids=LANES)
 def test_lanes(lane: Lane) -> None:
-    case = lane.case()
-    sound = sum(case(Random(number)) for number in range(CASES))
+    with OPEN:
+        case = lane.case()
+        sound = sum(case(Random(number)) for number in range(CASES))
     assert sound < CASES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import inspect
 import logging
 import threading
 import time
@@ -15,8 +14,6 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.http_client import NoAnswer
 from runspec.core.keys import SigningKey
-from verify import patience
-from verify.client import CoordinatorClient
 from verify.coordinator_http import CoordinatorHttp, RunFinished, SubmissionRefused
 from verify.request_auth import ENVELOPE
 
@@ -162,14 +159,6 @@ def test_a_coordinator_that_has_too_much_to_do_beyond_the_deadline_is_named() ->
         pytest.raises(UserError, match=r"answers 429: 30 \(tried GET /v1/roles for 5 s\)"),
     ):
         client.call("GET", "/v1/roles")
-
-
-def test_who_waits_outlasts_what_it_waits_for() -> None:
-    """The coordinator ends before those who wait for it do, and its supervisor has time."""
-    assert patience.STORAGE_S + patience.RESTART_S <= patience.COORDINATOR_S
-    assert patience.COORDINATOR_S < patience.BACKLOG_S
-    client = inspect.signature(CoordinatorClient).parameters["deadline_s"]
-    assert client.default == patience.COORDINATOR_S
 
 
 @pytest.mark.parametrize(

@@ -101,15 +101,6 @@ def test_a_second_writer_is_refused_until_the_first_is_gone_and_readers_are_not(
         assert [row[1] for row in third.rows()] == ["A", "C", "D"]
 
 
-def test_a_row_that_does_not_follow_the_newest_is_refused(tmp_path: Path):
-    """The store of a process that read before another wrote and went."""
-    stale = SqliteStore(tmp_path / "state.db")
-    with closing(SqliteStore(tmp_path / "state.db")) as other:
-        other.append([(1, "A", "{}", "a")])
-    with closing(stale), pytest.raises(StoreError, match="row 1 cannot follow row 1: another"):
-        stale.append([(1, "B", "{}", "b")])
-
-
 # -- PostgreSQL alone ------------------------------------------------------------------------------
 
 

@@ -318,16 +318,6 @@ def test_the_draw_for_prefill_follows_the_share_and_the_key() -> None:
     assert not any(is_drawn(VALIDATOR, digest, 0.0) for digest in digests(50))
 
 
-def test_a_share_of_zero_prefills_nothing(
-    coordinator: QueueCoordinator, engine: NumpyEngine
-) -> None:
-    coordinator.share = 0.0
-    coordinator.offer(*sample(index=0)[1:])
-    serve(coordinator, engine, share=0.0)
-    ((envelope, rows),) = coordinator.opened()
-    assert envelope.accepted and engine.prefills == [] and rows[0].logprobs is None
-
-
 @pytest.mark.parametrize(("asked", "floor"), [(0.0, 1.0), (1.0, 0.0)])
 def test_the_coordinators_share_counts_where_it_is_not_below_the_floor(
     coordinator: QueueCoordinator, engine: NumpyEngine, asked: float, floor: float

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import pytest
 from runspec.core.hashing import digest_file
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec
-from tests.harness import ROOT as REPOSITORY
 from tests.verify.calibration.file_engine import FileEngine, save_small_model
 from tests.verify.calibration.honest_run import WORKER, HonestRun
 from tests.verify.small_model import ParityTask, SmallModel, Worker, small_spec
@@ -198,19 +195,3 @@ def test_weights_that_are_not_those_published_are_refused(
         config.write_text(text)
     assert code == 1
     assert "other bytes than were published" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["nowhere", "--pool", "a", "--key", "k", "--out", "o"], 1),
-        (["nowhere", "--pool", "a", "--key", "k", "--out", "o", "--rate", "2"], 2),
-        (["nowhere", "--pool", "a", "--key", "k", "--out", "o", "--valid-days", "2000000"], 2),
-    ],
-)
-def test_exit_codes(arguments: list[str], code: int, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "verify", "calibrate", *arguments]
-    environment = {"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(words, capture_output=True, cwd=tmp_path, env=environment, timeout=60)
-    assert done.returncode == code, done.stderr.decode()
-    assert b"Traceback" not in done.stderr
