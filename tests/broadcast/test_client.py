@@ -185,20 +185,6 @@ def test_a_base_that_was_not_at_fault_is_kept(run: Run, counted: Counted) -> Non
     assert counted.moved() == 0
 
 
-def test_a_base_without_its_files_is_no_base(
-    run: Run, counted: Counted, caplog: pytest.LogCaptureFixture
-) -> None:
-    versions = ModelVersions(run)
-    client = run.client(counted.url)
-    versions.publish(0)
-    held = fetch(client, 0)
-    (held / "model.safetensors").unlink()
-    versions.publish(1, base=0)
-
-    assert contents(fetch(client, 1)) == versions.files(1)
-    assert any(f"{held}/model.safetensors: is gone" in line for line in warnings(caplog))
-
-
 @pytest.mark.parametrize("anchor", [True, False])
 def test_a_bad_delta_makes_no_version(
     run: Run, counted: Counted, anchor: bool, caplog: pytest.LogCaptureFixture

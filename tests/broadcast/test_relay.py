@@ -176,16 +176,6 @@ def test_memory_of_misses_is_bounded_and_short() -> None:
     assert 9999 not in missed
 
 
-def test_a_relay_may_start_before_its_upstream(run: Run) -> None:
-    port = free_port()
-    relay = run.relay(f"http://127.0.0.1:{port}")
-    run.publish(0, weights())
-    run.origin(port=port)
-    client = run.client(relay.url)
-    assert client.latest(None, 20) is not None
-    assert contents(client.fetch(0, manifest_digest=None, deadline_s=20)) == weights()
-
-
 @pytest.mark.timeout(120)
 def test_relays_in_a_ring_do_not_wait_for_each_other(run: Run) -> None:
     # given two relays that know the newest manifest, and nobody who has its chunks or version 0

@@ -61,20 +61,6 @@ def test_a_plain_file_server_can_stand_in(run: Run) -> None:
     assert contents(through) == weights()
 
 
-def test_unchanged_files_are_not_fetched_again(run: Run) -> None:
-    run.publish(0, weights())
-    run.publish(1, {**weights(seed=1), "config.json": b"{}"})
-    plain = run.static()
-    client = run.client(plain.url)
-    client.fetch(0, manifest_digest=None, deadline_s=10)
-    asked = plain.chunk_requests()
-
-    path = client.fetch(1, manifest_digest=None, deadline_s=10)
-
-    assert contents(path) == weights(seed=1)
-    assert plain.chunk_requests() - asked == 6  # the weights' chunks; config.json came from v0
-
-
 def test_a_relay_passes_chunks_on_while_later_ones_are_still_coming(run: Run) -> None:
     run.publish(0, weights())
     plain = run.static()

@@ -16,6 +16,7 @@ from broadcast.upstreams import (
     BUSY_S,
     DISTRUST_S,
     PATIENCE_S,
+    RECENT_S,
     RETRY_S,
     Choice,
     Ticket,
@@ -210,6 +211,15 @@ def test_who_was_too_slow_is_asked_less_and_needs_no_pause() -> None:
     assert a.retry_at == 0.0
     assert a.expected_s(103.0, CHUNK) > 2 * b.expected_s(100.0, CHUNK)
     assert ready(upstreams, 103.0, Wanted(CHUNK)) is b
+
+
+def test_a_late_answer_does_not_hide_the_fault_just_before_it() -> None:
+    (only,) = Upstreams(["only"], most=16).all
+    only.failed(100.0, Lie("signed by nobody"), "manifest", LOG)
+    only.failed(101.0, TooSlow("late"), "manifest", LOG)
+    assert only.last_fault == "manifest: signed by nobody"
+    only.failed(101.0 + RECENT_S, TooSlow("late"), "manifest", LOG)
+    assert only.last_fault == "manifest: late"
 
 
 # -- The work that each server gets in time, played through with a clock of the test's own ---------

@@ -84,21 +84,6 @@ def test_a_manifest_is_asked_of_another_where_one_is_silent(run: Run, fake: Fake
     assert liar.asked("/versions/1/") == 0
 
 
-@pytest.mark.parametrize("lie", LASTING, ids=named)
-def test_without_a_manifest_the_fetch_ends_in_time(
-    run: Run, fake: Fake, within: Within, lie: Answer
-) -> None:
-    run.publish(0, weights())
-    liar = fake()
-    liar.answer("/manifest.json", lie)
-
-    with (
-        within(0.7),
-        pytest.raises(UserError, match=f"{liar.url}: manifest of version 0: no whole"),
-    ):
-        run.client(liar.url).fetch(0, manifest_digest=None, deadline_s=0.7)
-
-
 @pytest.mark.parametrize("lie", [*QUICK, *LASTING], ids=named)
 def test_with_a_liar_alone_the_fetch_ends_in_time_and_names_relay_and_chunk(
     run: Run, fake: Fake, within: Within, lie: Answer
@@ -200,13 +185,6 @@ def test_a_valid_old_version_under_a_new_number_is_refused(run: Run, fake: Fake)
     honest = run.client(liar.url, run.static().url)
     path = honest.fetch(1, manifest_digest=latest.manifest_digest, deadline_s=10)
     assert contents(path) == weights(seed=1)
-
-
-def test_only_the_manifest_that_was_named_is_accepted(run: Run) -> None:
-    run.publish(0, weights())
-
-    with pytest.raises(UserError, match="its digest is"):
-        run.client(run.static().url).fetch(0, manifest_digest="0" * 64, deadline_s=0.3)
 
 
 def test_a_version_number_cannot_change_its_meaning(run: Run) -> None:

@@ -136,27 +136,6 @@ def test_what_a_thief_called_the_newest_is_forgotten_with_the_key(
     assert [p.name for p in (run.folder / "relay/demo/versions").iterdir()] == ["1"]
 
 
-def test_a_relay_that_restarts_keeps_nothing_of_a_revoked_key(run: Run) -> None:
-    # given a relay with a version by a key that is revoked while it is down
-    run.publish(0, weights())
-    relay = run.relay(run.static().url)
-    run.client(relay.url, cache="before").fetch(0, manifest_digest=None, deadline_s=10)
-    relay.stop()
-    run.key = SigningKey.generate()
-    sign_new_roles(run, run.key)
-    run.publish(1, weights(seed=1))
-    # when it is back and has heard of the new roles
-    again = run.relay(run.static().url)
-    client = run.client(again.url)
-    latest = client.latest(0, 10)
-    # then the new publisher's version goes through it, and the old one's is not believed
-    assert latest is not None and latest.version == 1
-    assert contents(client.fetch(1, manifest_digest=None, deadline_s=10)) == weights(seed=1)
-    with pytest.raises(UserError, match="manifest of version 0"):
-        client.fetch(0, manifest_digest=None, deadline_s=0.5)
-    assert not (run.folder / "relay/demo/versions/0").exists()
-
-
 def test_new_publishers_are_learnt_from_newer_roles(run: Run) -> None:
     run.publish(0, weights())
     server = run.static()
