@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.quick import QuickRun
 from tests.harness import ROOT
-from tests.sampler.engine.processes import alive, descendants
+from tests.processes import alive, descendants
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 from sampler.engine import watch
 from sampler.engine.engine import Engine, EngineDied
-from tests.sampler.engine.processes import alive
+from tests.processes import alive
 from tests.sampler.engine.requests import WAIT_S, batch
 from tests.sampler.engine.slow_patch import PATCH_S
 
