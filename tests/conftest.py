@@ -17,6 +17,7 @@ from collections.abc import Generator
 import pytest
 from hypothesis import settings
 
+from tests import preloaded
 from tests.scheduling import (  # noqa: F401 (hooks of pytest's)
     pytest_collection_modifyitems,
     pytest_terminal_summary,
@@ -49,6 +50,19 @@ def logging_as_it_was() -> Generator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def preload_server() -> None:
+    """`tests.preloaded.Program` has vLLM imported."""
+    preloaded.serve()
+
+
+@pytest.fixture(scope="session")
+def forked_engines(preload_server: None) -> Generator[None]:
+    """Engines that tests start fork their processes from the server."""
+    with preloaded.engines_forked():
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,16 @@ def runspec(*arguments: str | Path, timeout_s: float = 60) -> subprocess.Complet
         timeout=timeout_s,
         check=False,
     )
+
+
+@contextmanager
+def standing_still(pid: int) -> Iterator[None]:
+    """A process that gets no processor time inside the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @dataclass

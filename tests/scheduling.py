@@ -13,8 +13,13 @@ from xdist.scheduler import LoadFileScheduling
 
 RUNS = ("tests/e2e/", "tests/attacks/test_dishonest_workers.py")
 """Start whole runs, whose learner and samplers have cores of their own: never two at a time."""
-ENGINES = "tests/sampler/engine/"
-"""Have engines for the whole session, and each process would start its own."""
+ENGINES = (
+    "tests/sampler/engine/",
+    "tests/sampler/measuring/test_command.py",
+    "tests/sampler/worker/test_in_flight.py",
+    "tests/sampler/worker/test_worker.py",
+)
+"""Share engines and a process that has vLLM imported."""
 RUN_S = 1800
 """How long a test among them may take: some wait for several parts of a run, each with patience."""
 COSTS = Path(__file__).with_name("costs.txt")

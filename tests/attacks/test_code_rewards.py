@@ -15,6 +15,7 @@ import pytest
 from sampler.grading.answers import Answer
 from sampler.grading.graders import Graders
 from sampler.tasks.interfaces import Score
+from tests.processes import with_word
 from tests.sampler.grading.plugin import reward
 from tests.waiting import eventually
 from verify.plugins import Problem
@@ -268,15 +269,4 @@ def test_nothing_of_a_program_is_left(graders: Graders) -> None:
         f"{HONEST}"
     )
     with_neighbours(graders, "calls", program)
-    eventually(lambda: not running(name), "the end of what the program started")
-
-
-def running(word: str) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if word in path.read_text(errors="replace"):
-                found.append(path.parent.name)
-        except OSError:
-            continue
-    return found
+    eventually(lambda: not with_word(name), "the end of what the program started")

@@ -1,106 +1,138 @@
-"""A run that changes as it goes: what it takes over while it is up, and what it resumes with."""
+"""One run that changes as it goes, is paused, taken back, and resumed elsewhere to its end.
+
+Shows: a rolling change renews the roles that it concerns under a learner that goes on, and versions
+become deltas; a pause; a rollback that keeps the steps below its version and publishes that version
+anew under another root; a resume with restart changes (another mesh, one more validator and relay,
+more steps), without a complaint in any log; every command on a finished run.
+"""
 
 import json
-import signal
+import re
+from contextlib import closing
 
 import pytest
 
+from broadcast.store import newest_version
 from runspec.core.spec.resolved import load_resolved
 from tests.e2e.quick import QuickRun
-from tests.harness import PATIENCE_S, runspec
+from tests.harness import PATIENCE_S, runspec, standing_still
+from verify.coordinator.events import RolledBack
+from verify.formats.layout import STATE_FILE
+from verify.ledger import Ledger
 
 pytestmark = pytest.mark.slow
 
-STEPS = {"steps": 400}
+STEPS = 17
+# At so small a rate few float32 bits change.
+START = {"steps": STEPS - 1, "checkpoints.every": 2, "checkpoints.keep": 99, "optimizer.lr": 1e-10}
 ROLLING = {
     "verify.lease_timeout": "25s",
     "verify.prefill_share": 0.5,
     "broadcast.format": "delta",
 }
 OTHER_PLACES = {
-    "samplers.volunteers.replicas": 2,
     "verify.validators": 2,
     "broadcast.relays.second.upstream": "[origin]",
     "learner.mesh.fsdp": 1,
     "learner.hardware.count": 1,
     "checkpoints.every": 3,
-    "steps": 403,
+    "steps": STEPS,
 }
 """Restart changes of many kinds: another fleet, other ways to it, another mesh, more steps."""
 
 
-def test_a_live_run_takes_a_rolling_change_over(runs_dir):
-    # At so small a rate few float32 bits change.
-    start = {**STEPS, "optimizer.lr": 1e-10}
-    with QuickRun(runs_dir, "rolling", start) as run:
+@pytest.fixture(scope="module")
+def finished(runs_dir):
+    """The run, and its rows of metrics and its root key when it was paused."""
+    with QuickRun(runs_dir, "changing", START) as run:
         # given a run under way
         run.wait_for_step(1)
         before = run.status()["roles"]
-        # when a rolling change is applied to it
-        run.overrides = {**start, **ROLLING}
-        done = runspec("apply", *run.words, timeout_s=PATIENCE_S)
-        # then all but learner and servers are others, and the learner has gone on
-        assert done.returncode == 0, done.stderr + run.output()
-        assert "taken over (serial 2)" in done.stdout
-        after = run.status()["roles"]
+        # when a rolling change is applied to it, so soon that most steps are left
+        run.overrides = {**START, **ROLLING}
+        with standing_still(before["learner"]["pid"]):
+            done = runspec("apply", *run.words, timeout_s=PATIENCE_S)
+            # then all but learner and servers are others
+            assert done.returncode == 0, done.stderr + run.output()
+            assert "taken over (serial 2)" in done.stdout
+            after = run.status()["roles"]
         renewed = {name for name in after if after[name]["pid"] != before[name]["pid"]}
         assert renewed == {"coordinator", "publisher", "validator-0", "volunteers-0"}
         assert load_resolved(run.dir).verify.lease_timeout == 25.0
-        # and steps are trained of what they do, of versions that came as deltas
+        # and the learner goes on, with versions that come as deltas
         log = run.dir / "logs" / "volunteers-0.log"
         run.wait_until(lambda: "from held version" in log.read_text(), "a delta")
-        run.wait_for_step(len(run.metrics()) + 1)
+        run.wait_for_step(4)
 
-
-@pytest.fixture(scope="module")
-def stopped(runs_dir):
-    """A run that Ctrl-C ended after its second step, and its rows of metrics."""
-    with QuickRun(runs_dir, "moving", {**STEPS, "placement.restarts": 1}) as run:
-        run.wait_for_step(2)
-        run.process.send_signal(signal.SIGINT)
-        run.process.wait(60)
-        yield run, run.metrics()
-
-
-def test_a_role_that_keeps_dying_stops_the_run_with_its_last_words(stopped):
-    # given a run whose worker's key was spoilt while it was down
-    run, _ = stopped
-    key = run.dir / "keys" / "volunteers-0.key"
-    whole = key.read_bytes()
-    key.write_text("not a key")
-    try:
-        # when it is applied again
+        # when it is paused, once and again
+        paused = runspec("pause", run.dir, timeout_s=PATIENCE_S)
+        assert paused.returncode == 0, paused.stderr
+        assert run.process.wait(60) == 0
+        assert run.status()["state"] == "paused"
+        assert runspec("pause", run.dir).returncode == 0, "a paused run is paused"
+        trained, root = run.metrics(), (run.dir / "keys" / "root.key").read_bytes()
+        # and taken back to version 2
+        back = runspec("rollback", run.dir, "--to", "2", "--yes", timeout_s=PATIENCE_S)
+        assert back.returncode == 0, back.stderr
+        assert run.metrics() == trained[:2]
+        for log in logs_of(run):
+            log.unlink()  # so that only what comes is looked at
+        # and applied with other places and a little more to do
+        run.overrides |= OTHER_PLACES
+        plan = json.loads(runspec("plan", *run.words, "--json", timeout_s=PATIENCE_S).stdout)
+        assert (plan["serial"], plan["change_class"]) == (3, "restart")
         run.apply()
-        code = run.process.wait(120)
-    finally:
-        key.write_bytes(whole)
-    # then it stops, and says who died of what
-    assert code == 1
-    assert "cannot read a signing key" in run.output()
+        # then it reaches its end
+        run.finish()
+    return run, trained, root
 
 
-def test_a_stopped_run_goes_on_in_other_places(stopped):
-    # given a run that was interrupted
-    run, trained = stopped
-    before = len(run.metrics())
-    assert 2 <= len(trained) <= before
-    # when it is applied with other places and a little more to do
-    run.overrides = {**OTHER_PLACES, "placement.restarts": 1}
-    plan = json.loads(runspec("plan", *run.words, "--json").stdout)
-    assert (plan["serial"], plan["change_class"]) == (1, "restart")
-    run.apply()
-    # then it goes on from its newest checkpoint on the other mesh, with everyone at work
-    run.wait_for_step(before + 2)
-    for name, says in (
-        ("volunteers-0", "rollouts of version"),
-        ("volunteers-1", "rollouts of version"),
-        ("validator-1", "accepted"),
-    ):
-        log = run.dir / "logs" / f"{name}.log"
-        run.wait_until(lambda log=log, says=says: says in log.read_text(), name)
-    assert "on 1 devices" in (run.dir / "logs" / "learner.log").read_text()
-    # and no step is missing, and none was trained twice
+def test_every_step_is_there_once_those_below_the_version_as_they_were(finished):
+    run, trained, _ = finished
     rows = run.metrics()
-    assert rows[: len(trained)] == trained
-    assert [row["step"] for row in rows] == list(range(len(rows)))
-    assert sum(row["rejected_rollouts"] for row in rows) == 0
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert rows[:2] == trained[:2]
+    assert all(row["lag_max"] <= 2 for row in rows)
+    assert json.loads((run.dir / "summary.json").read_text())["rollouts_rejected"] == 0
+
+
+def test_the_other_places_are_at_work_and_nobody_complains(finished):
+    logs = {path.stem: path.read_text(errors="replace") for path in logs_of(finished[0])}
+    assert "on 1 devices" in logs["learner"]
+    assert {"validator-0", "validator-1", "relay-local", "relay-second"} <= logs.keys()
+    # (but of servers that were not up yet)
+    complaints = [
+        line
+        for text in logs.values()
+        for line in text.splitlines()
+        if (" E " in line or " W " in line or "Traceback" in line)
+        and not re.search("Cannot connect to host|Connection refused", line)
+    ]
+    assert complaints == []
+
+
+def test_the_version_was_signed_and_published_anew_under_a_root_of_its_own(finished):
+    run, _, root = finished
+    assert (run.dir / "keys" / "root.key").read_bytes() != root
+    assert newest_version(run.dir / "store" / "origin", run=run.name) == STEPS
+    # whole, for nobody has what it could be a delta of, and those after it as deltas again
+    publisher = (run.dir / "logs" / "publisher.log").read_text()
+    assert "version 2 published whole" in publisher
+    for version in range(3, STEPS + 1):
+        assert f"version {version} published as a delta of version {version - 1}" in publisher
+    with closing(Ledger(run.dir / STATE_FILE)) as ledger:
+        events = list(ledger.events())
+    assert [event.version for event in events if isinstance(event, RolledBack)] == [2]
+
+
+def test_all_other_commands_work_on_it(finished):
+    run = finished[0]
+    for words in (["status"], ["describe"], ["events"], ["logs"], ["resume"]):
+        done = runspec(*words, run.dir, timeout_s=PATIENCE_S)
+        assert done.returncode == 0, done.stderr
+    assert runspec("wait", run.dir, "--for", "Finished", timeout_s=PATIENCE_S).returncode == 0
+    assert runspec("delete", run.dir, "--yes", timeout_s=PATIENCE_S).returncode == 0
+
+
+def logs_of(run):
+    return sorted((run.dir / "logs").glob("*.log"))

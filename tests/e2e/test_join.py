@@ -1,8 +1,17 @@
-"""A volunteer's whole command against a real run: join, lose the coordinator, leave, come back."""
+"""One run that starts no sampler: a volunteer joins by a link, leaves, and comes back without disk.
+
+Shows: `runspec join` works for a run, outlives its coordinator, leaves politely and is there to the
+end; a run without asynchrony trains on policy; versions go out as deltas, a late joiner fetches an
+anchor and the deltas after it, and everybody has the bits that were exported; bfloat16 samplers are
+accepted.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +21,32 @@ from pathlib import Path
 
 import pytest
 
+from broadcast.layout import manifest_name, stored_versions
+from broadcast.manifest import WeightsManifest, open_manifest
+from runspec.core.spec.run_files import versions_in, weights_folder
 from tests.e2e.quick import QuickRun
-from tests.harness import ROOT
-from tests.sampler.engine.processes import alive, descendants
+from tests.harness import ROOT, LiveRun
+from tests.processes import alive, descendants
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
+
+STEPS = 12
+OVERRIDES = {
+    "steps": STEPS,
+    "placement.roles": "[validators, relay-local]",
+    "verify.lease_timeout": "2m",
+    "algorithm.async_level": 0,
+    "broadcast.format": "delta",
+    "broadcast.anchor_every": 128,  # so that a joiner never meets a fresh anchor
+    # Of bf16 weights a small rate changes few; of float32 ones it would change them all.
+    "broadcast.dtype": "bfloat16",
+    "samplers.volunteers.dtype": "bfloat16",
+    "learner.compute_dtype": "bfloat16",
+    "optimizer.lr": 5e-6,
+}
+FETCHED = re.compile(r"version (\d+) fetched( from .*)?: (\d+) bytes over the network for (\d+),")
+WAY = r"from {} version (\d+) and deltas ([\d, ]+)"
 
 
 @contextmanager
@@ -40,15 +69,22 @@ def joined(link: str, folder: Path, log: Path) -> Iterator[subprocess.Popen[byte
             process.wait()
 
 
-def test_a_volunteer_joins_by_a_link_leaves_and_comes_back(runs_dir: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The volunteer's folder."""
+    return tmp_path_factory.mktemp("volunteer")
+
+
+def words_of(home: Path) -> str:
+    """The worker's own log, of both times."""
+    return (home / "volunteer" / "worker.log").read_text(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def finished(runs_dir: Path, home: Path) -> LiveRun:
     # given a run that starts no sampler, and says how to join it
-    overrides = {
-        "steps": 24,  # enough that some are left when the volunteer comes back
-        "placement.roles": "[validators, relay-local]",
-        "verify.lease_timeout": "2m",
-    }
-    log = tmp_path / "volunteer.log"
-    with QuickRun(runs_dir, "joined", overrides) as run:
+    log = home / "join.log"
+    with QuickRun(runs_dir, "joined", OVERRIDES) as run:
         run.wait_until((run.dir / "keys" / "root.key").exists, "its keys")
         run.wait_until(lambda: "coordinator" in run.pids(), "its roles")
         link = run.status()["join"]
@@ -56,28 +92,93 @@ def test_a_volunteer_joins_by_a_link_leaves_and_comes_back(runs_dir: Path, tmp_p
         assert f"runspec join '{link}'" in run.output()
 
         # when a stranger with nothing but the link joins
-        with joined(link, tmp_path, log) as volunteer:
+        with joined(link, home, log) as volunteer:
             run.wait_until(lambda: run.metrics(), "a first step", others=[volunteer])
             # and the coordinator is killed under it
             os.kill(run.status()["roles"]["coordinator"]["pid"], signal.SIGKILL)
-            steps = len(run.metrics())
+            steps = max(4, len(run.metrics()))
             run.wait_until(lambda: len(run.metrics()) > steps, "another", others=[volunteer])
             # then it works on, and leaves politely on Ctrl-C, with all that it started
             below = descendants(volunteer.pid)
             assert len(below) > 1, "the worker, and vLLM's core"
             volunteer.send_signal(signal.SIGINT)
-            assert volunteer.wait(60) == 0, log.read_text()
+            assert volunteer.wait(120) == 0, log.read_text()
             eventually(lambda: not any(map(alive, below)), "no process of its is left")
         words = log.read_text()
         assert "made a key" in words
-        assert (tmp_path / "mine.key").stat().st_mode & 0o777 == 0o600
+        assert (home / "mine.key").stat().st_mode & 0o777 == 0o600
         assert "rollouts accepted" in words
         assert "left; thank you" in words
+        assert len(run.metrics()) < STEPS
 
-        # and when it comes back, under the same key, it is there to the end
-        with joined(link, tmp_path, log) as volunteer:
-            summary = run.finish()
+        # and when it comes back, under the same key and with an empty disk, it is there to the end
+        shutil.rmtree(home / "volunteer" / "weights")
+        with joined(link, home, log) as volunteer:
+            run.finish()
             assert volunteer.wait(120) == 0, log.read_text()
-        assert summary["steps"] == 24
-        assert summary["rollouts_rejected"] == 0
         assert "the run is finished; thank you" in log.read_text()
+    return run
+
+
+def summary(run: LiveRun) -> dict[str, float]:
+    return json.loads((run.dir / "summary.json").read_text())
+
+
+def test_the_run_reaches_its_end_and_every_rollout_is_on_policy(finished: LiveRun) -> None:
+    assert summary(finished)["steps"] == STEPS
+    assert "volunteers-0" not in finished.status()["roles"]
+    assert summary(finished)["max_lag"] == 0
+
+
+def test_bf16_samplers_are_accepted(finished: LiveRun) -> None:
+    # then validators, who rebuilt every version too, agree with the sampler
+    assert summary(finished)["rollouts_rejected"] == 0
+    for figure in ("logprob_diff", "policy_drift"):
+        assert max(line[figure] for line in finished.metrics()) < 0.02
+
+
+def manifest(run: LiveRun, version: int) -> WeightsManifest:
+    data = (run.dir / "store" / "origin" / manifest_name(run.name, version)).read_bytes()
+    return open_manifest(data, run=run.name, publishers=None)
+
+
+def deltas_of(way: str, start: str) -> tuple[int, list[int]]:
+    """The version that a fetch started from, `held` or `fetched`, and the deltas onto it."""
+    match = re.search(WAY.format(start), way)
+    assert match is not None, way
+    return int(match[1]), [int(number) for number in match[2].split(", ")]
+
+
+def test_followers_fetch_deltas_and_a_late_joiner_an_anchor_with_the_deltas_after_it(
+    finished: LiveRun, home: Path
+) -> None:
+    run = finished
+    # then every version but the first was a delta of the one before
+    stored = stored_versions(run.dir / "store" / "origin", run.name)
+    found = {version: manifest(run, version) for version in stored}
+    assert found[0].is_anchor
+    assert all(m.base == v - 1 and not m.is_anchor for v, m in found.items() if v)
+    # and those who held one fetched what changed, a small part of it
+    validator = (run.dir / "logs" / "validator-0.log").read_text(errors="replace")
+    volunteer = FETCHED.findall(words_of(home))
+    whole = [n for n, (_, way, *_) in enumerate(volunteer) if "from held" not in way]
+    assert len(whole) == 2 and whole[0] == 0, "once a time it came with nothing"
+    before, after = volunteer[: whole[1]], volunteer[whole[1] :]
+    for fetched in (before, FETCHED.findall(validator)):
+        assert len(fetched) > 3
+        for version, way, received, size in fetched[1:]:
+            base, deltas = deltas_of(way, "held")
+            assert deltas == list(range(base + 1, int(version) + 1))
+            assert int(received) < len(deltas) * int(size) / 5
+    # and the joiner went by the anchor and every delta after it
+    version, way, received, size = after[0]
+    assert deltas_of(way, "fetched") == (0, list(range(1, int(version) + 1)))
+    assert int(received) > int(size) * 0.9
+    # and everybody has the bits that were exported
+    exported, compared = weights_folder(run.dir), 0
+    for held in (home / "volunteer" / "weights", run.dir / "work" / "validator-0" / "weights"):
+        for version in set(versions_in(held)) & set(versions_in(exported)):
+            names = [folder / f"v{version}" / "model.safetensors" for folder in (held, exported)]
+            assert names[0].read_bytes() == names[1].read_bytes(), f"{held}: version {version}"
+            compared += 1
+    assert compared >= 2

@@ -1,4 +1,10 @@
-"""The whole loop, every part real: it learns nothing in six steps, but everything must hold."""
+"""One run to its end, in which every role is killed once.
+
+Shows: a run starts, trains each step once and in order though each of its roles is killed, the
+learner in two processes; every rollout is accepted and sampler and validator agree on log-probs;
+asynchrony is real and bounded; the newest version and the report are written; a finished run says
+so when it is applied again, and can be deleted.
+"""
 
 import json
 import os
@@ -6,35 +12,46 @@ import signal
 
 import pytest
 
-from runspec.core.roles import open_roles
-from runspec.core.spec.resolved import load_resolved
 from tests.e2e.quick import QuickRun
 from tests.harness import runspec
-from verify.formats.batch import FILE_NAME, open_batch
-from verify.formats.layout import step_folder
 
 pytestmark = pytest.mark.slow
+STEPS = 14
+"""Enough that some are left when the last role is killed."""
 
 
 @pytest.fixture(scope="module")
 def finished(runs_dir):
-    """A run with two samplers, kept whole: no checkpoint lets rollouts be deleted."""
-    overrides = {"samplers.volunteers.replicas": 2, "checkpoints.every": 100}
-    with QuickRun(runs_dir, "whole", overrides) as run:
+    with QuickRun(runs_dir, "whole", {"steps": STEPS, "learner.hosts": 2}) as run:
+        # given a run under way
+        run.wait_for_step(1)
+        names = sorted(run.pids().keys() - {"warm-start"})
+        assert len(names) == 8
+        # when each role in turn is killed with no chance to say goodbye
+        for name in names:
+            # one that ended by itself, as a slow machine's learner may, has none for a moment
+            run.wait_until(lambda name=name: run.pids()[name] is not None, f"a {name}")
+            pid = run.pids()[name]
+            os.kill(pid, signal.SIGKILL)
+            run.wait_until(
+                lambda name=name, pid=pid: run.pids()[name] not in (None, pid), f"a new {name}"
+            )
+        assert len(run.metrics()) < STEPS
+        # then the run reaches its last step all the same
         run.finish()
     return run
 
 
 def test_every_step_is_trained_once_and_in_order(finished):
-    assert [line["step"] for line in finished.metrics()] == list(range(6))
+    assert [line["step"] for line in finished.metrics()] == list(range(STEPS))
     assert all(line["complete"] for line in finished.metrics())
 
 
 def test_every_rollout_of_an_honest_run_is_accepted(finished):
     summary = json.loads((finished.dir / "summary.json").read_text())
     assert summary["rollouts_rejected"] == 0
-    assert summary["rollouts_accepted"] >= 6 * 16
-    assert summary["steps"] == 6
+    assert summary["rollouts_accepted"] >= STEPS * 16
+    assert summary["steps"] == STEPS
 
 
 def test_asynchrony_is_real_and_bounded(finished):
@@ -47,66 +64,18 @@ def test_sampler_and_validator_agree_on_log_probs(finished):
     assert max(line["logprob_diff"] for line in finished.metrics()) < 1e-4
 
 
-def test_manifests_name_each_group_once_over_the_whole_run(finished):
-    spec = load_resolved(finished.dir)
-    root = json.loads((finished.dir / "keys" / "roles.json").read_text())["key"]
-    roles = open_roles(
-        (finished.dir / "keys" / "roles.json").read_bytes(), root_public_key=root, run=spec.name
-    )
-    groups = []
-    for step in range(spec.steps):
-        data = (step_folder(finished.dir, step) / FILE_NAME).read_bytes()
-        batch = open_batch(data, coordinators=roles.coordinator, run=spec.name, step=step)
-        assert len(batch.groups) == spec.algorithm.prompts_per_step
-        assert all(0 <= step - group.version <= 2 for group in batch.groups)
-        groups += [(group.submission, group.group) for group in batch.groups]
-    assert len(set(groups)) == len(groups)
-
-
-def test_both_samplers_took_part(finished):
-    for index in range(2):
-        log = (finished.dir / "logs" / f"volunteers-{index}.log").read_text()
-        assert "rollouts of version" in log
-
-
 def test_the_newest_version_is_published_and_the_report_written(finished):
     latest = json.loads((finished.dir / "store/origin/whole/latest.json").read_text())
-    assert latest["payload"]["version"] == 6
+    assert latest["payload"]["version"] == STEPS
     report = (finished.dir / "report.html").read_text()
     assert report.count("<svg") >= 6
     assert "http" not in report.replace("http://www.w3.org", "")  # nothing is fetched to show it
 
 
-def test_applying_a_finished_run_says_so(finished):
+def test_a_finished_run_says_so_and_can_be_deleted(finished):
     finished.apply()
-    assert finished.process.wait(30) == 0
+    assert finished.process.wait(120) == 0
     assert "finished" in finished.output().lower()
-
-
-def test_any_role_may_be_killed_at_any_time(runs_dir):
-    # given a run under way, its learner in two processes
-    steps = 30  # enough that most are left when the last role is killed
-    with QuickRun(runs_dir, "killed", {"steps": steps, "learner.hosts": 2}) as run:
-        run.wait_for_step(1)
-        names = sorted(run.status()["roles"].keys() - {"warm-start"})
-        assert len(names) == 8
-        # when each role in turn is killed with no chance to say goodbye
-        for name in names:
-            # one that ended by itself, as a slow machine's learner may, has none for a moment
-            run.wait_until(lambda name=name: run.pids()[name] is not None, f"a {name}")
-            pid = run.pids()[name]
-            os.kill(pid, signal.SIGKILL)
-            run.wait_until(
-                lambda name=name, pid=pid: run.pids()[name] not in (None, pid),
-                f"a new {name}",
-            )
-        assert len(run.metrics()) < steps
-        # then the run reaches its last step all the same
-        summary = run.finish()
-    assert [line["step"] for line in run.metrics()] == list(range(steps))
-    assert summary["rollouts_rejected"] == 0
-
-
-def test_a_finished_run_can_be_deleted(finished):
-    assert runspec("delete", "whole", "--runs-dir", finished.runs_dir, "--yes").returncode == 0
+    done = runspec("delete", "whole", "--runs-dir", finished.runs_dir, "--yes", timeout_s=120)
+    assert done.returncode == 0
     assert not finished.dir.exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -30,15 +29,8 @@ def cpu_pool(dtype: str = "float32", tensor: int = 1, **fields: object) -> Sampl
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _threads() -> Iterator[None]:
-    """Of the processes that engines start."""
-    with pytest.MonkeyPatch.context() as environment:
-        cores = sorted(os.sched_getaffinity(0))
-        # Threads that wait for each other on a busy core, at every operator, cost a hundredfold.
-        environment.setenv("OMP_NUM_THREADS", "1")
-        # Only tensor-parallel engines heed it.
-        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores[:2])))
-        yield
+def forked(forked_engines: None) -> None:
+    """Every engine starts at once."""
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,4 @@
-"""What holds of every engine that takes over a version by overwriting what changed.
-
-Each begins with the version `base`, whatever the engine holds, and writes others to a folder.
-"""
+"""What holds of every engine that takes over a version by overwriting what changed."""
 
 from __future__ import annotations
 
@@ -33,38 +30,22 @@ def scattered(source: Path, directory: Path, *, share: float = 0.02, seed: int =
     return directory
 
 
-def assert_patches(engine: Engine, base: Path, folder: Path) -> None:
-    """A patched engine samples from the new version; `load` has compared bytes and probe."""
+def assert_takes_over(engine: Engine, base: Path, folder: Path) -> None:
+    """A patched engine samples from the new version; one that was not patched does not pass for it,
+    and a version of other tensors is not patched, not even in part."""
     engine.load(base, 0)
     newer = scattered(base, folder / "v1")
-
-    assert engine.load(newer, 1).patched
-
-    assert_samples(engine, newer)
-    # and again, and back
-    further = scattered(newer, folder / "v2", share=0.5, seed=2)
-    assert engine.load(further, 2).patched
-    assert_samples(engine, further)
-    assert engine.load(base, 0).patched
-    assert_samples(engine, base)
-
-
-def assert_unpatched_is_caught(engine: Engine, base: Path, folder: Path) -> None:
-    """An engine that holds the old version does not pass for the new one."""
-    engine.load(base, 0)
-
     with pytest.raises(UserError, match="version 1"):
-        engine.check(scattered(base, folder / "v1"), 1)
+        engine.check(newer, 1)
 
+    # `load` compares bytes and probe; once, again and back
+    further = scattered(newer, folder / "v2", share=0.5, seed=2)
+    for number, version in ((1, newer), (2, further), (0, base)):
+        assert engine.load(version, number).patched
+        assert_samples(engine, version)
 
-def assert_other_layout_is_left(engine: Engine, base: Path, folder: Path) -> None:
-    """A version of other tensors is not patched, not even in part."""
-    engine.load(base, 0)
-    other = scattered(base, folder / "v1")
-    tensors = load_file(other / "model.safetensors")
+    tensors = load_file(newer / "model.safetensors")
     tensors["model.layers.0.self_attn.extra.weight"] = torch.zeros(3)
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-
-    assert not engine.patch(base, other)
-
+    save_file(tensors, newer / "model.safetensors", metadata={"format": "pt"})
+    assert not engine.patch(base, newer)
     assert_samples(engine, base)

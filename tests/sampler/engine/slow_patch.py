@@ -6,7 +6,7 @@ import time
 
 from sampler.engine.worker_extension import SamplerExtension
 
-PATCH_S = 7.5
+PATCH_S = 11.0
 
 
 class SlowPatchExtension(SamplerExtension):

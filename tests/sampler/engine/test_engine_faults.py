@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,17 @@ from sampler.engine import engine as engine_module
 from sampler.engine.core import Start, exit_code
 from sampler.engine.engine import Engine, EngineDied
 from sampler.engine.sockets import SocketFolder
-from tests.sampler.engine.processes import alive, cpu_seconds, descendants
+from tests.preloaded import Program
+from tests.processes import alive, cpu_seconds, descendants
 from tests.sampler.engine.requests import WAIT_S, batch
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 IDLE_S, IDLE_CPU_S = 2.0, 0.1
+ORPHAN_MAKER = """
+import runpy
+runpy.run_module("tests.sampler.engine.orphan_maker", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.fixture
@@ -158,7 +162,7 @@ def test_a_core_that_ended_has_its_exit_code_whoever_else_asks_for_it() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for _ in range(20):
+        for _ in range(8):
             # given a child whose end another thread waits for too
             process = spawn.Process(target=time.sleep, args=(600,), daemon=True)
             process.start()
@@ -188,76 +192,80 @@ def test_a_start_that_hangs_ends_by_itself() -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.timeout(900)  # four starts
+def spawning_front(log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """The process of `orphan_maker`, which starts vLLM's as the product does."""
+    with log.open("wb") as out:
+        command = [sys.executable, "-c", ORPHAN_MAKER, *arguments]
+        return subprocess.Popen(command, stdout=out)
+
+
+def forking_front(log: Path, *arguments: str) -> Program:
+    """The same, whose processes are forked from the server of `tests.preloaded`."""
+    return Program(ORPHAN_MAKER, *arguments, log=log)
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("kinds", "end"),
-    [(["1,1", "2,1", "1,2", "starting"], signal.SIGKILL), (["1,1"], signal.SIGTERM)],
+    ("start", "kinds", "end"),
+    [
+        (spawning_front, ["1,2", "starting"], signal.SIGKILL),
+        (forking_front, ["1,1", "2,1"], signal.SIGTERM),
+    ],
 )
 def test_no_process_of_vllms_outlives_its_front(
-    untied: Path, short_folder: Path, kinds: list[str], end: signal.Signals
+    untied: Path,
+    short_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    start: Callable[..., subprocess.Popen[bytes] | Program],
+    kinds: list[str],
+    end: signal.Signals,
 ) -> None:
-    if len(kinds) > 1 and len(os.sched_getaffinity(0)) < 2:
-        kinds = ["1,1", "starting"]  # a rank needs a core of its own
+    if len(os.sched_getaffinity(0)) < 2:
+        kinds = ["1,1", *kinds[1:]] if "starting" in kinds else ["1,1"]  # a rank needs a core
     # given a process with engines of all kinds of ranks, and perhaps one that just starts
-    program = [sys.executable, "-m", "tests.sampler.engine.orphan_maker"]
-    with ended_by_then(
-        subprocess.Popen(
-            [*program, str(untied), *kinds],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TMPDIR": str(short_folder)},
+    monkeypatch.setenv("TMPDIR", str(short_folder))
+    before, log = set(descendants()), tmp_path / "log"
+    front = start(log, str(untied), *kinds)
+    try:
+        eventually(
+            lambda: log.exists() and "started" in log.read_text(),
+            "its engines have started",
+            deadline_s=600,
+            hopeless=lambda: "" if front.poll() is None else "it ended",
         )
-    ) as front:
-        assert front.stdout is not None
-        pids = {int(pid) for pid in front.stdout.readline().split()}
-        assert pids
+        pids = set(descendants()) - before
+        assert len(pids) > len(kinds)
         if "starting" in kinds:
             eventually(lambda: set(_spawned(front.pid)) - pids, "a core starts", deadline_s=WAIT_S)
             pids |= set(descendants(front.pid))
         # when it ends without a chance to clean up
         front.send_signal(end)
-    # then no process of it stays
+        front.wait(WAIT_S)
+    finally:
+        front.kill()
+    # then no process of it stays, and none of its sockets
     for pid in pids:
-        eventually(lambda pid=pid: not alive(pid), f"process {pid} ends", deadline_s=60)
-    # and none of its sockets
+        eventually(lambda pid=pid: not alive(pid), f"process {pid} ends", deadline_s=WAIT_S)
     eventually(
         lambda: not any(path.is_socket() for path in short_folder.rglob("*")),
         "its sockets are gone",
+        deadline_s=WAIT_S,
     )
 
 
-@contextmanager
-def ended_by_then(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that has ended by the end of the block. Where the test fails it is killed: the
-    end of pytest would wait for it."""
-    with process:
-        try:
-            yield process
-            process.wait(WAIT_S)
-        except BaseException:
-            process.kill()
-            raise
-
-
-def test_a_folder_too_long_for_sockets_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "says"), [("x" * 80, "TMPDIR"), ("gone", "VLLM_RPC_BASE_PATH")])
+def test_a_folder_that_sockets_cannot_lie_in_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
 ) -> None:
-    long = tmp_path / ("x" * 80)
-    long.mkdir()
-    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(long))
-    with pytest.raises(UserError, match="TMPDIR") as caught:
+    folder = tmp_path / name
+    if name != "gone":  # a folder of too long a name
+        folder.mkdir()
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(folder))
+    with pytest.raises(UserError, match=says) as caught:
         SocketFolder()
-    assert str(long) in str(caught.value)
-    assert list(long.iterdir()) == []
-
-
-def test_a_folder_for_sockets_that_is_not_there_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path / "gone"))
-    with pytest.raises(UserError, match="VLLM_RPC_BASE_PATH") as caught:
-        SocketFolder()
-    assert str(tmp_path / "gone") in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert list(folder.glob("*")) == []
 
 
 def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:

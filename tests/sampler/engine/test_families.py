@@ -17,11 +17,7 @@ from tests.sampler.engine.agreement import assert_follows
 from tests.sampler.engine.conftest import cpu_pool, running_engine
 from tests.sampler.engine.families import FAMILIES, Learner
 from tests.sampler.engine.models import MAX_MODEL_LEN, VOCABULARY
-from tests.sampler.engine.patching import (
-    assert_other_layout_is_left,
-    assert_patches,
-    assert_unpatched_is_caught,
-)
+from tests.sampler.engine.patching import assert_takes_over
 
 pytestmark = pytest.mark.slow
 needs_two_cores = pytest.mark.skipif(
@@ -109,13 +105,10 @@ def test_one_number_on_the_last_rank_alone_is_missed(ranks: Engine, learner: Lea
 
 
 @needs_two_cores
-@pytest.mark.parametrize(
-    "holds", [assert_patches, assert_unpatched_is_caught, assert_other_layout_is_left]
-)
 def test_ranks_take_over_a_version_as_one_rank_does(
-    ranks: Engine, learner: Learner, holds: Callable[[Engine, Path, Path], None], tmp_path: Path
+    ranks: Engine, learner: Learner, tmp_path: Path
 ) -> None:
-    holds(ranks, learner.initial, tmp_path)
+    assert_takes_over(ranks, learner.initial, tmp_path)
 
 
 def test_a_tensor_that_vllm_drops_in_silence_is_named(

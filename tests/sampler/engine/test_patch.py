@@ -14,11 +14,7 @@ from bridge.delta import changed_elements
 from runspec.core.errors import UserError
 from sampler.engine.engine import Engine
 from tests.sampler.engine.conftest import running_engine
-from tests.sampler.engine.patching import (
-    assert_other_layout_is_left,
-    assert_patches,
-    assert_unpatched_is_caught,
-)
+from tests.sampler.engine.patching import assert_takes_over
 
 PLAIN = "tests.sampler.engine.plain_matrices.PlainMatricesExtension"
 
@@ -43,21 +39,7 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Path]]:
 def test_a_patched_engine_is_one_that_loaded_the_version(
     loaded: tuple[Engine, Path], tmp_path: Path
 ) -> None:
-    assert_patches(*loaded, tmp_path)
-
-
-@pytest.mark.slow
-def test_an_engine_that_was_not_patched_does_not_pass_the_check(
-    loaded: tuple[Engine, Path], tmp_path: Path
-) -> None:
-    assert_unpatched_is_caught(*loaded, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_version_of_another_layout_is_left_to_a_full_load(
-    loaded: tuple[Engine, Path], tmp_path: Path
-) -> None:
-    assert_other_layout_is_left(*loaded, tmp_path)
+    assert_takes_over(*loaded, tmp_path)
 
 
 def test_changed_elements_are_where_bits_differ(tmp_path: Path) -> None:

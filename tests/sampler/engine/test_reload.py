@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from runspec.core.errors import UserError
@@ -17,20 +19,15 @@ from tests.sampler.engine.requests import batch
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("group", [*WEIGHT_GROUPS, "lm_head.weight"])
-def test_each_weight_group_is_new_after_a_reload(engine, untied, tmp_path, group):
-    version = perturbed_version(untied, tmp_path / "v1", group)
+@pytest.mark.parametrize(
+    ("head", "group"),
+    [("untied", "lm_head.weight"), *product(("untied", "tied"), WEIGHT_GROUPS)],
+)
+def test_each_weight_group_is_new_after_a_reload(request, head, tmp_path, group):
+    engine = request.getfixturevalue("engine" if head == "untied" else "tied_engine")
+    version = perturbed_version(request.getfixturevalue(head), tmp_path / "v1", group)
 
     assert_follows(engine, version, Reference(version).outputs)
-
-
-@pytest.mark.parametrize("group", WEIGHT_GROUPS)
-def test_each_weight_group_is_new_after_a_reload_with_a_tied_head(
-    tied_engine, tied, tmp_path, group
-):
-    version = perturbed_version(tied, tmp_path / "v1", group)
-
-    assert_follows(tied_engine, version, Reference(version).outputs)
 
 
 def test_bfloat16_weights_with_a_tied_head_are_new_after_a_reload(tmp_path, new_engine):

@@ -69,14 +69,28 @@ def install_term(
 ) -> tuple[str, str]:
     """Puts a distribution with one reward on sys.path; its kind and the name of its module."""
     module = f"chess_{uuid.uuid4().hex[:8]}"
-    package = directory / f"{module}-1.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Name: chess-rewards\nVersion: 1.5\n")
-    (package / "entry_points.txt").write_text(f"[runspec.rewards]\nchess = {module}:Term\n")
     source = TERM.format(blames=blames, secret=secret, port=port, broken=broken)
+    entry_points = f"[runspec.rewards]\nchess = {module}:Term\n"
+    install(directory, monkeypatch, module, entry_points, source, name="chess-rewards")
+    return "chess", module
+
+
+def install(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    entry_points: str,
+    source: str,
+    *,
+    name: str = "others",
+) -> None:
+    """Puts a distribution, version 1.5, with one module on sys.path."""
+    package = directory / f"{module}-1.5.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text(f"Name: {name}\nVersion: 1.5\n")
+    (package / "entry_points.txt").write_text(entry_points)
     (directory / f"{module}.py").write_text(source)
     monkeypatch.syspath_prepend(directory)
-    return "chess", module
 
 
 def reward(kind: str, **fields: object) -> Reward:

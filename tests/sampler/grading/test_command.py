@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from sampler.__main__ import main
-from sampler.grading.lines import answer_of, read_lines
+from sampler.grading.lines import read_lines
+from tests.processes import with_word
 from tests.sampler.grading.plugin import install_term
 from tests.waiting import eventually
 
@@ -139,21 +140,6 @@ def test_an_installed_package_grades_the_lines_of_its_type(
     assert "returned nan" in bad["error"]
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        ("<think>a</think> b ", "b"),
-        ("a</think>b</think>c", "b</think>c"),
-        ("<think>a</think>b<think>c</think>d", "b<think>c</think>d"),
-        ("b", "b"),
-        ("<think>a", "<think>a"),
-        ("a</think>", ""),
-    ],
-)
-def test_the_answer_is_what_follows_the_first_think_or_all(completion: str, answer: str) -> None:
-    assert answer_of(completion) == answer
-
-
 def test_an_over_long_line_is_named_and_the_next_one_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,22 +215,10 @@ def test_ctrl_c_ends_the_command_at_once_and_the_program_that_runs() -> None:
         assert command.stdin and command.stderr
         command.stdin.write(json.dumps(line).encode() + b"\n")
         command.stdin.close()
-        eventually(lambda: running(name), "the start of the program")
+        eventually(lambda: with_word(name), "the start of the program")
         # When it is interrupted
         command.send_signal(signal.SIGINT)
         # Then it says so, and nothing of the program is left
         assert command.wait(30) == 130
         assert command.stderr.read() == b"interrupted\n"
-    eventually(lambda: not running(name), "the end of the program")
-
-
-def running(word: str) -> list[str]:
-    """Process ids of those with a word in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if word in path.read_text(errors="replace").split("\0"):
-                found.append(path.parent.name)
-        except OSError:
-            continue
-    return found
+    eventually(lambda: not with_word(name), "the end of the program")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from sampler.grading.answers import MAX_ANSWER_CHARS
 from sampler.grading.graders import Graders
 from sampler.grading.pool import GradersClosed
 from sampler.tasks.interfaces import Score, completed
+from tests.processes import with_word
 from tests.sampler.grading.plugin import answers, install_term, reward
 from tests.waiting import eventually
 from verify.plugins import GraderFault, Problem
@@ -207,26 +207,14 @@ def test_the_death_of_its_owner_ends_a_grader(
     )
     owner = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[3])
     try:
-        eventually(lambda: processes_with(module), "a grader")
+        eventually(lambda: with_word(module), "a grader")
         # When it is killed
         owner.send_signal(signal.SIGKILL)
         owner.wait(10)
         # Then so is its grader
-        eventually(lambda: not processes_with(module), "its end")
+        eventually(lambda: not with_word(module), "its end")
     finally:
         owner.kill()
-
-
-def processes_with(word: str) -> list[int]:
-    """Processes with a word in their command line, other than the owner, whose name it is not."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if word in path.read_text(errors="replace"):
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return [pid for pid in found if pid != os.getpid()]
 
 
 def test_graders_that_are_closed_grade_nothing(make: Make) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from sampler.grading import unconfined
 from sampler.sandbox import Limits
+from tests.processes import alive
 from tests.waiting import eventually
 
 LIMITS = Limits(wall_s=None, cpu_s=None, memory_bytes=1 << 30)
@@ -38,7 +39,7 @@ def test_a_grader_that_hangs_ends_with_a_validator_that_is_ended(tmp_path: Path,
         timeout=60,
     )
     assert done.stdout, done.stderr
-    eventually(lambda: not runs(int(done.stdout)), "the end of the grader")
+    eventually(lambda: not alive(int(done.stdout)), "the end of the grader")
     eventually(lambda: not list(tmp_path.iterdir()), "the end of what it wrote")
 
 
@@ -53,11 +54,3 @@ def test_nothing_is_left_of_one_that_ended(tmp_path: Path, monkeypatch: pytest.M
 def children() -> set[str]:
     tasks = Path("/proc/self/task").iterdir()
     return {pid for task in tasks for pid in (task / "children").read_text().split()}
-
-
-def runs(pid: int) -> bool:
-    """Whether a process computes; a zombie that nobody collects does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -15,11 +11,14 @@ import pytest
 
 from sampler.__main__ import main
 from sampler.tasks.traces import build_warm_start_data
+from tests.preloaded import SAMPLER, Program
 from tests.sampler.engine.models import save_version
 from tests.sampler.tasks.conftest import SPECS, laptop_spec
 from tests.sampler.tasks.row_files import make_rows, write_jsonl
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("preload_server")
+DEADLINE_S = 240.0
 SPEC = """\
 extends: [{specs}/target_short.yaml]
 name: measured
@@ -50,69 +49,52 @@ def arguments(model: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
-def run(model: Path, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sampler", *arguments(model, out, *more)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(out.parent / "cache")},
-        check=False,
-    )
-
-
-@pytest.mark.slow
-def test_rates_are_measured_written_and_measured_only_once(model: Path, tmp_path: Path) -> None:
-    # When the first six problems are tried twice each
-    out = tmp_path / "rates.parquet"
-    done = run(model, out, "--limit", "6")
-    assert done.returncode == 0, done.stderr
-
-    # Then there is a row for each, with its rate, and no progress is left
-    table = pq.read_table(out)
-    assert table.column_names == [
-        *("problem_id", "task_type", "prompt", "verification_info", "solve_rate")
-    ]
-    assert table["problem_id"].to_pylist() == [f"spell_backward-{i}" for i in range(6)]
-    assert all(rate in (0.0, 0.5, 1.0) for rate in table["solve_rate"].to_pylist())
-    assert json.loads(table["verification_info"].to_pylist()[0])["dataset"] == "spell_backward"
-    assert "6 of 6 problems" in done.stderr
-    assert not out.with_name("rates.parquet.progress").exists()
-
-    # And the file is not written over
-    again = run(model, out, "--limit", "6")
-    assert again.returncode == 1
-    assert "is there already" in again.stderr
+def start(log: Path, *arguments: str) -> Program:
+    return Program(SAMPLER, *arguments, log=log)
 
 
 @pytest.mark.slow
 def test_a_measurement_killed_anywhere_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:
     # Given a measurement that is killed once some problems are done
     out, progress = tmp_path / "rates.parquet", tmp_path / "rates.parquet.progress"
-    command = [sys.executable, "-m", "sampler", *arguments(model, out, "--limit", "3000")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+    log = tmp_path / "log"
+    first = start(log, *arguments(model, out, "--limit", "3000"))
+    try:
         eventually(
             lambda: progress.exists() and progress.read_bytes().count(b"\n") > 3,
             "three problems are measured",
-            deadline_s=240,
-            hopeless=lambda: "" if process.poll() is None else "the command ended",
+            deadline_s=DEADLINE_S,
+            hopeless=lambda: "" if first.poll() is None else "the command ended",
+            context=log.read_text,
         )
-        process.send_signal(signal.SIGKILL)
+    finally:
+        first.kill()
+        first.wait()
     kept = progress.read_bytes()
     kept = kept[: kept.rfind(b"\n")].splitlines()
     assert 3 < len(kept) < 3001
     assert not out.exists()
 
     # When the same is asked for again, of fewer problems
-    done = run(model, out, "--limit", "40")
+    assert start(log, *arguments(model, out, "--limit", "40")).wait(DEADLINE_S) == 0, (
+        log.read_text()
+    )
 
-    # Then it goes on behind those, and the rows are all there
-    assert done.returncode == 0, done.stderr
-    assert f"going on behind {len(kept) - 1} problems" in done.stderr
-    assert pq.read_table(out)["problem_id"].to_pylist() == [
-        f"spell_backward-{i}" for i in range(40)
+    # Then it goes on behind those, there is a row for each, and no progress is left
+    assert f"going on behind {len(kept) - 1} problems" in log.read_text()
+    assert "40 of 40 problems" in log.read_text()
+    table = pq.read_table(out)
+    assert table.column_names == [
+        *("problem_id", "task_type", "prompt", "verification_info", "solve_rate")
     ]
+    assert table["problem_id"].to_pylist() == [f"spell_backward-{i}" for i in range(40)]
+    assert all(rate in (0.0, 0.5, 1.0) for rate in table["solve_rate"].to_pylist())
+    assert json.loads(table["verification_info"].to_pylist()[0])["dataset"] == "spell_backward"
+    assert not progress.exists()
+
+    # And the file is not written over
+    assert start(log, *arguments(model, out, "--limit", "6")).wait(DEADLINE_S) == 1
+    assert "is there already" in log.read_text()
 
 
 def test_what_cannot_be_measured_says_why(
@@ -139,19 +121,13 @@ def test_rows_are_measured_whatever_rate_they_have(model: Path, tmp_path: Path) 
     spec.write_text(SPEC.format(specs="specs"))
     (tmp_path / "profiles").symlink_to(tmp_path / "specs" / "profiles")
     out = tmp_path / "rates.parquet"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "sampler", "solve-rates", str(spec), "--source", "rows"),
-            *("--profile", "laptop", "--model", str(model), "--out", str(out), "--samples", "1"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")},
-        check=False,
+    done = start(
+        tmp_path / "log",
+        *("solve-rates", str(spec), "--source", "rows", "--profile", "laptop"),
+        *("--model", str(model), "--out", str(out), "--samples", "1"),
     )
 
     # Then every one has a new rate, under the name that the filter reads
-    assert done.returncode == 0, done.stderr
+    assert done.wait(DEADLINE_S) == 0, (tmp_path / "log").read_text()
     assert pq.read_table(out).column_names[-1] == "rate"
     assert pq.read_table(out).num_rows == 9

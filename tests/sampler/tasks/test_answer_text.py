@@ -39,6 +39,7 @@ def test_training_and_the_command_grade_the_same_text(
 
 def test_without_the_end_of_thinking_training_has_no_answer_and_the_command_takes_all() -> None:
     assert answer_in("<think>7") is None
+    assert answer_of("<think>7") == "<think>7"
     assert answer_of(" 7 ") == "7"
 
 

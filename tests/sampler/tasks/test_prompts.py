@@ -32,24 +32,10 @@ def configure(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
-def test_the_length_prompt_stands_on_its_own_line_inside_the_template(directory: Path) -> None:
-    template = "{%- for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
-    configure(directory, chat_template=template)
-    codec = read(directory)
-    assert codec.decode(codec.prompt_tokens("abc", 8)) == "[user] abc\nthink for 8 tokens.<eos>"
-    assert codec.decode(codec.prompt_tokens("abc", None)) == "[user] abc<eos>"
-
-
 def test_a_template_file_goes_before_the_configuration(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text("file: {{ messages[0].content }}")
     codec = read(directory)
     assert codec.decode(codec.prompt_tokens("abc", None)) == "file: abc"
-
-
-def test_without_a_template_the_prompt_is_the_message(directory: Path) -> None:
-    configure(directory, chat_template=None)
-    codec = read(directory)
-    assert codec.decode(codec.prompt_tokens("abc", 8)) == "abc\nthink for 8 tokens."
 
 
 def test_the_end_token_may_be_written_as_an_object(directory: Path) -> None:

@@ -12,7 +12,7 @@ from runspec.core.spec.schema import Reward
 from sampler.grading.answers import Answer, TermRules
 from sampler.grading.graders import Graders
 from sampler.tasks.interfaces import Score, TaskTerm, completed, find_kind
-from sampler.tasks.rewards.target_length import TargetLengthReward
+from tests.sampler.grading.plugin import install
 from verify.plugins import Problem
 
 REWARD = Reward.model_validate({"name": "term", "kind": "chess"})
@@ -83,23 +83,13 @@ def test_our_own_terms_derive_from_the_interface_and_are_taken_as_they_are(name:
     assert completed(kind) is kind
 
 
-def test_a_length_term_is_taken_as_it_is() -> None:
-    assert find_kind("target_length") is TargetLengthReward
-
-
 @pytest.mark.slow
 def test_a_package_may_derive_from_the_interface_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a package with a reward of either sort
-    package = tmp_path / "chess_kinds-1.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Name: chess-kinds\nVersion: 1\n")
-    (package / "entry_points.txt").write_text(
-        "[runspec.rewards]\nbare = chess_kinds:Bare\nderived = chess_kinds:Derived\n"
-    )
-    (tmp_path / "chess_kinds.py").write_text(PACKAGE)
-    monkeypatch.syspath_prepend(tmp_path)
+    entry_points = "[runspec.rewards]\nbare = chess_kinds:Bare\nderived = chess_kinds:Derived\n"
+    install(tmp_path, monkeypatch, "chess_kinds", entry_points, PACKAGE)
     rewards = [Reward.model_validate({"name": k, "kind": k}) for k in ("bare", "derived")]
     asked = [Answer(Problem("p", kind, "", {}), "1") for kind in ("bare", "derived")]
     # When grader processes grade by both

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -15,12 +12,12 @@ from tokenizers import Tokenizer
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.plugins import missing_plugins
-from runspec.core.spec.resolved import dump_resolved
 from runspec.lint.check import check_spec
 from sampler.tasks.keep import split_of
 from sampler.tasks.task_set import RunTask, build_task_set
+from tests.sampler.grading.plugin import install
 from tests.sampler.tasks.conftest import SPECS, laptop_spec
-from verify.plugins import Graded, GradeItem, GraderFault, load_task_set
+from verify.plugins import Graded, GradeItem, GraderFault
 
 FAULTY_ENTRY_POINTS = """\
 [runspec.sources]
@@ -41,16 +38,6 @@ class Term:
     role = "task"
     def __init__(self, reward): pass
     def score(self, problem, answer): return 1 / 0 if answer == "boom" else float(answer)
-"""
-SAME_TASK = """\
-import json, sys
-from pathlib import Path
-from runspec.core.spec.resolved import parse_resolved
-from verify.plugins import load_task_set
-
-spec = parse_resolved(Path(sys.argv[1]).read_bytes(), place="spec")
-task = load_task_set(spec, Path(sys.argv[2]))
-print(json.dumps([[task.problem(i).problem_id, task.prompt_tokens(i, 16)] for i in (0, 7, 19999)]))
 """
 
 
@@ -142,20 +129,6 @@ def test_a_long_answer_that_only_begins_right_gets_no_credit(tokenizer_dir: Path
     right = answer_of(task, 0)
     assert grade(task, 0, None, output(tokenizer_dir, f"</think>{right}")).task_reward == 1.0
     assert grade(task, 0, None, output(tokenizer_dir, f"</think>{right}s")).task_reward == 0.0
-
-
-def test_every_process_builds_the_same_task(tmp_path: Path, tokenizer_dir: Path) -> None:
-    (tmp_path / "spec.json").write_bytes(dump_resolved(laptop_spec()))
-    done = subprocess.run(
-        [sys.executable, "-c", SAME_TASK, str(tmp_path / "spec.json"), str(tokenizer_dir)],
-        capture_output=True,
-        check=True,
-        env={**os.environ, "PYTHONHASHSEED": "12345"},
-        timeout=60,
-    )
-    task = load_task_set(laptop_spec(), tokenizer_dir)
-    here = [[task.problem(i).problem_id, task.prompt_tokens(i, 16)] for i in (0, 7, 19999)]
-    assert json.loads(done.stdout) == here
 
 
 def test_problems_follow_the_seed_and_stay_out_of_the_held_out_split(
@@ -250,12 +223,7 @@ def test_a_grader_that_fails_is_a_fault_of_its_own(
     fault: str,
 ) -> None:
     # Given an installed package with a source and a grader that fails on some answers
-    package = tmp_path / "faulty-1.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Name: faulty\nVersion: 1\n")
-    (package / "entry_points.txt").write_text(FAULTY_ENTRY_POINTS)
-    (tmp_path / "faulty_task.py").write_text(FAULTY_TASK)
-    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, monkeypatch, "faulty_task", FAULTY_ENTRY_POINTS, FAULTY_TASK)
     spec = laptop_spec(
         "data.sources={spell_backward: null, faulty: {kind: faulty}}",
         "reward={spelling: null, faulty: {kind: faulty}}",

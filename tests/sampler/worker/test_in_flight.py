@@ -25,7 +25,7 @@ from verify.coordinator.events import LeaseGranted, SubmissionReceived
 from verify.formats.layout import STATE_FILE
 from verify.ledger import Ledger
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_engines")]
 DEADLINE_S = 120.0
 MAX_MODEL_LEN, MAX_NEW_TOKENS = 240, 200
 """Long enough for a version to arrive in the middle."""
@@ -88,9 +88,8 @@ def at_work(works: Works, versions: Published, engine: Engine) -> Iterator[None]
 
 
 def test_a_version_that_arrives_in_the_middle_is_in_the_submission(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # given a worker of a trusted pool, in the middle of two leases of version 0
     spec, versions = trusted_spec(), Published(tmp_path)
     with (

@@ -31,16 +31,6 @@ def test_weights_that_fail_their_checks_stop_the_worker_with_the_tensors_name(wo
     assert (member.engine.submitted, works.submissions()) == ([], [])
 
 
-def test_the_pause_of_a_switch_is_told_in_the_heartbeat(works: Works):
-    member = works.member()
-    member.start()
-    eventually(lambda: len(works.submissions()) >= 2, "work under version 0")
-
-    state = member.meter.state()
-
-    assert (state["loads"], state["pause_s"]) == (1, 0.25)
-
-
 def test_an_untrusted_pool_never_changes_a_version_under_a_rollout(works: Works):
     member = works.member()
     member.engine.at_once = False

@@ -66,16 +66,48 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server.stop()
 
 
-def test_old_versions_go_but_never_while_another_is_fetched(tmp_path: Path, server: Server) -> None:
-    root = make_keys(tmp_path / "keys", run="run")
-    key = SigningKey.load(tmp_path / "keys" / "publisher.key")
-    roles = (tmp_path / "keys" / "roles.json").read_bytes()
+class Run:
+    """A publisher's keys, and a follower of what it publishes in `tmp_path`."""
 
+    def __init__(self, tmp_path: Path, server: Server) -> None:
+        self._folder, root = tmp_path, make_keys(tmp_path / "keys", run="run")
+        self.versions = Versions(
+            [server.url],
+            run="run",
+            root_public_key=root,
+            cache_dir=tmp_path / "cache",
+            fetch_s=DEADLINE_S,
+            log=logging.getLogger("test"),
+        )
+
+    def publish(self, version: int, base: int | None = None) -> str:
+        return publish(
+            self._folder / "store",
+            self._folder / f"version-{version}",
+            run="run",
+            version=version,
+            key=SigningKey.load(self._folder / "keys" / "publisher.key"),
+            roles=(self._folder / "keys" / "roles.json").read_bytes(),
+            base=base,
+            whole=base is None,
+        )
+
+
+@pytest.fixture
+def run(tmp_path: Path, server: Server) -> Iterator[Run]:
+    run = Run(tmp_path, server)
+    yield run
+    run.versions.close()
+
+
+def test_old_versions_go_but_never_while_another_is_fetched(
+    tmp_path: Path, server: Server, run: Run
+) -> None:
     def publish_version(version: int) -> str:
         folder = tmp_path / f"version-{version}"
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(bytes([version]) * 100)
-        return publish(tmp_path / "store", folder, run="run", version=version, key=key, roles=roles)
+        return run.publish(version)
 
     cache = tmp_path / "cache"
 
@@ -84,14 +116,7 @@ def test_old_versions_go_but_never_while_another_is_fetched(tmp_path: Path, serv
 
     # Given versions 0 and 1, the second fetched ahead
     publish_version(0)
-    versions = Versions(
-        [server.url],
-        run="run",
-        root_public_key=root,
-        cache_dir=cache,
-        fetch_s=DEADLINE_S,
-        log=logging.getLogger("test"),
-    )
+    versions = run.versions
     assert versions.first() == (0, cache / "v0")
     digest = publish_version(1)
     eventually(lambda: cached() == {"v0", "v1"}, "version 1 is prefetched")
@@ -110,15 +135,11 @@ def test_old_versions_go_but_never_while_another_is_fetched(tmp_path: Path, serv
     server.go_on.set()
     eventually(lambda: "v2" in cached(), "version 2 is fetched")
     eventually(lambda: versions.keep(2) is None and cached() == {"v2"}, "old versions are removed")
-    versions.close()
 
 
 def test_what_the_next_delta_starts_from_is_never_removed(
-    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root = make_keys(tmp_path / "keys", run="run")
-    key = SigningKey.load(tmp_path / "keys" / "publisher.key")
-    roles = (tmp_path / "keys" / "roles.json").read_bytes()
     caplog.set_level(logging.INFO)
 
     def publish_version(version: int) -> None:
@@ -135,21 +156,11 @@ def test_what_the_next_delta_starts_from_is_never_removed(
         base = version - 1 if version else None
         if base is not None:
             write_delta(tmp_path / f"version-{base}", folder, folder / "delta")
-        publish(
-            tmp_path / "store", folder,
-            run="run", version=version, key=key, roles=roles, base=base, whole=base is None,
-        )  # fmt: skip
+        run.publish(version, base)
 
     # Given a worker that samples with version 0 and has 1 already
     publish_version(0)
-    versions = Versions(
-        [server.url],
-        run="run",
-        root_public_key=root,
-        cache_dir=tmp_path / "cache",
-        fetch_s=DEADLINE_S,
-        log=logging.getLogger("test"),
-    )
+    versions = run.versions
     versions.first()
     publish_version(1)
     eventually(lambda: "version 1 fetched" in caplog.text, "version 1 is prefetched")
@@ -164,4 +175,3 @@ def test_what_the_next_delta_starts_from_is_never_removed(
     assert "version 3 fetched from held version 2 and deltas 3" in caplog.text
     made, published = (tmp_path / part / "model.safetensors" for part in ("cache/v3", "version-3"))
     assert made.read_bytes() == published.read_bytes()
-    versions.close()

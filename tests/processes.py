@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -22,6 +23,16 @@ def alive(pid: int) -> bool:
     """Whether a process runs: one that ended and was not waited for does not."""
     fields = _stat(pid)
     return fields is not None and fields[0] != "Z"
+
+
+def with_word(word: str) -> set[int]:
+    """Processes other than this one with a text in their command line."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it ended
+            if word in path.read_text(errors="replace"):
+                found.add(int(path.parent.name))
+    return found - {os.getpid()}
 
 
 def cpu_seconds(pid: int) -> float:
