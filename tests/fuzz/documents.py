@@ -83,8 +83,6 @@ class Kind:
 
 def said(document: Any) -> dict[str, Any]:
     """The payload that a document was read from."""
-    if isinstance(document, BatchManifest):
-        return document.payload()
     if isinstance(document, roles.Roles):
         held = {name: sorted(getattr(document, name)) for name in roles.ROLE_NAMES}
         times = {"issued": document.issued, "expires": document.expires}

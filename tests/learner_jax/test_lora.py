@@ -210,7 +210,7 @@ def test_a_run_exports_the_adapters_of_a_full_state(
         lambda leaf: leaf + 1, init_lora(model_config(spec), lora, jax.random.key(0))
     )
     number = jnp.zeros((), jnp.int32)
-    state = TrainState(adapters, {"not": adapters}, number, number)
+    state = TrainState(adapters, {"not": adapters}, number)
     info = StateInfo(2, None, spec.seed, "0" * 64, True, {})
     save_state(state_folder(run.path, spec), info, state, keep=1)()
     # when they are exported
