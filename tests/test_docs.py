@@ -80,3 +80,14 @@ def test_the_specs_that_readme_lints_are_clean() -> None:
     command = [sys.executable, "-m", "runspec", "lint", *specs]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_test_that_the_page_of_promises_names_is_there() -> None:
+    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", page)
+    assert len(named) > 50
+    for file, test in named:
+        path = ROOT / file
+        assert path.exists(), file
+        if test:
+            assert re.search(rf"def {test}\b", path.read_text(encoding="utf-8")), f"{file}::{test}"
