@@ -107,9 +107,9 @@ PLANTED = [
     ),
     Planted(
         "rows of q are in the order of transformers",
-        "bridge/weight_map.py",
-        '"L D H h", "(H h) D"',
-        '"L D H h", "(h H) D"',
+        "runspec/core/models/decoder.py",
+        '"D H h", "(H h) D"',
+        '"D H h", "(h H) D"',
         (
             "tests/learner_jax/test_score.py::"
             "test_log_probs_are_those_of_transformers_in_the_files_order",
@@ -164,7 +164,7 @@ PLANTED = [
         "",
         (
             "tests/attacks/test_leases.py::TestClockTricks",
-            "tests/verify/coordinator/test_submissions.py",
+            "tests/verify/coordinator/test_backlog.py",
         ),
     ),
     Planted(
@@ -200,7 +200,7 @@ PLANTED = [
         "verify/coordinator/grading.py",
         "filtered = zero_variance_filter and equal",
         "filtered = zero_variance_filter and not equal",
-        ("tests/verify/coordinator/test_zero_variance_filter.py",),
+        ("tests/verify/coordinator/test_grading.py",),
     ),
     Planted(
         "each lint rule fires",
