@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -140,19 +140,43 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns what `work` returns; if the caller is interrupted, `work` is cancelled."""
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Returns what `work` returns; if the caller is interrupted, `work` is cancelled.
+
+        Raises:
+            NoAnswer: the loop was closed, by another thread too.
+        """
+        try:
+            future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            raise NoAnswer("the client is closed") from error
         try:
             return future.result()
+        except CancelledError as error:
+            raise NoAnswer("the client was closed") from error
         except BaseException:
             future.cancel()
             raise
 
     def close(self) -> None:
-        """Ends the loop; nothing may be running in it."""
+        """Ends the loop. What other threads still run in it is cancelled."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        # Connections that are closing, and calls that came with the stop, are still in the queue.
+        self._loop.run_until_complete(_settled())
         self._loop.close()
+
+
+async def _settled() -> None:
+    await asyncio.sleep(0)
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    for transport in list(getattr(asyncio.get_running_loop(), "_transports", {}).values()):
+        transport.abort()
+    for _ in range(3):  # a transport tells its protocol, then closes its socket
+        await asyncio.sleep(0)
 
 
 class HttpClient:

@@ -29,7 +29,7 @@ from tests.verify.coordinator.deployment import (
 )
 from tests.waiting import eventually
 from verify.client import CoordinatorClient
-from verify.coordinator import backlog
+from verify.coordinator.edge import backlog
 from verify.formats.lease import lease_digest, open_lease
 from verify.formats.submission import sign_submission
 
