@@ -5,6 +5,7 @@
 Old log-probs, reference log-probs, and one AdamW update, on random samples of the quickstart's
 lengths. Pin it (`taskset -c 0`) for numbers of one core. Seconds are CPU seconds of the process,
 which on one core of an idle machine are those of the clock. Compilation is timed apart.
+`dispatch_ms` is the time until JAX has an update under way; several devices of a CPU make it wait.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     weights = token_weights([len(s.output) for s in samples], "token", max_new_tokens=48)
     advantages = rng.normal(size=len(samples)).tolist()
     seconds: dict[str, list[float]] = {"pack": [], "old": [], "reference": [], "update": []}
+    dispatch: list[float] = []
 
     for _ in range(options.repeats + 1):
         clock = time.process_time()
@@ -113,8 +115,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         clock = time.process_time()
         inputs = LossInputs(*known, old, old, ref)
+        asked = time.perf_counter()
         total = programs.accumulate(state.params, tokens, inputs, packed.microbatches)
-        state, _ = jax.block_until_ready(programs.apply(state, total))
+        state, made = programs.apply(state, total)
+        dispatch.append(time.perf_counter() - asked)
+        jax.block_until_ready((state, made))
         seconds["update"].append(time.process_time() - clock)
 
     real = sum(len(sample) for sample in samples)
@@ -130,6 +135,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "seconds": {name: round(value, 4) for name, value in median.items()},
         "step_seconds": round(step, 4),
         "real_tokens_per_second": round(real / step),
+        "dispatch_ms": round(1000 * statistics.median(dispatch[1:]), 2),
     }
 
 
