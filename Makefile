@@ -14,7 +14,7 @@ WORKERS := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # Whole runs: one process of tests has them all, one after another, beside what the others do.
 RUNS := tests/e2e tests/attacks/test_dishonest_workers.py
 
-.PHONY: help install aot shardcast quickstart lint test test-fast test-learner test-runs campaigns bench clean
+.PHONY: help install aot shardcast wheel quickstart lint test test-fast test-learner test-runs campaigns bench clean
 
 help:  ## what there is to call
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -51,6 +51,12 @@ shardcast: $(SHARDCAST_STAMP)  ## the published shardcast client, for a test of 
 $(SHARDCAST_STAMP): $(STAMP) requirements/shardcast.txt
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/shardcast -r requirements/shardcast.txt
 	@touch $@
+
+wheel: install  ## dist/*.whl, for machines that have no checkout
+	rm -rf build
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build
+	@ls dist/*.whl
 
 quickstart: install  ## a run that learns, on this machine, in minutes
 	$(BIN)/runspec apply $(SPEC) --profile $(PROFILE)

@@ -21,6 +21,7 @@ from broadcast.cache import Cache
 from broadcast.disk import Patience, allocated, copy_file
 from broadcast.manifest import FILE_NAME, MAX_BYTES, Chunk, ObjectInfo, WeightsManifest
 from runspec.core.canonical import canonical_json
+from runspec.core.distribution import install_command
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.hashing import digest_bytes
@@ -281,12 +282,11 @@ def delta_applier(group: str = GROUP) -> ApplyDeltas:
         UserError: it is not installed.
     """
     try:
-        (found,) = entry_points(group=group, name="bridge")
-        return found.load()
-    except (ValueError, ImportError) as error:
+        return next(iter(entry_points(group=group, name="bridge"))).load()
+    except (StopIteration, ImportError) as error:
         raise UserError(
             f"nothing is installed that applies deltas (entry point `bridge` of {group}): {error}",
-            remedy="pip install 'runspec[bridge]'",
+            remedy=install_command("bridge"),
         ) from error
 
 

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runspec.core.distribution import install_command
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Learner
 
@@ -110,7 +111,7 @@ def topology_devices(topology: Topology, slices: int = 1) -> list[jax.Device]:
         raise UserError(
             "the TPU compiler, libtpu, is not installed",
             place=os.environ.get("TPU_LIBRARY_PATH", sys.prefix),
-            remedy="`make aot`, or `pip install runspec[aot]` where vLLM is not installed",
+            remedy=f"make aot, or {install_command('aot')} where vLLM is not installed",
         )
     try:
         found = topologies.get_topology_desc(

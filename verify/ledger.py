@@ -17,6 +17,7 @@ from typing import get_args
 
 from pydantic import TypeAdapter, ValidationError
 
+from runspec.core.distribution import install_command
 from runspec.core.errors import UserError
 from runspec.core.hashing import hash_parts
 from runspec.core.spec.schema import RunSpec
@@ -80,7 +81,7 @@ def import_postgres_store() -> ModuleType:
         raise UserError(
             f"PostgreSQL cannot be used: {error}",
             place="verify.ledger",
-            remedy="pip install 'runspec[postgres]'",
+            remedy=install_command("postgres"),
         ) from error
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from runspec.core.distribution import install_command
 from runspec.core.errors import UserError
 from runspec.core.spec.plugins import PREFILL_GROUP
 from runspec.core.spec.schema import RunSpec
@@ -290,6 +291,6 @@ def _load(group: str, name: str) -> Any:
         raise UserError(
             f"cannot be loaded: {error}",
             place=f"plug-in {name!r} of {group}",
-            remedy="install the extra that brings it: runspec[learner] for the engine jax, "
-            "runspec[validator-torch] for torch, runspec[tasks] for tasks",
+            remedy="install the extra that brings it (learner for the engine jax, validator-torch "
+            f"for torch, tasks for tasks): {install_command('learner')}",
         ) from error

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from runspec.cli.signals import StopSignals
 from runspec.core.canonical import parse_object
+from runspec.core.distribution import install_command
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_file
 from runspec.core.http_client import NoAnswer, fetch_now
@@ -247,7 +248,7 @@ def _require_modules() -> None:
         raise UserError(
             f"Python packages not installed here: {', '.join(absent)}",
             place="join",
-            remedy='pip install "runspec[sampler-cuda]" (or sampler-cpu, sampler-tpu)',
+            remedy=f"{install_command('sampler-cuda')} (or sampler-cpu, sampler-tpu)",
         )
 
 

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from runspec.core.distribution import install_command
 from runspec.local.children import birth
 from runspec.local.endpoints import PORTS, port_is_free
 from runspec.local.machine import free_memory
@@ -86,7 +87,7 @@ def _packages(facts: Facts) -> Iterator[Check]:
         found = {name: _version(name) if facts.has_module(name) else None for name in modules}
         absent = [name for name, number in found.items() if number is None]
         listed = ", ".join(f"{name} {number or 'missing'}" for name, number in found.items())
-        remedy = f"make install, or pip install 'runspec[{extra}]'" if absent else ""
+        remedy = f"make install, or {install_command(extra)}" if absent else ""
         yield Check(f"packages, {extra}", "warn" if absent else "ok", listed, remedy)
 
 

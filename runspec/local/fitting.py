@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from runspec.core.distribution import install_command
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count
@@ -156,7 +157,7 @@ def _build(pool: SamplerPool, host: Host) -> Iterator[Missing]:
     where = "cpu" if kind == "cpu" else "tpu" if kind.startswith("tpu") else "gpu"
     path = f"samplers.{pool.name}.engine"
     extra = {"cpu": "sampler-cpu", "tpu": "sampler-tpu", "gpu": "sampler-cuda"}[where]
-    install = f'pip install "runspec[{extra}]"'
+    install = install_command(extra)
     if host.absent:
         yield Missing(path, f"Python packages not installed: {', '.join(host.absent)}", install)
     elif BUILDS[where] not in host.builds:

@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from runspec.core.distribution import install_command
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.decoder import hf_config
@@ -93,7 +94,7 @@ def compile_step(
         raise UserError(
             "the learner, which compiles, is not installed",
             place=sys.prefix,
-            remedy="`pip install runspec[learner]`, with `make aot` for TPUs",
+            remedy=f"{install_command('learner')}, with `make aot` for TPUs",
         )
     with TemporaryDirectory(prefix="runspec-aot-") as name:
         folder = Path(name)

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from runspec.core import distribution
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
@@ -75,7 +76,7 @@ def save_plan(path: Path, plan: SavedPlan) -> None:
     content = {
         "kind": KIND,
         "version": plan.spec.version,
-        "runspec": version("runspec"),
+        "runspec": version(distribution.NAME),
         "run": plan.spec.name,
         "created": plan.created,
         "serial": plan.seen.serial,
@@ -111,7 +112,7 @@ def read_plan(path: Path) -> SavedPlan | None:
 
 
 def _parse(content: Mapping[str, Any], place: str) -> SavedPlan:
-    made_by, ours = content.get("runspec"), version("runspec")
+    made_by, ours = content.get("runspec"), version(distribution.NAME)
     if made_by != ours:
         raise ValueError(f"made by runspec {str(made_by)[:40]!r}, this is {ours!r}")
     if content.keys() != _FIELDS.keys():

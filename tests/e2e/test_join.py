@@ -1,9 +1,9 @@
 """One run that starts no sampler: a volunteer joins by a link, leaves, and comes back without disk.
 
-Shows: `runspec join` works for a run, outlives its coordinator, leaves politely and is there to the
-end; a run without asynchrony trains on policy; versions go out as deltas, a late joiner fetches an
-anchor and the deltas after it, and everybody has the bits that were exported; bfloat16 samplers are
-accepted.
+Shows: `runspec join`, installed from the wheel, looks whether the machine fits, works for a run,
+outlives its coordinator, leaves politely and is there to the end; a run without asynchrony trains
+on policy; versions go out as deltas, a late joiner fetches an anchor and the deltas after it, and
+everybody has the bits that were exported; bfloat16 samplers are accepted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +24,9 @@ from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import WeightsManifest, open_manifest
 from runspec.core.spec.run_files import versions_in, weights_folder
 from tests.e2e.quick import QuickRun
-from tests.harness import ROOT, LiveRun
+from tests.harness import LiveRun
 from tests.processes import alive, descendants
+from tests.volunteer import environment_with_wheel
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -55,10 +55,10 @@ def joined(link: str, folder: Path, log: Path) -> Iterator[subprocess.Popen[byte
     with log.open("ab") as out:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "runspec", "join", link),
+                *(folder / "environment" / "bin" / "runspec", "join", link),
                 *("--key", str(folder / "mine.key"), "--dir", str(folder / "volunteer")),
             ],
-            cwd=ROOT,
+            cwd=folder,
             stdout=out,
             stderr=out,
         )
@@ -71,8 +71,10 @@ def joined(link: str, folder: Path, log: Path) -> Iterator[subprocess.Popen[byte
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The volunteer's folder."""
-    return tmp_path_factory.mktemp("volunteer")
+    """The volunteer's folder: no checkout, but an environment that has our wheel."""
+    folder = tmp_path_factory.mktemp("volunteer")
+    environment_with_wheel(folder / "environment")
+    return folder
 
 
 def words_of(home: Path) -> str:
@@ -85,13 +87,20 @@ def finished(runs_dir: Path, home: Path) -> LiveRun:
     # given a run that starts no sampler, and says how to join it
     log = home / "join.log"
     with QuickRun(runs_dir, "joined", OVERRIDES) as run:
-        run.wait_until((run.dir / "keys" / "root.key").exists, "its keys")
+        run.wait_until((run.dir / "spec.json").exists, "its spec")
         run.wait_until(lambda: "coordinator" in run.pids(), "its roles")
         link = run.status()["join"]
         assert link.startswith("http://127.0.0.1:")
         assert f"runspec join '{link}'" in run.output()
 
-        # when a stranger with nothing but the link joins
+        # when a stranger with nothing but the wheel and the link looks whether the machine fits
+        key = ("--key", home / "mine.key")
+        command = [home / "environment" / "bin" / "runspec", "join", link, *key, "--check"]
+        checked = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=120)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+        assert "this machine can serve pool volunteers" in checked.stdout
+        assert "made a key" in checked.stdout + checked.stderr
+        # and joins
         with joined(link, home, log) as volunteer:
             run.wait_until(lambda: run.metrics(), "a first step", others=[volunteer])
             # and the coordinator is killed under it
@@ -105,7 +114,6 @@ def finished(runs_dir: Path, home: Path) -> LiveRun:
             assert volunteer.wait(120) == 0, log.read_text()
             eventually(lambda: not any(map(alive, below)), "no process of its is left")
         words = log.read_text()
-        assert "made a key" in words
         assert (home / "mine.key").stat().st_mode & 0o777 == 0o600
         assert "rollouts accepted" in words
         assert "left; thank you" in words

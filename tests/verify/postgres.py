@@ -43,7 +43,7 @@ def postgres_server() -> Iterator[Server]:
 
     Skips the test where there is no server or no driver.
     """
-    pytest.importorskip("psycopg", reason="no driver: pip install 'runspec[postgres]'")
+    pytest.importorskip("psycopg", reason="no driver: the extra postgres")
     tools = Path(shutil.which("pg_ctl") or "/").resolve().parent
     if not (tools / "initdb").exists():
         pytest.skip("no PostgreSQL server is installed")

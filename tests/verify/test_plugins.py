@@ -26,4 +26,4 @@ def test_an_engine_whose_libraries_are_not_here_is_no_fault_of_ours(
     # when a validator loads it, then the message names what lacks, whose it is, and what to do
     with pytest.raises(UserError, match="no_such_library") as caught:
         load_prefill_engine(spec, WeightsLocation("run", ["http://x"], "0" * 64, tmp_path))
-    assert spec.verify.engine in caught.value.place and "runspec[" in caught.value.remedy
+    assert spec.verify.engine in caught.value.place and "[learner]" in caught.value.remedy

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import quote
 
+from runspec.core import distribution
 from runspec.core.spec.findings import SET_FILE, Edit, Finding
 from runspec.lint.formats.json import finite
 from runspec.lint.registry import RULES, Rule
@@ -43,7 +44,7 @@ def render(report: Report) -> str:
 def _driver() -> Json:
     driver: Json = {"name": "runspec", "rules": [_rule(rule) for rule in RULES.values()]}
     try:
-        driver["version"] = version("runspec")
+        driver["version"] = version(distribution.NAME)
     except PackageNotFoundError:  # run from a folder that is not installed
         return driver
     return driver

@@ -82,7 +82,7 @@ def test_another_runs_in_the_same_database_are_not_counted(tmp_path: Path) -> No
 
 
 def test_a_ledger_that_cannot_be_read_is_named_and_the_rest_is_told(tmp_path: Path) -> None:
-    pytest.importorskip("psycopg", reason="no driver: pip install 'runspec[postgres]'")
+    pytest.importorskip("psycopg", reason="no driver: the extra postgres")
     spec = with_ledger(f"postgresql://me@/runs?host={tmp_path}")
     with pytest.raises(UserError):
         read_set_aside(tmp_path, spec)
