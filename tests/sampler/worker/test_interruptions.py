@@ -25,7 +25,7 @@ from verify.formats.layout import STATE_FILE
 from verify.formats.submission import decode_rollouts
 from verify.ledger import Ledger
 
-KILLS = 6
+KILLS = 4
 
 
 @contextmanager
@@ -35,6 +35,16 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
     finally:
         process.kill()
         process.communicate()
+
+
+@contextmanager
+def working(command: list[str]) -> Iterator[None]:
+    """A worker process that has begun to work, and is killed at the end."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with ended(process):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "working\n"
+        yield
 
 
 def free_port() -> int:
@@ -99,9 +109,10 @@ def test_a_coordinator_that_stays_away_ends_the_worker_with_its_address(tmp_path
 def test_a_worker_that_is_killed_at_any_moment_leaves_whole_submissions_and_repeats_none(
     tmp_path: Path,
 ):
-    # given a step that is so large that there is always something to do
-    algorithm = tiny_spec().algorithm.model_copy(update={"prompts_per_step": 10_000})
-    spec = tiny_spec().model_copy(update={"algorithm": algorithm})
+    # given a step that always has something to do, and leases that outlast slow starts
+    spec = tiny_spec(lease_timeout="1h")
+    algorithm = spec.algorithm.model_copy(update={"prompts_per_step": 10_000})
+    spec = spec.model_copy(update={"algorithm": algorithm})
     key, rng = SigningKey.generate(), random.Random(6)
     key.save(tmp_path / "worker.key")
     with site_of(tmp_path, spec) as works, works.site.serving():
@@ -112,13 +123,10 @@ def test_a_worker_that_is_killed_at_any_moment_leaves_whole_submissions_and_repe
         # when a worker is killed again and again
         for _ in range(KILLS):
             before = len(works.submissions())
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            with ended(process):
-                assert process.stdout is not None
-                assert process.stdout.readline() == "working\n"
+            with working(command):
                 threading.Event().wait(rng.uniform(0.0, 0.5))
             assert len(works.submissions()) >= before
-        with ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)):
+        with working(command):
             count = len(works.submissions())
             eventually(lambda: len(works.submissions()) >= count + MAX_OPEN_LEASES, "its last work")
         submissions = works.submissions()
