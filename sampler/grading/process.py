@@ -14,9 +14,8 @@ from typing import Any
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Reward
 from sampler.grading.channel import Channel, ChannelClosed, NoMessage, Overdue
-from sampler.grading.fate import fate
-from sampler.grading.launch import launcher
-from sampler.sandbox import PYTHON, Limits, NotIsolated
+from sampler.grading.launch import mechanisms
+from sampler.sandbox import PYTHON, Limits, NotIsolated, start
 
 START_S = 60.0
 """Longest time from the start of a grader to its first word; it imports its terms in it."""
@@ -74,8 +73,11 @@ class GraderProcess:
         paths = [path for path in sys.path if _installed(path)]
         command = [*PYTHON, "-c", _BOOT, json.dumps([paths, packages])]
         try:
-            self._isolated = launcher(required=False, place="reward").start(
-                command, limits=LIMITS, readable=[*readable, *map(Path, paths)]
+            self._isolated = start(
+                command,
+                limits=LIMITS,
+                readable=[*readable, *map(Path, paths)],
+                mechanisms=mechanisms(required=False, place="reward"),
             )
         except NotIsolated as error:
             raise _no_start(str(error)) from error
@@ -144,7 +146,7 @@ class GraderProcess:
         except NoMessage as error:
             raise GraderLost(f"the grader sent {error}") from error
         except ChannelClosed as error:
-            raise GraderLost(f"the grader process was lost: {fate(self._isolated)}") from error
+            raise GraderLost(f"the grader process was lost: {self._isolated.fate()}") from error
 
 
 def _no_start(reason: str) -> UserError:
