@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from sampler.engine.engine import Engine
-from sampler.engine.proofs import prove
 from sampler.engine.requests import Sampled, SampleRequest
 from tests.sampler.engine.models import END_TOKEN, MAX_NEW_TOKENS, VOCABULARY, Reference
 from tests.sampler.engine.requests import WAIT_S, batch
 from verify.noise import gumbel
-from verify.toploc import ChunkStatistics, verify_proofs
+from verify.toploc import ChunkStatistics, build_proofs_of, verify_proofs
 from verify.truncation import Truncation, kept_from
 
 pytestmark = pytest.mark.slow
@@ -106,7 +105,9 @@ def statistics(
 ) -> list[ChunkStatistics]:
     """Of the engine's proofs against hidden states of transformers."""
     found = []
-    for request, result, proofs in zip(requests, sampled, prove(sampled), strict=True):
+    for request, result, proofs in zip(
+        requests, sampled, build_proofs_of([each.selection for each in sampled]), strict=True
+    ):
         tokens = result.output_tokens.tolist()
         hidden, _ = reference.forward(list(request.prompt_tokens), tokens)
         assert len(proofs) == -(-len(tokens) // 32)

@@ -9,14 +9,13 @@ import pytest
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import SamplerPool
-from sampler.engine.proofs import prove
 from sampler.engine.requests import Sampled
 from sampler.worker.rollouts import FinishedRollout, claim_rewards, make_rollouts, plan_rollouts
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import decode_rollouts, encode_rollouts
 from verify.noise import noise_key
 from verify.plugins import Graded, GradeItem, GraderFault, Problem
-from verify.toploc import verify_proofs
+from verify.toploc import build_proofs_of, verify_proofs
 from verify.toploc.selection import select, split
 
 GROUPS, SIZE = 3, 2
@@ -153,7 +152,9 @@ def test_rollouts_survive_the_file_with_claims_and_proofs():
     results = sampled([[p.problem, *range(60, 60 + 9 * i), 0] for i, p in enumerate(planned)])
 
     claims = claim_rewards(planned, results, TASKS)
-    made = zip(planned, results, claims, prove(results), strict=True)
+    made = zip(
+        planned, results, claims, build_proofs_of([each.selection for each in results]), strict=True
+    )
     finished = [FinishedRollout(*parts) for parts in made]
     rows = make_rollouts(lease(), "12" * 32, finished, TASKS, pool())
 
