@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, TypeVar
 
 from broadcast.assemble import ApplyDeltas, Assembly, BadBase, Recipe, delta_applier
 from broadcast.cache import Cache
@@ -18,9 +21,9 @@ from broadcast.manifest import WeightsManifest
 from broadcast.progress import EVERY_S
 from broadcast.transport import Access
 from runspec.core.errors import UserError
-from runspec.core.http_client import LoopThread
 from runspec.core.latest import Latest
 
+T = TypeVar("T")
 Manifests = Mapping[int, WeightsManifest]
 DETOUR_S = 3.0
 """For how long the manifest of an older version is asked for that may only save bytes."""
@@ -218,7 +221,15 @@ class WeightsClient:
         access: Access | None = None,
         report_every_s: float = EVERY_S,
     ) -> None:
-        self._loop = LoopThread("weights-client")
+        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = runner.get_loop()
+
+        def serve() -> None:
+            with runner:  # at its end what is still under way is cancelled
+                self._loop.run_forever()
+
+        self._thread = threading.Thread(target=serve, name="weights-client", daemon=True)
+        self._thread.start()
 
         async def make() -> AsyncWeightsClient:
             return AsyncWeightsClient(
@@ -231,9 +242,9 @@ class WeightsClient:
             )
 
         try:
-            self._client = self._loop.run(make())
+            self._client = self._run(make())
         except BaseException:
-            self._loop.close()
+            self._stop()
             raise
 
     def latest(self, after: int | None, wait_s: float) -> Latest | None:
@@ -245,7 +256,7 @@ class WeightsClient:
         Raises:
             UserError: within `wait_s` no URL gave an answer that could be believed.
         """
-        return self._loop.run(self._client.latest(after, wait_s))
+        return self._run(self._client.latest(after, wait_s))
 
     def fetch(self, version: int, *, manifest_digest: str | None, deadline_s: float) -> Path:
         """Fetches a version: `cache_dir/v<N>`, whole and checked; at once where it is there.
@@ -265,7 +276,7 @@ class WeightsClient:
         Raises:
             UserError: not there in time; names the relays and what was wrong with each.
         """
-        return self._loop.run(
+        return self._run(
             self._client.fetch(version, manifest_digest=manifest_digest, deadline_s=deadline_s)
         )
 
@@ -282,15 +293,27 @@ class WeightsClient:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-        self._loop.run(end())
+        self._run(end())
 
     def close(self) -> None:
         """Closes the connections; no other thread may have anything under way."""
-        self._loop.run(self._client.close())
-        self._loop.close()
+        self._run(self._client.close())
+        self._stop()
 
     def __enter__(self) -> WeightsClient:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # an interrupted caller must not leave the work behind
+            future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()

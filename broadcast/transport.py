@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from broadcast.names import Resolver
+from runspec.core import http_client
 from runspec.core.address import is_server_url
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
@@ -102,13 +102,9 @@ class Access:
 
 
 def new_session(access: Access) -> aiohttp.ClientSession:
-    """A session that follows no proxy of the environment, keeps no cookie, inflates nothing."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=64, ssl=access.ssl_context, resolver=Resolver()),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        headers=access.headers(),
-        auto_decompress=False,
-        read_bufsize=_READ_BUFFER,
+    """Returns connections to servers that `access` opens; no proxy of the environment is used."""
+    return http_client.new_session(
+        tls=access.ssl_context, headers=access.headers(), read_bufsize=_READ_BUFFER
     )
 
 

@@ -93,10 +93,6 @@ class CoordinatorClient:
         self._claims: set[str] = set()
         """The same for submissions to judge."""
 
-    def close(self) -> None:
-        """Closes the connections."""
-        self._http.close()
-
     def roles(self) -> Roles:
         """The run's roles, read again every few minutes."""
         if self._roles is None or time.monotonic() - self._roles_read > ROLES_REFRESH_S:

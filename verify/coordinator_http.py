@@ -14,7 +14,7 @@ from http import HTTPStatus
 from runspec.core.address import is_server_url
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
-from runspec.core.http_client import Answer, HttpClient, LongAnswer, NoAnswer
+from runspec.core.http_client import Answer, LongAnswer, NoAnswer, fetch_now, stream
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature
 from verify.request_auth import ENVELOPE, sign_request
@@ -61,11 +61,6 @@ class CoordinatorHttp:
                 place="coordinator",
                 remedy="write for example http://127.0.0.1:8000",
             )
-        self._http = HttpClient()
-
-    def close(self) -> None:
-        """Closes the connections."""
-        self._http.close()
 
     def call(
         self,
@@ -152,7 +147,7 @@ class CoordinatorHttp:
         while True:
             came = 0
             try:
-                answer = self._http.stream(
+                answer = stream(
                     self.url + path, idle_s=_TIMEOUT_S, take=lambda pieces: take(counted(pieces))
                 )
                 if answer.is_success:
@@ -193,7 +188,7 @@ class CoordinatorHttp:
         if envelope is not None:
             headers[ENVELOPE] = base64.b64encode(envelope).decode()
         try:
-            return self._http.fetch(
+            return fetch_now(
                 method,
                 self.url + path,
                 body=body,

@@ -349,10 +349,8 @@ def run(
         log: what happens, for people.
     """
     key = SigningKey.load(key_file)
-    with (
-        closing(CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)) as client,
-        leaving(stop, client, log),
-    ):
+    client = CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)
+    with leaving(stop, client, log):
         spec = client.spec()
         require_graders(spec)
         require_profiles(spec, root_public_key=public_key)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,8 +67,7 @@ class Desk:
         return found[0]
 
 
-@contextmanager
-def desk(run: str, runs_dir: Path) -> Iterator[Desk]:
+def desk(run: str, runs_dir: Path) -> Desk:
     """The desk of a run whose directory is on this machine.
 
     Raises:
@@ -91,10 +88,7 @@ def desk(run: str, runs_dir: Path) -> Iterator[Desk]:
         run=load_resolved(run_dir).name,
         deadline_s=PATIENCE_S,
     )
-    try:
-        yield Desk(http)
-    finally:
-        http.close()
+    return Desk(http)
 
 
 def _from_here(url: str) -> str:

@@ -78,8 +78,8 @@ def invite_command(run: str, pool: str | None, uses: int, expires: str, runs_dir
 
 def list_invites(run: str, as_json: bool, runs_dir: Path) -> int:
     """Lists the invites of a run that is up, with their uses; returns the exit code."""
-    with desk(run, runs_dir) as coordinator:
-        rows = invite_rows(read_made(find_run(run, runs_dir)), coordinator.status()["invites"])
+    coordinator = desk(run, runs_dir)
+    rows = invite_rows(read_made(find_run(run, runs_dir)), coordinator.status()["invites"])
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:
@@ -95,11 +95,11 @@ def revoke_invite(run: str, named: str, reason: str, runs_dir: Path) -> int:
     Args:
         named: its link, its public key, or how that begins.
     """
-    with desk(run, runs_dir) as coordinator:
-        made = [each.key for each in read_made(find_run(run, runs_dir))]
-        seen = [each["key"] for each in coordinator.status()["invites"]]
-        key = _key_of(named, {*made, *seen})
-        coordinator.post("/v1/operator/revoke", {"key": key, "reason": reason})
+    coordinator = desk(run, runs_dir)
+    made = [each.key for each in read_made(find_run(run, runs_dir))]
+    seen = [each["key"] for each in coordinator.status()["invites"]]
+    key = _key_of(named, {*made, *seen})
+    coordinator.post("/v1/operator/revoke", {"key": key, "reason": reason})
     print(f"the invite {key} is revoked: no more keys come with it; those that did stay")
     return 0
 

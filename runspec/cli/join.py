@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from runspec.cli.signals import StopSignals
 from runspec.core.canonical import parse_object
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_file
-from runspec.core.http_client import HttpClient, NoAnswer
+from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.join_link import JoinLink, parse_join_link, reachable
 from runspec.core.keys import SigningKey
 from runspec.core.models.of_spec import model_config
@@ -65,30 +64,28 @@ def _join(options: JoinOptions) -> int:
     link = _whole(options, parse_join_link(options.link))
     _require_modules()
     folder = (options.folder or FOLDER / (link.run or "")).absolute()
-    with _client(link, _key(options.key)) as client:
-        spec, site = client.spec(), client.site()
-        say(
-            f"run {spec.name}: {spec.steps} steps, pools {', '.join(p.name for p in spec.samplers)}"
+    client = _client(link, _key(options.key))
+    spec, site = client.spec(), client.site()
+    say(f"run {spec.name}: {spec.steps} steps, pools {', '.join(p.name for p in spec.samplers)}")
+    pool = _choose(options, spec, site, folder)
+    if options.check:
+        say(f"this machine can serve pool {pool}")
+        return 0
+    if link.invite is not None:  # the worker that is started needs none after this
+        client.register(pool, {}, invite=link.invite)
+    folder.mkdir(parents=True, exist_ok=True)
+    with hold(folder):
+        data = fetch_data(client, site, folder / "data")
+        worker = Worker(
+            link=link,
+            weights=[reachable(url, link) for url in site.weights],
+            key=options.key.absolute(),
+            folder=folder,
+            pool=next(each for each in spec.samplers if each.name == pool),
+            data=data,
         )
-        pool = _choose(options, spec, site, folder)
-        if options.check:
-            say(f"this machine can serve pool {pool}")
-            return 0
-        if link.invite is not None:  # the worker that is started needs none after this
-            client.register(pool, {}, invite=link.invite)
-        folder.mkdir(parents=True, exist_ok=True)
-        with hold(folder):
-            data = fetch_data(client, site, folder / "data")
-            worker = Worker(
-                link=link,
-                weights=[reachable(url, link) for url in site.weights],
-                key=options.key.absolute(),
-                folder=folder,
-                pool=next(each for each in spec.samplers if each.name == pool),
-                data=data,
-            )
-            with StopSignals() as stops:
-                return _work(worker, SigningKey.load(options.key).public_hex, stops)
+        with StopSignals() as stops:
+            return _work(worker, SigningKey.load(options.key).public_hex, stops)
 
 
 def say(text: str) -> None:
@@ -201,8 +198,7 @@ def progress_line(status: dict[str, Any], key: str) -> str:
 
 
 def _status(url: str) -> dict[str, Any]:
-    with HttpClient() as client:
-        answer = client.fetch("GET", url, max_bytes=_MAX_STATUS_BYTES, timeout_s=_STATUS_TIMEOUT_S)
+    answer = fetch_now("GET", url, max_bytes=_MAX_STATUS_BYTES, timeout_s=_STATUS_TIMEOUT_S)
     if not answer.is_success:
         raise ValueError(f"status {answer.status}")
     return parse_object(answer.content, max_bytes=_MAX_STATUS_BYTES)
@@ -255,20 +251,15 @@ def _require_modules() -> None:
         )
 
 
-@contextmanager
-def _client(link: JoinLink, key: SigningKey) -> Iterator[CoordinatorClient]:
+def _client(link: JoinLink, key: SigningKey) -> CoordinatorClient:
     from verify.client import CoordinatorClient
     from verify.patience import PERSON_S
 
     assert link.run is not None
     assert link.root is not None
-    client = CoordinatorClient(
+    return CoordinatorClient(
         link.coordinator, key, run=link.run, root_public_key=link.root, deadline_s=PERSON_S
     )
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 def _choose(options: JoinOptions, spec: RunSpec, site: Site, folder: Path) -> str:

@@ -15,8 +15,8 @@ from runspec.cli.status import plain_table
 
 def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:
     """Lists the workers, those with the most credit first; returns the exit code."""
-    with desk(run, runs_dir) as coordinator:
-        rows = worker_rows(coordinator.status())
+    coordinator = desk(run, runs_dir)
+    rows = worker_rows(coordinator.status())
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:

@@ -1,20 +1,23 @@
 """HTTP requests with deadlines and bounded answers.
 
 aiohttp is the only HTTP library: servers use it, and so do all clients. `fetch` is for callers in
-an event loop. `HttpClient` is for the others; it runs the same `fetch` in a loop of its own.
+an event loop. `fetch_now` and `stream` are for the others: each call runs a loop and makes a
+connection of its own, so that threads share nothing and nothing has to be closed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import CancelledError, Future
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
+
+from runspec.core.names import Resolver
 
 T = TypeVar("T")
 CONNECT_S = 5.0
@@ -131,121 +134,71 @@ def translated_errors(late: str) -> Iterator[None]:
         raise NoAnswer(f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
-class LoopThread:
-    """An event loop in a daemon thread, for synchronous callers in any thread."""
+def new_session(*, tls: ssl.SSLContext | bool = True, **options: Any) -> aiohttp.ClientSession:
+    """Returns connections that keep no cookies and decompress nothing.
 
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns what `work` returns; if the caller is interrupted, `work` is cancelled.
-
-        Raises:
-            NoAnswer: the loop was closed, by another thread too.
-        """
-        try:
-            future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
-            work.close()
-            raise NoAnswer("the client is closed") from error
-        try:
-            return future.result()
-        except CancelledError as error:
-            raise NoAnswer("the client was closed") from error
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """Ends the loop. What other threads still run in it is cancelled."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        # Connections that are closing, and calls that came with the stop, are still in the queue.
-        self._loop.run_until_complete(_settled())
-        self._loop.close()
+    Args:
+        tls: how https servers are checked; True: by the system's trust.
+        options: other arguments of `aiohttp.ClientSession`.
+    """
+    connector = aiohttp.TCPConnector(limit=64, ssl=tls, resolver=Resolver())
+    return aiohttp.ClientSession(
+        connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False, **options
+    )
 
 
-async def _settled() -> None:
-    await asyncio.sleep(0)
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    for transport in list(getattr(asyncio.get_running_loop(), "_transports", {}).values()):
-        transport.abort()
-    for _ in range(3):  # a transport tells its protocol, then closes its socket
-        await asyncio.sleep(0)
+def fetch_now(method: str, url: str, **options: Any) -> Answer:
+    """Does what `fetch` does, with the same options and errors, where no event loop runs."""
+
+    async def once() -> Answer:
+        async with new_session() as session:
+            return await fetch(session, method, url, **options)
+
+    return asyncio.run(once())
 
 
-class HttpClient:
-    """Synchronous client; threads may share it. It uses no proxy and keeps no cookies."""
+def stream(url: str, *, idle_s: float, take: Callable[[Iterator[bytes]], None]) -> Answer:
+    """Gets something long piece by piece.
 
-    def __init__(self) -> None:
-        self._loop = LoopThread("http-client")
-        self._session = self._loop.run(_new_session())
+    Args:
+        url: what to get; redirects are not followed.
+        idle_s: time for the head of the answer, and for each piece.
+        take: receives the pieces if the status is one of success.
 
-    def close(self) -> None:
-        """Closes the connections; no other thread may be using them."""
-        self._loop.run(self._session.close())
-        self._loop.close()
+    Returns:
+        The status, without content.
 
-    def __enter__(self) -> HttpClient:
-        return self
+    Raises:
+        NoAnswer: the server cannot be reached or breaks off, also while `take` reads.
+    """
+    late = f"no byte within {idle_s:g} s"
+    with asyncio.Runner() as runner:
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        def run(work: Callable[[], Awaitable[T]]) -> T:
+            async def in_time() -> T:
+                async with asyncio.timeout(idle_s):
+                    return await work()
 
-    def fetch(self, method: str, url: str, **options: Any) -> Answer:
-        """Does what the function `fetch` does, with the same options and errors."""
-        return self._loop.run(fetch(self._session, method, url, **options))
-
-    def stream(self, url: str, *, idle_s: float, take: Callable[[Iterator[bytes]], None]) -> Answer:
-        """Gets something long piece by piece.
-
-        Args:
-            url: what to get; redirects are not followed.
-            idle_s: time for each piece, and for the head of the answer.
-            take: receives the pieces if the status is one of success; runs in the caller's thread.
-
-        Returns:
-            The status, without content.
-
-        Raises:
-            NoAnswer: the server cannot be reached or breaks off, also while `take` reads.
-        """
-        late = f"no byte within {idle_s:g} s"
-        with translated_errors(late):
-            response = self._loop.run(_opened(self._session, url, idle_s))
-        try:
-            retry_after = response.headers.get("Retry-After", "")
-            answer = Answer(response.status, retry_after, b"")
-            if answer.is_success:
-                take(self._pieces(response, late))
-            return answer
-        finally:
-            self._loop.run(_closed(response))
-
-    def _pieces(self, response: aiohttp.ClientResponse, late: str) -> Iterator[bytes]:
-        while True:
             with translated_errors(late):
-                piece = self._loop.run(response.content.readany())
-            if not piece:
-                return
-            yield piece
+                return runner.run(in_time())
 
+        def pieces() -> Iterator[bytes]:
+            while piece := run(response.content.readany):
+                yield piece
 
-async def _new_session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False)
+        async def opened() -> aiohttp.ClientSession:
+            return new_session()
 
-
-async def _opened(
-    session: aiohttp.ClientSession, url: str, idle_s: float
-) -> aiohttp.ClientResponse:
-    timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=idle_s)
-    return await session.get(url, headers=AS_IT_IS, timeout=timeout, allow_redirects=False)
-
-
-async def _closed(response: aiohttp.ClientResponse) -> None:
-    response.close()
+        session = runner.run(opened())
+        try:
+            get = partial(session.get, url, headers=AS_IT_IS, allow_redirects=False)
+            response = run(get)
+            try:
+                answer = Answer(response.status, response.headers.get("Retry-After", ""), b"")
+                if answer.is_success:
+                    take(pieces())
+                return answer
+            finally:
+                response.close()
+        finally:
+            runner.run(session.close())

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -41,15 +40,12 @@ class MortalEngine(NumpyEngine):
 
 def main(url: str, root_key: str, directory: Path) -> None:
     engine = MortalEngine({0: MODEL}, directory)
-    with (
-        closing(CoordinatorClient(url, VALIDATOR, run=RUN, root_public_key=root_key)) as client,
-    ):
-        validator = Validator(
-            *(client.spec(), VALIDATOR, client, engine),
-            task_set_of=lambda weights: ParityTask(),
-            log=logging.getLogger("validator"),
-        )
-        validator.serve(threading.Event())
+    client = CoordinatorClient(url, VALIDATOR, run=RUN, root_public_key=root_key)
+    Validator(
+        *(client.spec(), VALIDATOR, client, engine),
+        task_set_of=lambda weights: ParityTask(),
+        log=logging.getLogger("validator"),
+    ).serve(threading.Event())
 
 
 if __name__ == "__main__":

@@ -48,10 +48,6 @@ class Peer:
         while self._socket.recv(4096):
             pass
 
-    def wait(self, seconds: float) -> None:
-        """Reads nothing; ends sooner where the test does."""
-        self._stopping.wait(seconds)
-
     def reset(self) -> None:
         """Ends the connection as a crashed machine's kernel would, without a good-bye."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")

@@ -6,7 +6,7 @@ import http.server
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 
 import pytest
 
@@ -49,10 +49,7 @@ def test_an_answer_that_drips_ends_at_the_deadline(dripping: str) -> None:
         dripping, key, run="demo", root_public_key=root.public_hex, deadline_s=0.3
     )
     begun = time.monotonic()
-    with (
-        closing(client),
-        pytest.raises(UserError, match=r"no whole answer within 0\.3 s") as failure,
-    ):
+    with pytest.raises(UserError, match=r"no whole answer within 0\.3 s") as failure:
         client.roles()
     assert failure.value.place == f"coordinator {dripping}"
     assert time.monotonic() - begun < 5.0  # 60,000 drops would take most of an hour

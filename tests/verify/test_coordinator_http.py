@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import pytest
 
@@ -46,8 +46,7 @@ def server(
         thread.start()
         url = f"http://127.0.0.1:{serving.server_port}/"
         client = CoordinatorHttp(url, SigningKey.generate(), run="demo", deadline_s=deadline_s)
-        with closing(client):
-            yield client, asked
+        yield client, asked
         serving.shutdown()
         thread.join()
 
@@ -183,7 +182,7 @@ def test_a_coordinator_that_is_not_there_is_named() -> None:
     client = CoordinatorHttp(
         "http://127.0.0.1:9", SigningKey.generate(), run="demo", deadline_s=0.1
     )
-    with closing(client), pytest.raises(UserError, match="cannot be reached") as out:
+    with pytest.raises(UserError, match="cannot be reached") as out:
         client.call("GET", "/v1/roles")
     assert out.value.place == "coordinator http://127.0.0.1:9"
     assert out.value.remedy == "check that the coordinator runs and that its address is right"

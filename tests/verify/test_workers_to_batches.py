@@ -93,50 +93,45 @@ def coordinator(run_dir: Path, weights: str) -> Iterator[str]:
         loop.close()
 
 
-@contextmanager
-def client(url: str, key: SigningKey) -> Iterator[CoordinatorClient]:
-    connection = CoordinatorClient(
+def client(url: str, key: SigningKey) -> CoordinatorClient:
+    return CoordinatorClient(
         url, key, run=RUN, root_public_key=ROOT.public_hex, deadline_s=DEADLINE_S
     )
-    try:
-        yield connection
-    finally:
-        connection.close()
 
 
 def work(url: str, worker: Worker) -> int:
     """Answers leases until the run is finished; returns how many."""
     answered = 0
-    with client(url, worker.key) as connection:
-        connection.register("home", {})
-        try:
-            while True:
-                signed = connection.lease(1.0)
-                if signed is None:
-                    continue
-                lease = open_lease(signed, coordinators={COORDINATOR.public_hex})
-                rollouts = worker.rollouts(signed, lease)
-                try:
-                    connection.submit(*packed(rollouts, signed, lease, worker.key))
-                except SubmissionRefused:
-                    continue
-                answered += 1
-        except RunFinished:
-            return answered
+    connection = client(url, worker.key)
+    connection.register("home", {})
+    try:
+        while True:
+            signed = connection.lease(1.0)
+            if signed is None:
+                continue
+            lease = open_lease(signed, coordinators={COORDINATOR.public_hex})
+            rollouts = worker.rollouts(signed, lease)
+            try:
+                connection.submit(*packed(rollouts, signed, lease, worker.key))
+            except SubmissionRefused:
+                continue
+            answered += 1
+    except RunFinished:
+        return answered
 
 
 def validate(url: str, spec: RunSpec, directory: Path) -> int:
     engine = NumpyEngine({0: MODEL}, directory)
-    with client(url, VALIDATOR) as connection:
-        validator = Validator(
-            spec,
-            VALIDATOR,
-            connection,
-            engine,
-            task_set_of=lambda weights: ParityTask(),
-            log=logging.getLogger("validator"),
-        )
-        validator.serve(threading.Event())
+    connection = client(url, VALIDATOR)
+    validator = Validator(
+        spec,
+        VALIDATOR,
+        connection,
+        engine,
+        task_set_of=lambda weights: ParityTask(),
+        log=logging.getLogger("validator"),
+    )
+    validator.serve(threading.Event())
     return validator.checked
 
 

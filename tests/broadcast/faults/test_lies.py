@@ -159,7 +159,7 @@ def test_an_old_version_does_not_pass_for_the_newest(run: Run) -> None:
 
     # The same cache directory: a restarted client has not forgotten either.
     with pytest.raises(UserError, match="offers version 0 as the newest, 1 was seen"):
-        run.client(stale.url).latest(None, 0.3)
+        run.client(stale.url).latest(None, 0.7)
 
     # And beside an honest server the stale one hides nothing.
     both = run.client(stale.url, run.static().url, cache="both").latest(0, 10)
@@ -176,11 +176,11 @@ def test_a_valid_old_version_under_a_new_number_is_refused(run: Run, fake: Fake)
     client = run.client(liar.url)
     # when a client asks for version 1, named by its number or by latest.json, then it is refused
     with pytest.raises(UserError, match="is of version 0"):
-        client.fetch(1, manifest_digest=None, deadline_s=0.3)
+        client.fetch(1, manifest_digest=None, deadline_s=0.7)
     latest = client.latest(None, 10)
     assert latest is not None and latest.version == 1
     with pytest.raises(UserError, match=f"its digest is {old[:16]}, not"):
-        client.fetch(1, manifest_digest=latest.manifest_digest, deadline_s=0.3)
+        client.fetch(1, manifest_digest=latest.manifest_digest, deadline_s=0.7)
     # and beside an honest relay it is fetched
     honest = run.client(liar.url, run.static().url)
     path = honest.fetch(1, manifest_digest=latest.manifest_digest, deadline_s=10)
@@ -195,7 +195,7 @@ def test_a_version_number_cannot_change_its_meaning(run: Run) -> None:
     (run.store / "demo" / "latest.json").write_bytes(other)
 
     with pytest.raises(UserError, match="names another manifest for version 0"):
-        client.latest(None, 0.3)
+        client.latest(None, 0.7)
 
 
 @pytest.mark.parametrize("lie", [lies.flipped, lies.server_error, lies.garbage], ids=named)

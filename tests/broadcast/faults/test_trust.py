@@ -39,8 +39,8 @@ def test_an_expired_latest_is_refused(run: Run) -> None:
     expired = sign_document(KIND, payload | {"issued": now - 2000, "expires": now - 1000}, run.key)
     (run.store / "demo" / "latest.json").write_bytes(expired)
 
-    with pytest.raises(UserError, match="expired 1000 s ago"):
-        run.client(run.static().url).latest(None, 0.3)
+    with pytest.raises(UserError, match=r"expired 100\d s ago"):
+        run.client(run.static().url).latest(None, 0.7)
 
 
 def test_another_runs_files_are_refused(run: Run, other_run: Run) -> None:
@@ -55,9 +55,9 @@ def test_another_runs_files_are_refused(run: Run, other_run: Run) -> None:
     client = run.client(run.static().url)
 
     with pytest.raises(UserError, match="of run 'other', not 'demo'"):
-        client.latest(None, 0.3)
+        client.latest(None, 0.7)
     with pytest.raises(UserError, match="of run 'other', not 'demo'"):
-        client.fetch(0, manifest_digest=None, deadline_s=0.3)
+        client.fetch(0, manifest_digest=None, deadline_s=0.7)
 
 
 def test_a_stranger_cannot_publish(run: Run, tmp_path: Path) -> None:
@@ -66,13 +66,13 @@ def test_a_stranger_cannot_publish(run: Run, tmp_path: Path) -> None:
     stranger.publish(0, weights())
     served = run.static(stranger.store)
     with pytest.raises(UserError, match="roles: signed by"):
-        run.client(served.url).latest(None, 0.3)
+        run.client(served.url).latest(None, 0.7)
 
     (stranger.store / "demo" / "roles.json").write_bytes(run.roles)
     with pytest.raises(UserError, match="latest: signed by"):
-        run.client(served.url).latest(None, 0.3)
+        run.client(served.url).latest(None, 0.7)
     with pytest.raises(UserError, match="weights: signed by"):
-        run.client(served.url).fetch(0, manifest_digest=None, deadline_s=0.3)
+        run.client(served.url).fetch(0, manifest_digest=None, deadline_s=0.7)
 
 
 def test_a_revoked_key_stays_revoked(run: Run) -> None:
@@ -87,7 +87,7 @@ def test_a_revoked_key_stays_revoked(run: Run) -> None:
 
     # With the old roles.json, a manifest for a version yet to come, by the key that was stolen.
     with pytest.raises(UserError, match="weights: signed by"):
-        run.client(run.static(old).url).fetch(0, manifest_digest=None, deadline_s=0.3)
+        run.client(run.static(old).url).fetch(0, manifest_digest=None, deadline_s=0.7)
 
 
 def test_expired_roles_give_way_to_no_older_ones(run: Run) -> None:
@@ -101,9 +101,9 @@ def test_expired_roles_give_way_to_no_older_ones(run: Run) -> None:
     client = run.client(run.static().url)
     # when a server offers the older one, which has not expired, then it is refused
     with pytest.raises(UserError, match=r"roles\.json older than one seen before"):
-        client.latest(None, 0.3)
+        client.latest(None, 0.7)
     with pytest.raises(UserError, match=r"roles\.json older than one seen before"):
-        client.fetch(0, manifest_digest=None, deadline_s=0.3)
+        client.fetch(0, manifest_digest=None, deadline_s=0.7)
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["running", "restarted"])
@@ -165,6 +165,6 @@ def test_an_unknown_algorithm_is_refused(run: Run, document: str, algorithm: str
 
     with pytest.raises(UserError, match=f"unknown algorithm '{algorithm}'"):
         if document.startswith("versions"):
-            client.fetch(0, manifest_digest=None, deadline_s=0.3)
+            client.fetch(0, manifest_digest=None, deadline_s=0.7)
         else:
-            client.latest(None, 0.3)
+            client.latest(None, 0.7)

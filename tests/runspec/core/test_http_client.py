@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 
 import pytest
 
-from runspec.core.http_client import HttpClient, LateAnswer, LongAnswer
+from runspec.core.http_client import LateAnswer, LongAnswer, fetch, fetch_now, new_session
 from tests.broadcast.scripted import Peer, Scripted
 
 
@@ -15,15 +17,27 @@ def echo_of_the_head(peer: Peer) -> None:
         peer.answer(head)
 
 
-def test_an_upload_that_nobody_reads_ends_long_before_the_timeout() -> None:
-    began = time.monotonic()
-    body = bytes(64 * 2**20)
-    with (
-        Scripted(lambda peer: peer.wait(20)) as server,
-        HttpClient() as client,
-        pytest.raises(LateAnswer, match=r"or no byte for 0\.3 s"),
-    ):
-        client.fetch("POST", server.url, body=body, max_bytes=10, timeout_s=60, idle_s=0.3)
+async def test_an_upload_that_nobody_reads_ends_long_before_the_timeout() -> None:
+    gave_up = threading.Event()
+
+    def deaf(peer: Peer) -> None:
+        gave_up.wait(20)
+        peer.wait_for_the_end()
+
+    body, began = bytes(64 * 2**20), time.monotonic()
+    with Scripted(deaf) as server:
+        async with new_session() as session:
+            with pytest.raises(LateAnswer, match=r"or no byte for 0\.3 s"):
+                await fetch(
+                    *(session, "POST", server.url),
+                    body=body,
+                    max_bytes=10,
+                    timeout_s=60,
+                    idle_s=0.3,
+                )
+            gave_up.set()
+        while not server.ended:
+            await asyncio.sleep(0.01)
     assert time.monotonic() - began < 30
 
 
@@ -34,10 +48,10 @@ def test_redirects_are_followed_only_as_often_as_is_allowed() -> None:
             while peer.read_request():
                 peer.answer(b"", "302 Found", f"Location: {target.url}/there")
 
-        with Scripted(elsewhere) as server, HttpClient() as client:
+        with Scripted(elsewhere) as server:
             limits = {"max_bytes": 1000, "timeout_s": 20}
-            assert client.fetch("GET", server.url, **limits).status == 302
-            followed = client.fetch("GET", server.url, redirects=1, **limits)
+            assert fetch_now("GET", server.url, **limits).status == 302
+            followed = fetch_now("GET", server.url, redirects=1, **limits)
             assert followed.content.startswith(b"GET /there HTTP/1.1")
 
 
@@ -49,7 +63,6 @@ def test_an_answer_without_a_length_is_bounded_too() -> None:
 
     with (
         Scripted(endless) as server,
-        HttpClient() as client,
         pytest.raises(LongAnswer, match="more than the 5 bytes"),
     ):
-        client.fetch("GET", server.url, max_bytes=5, timeout_s=20)
+        fetch_now("GET", server.url, max_bytes=5, timeout_s=20)

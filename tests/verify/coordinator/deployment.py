@@ -79,7 +79,6 @@ class Site:
         self.store.mkdir()
         self.url = ""
         self.weights = ""
-        self._clients: list[CoordinatorClient] = []
 
     def sign_roles(self, *validators: SigningKey) -> None:
         roles = {
@@ -103,11 +102,9 @@ class Site:
         deadline_s: float = DEADLINE_S,
     ) -> CoordinatorClient:
         root = root or self.root.public_hex
-        client = CoordinatorClient(
+        return CoordinatorClient(
             self.url, key, run=run, root_public_key=root, deadline_s=deadline_s
         )
-        self._clients.append(client)
-        return client
 
     def worker(self, pool: str = "near") -> tuple[SigningKey, CoordinatorClient]:
         key = SigningKey.generate()
@@ -127,7 +124,7 @@ class Site:
 
     @contextmanager
     def origin(self) -> Iterator[None]:
-        """Serves the store; at its end the clients are closed too."""
+        """Serves the store."""
         handler = functools.partial(_QuietHandler, directory=str(self.store))
         with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
             thread = threading.Thread(target=server.serve_forever, args=(0.05,))
@@ -136,8 +133,6 @@ class Site:
             try:
                 yield
             finally:
-                for client in self._clients:
-                    client.close()
                 server.shutdown()
                 thread.join()
 
