@@ -41,7 +41,7 @@ from sampler.engine.recorder import TokenRecorder
 from sampler.engine.requests import SampleRequest
 from sampler.engine.worker_extension import SamplerExtension
 from verify.noise import noise_key
-from verify.toploc import CHUNK_ROWS, TOP_K
+from verify.toploc import CHUNK_ROWS, TOP_K, build_proofs_of
 
 END_TOKEN = 1
 SUBMISSIONS, WAVES = 8, 3
