@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import socket
@@ -75,16 +74,18 @@ class Isolated:
         self._lock = threading.Lock()
         self._finished: Finished | None = None
         self._scratch = b""
-        self._stderr = _Tail(supervisor.stderr)
+        self._stderr = _Tail(supervisor.stderr, self.stop)
 
     @property
     def stderr(self) -> bytes:
         """The last 64 KiB of what it wrote there so far."""
-        return self._stderr.text()
+        return self._stderr.text
 
-    def watch_stderr(self, limit: int, passed: Callable[[], None]) -> None:
-        """Calls `passed` once stderr is longer than `limit` bytes."""
-        self._stderr.watch(limit, passed)
+    def limit_stderr(self, limit: int) -> None:
+        """Ends the program once it has written more than `limit` bytes there."""
+        self._stderr.limit = limit
+        if self._stderr.over:
+            self.stop()
 
     def alive(self) -> bool:
         """Whether its supervisor still runs."""
@@ -143,7 +144,7 @@ class Isolated:
         self._control.close()
         if self._scratch:
             scratch.remove(self._scratch)
-        return judge(message or {}, self._stderr.text(), self.limits)
+        return judge(message or {}, self._stderr.text, self.limits)
 
     def _await_start(self) -> None:
         """Returns once the program runs.
@@ -172,26 +173,25 @@ class Isolated:
 
 
 class _Tail:
-    """Reads a stream on a thread of its own and keeps its end."""
+    """Reads a stream on a thread of its own and keeps its end.
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self._parts: collections.deque[bytes] = collections.deque()
-        self._kept = self._total = 0
-        self._limit: int | None = None
-        self._passed: Callable[[], None] | None = None
-        self._lock = threading.Lock()
+    Args:
+        stream: of the program.
+        stop: called when the program has written more than `limit` bytes.
+    """
+
+    def __init__(self, stream: IO[bytes], stop: Callable[[], None]) -> None:
+        self._stream, self._stop = stream, stop
+        self.text = b""
+        """The last 64 KiB."""
+        self.total = 0
+        self.limit: int | None = None
         self._thread = threading.Thread(target=self._read, name="stderr", daemon=True)
         self._thread.start()
 
-    def watch(self, limit: int, passed: Callable[[], None]) -> None:
-        with self._lock:
-            self._limit, self._passed = limit, passed
-        self._check()
-
-    def text(self) -> bytes:
-        with self._lock:
-            return b"".join(self._parts)[-STDERR_TAIL_BYTES:]
+    @property
+    def over(self) -> bool:
+        return self.limit is not None and self.total > self.limit
 
     def close(self) -> None:
         """Waits for the end of the stream, which the end of all its writers brings."""
@@ -200,21 +200,11 @@ class _Tail:
             self._stream.close()
 
     def _read(self) -> None:
-        while part := os.read(self._stream.fileno(), 16 << 10):
-            with self._lock:
-                self._parts.append(part)
-                self._kept += len(part)
-                self._total += len(part)
-                while self._kept - len(self._parts[0]) >= STDERR_TAIL_BYTES:
-                    self._kept -= len(self._parts.popleft())
-            self._check()
-
-    def _check(self) -> None:
-        with self._lock:
-            over = self._limit is not None and self._total > self._limit
-            passed, self._passed = (self._passed, None) if over else (None, self._passed)
-        if passed:
-            passed()
+        while part := os.read(self._stream.fileno(), _PORTION):
+            self.text = (self.text + part)[-STDERR_TAIL_BYTES:]
+            self.total += len(part)
+            if self.over:
+                self._stop()
 
 
 def start(
@@ -294,27 +284,23 @@ def run(
     Args and errors as of `start`. `stdin` is all that the program can read there.
     """
     process = start(command, limits=limits, files=files, readable=readable, mechanisms=mechanisms)
-    too_much = threading.Event()
-
-    def cut() -> None:
-        too_much.set()
-        process.stop()
-
-    process.watch_stderr(limits.output_bytes, cut)
+    process.limit_stderr(limits.output_bytes)
     writer = threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True)
     writer.start()
+    stdout = bytearray()
     try:
-        stdout = bytearray()
-        while part := os.read(process.stdout.fileno(), _PORTION):
-            stdout += part
-            if len(stdout) > limits.output_bytes:
-                cut()
+        while len(stdout) <= limits.output_bytes:
+            if not (part := os.read(process.stdout.fileno(), _PORTION)):
                 break
+            stdout += part
+        else:
+            process.stop()
         finished = process.wait(None)
     finally:
         process.kill()
         writer.join()
-    if too_much.is_set() and finished.outcome == "killed":
+    too_much = len(stdout) > limits.output_bytes or process._stderr.over
+    if too_much and finished.outcome == "killed":
         finished = replace(finished, outcome="output")
     return replace(finished, stdout=bytes(stdout[: limits.output_bytes]))
 
