@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from runspec.core.errors import UserError
 from runspec.core.hashing import hash_parts
 from runspec.core.spec.schema import SamplerPool
-from sampler.engine.requests import Sampled, SampleRequest
+from sampler.engine.requests import Sampled, SampleRequest, sample_requests
 from sampler.measuring.progress import Progress, Tries
 from verify.noise import noise_key
 from verify.plugins import Graded, GradeItem, TaskSet
@@ -49,28 +49,13 @@ class Measurement:
         Raises:
             UserError: the prompt leaves no room for an answer.
         """
-        prompt = self.tasks.prompt_tokens(index, None)
-        pool, sampling = self.pool, self.pool.sampling
-        if len(prompt) + pool.max_new_tokens > pool.max_model_len:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens leaves no room for {pool.max_new_tokens} more "
-                f"in {pool.max_model_len}",
-                place=f"samplers.{pool.name}",
-                remedy="raise max_model_len, or lower max_new_tokens or data.max_prompt_tokens",
-            )
         seed = hash_parts("solve rates", self.seed, self.tasks.problem(index).problem_id)
-        return [
-            SampleRequest(
-                prompt_tokens=prompt,
-                max_new_tokens=pool.max_new_tokens,
-                end_token=self.tasks.eos_token_id,
-                temperature=sampling.temperature,
-                noise_key=noise_key(seed, 0, sample),
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-            )
-            for sample in range(self.samples)
-        ]
+        return sample_requests(
+            self.pool,
+            self.tasks.prompt_tokens(index, None),
+            self.tasks.eos_token_id,
+            [noise_key(seed, 0, sample) for sample in range(self.samples)],
+        )
 
 
 def measure(

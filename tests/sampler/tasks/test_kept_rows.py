@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
+from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes, hash_parts
 from runspec.core.spec.schema import Source
 from sampler.tasks.interfaces import make_source
 from sampler.tasks.keep import Fitting
@@ -135,29 +135,23 @@ def test_what_is_kept_is_remembered_until_something_that_decides_it_changes(
     assert remembered.is_file()
 
 
-@pytest.mark.parametrize(
-    "damage", ["empty", "cut", "flipped", "another type", "rows beyond the file", "no JSON"]
-)
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "rows beyond the file", "no zip"])
 def test_a_damaged_memory_is_made_anew(tmp_path: Path, cache: Path, damage: str) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(18))
     first = kept(source("jsonl", path), KeepAll())
     [remembered] = cache.iterdir()
     data = bytearray(remembered.read_bytes())
-    if damage == "empty":
-        data = bytearray()
-    elif damage == "cut":
+    if damage == "cut":
         del data[-4:]
     elif damage == "flipped":
-        data[-3] ^= 1
-    elif damage == "another type":
-        data = data.replace(b'"math"', b'"mash"')
-    elif damage == "no JSON":
-        data[:1] = b"["
+        at = data.index((16).to_bytes(4, "little") + (17).to_bytes(4, "little"))
+        data[at] ^= 1
+    elif damage == "rows beyond the file":
+        beyond = BytesIO()
+        np.savez(beyond, rows=np.array([99], np.uint32), task_types=np.array(["math"]))
+        data = bytearray(beyond.getvalue())
     else:
-        numbers = (99).to_bytes(4, "little")
-        digest = hash_parts("kept", digest_bytes(numbers), "math").hex()
-        head = {"task_types": ["math"], "rows": 1, "digest": digest}
-        data = bytearray(json.dumps(head).encode() + b"\n" + numbers)
+        data = bytearray(b"" if damage == "empty" else b"[1]")
     remembered.write_bytes(data)
     keep = KeepAll()
     assert kept(source("jsonl", path), keep) == first
