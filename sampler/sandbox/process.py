@@ -87,10 +87,6 @@ class Isolated:
         if self._stderr.over:
             self.stop()
 
-    def alive(self) -> bool:
-        """Whether its supervisor still runs."""
-        return self._supervisor.poll() is None
-
     def stop(self) -> None:
         """Lets the supervisor end the program, without waiting for it."""
         with contextlib.suppress(OSError):
