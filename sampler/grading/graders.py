@@ -19,8 +19,8 @@ from sampler.grading.answers import (
     graders_at_once,
 )
 from sampler.grading.pool import GraderPool, GradersClosed
-from sampler.grading.process import GraderProcess, TermSource
-from sampler.tasks.interfaces import Score, TaskTerm, make_term, reward_entry_point
+from sampler.grading.process import GraderProcess
+from sampler.tasks.interfaces import Score, TaskTerm, make_term
 
 _GRACE_S = 30.0
 """How much longer than its timeout a term with limits of its own may take."""
@@ -41,14 +41,14 @@ class Graders:
         many = processes or graders_at_once()
         self._rules: dict[str, TermRules] = {}
         self._threaded: dict[str, TaskTerm] = {}
-        isolated: dict[str, TermSource] = {}
+        isolated: list[Reward] = []
         for reward in rewards:
             term = make_term(reward)
             if term.role == "length":
                 continue
             self._rules[reward.kind] = rules_of(term, reward)
             if term.isolated:
-                isolated[reward.kind] = TermSource(reward, reward_entry_point(reward))
+                isolated.append(reward)
             else:
                 self._threaded[reward.kind] = term
         self._pool = GraderPool(self._rules, processes=many, make=partial(GraderProcess, isolated))

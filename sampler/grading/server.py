@@ -43,9 +43,10 @@ def _grade(term: TaskTerm, answer: str, problem: Problem) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
         return {"fault": _say(error)}
     score = given if isinstance(given, Score) else Score(given)
-    if not isinstance(score.value, (int, float)):
-        return {"fault": f"the grader returned {score.value!r:.80}"}
-    return {"value": float(score.value), "reason": str(score.reason)[:MAX_REASON]}
+    value: Any = score.value  # whatever a plug-in calls one
+    if not isinstance(value, (int, float)):
+        return {"fault": f"the grader returned {value!r:.80}"}
+    return {"value": float(value), "reason": str(score.reason)[:MAX_REASON]}
 
 
 def _make(module: str, attribute: str, reward: dict[str, Any]) -> TaskTerm:

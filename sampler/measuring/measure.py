@@ -10,7 +10,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runspec.core.errors import UserError
 from runspec.core.hashing import hash_parts
 from runspec.core.spec.schema import SamplerPool
 from sampler.engine.requests import Sampled, SampleRequest, sample_requests
@@ -25,8 +24,6 @@ SOLVED = 1.0
 """Least task reward of a try that solves its problem."""
 _SAY_S = 5.0
 _TURN_S = 1.0
-_STUCK_S = 3600.0
-"""How long the engine may finish nothing; 32,768 tokens take a busy one half of it."""
 
 
 @dataclass(frozen=True)
@@ -71,29 +68,21 @@ def measure(
         Whether all are measured; else `stop` was set.
 
     Raises:
-        UserError: the engine died or finishes nothing, or nothing can be graded here.
+        UserError: the engine died, or nothing can be graded here.
     """
     left = (index for index in range(asked.problems) if index not in progress.done)
     running: dict[Future[list[Sampled]], int] = {}
     before = sum(index < asked.problems for index in progress.done)
     teller = _Teller(asked.problems, before, log)
-    last = time.monotonic()
     while not stop.is_set():
         _fill(asked, engine, left, running)
         if not running:
             return True
         done, _ = wait(running, timeout=_TURN_S, return_when=FIRST_COMPLETED)
         if done:
-            last = time.monotonic()
             sampled = {running.pop(future): future.result() for future in done}
             progress.add(_graded(asked.tasks, sampled))
             teller.say(progress)
-        elif time.monotonic() - last > _STUCK_S:
-            raise UserError(
-                f"the engine finished nothing for {_STUCK_S:.0f} s",
-                place=f"samplers.{asked.pool.name}",
-                remedy="look at the device; the same command goes on where this one was",
-            )
     engine.abort()
     return False
 

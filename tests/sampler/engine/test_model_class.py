@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sampler.engine.arguments import prepare_environment
-from sampler.engine.model_class import look_at_class
+from sampler.engine.arguments import look_at_class, prepare_environment
 
 
 def test_vllm_knows_the_class_without_a_process_or_a_file_of_its_own(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runspec.core.errors import UserError
-from sampler.engine.probe import probe_difference, read_probe
+from sampler.engine.checks import probe_difference, read_probe
 
 GOOD = {"sequences": [{"tokens": [5, 6, 7], "logprobs": [-1.0, -2.0]}]}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from runspec.core.errors import UserError
+from sampler.engine.arguments import find_pool
 from sampler.engine.engine import Engine
-from sampler.worker.start import find_pool
 from tests.verify.small_model import small_spec
 
 

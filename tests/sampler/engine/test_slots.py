@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sampler.engine.slots import Slot, Slots
+from sampler.engine.front import Slot, Slots
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.lists(st.booleans(), max_size=40))

@@ -24,7 +24,7 @@ from tests.sampler.grading.plugin import reward
 from tests.sampler.tasks.conftest import laptop_spec
 from verify.plugins import Problem, require_graders
 
-NOWHERE = Report(*(Mechanism(n, False, "off") for n in ("namespaces", "landlock", "seccomp")))
+NOWHERE = Report(tuple(Mechanism(n, False, "off") for n in ("namespaces", "landlock", "seccomp")))
 SUM = {"inputs": ["1 2\n"], "outputs": ["3"]}
 CALL = {"test_list": ["assert add(1, 2) == 3"]}
 

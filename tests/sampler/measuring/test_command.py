@@ -108,7 +108,7 @@ def test_what_cannot_be_measured_says_why(
 
     assert "no source 'rows'; there are spell_backward" in said("--source", "rows")
     assert "--samples and --limit must be at least 1" in said("--samples", "0")
-    assert "no pool 'gpu'" in said("--pool", "gpu")
+    assert "no sampler pool 'gpu'" in said("--pool", "gpu")
     assert "cannot read the tokenizer" in said("--model", str(tmp_path))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sampler.prefill.batches import batches_by_length
+from sampler.prefill.states import batches_by_length
 
 
 @given(st.lists(st.integers(2, 60), max_size=50), st.integers(1, 200))

@@ -91,8 +91,8 @@ def test_what_was_deferred_when_a_worker_had_to_end_is_sent_at_its_next_start(
             process.send_signal(signal.SIGTERM)
             assert process.wait(START_S) == 0
         # then the submission is in its folder, and its lease is not given back
-        (envelope,) = tmp_path.glob("worker/outbox/*/*.envelope")
-        table = envelope.with_suffix(".table").read_bytes()
+        (kept,) = tmp_path.glob("worker/outbox/*/*.submission")
+        table = kept.read_bytes().partition(b"\n")[2]
         (mine,) = status(site)["workers"]
         assert mine["open_leases"] >= 1
         folder = site.run_dir / "rollouts" / "step_0"
@@ -101,7 +101,7 @@ def test_what_was_deferred_when_a_worker_had_to_end_is_sent_at_its_next_start(
         # and when it starts again, then those bytes are sent, once, and nobody samples them again
         with working(site, tmp_path / "worker.key"):
             assert judge(site, validator) == digest_bytes(table)
-            eventually(lambda: not envelope.exists(), "it is forgotten")
+            eventually(lambda: not kept.exists(), "it is forgotten")
     received = [path.read_bytes() for path in folder.glob("*.safetensors")]
     assert received.count(table) == 1
 
@@ -146,7 +146,7 @@ def test_what_is_damaged_or_not_ours_is_removed_and_said(
     outbox.put(lease, wrong)
     outbox.keep()
     if flaw == "no table":
-        next(tmp_path.rglob("*.table")).unlink()
+        next(tmp_path.rglob("*.submission")).write_bytes(right.envelope)
 
     with caplog.at_level(logging.WARNING):
         assert outbox_in(tmp_path, key).load() == {}
