@@ -20,13 +20,6 @@ def write(directory, payload):
     return directory
 
 
-def test_a_probe_is_read(tmp_path):
-    (sequence,) = read_probe(write(tmp_path, GOOD))
-
-    assert sequence.tokens == [5, 6, 7]
-    assert sequence.logprobs.tolist() == [-1.0, -2.0]
-
-
 @pytest.mark.parametrize(
     "payload",
     [

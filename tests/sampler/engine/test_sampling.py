@@ -91,15 +91,6 @@ def test_logprobs_are_of_the_scaled_and_truncated_softmax(
     assert differences.max() < 1e-3
 
 
-def test_logprobs_are_the_same_whatever_vllms_own_mode_says(engine, cramped):
-    requests = batch(2, 2, temperature=0.6)
-    expected = sample(engine, requests)
-
-    for one, two in zip(sample(cramped, requests), expected, strict=True):
-        assert one.output_tokens.tolist() == two.output_tokens.tolist()
-        np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-6)
-
-
 def statistics(
     reference: Reference, requests: Sequence[SampleRequest], sampled: Sequence[Sampled]
 ) -> list[ChunkStatistics]:
@@ -188,25 +179,6 @@ def test_unseeded_sampling_draws_anew(engine):
     )
 
 
-def test_frequencies_are_those_of_the_softmax(engine, untied):
-    """2048 first tokens of one prompt: chi-square of a handful of bins around the expected."""
-    request = batch(1, 1)[0]
-    _, logits = Reference(untied).forward(list(request.prompt_tokens), [2])
-    expected = np.exp(logits[0] - logits[0].max())
-    expected /= expected.sum()
-    likely = np.argsort(expected)[-8:]
-    requests = [
-        type(request)(request.prompt_tokens, 1, END_TOKEN, 1.0, (index, -index))
-        for index in range(2048)
-    ]
-
-    tokens = np.concatenate([s.output_tokens for s in sample(engine, requests)])
-
-    counts = np.array([(tokens == token).sum() for token in likely])
-    deviations = (counts - 2048 * expected[likely]) / np.sqrt(2048 * expected[likely])
-    assert np.abs(deviations).max() < 4.5
-
-
 def test_a_sequence_ends_with_its_end_token_or_at_its_length(engine):
     sampled = sample(engine, batch(8, 8))
 
@@ -252,13 +224,6 @@ def test_submissions_that_overlap_keep_their_rows_apart(engine, untied):
                 list(request.prompt_tokens), result.output_tokens.tolist(), request.temperature
             )
             assert np.abs(result.logprobs - expected).max() < 1e-3
-
-
-def test_tokens_carry_the_version_that_was_loaded(engine, untied):
-    engine.load(untied, 7)
-
-    for result in sample(engine, batch(2, 2)):
-        assert result.versions.tolist() == [7] * len(result.output_tokens)
 
 
 def test_bfloat16_engine_agrees_with_float32_on_the_same_bits(rounded, new_engine):

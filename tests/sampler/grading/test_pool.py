@@ -42,12 +42,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         one.close()
 
 
-def test_a_package_adds_a_reward_by_its_entry_point(make: Make) -> None:
-    results = make().score(answers("chess", ["0.5", "1", "-2"]))
-
-    assert results == [Score(0.5), Score(1.0), Score(-2.0)]
-
-
 def test_one_hanging_term_costs_its_answer_and_stalls_no_other(make: Make) -> None:
     texts = [str(i) for i in range(50)]
     texts.insert(7, "hang")
@@ -215,16 +209,3 @@ def test_the_death_of_its_owner_ends_a_grader(
         eventually(lambda: not with_word(module), "its end")
     finally:
         owner.kill()
-
-
-def test_graders_that_are_closed_grade_nothing(make: Make) -> None:
-    graders = make()
-    with closing(graders):
-        pass
-    with pytest.raises(GradersClosed, match="closed"):
-        graders.score(answers("chess", ["1"]))
-
-
-def test_a_kind_that_nobody_offers_is_named() -> None:
-    with pytest.raises(UserError, match="no plug-in offers kind 'go'"):
-        Graders([reward("go")])

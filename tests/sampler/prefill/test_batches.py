@@ -18,7 +18,3 @@ def test_every_rollout_is_in_one_batch_within_the_bound(lengths: list[int], posi
     # and none of a later batch is longer than one of an earlier
     order = [lengths[number] for batch in batches for number in batch]
     assert order == sorted(order, reverse=True)
-
-
-def test_rollouts_of_one_length_leave_no_room() -> None:
-    assert [len(batch) for batch in batches_by_length([10] * 7, positions=35)] == [3, 3, 1]

@@ -71,16 +71,6 @@ def test_a_filter_that_leaves_nothing_is_an_error_with_its_counts(tmp_path: Path
         kept(source("jsonl", path, solve_rate=bounds), KeepAll())
 
 
-def test_only_rows_in_the_bounds_are_tokenized(tmp_path: Path) -> None:
-    # Given rows whose rates run from 0 to 1 in eighths, twice
-    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(18))
-    keep = KeepAll()
-    # When those from 1/8 to 4/8 are kept
-    kept(source("jsonl", path, solve_rate=RATE), keep)
-    # Then no other's prompt was asked about
-    assert keep.asked == [f"what is {i} plus {i}?" for i in (1, 2, 3, 4, 10, 11, 12, 13)]
-
-
 def test_over_long_prompts_are_left_out_for_whatever_length_is_asked(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -166,14 +156,3 @@ def test_without_a_place_to_remember_it_works_and_says_so(
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(3))
     assert len(kept(source("jsonl", path), KeepAll())) == 3
     assert "which problems are kept is not remembered" in caplog.text
-
-
-def test_long_work_says_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("sampler.tasks.sources.kept._PROGRESS_S", -1.0)
-    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(600))
-    with caplog.at_level(logging.INFO):
-        kept(source("jsonl", path), KeepAll())
-    assert "source rows: 256 of 600 rows looked at" in caplog.text
-    assert "source rows: 512 of 600 rows looked at" in caplog.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -15,7 +14,6 @@ from sampler.tasks.interfaces import Score, TaskTerm, completed, find_kind
 from tests.sampler.grading.plugin import install
 from verify.plugins import Problem
 
-REWARD = Reward.model_validate({"name": "term", "kind": "chess"})
 PACKAGE = """\
 from sampler.tasks.interfaces import Score, TaskTerm
 
@@ -35,45 +33,6 @@ class Derived(TaskTerm):
     def score(self, problem, answer):
         return Score(self.factor * float(answer), "half")
 """
-
-
-def test_a_class_with_no_more_than_a_role_and_a_score_gets_the_defaults() -> None:
-    class Bare:
-        role = "task"
-
-        def __init__(self, reward: Reward) -> None:
-            self.kind = reward.kind
-
-        def score(self, problem: Problem, answer: str) -> float:
-            return float(answer)
-
-    kind = completed(Bare)
-    assert kind.role == "task"
-    assert (kind.isolated, kind.repeatable, kind.timeout_s) == (True, True, 10.0)
-    assert (kind.executes_answers, kind.limits_blame_answer) == (False, False)
-    term = kind(REWARD)
-    assert isinstance(term, Bare) and term.kind == "chess"
-    term.prepare()
-    assert term.score(Problem("p", "chess", "", {}), "0.5") == 0.5
-
-
-def test_what_a_class_says_of_itself_goes_before_the_defaults() -> None:
-    class Base:
-        repeatable: ClassVar[bool] = False
-
-        def prepare(self) -> None:
-            self.ready = True
-
-    class Term(Base):
-        role = "task"
-        timeout_s = 2.0
-
-    kind = completed(Term)
-    assert kind.role == "task"
-    assert (kind.repeatable, kind.timeout_s, kind.isolated) == (False, 2.0, True)
-    term = kind(REWARD)
-    term.prepare()
-    assert isinstance(term, Term) and term.ready
 
 
 @pytest.mark.parametrize("name", ["math", "code", "reasoning_gym"])
