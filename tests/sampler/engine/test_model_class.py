@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -28,11 +27,3 @@ def test_vllm_knows_the_class_without_a_process_or_a_file_of_its_own(
     found = ModelRegistry.models["Qwen2ForCausalLM"].inspect_model_cls()
     assert found.architecture == "Qwen2ForCausalLM" and found.is_text_generation_model
     assert not started and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("config", [{}, {"architectures": None}, {"architectures": ["Unheard"]}])
-def test_a_class_that_vllm_lacks_is_left_for_it_to_refuse(
-    tmp_path: Path, config: dict[str, object]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    look_at_class(tmp_path)

@@ -32,11 +32,6 @@ def test_what_vllm_says_of_too_little_memory_names_the_pools_length(available: i
     assert str(raised.value) in str(error)
 
 
-def test_another_cause_is_no_lack_of_room() -> None:
-    assert lack_of_room("ValueError: max_model_len is no number", cpu_pool()) is None
-    assert lack_of_room("", cpu_pool()) is None
-
-
 def test_an_engine_whose_cache_has_no_room_for_one_sequence_names_the_pools_length(
     new_engine: Callable[..., Engine], untied: Path
 ) -> None:

@@ -209,23 +209,6 @@ def test_chunked_prefill_preemption_and_cached_prefixes_change_no_row(
     assert_proven(statistics(Reference(untied), requests, sampled))
 
 
-def test_submissions_that_overlap_keep_their_rows_apart(engine, untied):
-    """Continuous batching: sequences join and leave while others run."""
-    groups = [batch(2, 3, temperature=0.7), batch(3, 2), batch(4, 1, temperature=0.6)]
-
-    futures = [engine.submit(requests) for requests in groups]
-
-    reference = Reference(untied)
-    for requests, future in zip(groups, futures, strict=True):
-        sampled = future.result(WAIT_S)
-        assert_proven(statistics(reference, requests, sampled))
-        for request, result in zip(requests, sampled, strict=True):
-            expected, _ = reference.logprobs(
-                list(request.prompt_tokens), result.output_tokens.tolist(), request.temperature
-            )
-            assert np.abs(result.logprobs - expected).max() < 1e-3
-
-
 def test_bfloat16_engine_agrees_with_float32_on_the_same_bits(rounded, new_engine):
     engine = new_engine("bfloat16")
     engine.load(rounded, 0)

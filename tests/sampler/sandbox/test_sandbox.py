@@ -43,11 +43,6 @@ def test_a_program_reads_its_input_and_its_files_and_answers() -> None:
     assert finished.stdout == b"file and in\n"
 
 
-def test_status_and_stderr_come_back() -> None:
-    finished = run([*BARE, "-c", "import sys; sys.exit('no')"], limits=LIMITS)
-    assert (finished.outcome, finished.code, finished.stderr) == ("exit", 1, b"no\n")
-
-
 def test_input_that_nobody_reads_holds_nothing_up() -> None:
     assert run([*BARE, "-c", "pass"], stdin=bytes(10 << 20), limits=LIMITS).ok
 
@@ -103,15 +98,6 @@ def test_a_thread_that_started_a_program_may_end_before_it() -> None:
         process.stdin.write(b"\n")
         process.stdin.close()
         assert process.wait(30).ok
-
-
-@pytest.mark.slow
-def test_libraries_are_there_where_they_are_asked_for() -> None:
-    source = "import numpy, sympy; print(numpy.linalg.norm([3, 4]), sympy.sqrt(16))"
-    limits = replace(LIMITS, wall_s=120.0, cpu_s=None, memory_bytes=2 << 30)
-    finished = run([*PYTHON, "-c", source], limits=limits, readable=[SITE])
-    assert finished.stdout == b"5.0 4\n", finished
-    assert not run([*PYTHON, "-c", source], limits=limits).ok
 
 
 def test_a_program_that_is_not_there_is_told(tmp_path: Path) -> None:
@@ -211,12 +197,9 @@ def test_paths_are_made_real_and_the_links_on_the_way_are_kept(tmp_path: Path) -
         resolve([tmp_path / "round"])
 
 
-def test_an_order_crosses_unchanged() -> None:
+def test_an_order_crosses_whole_or_not_at_all() -> None:
     order = Order()
-    order.command, order.files = [b"a", b""], [(b"x", bytes(range(256)))]
-    order.links, order.readable, order.mechanisms = [(b"/l", b"t")], [b"/r"], ["seccomp"]
-    order.environment, order.filter, order.scratch = {b"A": b"b"}, b"12345678", b"/s"
-    order.read_all, order.wall_s, order.memory = True, 1.5, 7
+    order.command, order.environment, order.wall_s = [b"a", b""], {b"A": bytes(range(256))}, 1.5
     message = wire.encode(vars(order))
     assert vars(unpack(wire.read(BytesIO(message), BytesIO.read) or {})) == vars(order)
     for short in (b"", message[:4], message[:-1]):

@@ -31,13 +31,6 @@ def kept(one: Source, keep: KeepAll) -> list[str]:
     return [made.problem(i).problem_id for i in range(len(made))]
 
 
-def test_rows_are_kept_whose_solve_rate_lies_in_the_bounds(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "rows.parquet", make_rows(18))  # 0, 1/8, ... 1, twice
-    inside = [f"p-{i}" for i in (1, 2, 3, 4, 10, 11, 12, 13)]
-    assert kept(source("parquet", path, solve_rate=RATE), KeepAll()) == inside
-    assert len(kept(source("parquet", path), KeepAll())) == 18
-
-
 def test_rows_whose_rate_is_null_are_left_out_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

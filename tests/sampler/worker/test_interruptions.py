@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -16,7 +15,7 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from tests.sampler.worker.works import site_of
+from tests.sampler.worker.works import free_port, site_of, working
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.waiting import eventually
 from verify.coordinator.events import LeaseGranted, SubmissionReceived
@@ -35,23 +34,6 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
     finally:
         process.kill()
         process.communicate()
-
-
-@contextmanager
-def working(command: list[str]) -> Iterator[None]:
-    """A worker process that has begun to work, and is killed at the end."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    with ended(process):
-        assert process.stdout is not None
-        assert process.stdout.readline() == "working\n"
-        yield
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def until_answers(site: Site) -> Callable[[], bool]:
@@ -114,19 +96,15 @@ def test_a_worker_that_is_killed_at_any_moment_leaves_whole_submissions_and_repe
     algorithm = spec.algorithm.model_copy(update={"prompts_per_step": 10_000})
     spec = spec.model_copy(update={"algorithm": algorithm})
     key, rng = SigningKey.generate(), random.Random(6)
-    key.save(tmp_path / "worker.key")
+    key.save(key_file := tmp_path / "worker.key")
     with site_of(tmp_path, spec) as works, works.site.serving():
-        command = [
-            *(sys.executable, "-m", "tests.sampler.worker.obedient", works.site.url, spec.name),
-            *(works.site.root.public_hex, str(tmp_path / "worker.key"), "near"),
-        ]
         # when a worker is killed again and again
         for _ in range(KILLS):
             before = len(works.submissions())
-            with working(command):
+            with working(works.site, key_file):
                 threading.Event().wait(rng.uniform(0.0, 0.5))
             assert len(works.submissions()) >= before
-        with working(command):
+        with working(works.site, key_file):
             count = len(works.submissions())
             eventually(lambda: len(works.submissions()) >= count + MAX_OPEN_LEASES, "its last work")
         submissions = works.submissions()

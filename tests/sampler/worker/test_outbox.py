@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import Backlog
 from sampler.worker.outbox import Made, Outbox
 from tests.sampler.worker.obedient import outbox_in
+from tests.sampler.worker.works import working
 from tests.verify.coordinator.deployment import (
     DEADLINE_S,
     RUN,
@@ -46,20 +44,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     site.publish(0)
     with site.origin():
         yield site
-
-
-@contextmanager
-def working(site: Site, key_file: Path) -> Iterator[subprocess.Popen[str]]:
-    """A worker's process whose engine answers at once."""
-    command = [
-        *(sys.executable, "-m", "tests.sampler.worker.obedient", site.url, RUN),
-        *(site.root.public_hex, str(key_file), "near"),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def status(site: Site) -> dict[str, Any]:

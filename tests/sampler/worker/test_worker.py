@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from runspec.local.identity import Identity, make_identity
 from sampler.tasks.traces import build_warm_start_data
 from tests.preloaded import SAMPLER, Program
 from tests.sampler.engine.models import END_TOKEN, Reference, save_version
+from tests.sampler.worker.works import free_port
 from tests.waiting import eventually
 from verify.coordinator.events import LeaseExpired, LeaseGranted, LeaseReleased
 from verify.formats.layout import STATE_FILE
@@ -140,9 +140,7 @@ class Run:
 
 
 def free_address() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{listener.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(scope="module")
