@@ -24,12 +24,6 @@ def test_a_slot_is_held_by_one_sequence(ranks, each, takes):
             slots.give(held.pop(0))
 
 
-def test_ranks_fill_alike():
-    slots = Slots(2, 2)
-
-    assert [slots.take().rank for _ in range(4)] == [0, 1, 0, 1]
-
-
 def test_a_free_slot_cannot_be_given_back():
     with pytest.raises(ValueError, match="is free"):
         Slots(1, 2).give(Slot(0, 1))
