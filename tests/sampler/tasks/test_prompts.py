@@ -38,11 +38,6 @@ def test_a_template_file_goes_before_the_configuration(directory: Path) -> None:
     assert codec.decode(codec.prompt_tokens("abc", None)) == "file: abc"
 
 
-def test_the_end_token_may_be_written_as_an_object(directory: Path) -> None:
-    configure(directory, eos_token={"content": "<eos>", "lstrip": False})
-    assert read(directory).eos_token_id == 1
-
-
 @pytest.mark.parametrize(
     "template",
     [

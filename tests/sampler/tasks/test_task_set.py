@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import textwrap
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from reasoning_gym.factory import DATASETS
 from tokenizers import Tokenizer
 
 from runspec.core.errors import UserError
@@ -14,6 +18,7 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.plugins import missing_plugins
 from runspec.lint.check import check_spec
 from sampler.tasks.keep import split_of
+from sampler.tasks.sources.gym import REFUSED
 from sampler.tasks.task_set import RunTask, build_task_set
 from tests.sampler.tasks.conftest import SPECS, laptop_spec
 from verify.plugins import Graded, GradeItem, GraderFault
@@ -188,3 +193,40 @@ def test_missing_plugins_are_known_without_importing_any() -> None:
         "data.sources.rows: no plug-in of runspec.sources offers kind 'csv'",
         "reward.code: no plug-in of runspec.rewards offers kind 'chess'",
     ]
+
+
+EVALUATORS = {"eval", "exec", "parse_expr", "sympify"}
+
+
+def evaluates_the_answer(scorer: object) -> bool:
+    """Whether a scorer calls an evaluator on its argument `answer`."""
+    calls = (
+        node
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(scorer))))
+        if isinstance(node, ast.Call) and node.args
+    )
+    return any(
+        ast.unparse(call.func).rpartition(".")[2] in EVALUATORS
+        and ast.unparse(call.args[0]) == "answer"
+        for call in calls
+    )
+
+
+def test_every_scorer_that_evaluates_answers_is_on_the_list() -> None:
+    found = {
+        name for name, (kind, _) in DATASETS.items() if evaluates_the_answer(kind.score_answer)
+    }
+
+    assert found | {"composite"} == REFUSED
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_generator_whose_scorer_evaluates_answers_is_refused(
+    tokenizer_dir: Path, name: str
+) -> None:
+    spec = laptop_spec(
+        f"data.sources.spell_backward.dataset={name}", "data.sources.spell_backward.params={}"
+    )
+
+    with pytest.raises(UserError, match=f"{name}' evaluates answers as code"):
+        build_task_set(spec, tokenizer_dir)
