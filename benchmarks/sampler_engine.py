@@ -31,7 +31,6 @@ from safetensors.torch import load_file, save_file
 from runspec.core.spec.schema import SamplerPool
 from sampler.engine.arguments import engine_arguments
 from sampler.engine.engine import Engine
-from sampler.engine.proofs import prove
 from sampler.engine.requests import SampleRequest
 from tests.sampler.engine.models import (
     END_TOKEN,
@@ -41,6 +40,7 @@ from tests.sampler.engine.models import (
     write_probe,
 )
 from verify.noise import noise_key
+from verify.toploc import build_proofs_of
 
 PROMPT_TOKENS, NEW_TOKENS, CONTEXT = 40, 192, 256
 SUBMISSIONS = 16
@@ -182,6 +182,7 @@ def measure(groups: int, size: int, rounds: int, folder: Path) -> dict[str, floa
             for side in (bare, ours, divided):
                 side.round()
         sampled = engine.submit(requests).result(WAIT_S)
+        selections = [result.selection for result in sampled]
         switches = [(engine.load(near, 1), engine.load(version, 0)) for _ in range(rounds)]
         patched = [report.load_s for pair in switches for report in pair if report.patched]
         return {
@@ -191,7 +192,7 @@ def measure(groups: int, size: int, rounds: int, folder: Path) -> dict[str, floa
             "share": share(ours.wall, bare.wall),
             "cpu_share": share(ours.cpu, bare.cpu),
             "submissions_share": share(divided.wall, bare.wall),
-            "proofs_s": min(seconds(lambda: prove(sampled)) for _ in range(rounds)),
+            "proofs_s": min(seconds(lambda: build_proofs_of(selections)) for _ in range(rounds)),
             "patch_s": min(patched),
             "load_s": min(_whole_load(engine, near, version) for _ in range(rounds)),
             "start_s": start_s,

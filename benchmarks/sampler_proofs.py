@@ -37,12 +37,11 @@ from runspec.core.spec.schema import SamplerPool
 from sampler.engine.arguments import engine_arguments
 from sampler.engine.engine import Engine
 from sampler.engine.largest import Selected
-from sampler.engine.proofs import prove
 from sampler.engine.recorder import TokenRecorder
 from sampler.engine.requests import SampleRequest
 from sampler.engine.worker_extension import SamplerExtension
 from verify.noise import noise_key
-from verify.toploc import CHUNK_ROWS, TOP_K
+from verify.toploc import CHUNK_ROWS, TOP_K, build_proofs_of
 
 END_TOKEN = 1
 SUBMISSIONS, WAVES = 8, 3
@@ -124,7 +123,8 @@ def in_waves(
                 open_.append(engine.submit(waiting.popleft()))
             tokens += sum(len(result.output_tokens) for result in sampled)
             if proofs:
-                proving.append(prover.submit(prove, sampled))
+                selections = [result.selection for result in sampled]
+                proving.append(prover.submit(build_proofs_of, selections))
         for proven in proving:
             proven.result(WAIT_S)
         return tokens

@@ -10,12 +10,12 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.spec import schema
 from sampler.engine.engine import Engine
-from sampler.engine.proofs import prove
 from sampler.worker.rollouts import FinishedRollout, claim_rewards, make_rollouts, plan_rollouts
 from verify.client import WorkItem
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import encode_rollouts, sign_submission
 from verify.plugins import TaskSet
+from verify.toploc import build_proofs_of
 
 LEASES_IN_FLIGHT = 2
 WORKER, COORDINATOR = SigningKey.generate(), SigningKey.generate()
@@ -58,7 +58,8 @@ class Sampler:
             signed, lease, plan, future = flying.pop(0)
             sampled = future.result(WAIT_S)
             tokens += sum(len(each.output_tokens) for each in sampled)
-            self._done.append((signed, lease, plan, sampled, prove(sampled)))
+            proofs = build_proofs_of([each.selection for each in sampled])
+            self._done.append((signed, lease, plan, sampled, proofs))
         return tokens
 
     def submissions(self) -> list[Handed]:

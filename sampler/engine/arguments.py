@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import warnings
@@ -17,7 +18,7 @@ from runspec.core.models.kv_cache import (
     cpu_kv_bytes,
     kv_token_bytes,
 )
-from runspec.core.spec.schema import SamplerPool
+from runspec.core.spec.schema import RunSpec, SamplerPool
 
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # threads and CUDA do not survive a fork
@@ -84,15 +85,44 @@ def engine_arguments(
     return arguments
 
 
+def look_at_class(weights_dir: Path) -> None:
+    """Tells vLLM's registry the class that config.json names; one that it lacks it will refuse.
+
+    Else vLLM starts a process for it that imports all of vLLM, to keep CUDA out of a process that
+    may fork. On CPUs there is no CUDA to keep out.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    config = json.loads((weights_dir / "config.json").read_text())
+    for name in config.get("architectures") or ():
+        registered = ModelRegistry.models.get(name)
+        if registered is not None:
+            ModelRegistry.register_model(name, registered.load_model_cls())
+
+
+def find_pool(spec: RunSpec, name: str) -> SamplerPool:
+    """The pool of the spec that a worker serves.
+
+    Raises:
+        UserError: there is none of the name.
+    """
+    pools = {pool.name: pool for pool in spec.samplers}
+    if name not in pools:
+        raise UserError(
+            f"no sampler pool {name!r}",
+            place="--pool",
+            remedy=f"the spec has: {', '.join(sorted(pools))}",
+        )
+    return pools[name]
+
+
 def refuse(pool: SamplerPool) -> None:
     """Names what no engine can do, before vLLM starts.
 
     Raises:
         UserError: the pool is quantised and on CPUs.
     """
-    if pool.hardware.kind != "cpu":
-        return
-    if pool.quantization is not None:
+    if pool.hardware.kind == "cpu" and pool.quantization is not None:
         # vLLM's CPU build takes the option and dies in the first load: it has no such kernel.
         raise UserError(
             f"vLLM does not quantise to {pool.quantization} on CPUs",

@@ -133,7 +133,6 @@ class Core:
         self._processes = list(client.resources.engine_manager.processes)
         self.ranks = len(self._processes)
         """Data-parallel."""
-        self._deadlines = 0  # calls under way that have one
         self._watch = watch.Watch(self._ask)
         self._sentinels = [process.sentinel for process in self._processes]
         for sentinel, process in zip(self._sentinels, self._processes, strict=True):
@@ -192,8 +191,6 @@ class Core:
     async def _ask(self) -> None:
         """Asks each core for a sign of life, which it gives between two steps."""
         for engine, pid in zip(self._client.core_engines, self.pids, strict=True):
-            if self._deadlines:  # the core is asked already, perhaps for what takes longer
-                return
             call = self._client._call_utility_async("is_scheduler_paused", engine=engine)
             with suppress(EngineDied):  # whoever waits for an output hears it
                 what = f"a sign of life of process {pid}, while outputs are awaited"
@@ -246,7 +243,6 @@ class Core:
             call.close()
             raise self.death.result()
         task = asyncio.ensure_future(call)
-        self._deadlines += seconds is not None
         try:
             await asyncio.wait(
                 {task, self.death}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
@@ -258,7 +254,6 @@ class Core:
             await asyncio.wait({self.death}, timeout=_CODE_S)
             self._give_up(EngineDied("vLLM has given the engine core up"))
         finally:
-            self._deadlines -= seconds is not None
             task.cancel()
         if seconds is not None:
             self._give_up(

@@ -22,14 +22,23 @@ import numpy as np
 from runspec.core.errors import UserError
 from runspec.core.models.kv_cache import MAX_SEQUENCES
 from runspec.core.spec.schema import SamplerPool
-from sampler.engine.arguments import engine_arguments, lack_of_room, prepare_environment, refuse
-from sampler.engine.checks import merge, require_same_bytes, require_same_logprobs
+from sampler.engine.arguments import (
+    engine_arguments,
+    lack_of_room,
+    look_at_class,
+    prepare_environment,
+    refuse,
+)
+from sampler.engine.checks import (
+    PROBE_FILE,
+    merge,
+    read_probe,
+    require_same_bytes,
+    require_same_logprobs,
+)
 from sampler.engine.core import Core, EngineDied, Start, StartFailed
 from sampler.engine.front import Front, Submission
 from sampler.engine.loop import Loop
-from sampler.engine.model_class import look_at_class
-from sampler.engine.probe import FILE_NAME as PROBE_FILE
-from sampler.engine.probe import read_probe
 from sampler.engine.requests import (
     GenerationAborted,
     LoadReport,

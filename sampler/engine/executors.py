@@ -16,21 +16,17 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: E402
 from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
 
 
-class OneRank(UniProcExecutor):
+class _Guarded:
+    def _init_executor(self) -> None:
+        ignore_interrupts()
+        die_with_parent()
+        keep_cause()
+        super()._init_executor()  # type: ignore[misc]
+
+
+class OneRank(_Guarded, UniProcExecutor):
     """The model in the process of the engine core."""
 
-    def _init_executor(self) -> None:
-        ignore_interrupts()
-        die_with_parent()
-        keep_cause()
-        super()._init_executor()
 
-
-class ManyRanks(MultiprocExecutor):
+class ManyRanks(_Guarded, MultiprocExecutor):
     """Tensor-parallel ranks in processes of their own, which end with the core's."""
-
-    def _init_executor(self) -> None:
-        ignore_interrupts()
-        die_with_parent()
-        keep_cause()
-        super()._init_executor()

@@ -16,14 +16,49 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from runspec.core.models.kv_cache import MAX_SEQUENCES
 from sampler.engine.core import Core
 from sampler.engine.requests import Sampled, SampleRequest
-from sampler.engine.slots import Slot, Slots
+
+
+class Slot(NamedTuple):
+    """Where vLLM's workers keep the record of a sequence, until it was fetched."""
+
+    rank: int
+    """Data-parallel."""
+    number: int
+    """0 <= number < slots of a rank."""
+
+
+class Slots:
+    """Free slots of every data-parallel rank, which has workers of its own.
+
+    Args:
+        ranks: data-parallel ranks.
+        each: slots of one.
+    """
+
+    def __init__(self, ranks: int, each: int) -> None:
+        self._free = [list(range(each))[::-1] for _ in range(ranks)]
+
+    def take(self) -> Slot | None:
+        """A slot of the rank that has most free ones; None where none is free."""
+        rank = max(range(len(self._free)), key=lambda r: len(self._free[r]))
+        return Slot(rank, self._free[rank].pop()) if self._free[rank] else None
+
+    def give(self, slot: Slot) -> None:
+        """Makes a slot free again.
+
+        Raises:
+            ValueError: it is free.
+        """
+        if slot.number in self._free[slot.rank]:
+            raise ValueError(f"{slot} is free")
+        self._free[slot.rank].append(slot.number)
 
 
 @dataclass(eq=False)

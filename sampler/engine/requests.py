@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import SamplerPool
 from verify.toploc import Selection
 
 
@@ -26,6 +28,40 @@ class SampleRequest:
     """In (0, 1]; 1 keeps every token."""
     top_k: int = -1
     """-1 keeps every token."""
+
+
+def sample_requests(
+    pool: SamplerPool,
+    prompt: Sequence[int],
+    end_token: int,
+    noise_keys: Sequence[tuple[int, int] | None],
+) -> list[SampleRequest]:
+    """Samples of one prompt as a pool samples, one for each noise key.
+
+    Raises:
+        UserError: the prompt leaves no room for an answer in the pool's context.
+    """
+    room = pool.max_model_len - len(prompt)
+    if room < pool.max_new_tokens:
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens leaves {room} of {pool.max_model_len} for the "
+            f"{pool.max_new_tokens} new ones",
+            place=f"samplers.{pool.name}",
+            remedy="raise max_model_len, or lower max_new_tokens or data.max_prompt_tokens",
+        )
+    sampling = pool.sampling
+    return [
+        SampleRequest(
+            prompt_tokens=prompt,
+            max_new_tokens=pool.max_new_tokens,
+            end_token=end_token,
+            temperature=sampling.temperature,
+            noise_key=key,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
+        for key in noise_keys
+    ]
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable
 
 ASK_S = 10.0
 """From an answer to the next question. One is a message to the core and one back."""
-SILENCE_S = 300.0
-"""How long a core may leave a question unanswered. It answers between two steps; the longest are
-prefills of some thousand tokens, which take a slow CPU minutes."""
+SILENCE_S = 600.0
+"""How long a core may leave a question unanswered: it answers between two steps, and after a call
+that is under way, of which none may take longer."""
 
 
 class Watch:

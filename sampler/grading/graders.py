@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
@@ -20,12 +19,11 @@ from sampler.grading.answers import (
     graders_at_once,
 )
 from sampler.grading.pool import GraderPool, GradersClosed
-from sampler.grading.process import GraderProcess, TermSource
-from sampler.tasks.interfaces import Score, TaskTerm, make_term, reward_entry_point
+from sampler.grading.process import GraderProcess
+from sampler.tasks.interfaces import Score, TaskTerm, make_term
 
 _GRACE_S = 30.0
 """How much longer than its timeout a term with limits of its own may take."""
-_LOOK_S = 0.5
 
 
 class Graders:
@@ -40,25 +38,21 @@ class Graders:
     """
 
     def __init__(self, rewards: Sequence[Reward], *, processes: int | None = None) -> None:
-        self._many = processes or graders_at_once()
+        many = processes or graders_at_once()
         self._rules: dict[str, TermRules] = {}
         self._threaded: dict[str, TaskTerm] = {}
-        isolated: dict[str, TermSource] = {}
+        isolated: list[Reward] = []
         for reward in rewards:
             term = make_term(reward)
             if term.role == "length":
                 continue
             self._rules[reward.kind] = rules_of(term, reward)
             if term.isolated:
-                isolated[reward.kind] = TermSource(reward, reward_entry_point(reward))
+                isolated.append(reward)
             else:
                 self._threaded[reward.kind] = term
-        self._pool = GraderPool(
-            self._rules, processes=self._many, make=partial(GraderProcess, isolated)
-        )
-        self._threads = self._make_threads()
-        self._closed = False
-        self._lock = threading.Lock()
+        self._pool = GraderPool(self._rules, processes=many, make=partial(GraderProcess, isolated))
+        self._threads = ThreadPoolExecutor(many, thread_name_prefix="grader")
 
     @property
     def rules(self) -> Mapping[str, TermRules]:
@@ -74,7 +68,7 @@ class Graders:
         """
         results: dict[int, Result] = {}
         pooled: list[int] = []
-        calls: dict[int, _Call] = {}
+        calls: dict[int, Future[Result]] = {}
         for index, answer in enumerate(answers):
             kind = answer.problem.task_type
             if kind not in self._rules:
@@ -83,80 +77,47 @@ class Graders:
                 reason = f"an answer of {len(answer.text)} characters, over {MAX_ANSWER_CHARS}"
                 results[index] = Score(0.0, reason)
             elif kind in self._threaded:
-                calls[index] = self._call(answer)
+                try:
+                    calls[index] = self._threads.submit(self._in_thread, answer)
+                except RuntimeError as error:  # they are shut down
+                    raise GradersClosed("the graders are closed") from error
             else:
                 pooled.append(index)
         scored = self._pool.score([answers[index] for index in pooled])
         results.update(zip(pooled, scored, strict=True))
         for index, call in calls.items():
-            results[index] = self._wait(call)
+            try:
+                results[index] = call.result()
+            except CancelledError as error:
+                raise GradersClosed("the graders were closed") from error
         return [results[index] for index in range(len(answers))]
 
     def close(self) -> None:
         """Ends the grader processes."""
-        with self._lock:
-            self._closed = True
         self._pool.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _call(self, answer: Answer) -> _Call:
-        call = _Call(answer, self._threaded[answer.problem.task_type])
-        self._begin(call)
-        return call
-
-    def _begin(self, call: _Call) -> None:
-        with self._lock:
-            if self._closed:
-                raise GradersClosed("the graders are closed")
-            call.begin(self._threads)
-
-    def _wait(self, call: _Call) -> Result:
-        rules = self._rules[call.answer.problem.task_type]
-        while True:
-            try:
-                return call.future.result(_LOOK_S)
-            except NotYet:
-                if call.running_s() <= rules.timeout_s + _GRACE_S:
-                    continue
-            except CancelledError:  # closed, or its turn never came behind one that hangs
-                self._begin(call)
-                continue
-            with self._lock:  # its thread cannot be ended: what waits behind it gets others
-                if call.threads is self._threads and not self._closed:
-                    self._threads.shutdown(wait=False, cancel_futures=True)
-                    self._threads = self._make_threads()
-            return fault(call.answer.problem, f"the grader hangs: {call.running_s():.0f} s")
-
-    def _make_threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._many, thread_name_prefix="grader")
-
-
-class _Call:
-    """An answer that a thread of this process grades."""
-
-    def __init__(self, answer: Answer, term: TaskTerm) -> None:
-        self.answer, self._term = answer, term
-        self._started: float | None = None
-
-    def begin(self, threads: ThreadPoolExecutor) -> None:
-        """Queues it for some threads."""
-        self.threads = threads
-        self.future: Future[Result] = threads.submit(self._run)
-
-    def running_s(self) -> float:
-        """Seconds since a thread took it; 0 before."""
-        return 0.0 if self._started is None else time.monotonic() - self._started
-
-    def _run(self) -> Result:
-        self._started = time.monotonic()
-        problem = self.answer.problem
+    def _in_thread(self, answer: Answer) -> Result:
+        """Grades in a thread of its own, which is left behind where it hangs."""
+        kind = answer.problem.task_type
+        seconds = self._rules[kind].timeout_s + _GRACE_S
+        graded: Future[Result] = Future()
+        threading.Thread(
+            target=lambda: graded.set_result(_graded(self._threaded[kind], answer)), daemon=True
+        ).start()
         try:
-            given = self._term.score(problem, self.answer.text)
-        except Exception as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
-            return fault(problem, f"{type(error).__name__}: {error}")
-        if isinstance(given, Score):
-            return checked(problem, given.value, given.reason)
-        return checked(problem, given)
+            return graded.result(seconds)
+        except NotYet:
+            return fault(answer.problem, f"the grader hangs: {seconds:.0f} s")
+
+
+def _graded(term: TaskTerm, answer: Answer) -> Result:
+    try:
+        given = term.score(answer.problem, answer.text)
+    except Exception as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
+        return fault(answer.problem, f"{type(error).__name__}: {error}")
+    score = given if isinstance(given, Score) else Score(given)
+    return checked(answer.problem, score.value, score.reason)
 
 
 def rules_of(term: TaskTerm, reward: Reward) -> TermRules:

@@ -4,49 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import IO, Protocol
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
 from sampler import sandbox
-from sampler.grading import unconfined
-from sampler.sandbox import Finished
 from sampler.tasks.interfaces import find_kind
 
 
-class Running(Protocol):
-    """A process as `sampler.sandbox.Isolated` and `unconfined.Unconfined` have it."""
-
-    stdin: IO[bytes]
-    stdout: IO[bytes]
-
-    def stop(self) -> None: ...
-
-    def kill(self) -> Finished: ...
-
-    def wait(self, timeout_s: float | None) -> Finished: ...
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """`start` and `run`, as `sampler.sandbox` has them."""
-
-    start: Callable[..., Running]
-    run: Callable[..., Finished]
-
-
-SANDBOX = Launcher(sandbox.start, sandbox.run)
-UNCONFINED = Launcher(unconfined.start, unconfined.run)
-
-
-def launcher(*, required: bool, place: str) -> Launcher:
-    """The sandbox where one works.
+def mechanisms(*, required: bool, place: str) -> tuple[str, ...]:
+    """What isolates a process that grades; empty where nothing can, and only its limits hold.
 
     Args:
-        required: whether there must be one; else its absence is a warning, once.
+        required: whether there must be a sandbox; else its absence is a warning, once.
         place: what needs it, for messages.
 
     Raises:
@@ -54,11 +24,12 @@ def launcher(*, required: bool, place: str) -> Launcher:
     """
     if required:
         sandbox.require(place)
-    if sandbox.probe().isolates:
-        return SANDBOX
+    report = sandbox.probe()
+    if report.isolates:
+        return report.working
     with _WARNING:  # several graders start at once, and a cache lets two in
         _warn(place)
-    return UNCONFINED
+    return ()
 
 
 def require_graders(spec: RunSpec) -> None:

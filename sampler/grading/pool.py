@@ -6,6 +6,8 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 
 from sampler.grading.answers import Answer, Result, TermRules, fault, over_limit, result_of
@@ -22,30 +24,6 @@ class GradersClosed(RuntimeError):
     """The graders were closed before an answer was graded: there is no grade, and no fault."""
 
 
-class _Batch:
-    """The answers of one caller, and how many are still open."""
-
-    def __init__(self, size: int) -> None:
-        self.results: list[Result | None] = [None] * size
-        self.failure: Exception | None = None
-        self.done = threading.Event()
-        self._open = size
-        self._lock = threading.Lock()
-        if not size:
-            self.done.set()
-
-    def set(self, index: int, result: Result) -> None:
-        with self._lock:
-            self.results[index] = result
-            self._open -= 1
-            if not self._open:
-                self.done.set()
-
-    def fail(self, error: Exception) -> None:
-        self.failure = error
-        self.done.set()
-
-
 @dataclass(frozen=True)
 class _Item:
     """One answer on its way."""
@@ -53,11 +31,19 @@ class _Item:
     answer: Answer
     message: str
     """As JSON."""
-    batch: _Batch
-    index: int
+    future: Future[Result]
+    together: Sequence[Future[Result]]
+    """Of all answers of the same caller."""
 
     def finish(self, result: Result) -> None:
-        self.batch.set(self.index, result)
+        with suppress(InvalidStateError):  # it was given up
+            self.future.set_result(result)
+
+    def fail(self, error: Exception) -> None:
+        """Gives the caller's answers up, whoever grades them."""
+        for future in self.together:
+            with suppress(InvalidStateError):  # it is graded
+                future.set_exception(error)
 
 
 class GraderPool:
@@ -91,8 +77,8 @@ class GraderPool:
             UserError: no grader process starts.
             GradersClosed: before all were graded.
         """
-        batch = _Batch(len(answers))
-        items = [self._item(answer, batch, index) for index, answer in enumerate(answers)]
+        futures: list[Future[Result]] = [Future() for _ in answers]
+        items = [self._item(*each, futures) for each in zip(answers, futures, strict=True)]
         with self._changed:
             if self._closed:
                 raise GradersClosed("the graders are closed")
@@ -103,10 +89,7 @@ class GraderPool:
                 self._threads.append(thread)
                 thread.start()
             self._changed.notify_all()
-        batch.done.wait()
-        if batch.failure is not None:
-            raise batch.failure
-        return [result for result in batch.results if result is not None]
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         """Ends the processes; who waits for an answer gets `GradersClosed`."""
@@ -117,13 +100,15 @@ class GraderPool:
             alive = [*self._alive]
             self._changed.notify_all()
         for item in left:
-            item.batch.fail(GradersClosed("the graders were closed"))
+            item.fail(GradersClosed("the graders were closed"))
         for process in alive:
             process.stop()
         for thread in self._threads:
             thread.join()
 
-    def _item(self, answer: Answer, batch: _Batch, index: int) -> _Item | None:
+    def _item(
+        self, answer: Answer, future: Future[Result], together: Sequence[Future[Result]]
+    ) -> _Item | None:
         problem = answer.problem
         message = {
             "kind": problem.task_type,
@@ -136,12 +121,12 @@ class GraderPool:
         try:
             text = json.dumps(message)
         except (TypeError, ValueError, RecursionError) as error:
-            batch.set(index, fault(problem, f"its verification is no JSON: {error}"))
+            future.set_result(fault(problem, f"its verification is no JSON: {error}"))
             return None
         if len(text) > MAX_ITEM_BYTES:
-            batch.set(index, fault(problem, f"{len(text)} bytes to grade are over the limit"))
+            future.set_result(fault(problem, f"{len(text)} bytes to grade are over the limit"))
             return None
-        return _Item(answer, text, batch, index)
+        return _Item(answer, text, future, together)
 
     def _serve(self) -> None:
         process: GraderProcess | None = None
@@ -151,7 +136,7 @@ class GraderPool:
                 going_on = self._grade(process, items)
             except Exception as error:  # noqa: BLE001 - raised again where its caller waits
                 for item in items:
-                    item.batch.fail(error)
+                    item.fail(error)
                 going_on = False
             if not going_on and process is not None:
                 self._end(process)
@@ -179,7 +164,7 @@ class GraderPool:
         with self._changed:
             while not self._queue and not self._closed:
                 self._changed.wait()
-            while self._queue and self._queue[0].batch.failure is not None:
+            while self._queue and self._queue[0].future.done():  # given up
                 self._queue.popleft()
             share = max(1, min(ANSWERS_A_MESSAGE, len(self._queue) // self._processes))
             size = 0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Reward
 from sampler.grading.channel import Channel, ChannelClosed, NoMessage, Overdue
-from sampler.grading.fate import fate
-from sampler.grading.launch import launcher
-from sampler.sandbox import PYTHON, Limits, NotIsolated
+from sampler.grading.launch import mechanisms
+from sampler.sandbox import PYTHON, Limits, NotIsolated, start
+from sampler.tasks.interfaces import reward_entry_point
 
 START_S = 60.0
 """Longest time from the start of a grader to its first word; it imports its terms in it."""
@@ -46,14 +45,6 @@ main()
 keys, are out of reach."""
 
 
-@dataclass(frozen=True)
-class TermSource:
-    """Which class grades a kind, and with which settings."""
-
-    reward: Reward
-    entry_point: EntryPoint
-
-
 class GraderLost(Exception):
     """The grader is not to be used any more: it died, hung, or does not speak the protocol."""
 
@@ -69,13 +60,17 @@ class GraderProcess:
         UserError: it does not start, or a term cannot be made in it.
     """
 
-    def __init__(self, terms: Mapping[str, TermSource]) -> None:
-        packages, readable = _packages(terms)
+    def __init__(self, rewards: Sequence[Reward]) -> None:
+        points = {reward.kind: reward_entry_point(reward) for reward in rewards}
+        packages, readable = _packages(points.values())
         paths = [path for path in sys.path if _installed(path)]
         command = [*PYTHON, "-c", _BOOT, json.dumps([paths, packages])]
         try:
-            self._isolated = launcher(required=False, place="reward").start(
-                command, limits=LIMITS, readable=[*readable, *map(Path, paths)]
+            self._isolated = start(
+                command,
+                limits=LIMITS,
+                readable=[*readable, *map(Path, paths)],
+                mechanisms=mechanisms(required=False, place="reward"),
             )
         except NotIsolated as error:
             raise _no_start(str(error)) from error
@@ -85,7 +80,16 @@ class GraderProcess:
             max_bytes=MAX_REPLY_BYTES,
         )
         try:
-            self._set_up(terms)
+            self._set_up(
+                {
+                    reward.kind: (
+                        points[reward.kind].module,
+                        points[reward.kind].attr,
+                        reward.model_dump(mode="json"),
+                    )
+                    for reward in rewards
+                }
+            )
         except UserError:
             self.kill()
             raise
@@ -119,17 +123,10 @@ class GraderProcess:
         """Ends the process and all that it started."""
         self._isolated.kill()
 
-    def _set_up(self, terms: Mapping[str, TermSource]) -> None:
-        made = {
-            kind: (
-                term.entry_point.module,
-                term.entry_point.attr,
-                term.reward.model_dump(mode="json"),
-            )
-            for kind, term in terms.items()
-        }
+    def _set_up(self, terms: Mapping[str, tuple[str, str, Any]]) -> None:
+        """Has it make the terms: of each kind the module, the class and the reward's settings."""
         try:
-            self._guard(lambda: self._channel.send({"terms": made}, time.monotonic() + START_S))
+            self._guard(lambda: self._channel.send({"terms": terms}, time.monotonic() + START_S))
             failure = self.answer(START_S).get("failed")
         except GraderLost as error:
             raise _no_start(str(error)) from error
@@ -144,7 +141,7 @@ class GraderProcess:
         except NoMessage as error:
             raise GraderLost(f"the grader sent {error}") from error
         except ChannelClosed as error:
-            raise GraderLost(f"the grader process was lost: {fate(self._isolated)}") from error
+            raise GraderLost(f"the grader process was lost: {self._isolated.fate()}") from error
 
 
 def _no_start(reason: str) -> UserError:
@@ -156,11 +153,11 @@ def _no_start(reason: str) -> UserError:
     )
 
 
-def _packages(terms: Mapping[str, TermSource]) -> tuple[dict[str, str], list[Path]]:
+def _packages(points: Iterable[EntryPoint]) -> tuple[dict[str, str], list[Path]]:
     """Import name -> file of our packages and of those of the terms; and what must be readable."""
     files: dict[str, str] = {}
     readable = []
-    for name in ("runspec", "sampler", "verify", *(_top(t.entry_point) for t in terms.values())):
+    for name in ("runspec", "sampler", "verify", *map(_top, points)):
         found = sys.modules[name].__file__
         if found is None:  # a namespace package, which is found where packages are installed
             continue

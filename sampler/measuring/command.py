@@ -13,8 +13,9 @@ from runspec.core.errors import UserError
 from runspec.core.process import run_role, stop_event
 from runspec.core.spec.file_pins import pin_model
 from runspec.core.spec.load import SpecFiles, load_layers
-from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import whole_uri
+from sampler.engine.arguments import find_pool
 from sampler.measuring.measure import Measurement, measure
 from sampler.measuring.progress import open_progress
 from sampler.measuring.rows import write_rows
@@ -65,7 +66,7 @@ def _measure(options: argparse.Namespace, log: logging.Logger) -> None:
         raise UserError("--samples and --limit must be at least 1")
     files = SpecFiles(options.spec, profile=options.profile, overrides=tuple(options.set))
     spec = only_source(load_layers(files).require(), options.source, options.spec.parent)
-    pool = _pool(spec, options.pool)
+    pool = find_pool(spec, options.pool or spec.samplers[0].name)
     rate = next(s for s in spec.data.sources).solve_rate
     field = options.field or (rate.field if rate else DEFAULT_FIELD)
     with closing(build_task_set(unfiltered(spec), options.model)) as tasks:
@@ -110,13 +111,6 @@ def unfiltered(spec: RunSpec) -> RunSpec:
     sources = [s.model_copy(update={"solve_rate": None}) for s in spec.data.sources]
     data = spec.data.model_copy(update={"sources": sources})
     return spec.model_copy(update={"data": data, "warm_start": None})
-
-
-def _pool(spec: RunSpec, name: str | None) -> SamplerPool:
-    for pool in spec.samplers:
-        if name in (None, pool.name):
-            return pool
-    raise UserError(f"no pool {name!r}", place="samplers")
 
 
 def _about(spec: RunSpec, tasks: RunTask, asked: Measurement, model: Path) -> dict[str, object]:

@@ -10,10 +10,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runspec.core.errors import UserError
 from runspec.core.hashing import hash_parts
 from runspec.core.spec.schema import SamplerPool
-from sampler.engine.requests import Sampled, SampleRequest
+from sampler.engine.requests import Sampled, SampleRequest, sample_requests
 from sampler.measuring.progress import Progress, Tries
 from verify.noise import noise_key
 from verify.plugins import Graded, GradeItem, TaskSet
@@ -25,8 +24,6 @@ SOLVED = 1.0
 """Least task reward of a try that solves its problem."""
 _SAY_S = 5.0
 _TURN_S = 1.0
-_STUCK_S = 3600.0
-"""How long the engine may finish nothing; 32,768 tokens take a busy one half of it."""
 
 
 @dataclass(frozen=True)
@@ -49,28 +46,13 @@ class Measurement:
         Raises:
             UserError: the prompt leaves no room for an answer.
         """
-        prompt = self.tasks.prompt_tokens(index, None)
-        pool, sampling = self.pool, self.pool.sampling
-        if len(prompt) + pool.max_new_tokens > pool.max_model_len:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens leaves no room for {pool.max_new_tokens} more "
-                f"in {pool.max_model_len}",
-                place=f"samplers.{pool.name}",
-                remedy="raise max_model_len, or lower max_new_tokens or data.max_prompt_tokens",
-            )
         seed = hash_parts("solve rates", self.seed, self.tasks.problem(index).problem_id)
-        return [
-            SampleRequest(
-                prompt_tokens=prompt,
-                max_new_tokens=pool.max_new_tokens,
-                end_token=self.tasks.eos_token_id,
-                temperature=sampling.temperature,
-                noise_key=noise_key(seed, 0, sample),
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-            )
-            for sample in range(self.samples)
-        ]
+        return sample_requests(
+            self.pool,
+            self.tasks.prompt_tokens(index, None),
+            self.tasks.eos_token_id,
+            [noise_key(seed, 0, sample) for sample in range(self.samples)],
+        )
 
 
 def measure(
@@ -86,29 +68,21 @@ def measure(
         Whether all are measured; else `stop` was set.
 
     Raises:
-        UserError: the engine died or finishes nothing, or nothing can be graded here.
+        UserError: the engine died, or nothing can be graded here.
     """
     left = (index for index in range(asked.problems) if index not in progress.done)
     running: dict[Future[list[Sampled]], int] = {}
     before = sum(index < asked.problems for index in progress.done)
     teller = _Teller(asked.problems, before, log)
-    last = time.monotonic()
     while not stop.is_set():
         _fill(asked, engine, left, running)
         if not running:
             return True
         done, _ = wait(running, timeout=_TURN_S, return_when=FIRST_COMPLETED)
         if done:
-            last = time.monotonic()
             sampled = {running.pop(future): future.result() for future in done}
             progress.add(_graded(asked.tasks, sampled))
             teller.say(progress)
-        elif time.monotonic() - last > _STUCK_S:
-            raise UserError(
-                f"the engine finished nothing for {_STUCK_S:.0f} s",
-                place=f"samplers.{asked.pool.name}",
-                remedy="look at the device; the same command goes on where this one was",
-            )
     engine.abort()
     return False
 

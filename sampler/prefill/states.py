@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from sampler.prefill.batches import batches_by_length
 from verify.plugins import PrefillInput, by_prompt
 
 WORTH_SHARING = 0.15
@@ -51,6 +50,26 @@ def hidden_states(
         return
     for members in batches_by_length(lengths, positions=positions):
         yield Batch(members, _whole(body, [inputs[member] for member in members], device))
+
+
+def batches_by_length(lengths: Sequence[int], *, positions: int) -> Iterator[list[int]]:
+    """Divides rollouts into batches, the longest first.
+
+    Args:
+        lengths: tokens of each.
+        positions: of a batch, its size times its longest, at most; one that is longer is alone.
+
+    Yields:
+        Indices into `lengths`.
+    """
+    batch: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > positions:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
 
 
 def _whole(body: Any, batch: Sequence[PrefillInput], device: torch.device) -> torch.Tensor:

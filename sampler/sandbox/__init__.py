@@ -10,8 +10,7 @@ user, PID, network, mount, IPC and UTS namespaces. B: Landlock and seccomp. See 
 
 from sampler.sandbox.limits import Finished, Limits
 from sampler.sandbox.probe import Mechanism, Report, probe, require
-from sampler.sandbox.process import PYTHON, SET_A, SET_B, Isolated, NotIsolated, start
-from sampler.sandbox.running import run
+from sampler.sandbox.process import PYTHON, SET_A, SET_B, Isolated, NotIsolated, run, start
 
 __all__ = [
     "PYTHON",

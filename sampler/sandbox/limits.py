@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Outcome = Literal[
     "exit", "signal", "time", "cpu", "memory", "processes", "files", "output", "killed"
 ]
+
+
+_IN_WORDS: dict[Outcome, str] = {
+    "time": "it took too long",
+    "cpu": "it took too much CPU time",
+    "memory": "it took too much memory",
+    "processes": "it started too many processes",
+    "files": "it wrote too much",
+    "output": "it printed too much",
+    "killed": "killed",
+}
 
 
 @dataclass(frozen=True)
@@ -62,29 +76,36 @@ class Finished:
         """Whether it ended by itself with status 0."""
         return self.outcome == "exit" and self.code == 0
 
+    def describe(self) -> str:
+        """One line: the limit that was met, the signal, or the exit code with the last line of
+        stderr."""
+        if self.outcome == "exit":
+            last = self.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            return " ".join([f"exit code {self.code}", *(line[:200] for line in last)])
+        if self.outcome != "signal":
+            return _IN_WORDS[self.outcome]
+        known = -self.code in set(signal.Signals)
+        return f"killed by {signal.Signals(-self.code).name if known else f'signal {-self.code}'}"
 
-def judge(message: dict[str, bytes], stderr: bytes, limits: Limits) -> Finished:
+
+def judge(message: Mapping[str, Any], stderr: bytes, limits: Limits) -> Finished:
     """Makes sense of the launcher's last message: `verdict`, `wall_s`, `seen`, `cpu_seen`, and
     where the program ended by itself `status`, `cpu_s`, `peak`."""
-    status = int(message.get("status", b"9"))
-    signal = status & 0x7F
-    code = -signal if signal else status >> 8
-    verdict = message.get("verdict", b"killed").decode()
+    code = os.waitstatus_to_exitcode(message.get("status", signal.SIGKILL))
+    verdict = message.get("verdict", "killed")
     if not verdict and "status" not in message:
         verdict = "killed"  # the guard itself was, from outside
-    cpu_s = max(float(message.get("cpu_s", b"0")), float(message.get("cpu_seen", b"0")))
-    outcome = verdict or _by_status(code, cpu_s, stderr, limits)
+    cpu_s = max(message.get("cpu_s", 0.0), message.get("cpu_seen", 0.0))
     return Finished(
-        outcome,  # type: ignore[arg-type]  # the launcher speaks of these alone
+        verdict or _by_status(code, cpu_s, stderr, limits),
         -9 if verdict else code,
         stderr=stderr,
-        wall_s=float(message.get("wall_s", b"0")),
+        wall_s=message.get("wall_s", 0.0),
         cpu_s=cpu_s,
-        peak_bytes=max(int(message.get("peak", b"0")), int(message.get("seen", b"0"))),
+        peak_bytes=max(message.get("peak", 0), message.get("seen", 0)),
     )
 
 
-_SIGXCPU = 24
 _LAST_WORDS: dict[Outcome, tuple[bytes, ...]] = {
     "memory": (b"MemoryError", b"terminate called after throwing an instance of 'std::bad_alloc"),
     "processes": (b"BlockingIOError: [Errno 11]", b"RuntimeError: can't start new thread"),
@@ -93,7 +114,7 @@ _LAST_WORDS: dict[Outcome, tuple[bytes, ...]] = {
 
 
 def _by_status(code: int, cpu_s: float, stderr: bytes, limits: Limits) -> Outcome:
-    if code == -_SIGXCPU or (code == -9 and limits.cpu_s and cpu_s > limits.cpu_s):
+    if code == -signal.SIGXCPU or (code == -9 and limits.cpu_s and cpu_s > limits.cpu_s):
         return "cpu"
     last = stderr.rstrip().rpartition(b"\n")[2]
     for outcome, words in _LAST_WORDS.items():

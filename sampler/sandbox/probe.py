@@ -45,18 +45,11 @@ class Report:
     """What works here.
 
     Attributes:
-        namespaces: user, PID, network, mount, IPC and UTS namespaces, and mounts in them (set A).
-        landlock, seccomp: set B, where both work.
+        mechanisms: namespaces (user, PID, network, mount, IPC and UTS, and mounts in them: set A);
+            Landlock and seccomp (set B, where both work).
     """
 
-    namespaces: Mechanism
-    landlock: Mechanism
-    seccomp: Mechanism
-
-    @property
-    def mechanisms(self) -> tuple[Mechanism, ...]:
-        """All of them."""
-        return (self.namespaces, self.landlock, self.seccomp)
+    mechanisms: tuple[Mechanism, ...]
 
     @property
     def working(self) -> tuple[str, ...]:
@@ -85,7 +78,7 @@ def probe() -> Report:
     why = "no table of system calls for this architecture"
     if seccomp.supported():
         why = _try((*base, SECCOMP)) if base else _try(SET_B)
-    return Report(namespaces, found, Mechanism(SECCOMP, not why, why or "the filter holds"))
+    return Report((namespaces, found, Mechanism(SECCOMP, not why, why or "the filter holds")))
 
 
 def _try(mechanisms: tuple[str, ...]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import socket
@@ -11,8 +10,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from sampler.sandbox import filter as seccomp
@@ -20,7 +19,7 @@ from sampler.sandbox import paths
 from sampler.sandbox.inside import scratch, wire
 from sampler.sandbox.inside.landlock import abi
 from sampler.sandbox.inside.limits import READ_ALL, capabilities
-from sampler.sandbox.inside.order import LANDLOCK, NAMESPACES, SECCOMP, Order, pack
+from sampler.sandbox.inside.order import LANDLOCK, NAMESPACES, SECCOMP, Order
 from sampler.sandbox.limits import Finished, Limits, judge
 
 PYTHON = [sys.executable, "-I"]
@@ -32,7 +31,10 @@ nothing else to open and no call to reach it with."""
 
 START_S = 60.0
 END_S = 30.0
+_SETTLE_S = 5.0
+"""Longest wait for the end of a program whose pipe has ended."""
 STDERR_TAIL_BYTES = 64 << 10
+_PORTION = 64 << 10
 _HERE = str(Path(__file__).parent)
 _LAUNCH = "import sys; sys.path.insert(0, sys.argv[1]); from inside.launcher import main; "
 _LAUNCH += "main(int(sys.argv[2])); import os; os._exit(0)"  # nothing to take apart
@@ -72,20 +74,18 @@ class Isolated:
         self._lock = threading.Lock()
         self._finished: Finished | None = None
         self._scratch = b""
-        self._stderr = _Tail(supervisor.stderr)
+        self._stderr = _Tail(supervisor.stderr, self.stop)
 
     @property
     def stderr(self) -> bytes:
         """The last 64 KiB of what it wrote there so far."""
-        return self._stderr.text()
+        return self._stderr.text
 
-    def watch_stderr(self, limit: int, passed: Callable[[], None]) -> None:
-        """Calls `passed` once stderr is longer than `limit` bytes."""
-        self._stderr.watch(limit, passed)
-
-    def alive(self) -> bool:
-        """Whether its supervisor still runs."""
-        return self._supervisor.poll() is None
+    def limit_stderr(self, limit: int) -> None:
+        """Ends the program once it has written more than `limit` bytes there."""
+        self._stderr.limit = limit
+        if self._stderr.over:
+            self.stop()
 
     def stop(self) -> None:
         """Lets the supervisor end the program, without waiting for it."""
@@ -116,6 +116,14 @@ class Isolated:
         finally:
             self._lock.release()
 
+    def fate(self) -> str:
+        """How a program ended that closed its pipe, in words; one that goes on is killed."""
+        try:
+            return self.wait(_SETTLE_S).describe()
+        except TimeoutError:
+            self.kill()
+            return "it closed its pipe"
+
     def _collect(self, timeout_s: float | None) -> Finished:
         try:
             self._supervisor.wait(timeout_s)
@@ -123,8 +131,8 @@ class Isolated:
             raise TimeoutError(f"the isolated program runs after {timeout_s} s") from None
         self._control.setblocking(False)
         message = None
-        with contextlib.suppress(OSError, ValueError):
-            message = wire.read(self._control.fileno())
+        with contextlib.suppress(OSError):
+            message = wire.read(self._control, socket.socket.recv)
         self._stderr.close()
         for stream in (self.stdin, self.stdout):
             with contextlib.suppress(OSError):
@@ -132,7 +140,7 @@ class Isolated:
         self._control.close()
         if self._scratch:
             scratch.remove(self._scratch)
-        return judge(dict(message or []), self._stderr.text(), self.limits)
+        return judge(message or {}, self._stderr.text, self.limits)
 
     def _await_start(self) -> None:
         """Returns once the program runs.
@@ -142,68 +150,44 @@ class Isolated:
         """
         self._control.settimeout(START_S)
         try:
-            message = dict(_receive(self._control) or [])
+            message = wire.read(self._control, socket.socket.recv) or {}
         except TimeoutError:
-            message = {"failed": f"the launcher said nothing for {START_S:g} s".encode()}
+            message = {"failed": f"the launcher said nothing for {START_S:g} s"}
         except ConnectionResetError:
             message = {}
         if "started" in message:
             return
         self.kill()  # and all of its stderr is here
-        why = message.get("failed", b"the launcher ended: " + self.stderr[-2000:])
-        raise NotIsolated(why.decode(errors="replace"))
+        last = self.stderr[-2000:].decode(errors="replace")
+        raise NotIsolated(message.get("failed", f"the launcher ended: {last}"))
 
     def __enter__(self) -> Isolated:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.kill()
 
 
-def _receive(control: socket.socket) -> list[tuple[str, bytes]] | None:
-    """A message, waited for as long as the socket's time-out says."""
-    data = b""
-    while b":" not in data:
-        part = control.recv(1)
-        if not part:
-            return None
-        data += part
-    left = int(data[:-1])
-    body = b""
-    while len(body) < left:
-        part = control.recv(left - len(body))
-        if not part:
-            return None
-        body += part
-    return wire.decode(body)
-
-
 class _Tail:
-    """Reads a stream on a thread of its own and keeps its end."""
+    """Reads a stream on a thread of its own and keeps its end.
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self._parts: collections.deque[bytes] = collections.deque()
-        self._kept = self._total = 0
-        self._limit: int | None = None
-        self._passed: Callable[[], None] | None = None
-        self._lock = threading.Lock()
+    Args:
+        stream: of the program.
+        stop: called when the program has written more than `limit` bytes.
+    """
+
+    def __init__(self, stream: IO[bytes], stop: Callable[[], None]) -> None:
+        self._stream, self._stop = stream, stop
+        self.text = b""
+        """The last 64 KiB."""
+        self.total = 0
+        self.limit: int | None = None
         self._thread = threading.Thread(target=self._read, name="stderr", daemon=True)
         self._thread.start()
 
-    def watch(self, limit: int, passed: Callable[[], None]) -> None:
-        with self._lock:
-            self._limit, self._passed = limit, passed
-        self._check()
-
-    def text(self) -> bytes:
-        with self._lock:
-            return b"".join(self._parts)[-STDERR_TAIL_BYTES:]
+    @property
+    def over(self) -> bool:
+        return self.limit is not None and self.total > self.limit
 
     def close(self) -> None:
         """Waits for the end of the stream, which the end of all its writers brings."""
@@ -212,21 +196,11 @@ class _Tail:
             self._stream.close()
 
     def _read(self) -> None:
-        while part := os.read(self._stream.fileno(), 16 << 10):
-            with self._lock:
-                self._parts.append(part)
-                self._kept += len(part)
-                self._total += len(part)
-                while self._kept - len(self._parts[0]) >= STDERR_TAIL_BYTES:
-                    self._kept -= len(self._parts.popleft())
-            self._check()
-
-    def _check(self) -> None:
-        with self._lock:
-            over = self._limit is not None and self._total > self._limit
-            passed, self._passed = (self._passed, None) if over else (None, self._passed)
-        if passed:
-            passed()
+        while part := os.read(self._stream.fileno(), _PORTION):
+            self.text = (self.text + part)[-STDERR_TAIL_BYTES:]
+            self.total += len(part)
+            if self.over:
+                self._stop()
 
 
 def start(
@@ -248,7 +222,8 @@ def start(
         limits: what it may use.
         files: {path relative to the scratch directory: content} to lie there.
         readable: further files and directories, as site-packages.
-        mechanisms: names of those to apply; all that work here where not given.
+        mechanisms: names of those to apply; all that work here where not given. With none at all
+            the limits hold, and the program sees what its user sees.
 
     Raises:
         NotIsolated: a mechanism fails, the program or a path is not there.
@@ -283,12 +258,55 @@ def start(
         # A launcher that ended before it read all has its reason on its stderr.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             ours.settimeout(START_S)
-            ours.sendall(wire.encode(pack(order)))
+            ours.sendall(wire.encode(vars(order)))
         process._await_start()
     except BaseException:
         process.kill()
         raise
     return process
+
+
+def run(
+    command: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    limits: Limits,
+    files: Mapping[str, bytes] | None = None,
+    readable: Sequence[Path] = (),
+    mechanisms: Sequence[str] | None = None,
+) -> Finished:
+    """Runs a program in isolation until it ends or hits a limit; nothing of it is left then.
+
+    Args and errors as of `start`. `stdin` is all that the program can read there.
+    """
+    process = start(command, limits=limits, files=files, readable=readable, mechanisms=mechanisms)
+    process.limit_stderr(limits.output_bytes)
+    writer = threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True)
+    writer.start()
+    stdout = bytearray()
+    try:
+        while len(stdout) <= limits.output_bytes:
+            if not (part := os.read(process.stdout.fileno(), _PORTION)):
+                break
+            stdout += part
+        else:
+            process.stop()
+        finished = process.wait(None)
+    finally:
+        process.kill()
+        writer.join()
+    too_much = len(stdout) > limits.output_bytes or process._stderr.over
+    if too_much and finished.outcome == "killed":
+        finished = replace(finished, outcome="output")
+    return replace(finished, stdout=bytes(stdout[: limits.output_bytes]))
+
+
+def _feed(stream: IO[bytes], data: bytes) -> None:
+    """Writes what the program reads; it need not read it."""
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(data)
+    with contextlib.suppress(OSError, ValueError):
+        stream.close()
 
 
 def _order(
@@ -299,7 +317,7 @@ def _order(
     mechanisms: tuple[str, ...],
 ) -> Order:
     contained = NAMESPACES in mechanisms
-    if not contained and not set(SET_B) <= set(mechanisms):
+    if mechanisms and not contained and not set(SET_B) <= set(mechanisms):
         raise ValueError(f"{mechanisms} isolate nothing: {SET_A} or {SET_B} is needed")
     try:
         real, links = paths.resolve([*paths.interpreter(), Path(command[0]), *readable])
@@ -307,7 +325,7 @@ def _order(
         raise NotIsolated(str(error)) from None
     order = Order()
     order.command = [os.fsencode(word) for word in command]
-    order.environment = [(k.encode(), v.encode()) for k, v in _ENVIRONMENT.items()]
+    order.environment = {k.encode(): v.encode() for k, v in _ENVIRONMENT.items()}
     order.files = [(_inside(name), content) for name, content in files.items()]
     order.readable, order.links = real, links
     order.mechanisms = list(mechanisms)

@@ -4,8 +4,7 @@ The coordinator may say that too much waits for a verdict, and when to come agai
 end meanwhile writes what it has into its folder, and sends the same bytes at its next start, if
 the lease is still alive then. A worker that is killed leaves nothing: it samples the same again.
 
-    <lease>.table       the table
-    <lease>.envelope    the signed envelope, written after it; it names the table's digest
+    <lease>.submission    a line with the signed envelope, which names the table's digest; the table
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.signed import BadSignature
 from verify.formats.submission import MAX_ENVELOPE_BYTES, open_submission
 
-_ENVELOPE, _TABLE = ".envelope", ".table"
+_SUFFIX = ".submission"
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,8 @@ class Outbox:
         """It was taken in or refused: nobody needs it any more."""
         with self._lock:
             self._made.pop(lease, None)
-            for suffix in (_ENVELOPE, _TABLE):
-                with suppress(OSError):  # it is refused once more, at worst
-                    (self._folder / f"{lease}{suffix}").unlink(missing_ok=True)
+            with suppress(OSError):  # it is refused once more, at worst
+                (self._folder / f"{lease}{_SUFFIX}").unlink(missing_ok=True)
 
     def keep(self) -> list[str]:
         """Writes what is still there, to be sent at the next start.
@@ -77,7 +75,7 @@ class Outbox:
     def load(self) -> dict[str, Made]:
         """What a process before this one has kept, by lease; what is damaged is removed."""
         remove_leftovers(self._folder)
-        for path in sorted(self._folder.glob(f"*{_ENVELOPE}")):
+        for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
             try:
                 self.put(path.stem, self._read(path))
             except (OSError, UserError, BadSignature) as error:
@@ -88,19 +86,19 @@ class Outbox:
 
     def _kept(self, lease: str, made: Made) -> bool:
         try:
-            write_atomic(self._folder / f"{lease}{_TABLE}", made.table)
-            write_atomic(self._folder / f"{lease}{_ENVELOPE}", made.envelope)
+            data = made.envelope + b"\n" + made.table
+            write_atomic(self._folder / f"{lease}{_SUFFIX}", data)
         except UserError as error:
             self._log.warning("a submission is lost, its lease can be sampled again: %s", error)
             return False
         return True
 
     def _read(self, path: Path) -> Made:
-        envelope = read_bounded(path, MAX_ENVELOPE_BYTES)
+        data = read_bounded(path, MAX_ENVELOPE_BYTES + self._max_bytes)
+        envelope, _, table = data.partition(b"\n")
         said = open_submission(envelope)
         if (said.run, said.worker, said.lease) != (self._run, self._worker, path.stem):
             raise BadSignature("submission: of another run, worker or lease")
-        table = read_bounded(path.with_suffix(_TABLE), self._max_bytes)
-        if digest_bytes(table) != said.digest:
+        if len(table) > self._max_bytes or digest_bytes(table) != said.digest:
             raise BadSignature("submission: the table is not the one that was signed")
         return Made(envelope, table)

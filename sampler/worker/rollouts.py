@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runspec.core.errors import UserError
 from runspec.core.spec.schema import SamplerPool
-from sampler.engine.requests import Sampled, SampleRequest
+from sampler.engine.requests import Sampled, SampleRequest, sample_requests
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import Rollout
 from verify.noise import noise_key
@@ -41,32 +40,17 @@ def plan_rollouts(
     """
     plan = []
     for assignment in assignments(lease, n_problems=len(tasks), targets=tasks.targets):
-        prompt = tasks.prompt_tokens(assignment.problem, assignment.target)
-        room = pool.max_model_len - len(prompt)
-        if room < pool.max_new_tokens:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens leaves {room} of {pool.max_model_len} for the "
-                f"{pool.max_new_tokens} new ones",
-                place=f"samplers.{pool.name}",
-                remedy="raise max_model_len, or lower max_new_tokens or data.max_prompt_tokens",
-            )
-        for sample in range(group_size):
-            seeded = pool.sampling.seeded
-            key = noise_key(lease.seed, assignment.group, sample) if seeded else None
-            request = SampleRequest(
-                prompt_tokens=prompt,
-                max_new_tokens=pool.max_new_tokens,
-                end_token=tasks.eos_token_id,
-                temperature=pool.sampling.temperature,
-                noise_key=key,
-                top_p=pool.sampling.top_p,
-                top_k=pool.sampling.top_k,
-            )
-            plan.append(
-                PlannedRollout(
-                    assignment.group, sample, assignment.problem, assignment.target, request
-                )
-            )
+        group, problem, target = assignment.group, assignment.problem, assignment.target
+        keys = [
+            noise_key(lease.seed, group, sample) if pool.sampling.seeded else None
+            for sample in range(group_size)
+        ]
+        prompt = tasks.prompt_tokens(problem, target)
+        requests = sample_requests(pool, prompt, tasks.eos_token_id, keys)
+        plan += [
+            PlannedRollout(group, sample, problem, target, request)
+            for sample, request in enumerate(requests)
+        ]
     return plan
 
 

@@ -22,7 +22,7 @@ Stage = Literal["waiting", "sampling", "finishing"]
 """`waiting` for the engine; `sampling` in it; `finishing`: graded, proved and handed in."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpenLease:
     """A lease that the worker holds."""
 

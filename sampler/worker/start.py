@@ -12,8 +12,8 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
-from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.core.spec.source_files import compare_data_digests
+from sampler.engine.arguments import find_pool
 from sampler.engine.engine import Engine
 from sampler.worker.meter import Meter
 from sampler.worker.outbox import Outbox
@@ -104,22 +104,6 @@ def work(
         member = worker(registration, versions=versions, engine=made, tasks=tasks, outbox=outbox)
         member.load(version, path)
         member.run(stop)
-
-
-def find_pool(spec: RunSpec, name: str) -> SamplerPool:
-    """The pool of the spec that a worker serves.
-
-    Raises:
-        UserError: there is none of the name.
-    """
-    pools = {pool.name: pool for pool in spec.samplers}
-    if name not in pools:
-        raise UserError(
-            f"no sampler pool {name!r}",
-            place="--pool",
-            remedy=f"the spec has: {', '.join(sorted(pools))}",
-        )
-    return pools[name]
 
 
 def _compare_data(client: CoordinatorClient, ours: str) -> None:

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,27 +22,34 @@ from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from sampler.engine.engine import Engine, EngineDied
-from sampler.engine.proofs import prove
 from sampler.engine.requests import GenerationAborted, NoVersion, Sampled
-from sampler.worker.asker import Asker
-from sampler.worker.held import Dealt, Ended, Failed, Granted, Happening, HeldLease, NoLease
+from sampler.worker.background import Background
+from sampler.worker.lease_state import (
+    Event,
+    Granted,
+    HeldLease,
+    NotGranted,
+    SamplingEnded,
+    Settled,
+)
 from sampler.worker.meter import Meter
 from sampler.worker.outbox import Made, Outbox
 from sampler.worker.rollouts import (
     FinishedRollout,
-    PlannedRollout,
     claim_rewards,
     make_rollouts,
     plan_rollouts,
 )
 from sampler.worker.schedule import Ask, Load, Situation, Submit, Wait, next_action
-from sampler.worker.submitter import Submitter
 from sampler.worker.versions import Versions
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
-from verify.formats.lease import Lease
+from verify.formats.lease import lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
 from verify.plugins import TaskSet
+from verify.toploc import build_proofs_of
 
+LEASE_POLL_S = 1.0
+"""How long one question for a lease stays open."""
 LAST_SUBMISSIONS_S = 5.0
 """How long a finished run's last submissions may take to be made and handed in."""
 FINISH_S = 1.2
@@ -96,12 +103,13 @@ class Worker:
         self._engine, self._tasks, self._outbox = engine, tasks, outbox
         self._spec, self._pool = registration.spec, pool
         self._meter, self._log = registration.meter, log
-        self._happenings: queue.SimpleQueue[Happening] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._held: dict[str, HeldLease] = {}
+        self._submitting: set[str] = set()  # leases
         self._asking = self._leaving = False
         self._loaded = (-1, Path())
-        self._asker = Asker(client, versions, pool, plan=self._plan, tell=self._happenings.put)
-        self._submitter = Submitter(log, lambda digest: self._happenings.put(Dealt(digest)))
+        self._asker = Background("ask", self._events.put)
+        self._submitter = Background("submit", self._events.put)
 
     def run(self, stop: threading.Event) -> None:
         """Works until `stop` is set or the run is finished.
@@ -119,13 +127,7 @@ class Worker:
             self._outbox.keep()
             raise
         except RunFinished:
-            # What is sampled already still goes out, unless the coordinator refuses it.
-            if not self._submitter.drain(LAST_SUBMISSIONS_S):
-                self._log.warning(
-                    "a submission is given up: not in after %.0f s", LAST_SUBMISSIONS_S
-                )
-            with suppress(RunFinished):  # the coordinator's answer to what came too late
-                self._submitter.check()
+            self._hand_in_the_last()
             self._log.info("the run is finished")
 
     def load(self, version: int, path: Path) -> None:
@@ -155,28 +157,27 @@ class Worker:
         for lease, made in self._outbox.load().items():
             self._log.info("a submission of lease %s was kept, sending it", lease[:16])
             self._client.hold(lease)
-            self._submitter.add(lease, partial(self._hand_in, lease, made))
+            self._submit(lease, partial(self._hand_in, lease, made))
 
     def _act(self) -> None:
         """Takes note of all that has happened, then does one thing, or waits for the next."""
-        self._submitter.check()
-        while not self._happenings.empty():
-            self._take(self._happenings.get())
+        while not self._events.empty():
+            self._take(self._events.get())
         match next_action(self._situation()):
             case Ask():
                 self._asking = True
-                self._asker.ask()
+                self._asker.add(self._next_lease)
             case Load(version):
                 self._switch(version)
             case Submit(digest):
                 self._sample(self._held[digest])
             case Wait():
                 with suppress(queue.Empty):
-                    self._take(self._happenings.get(timeout=_LOOK_S))
+                    self._take(self._events.get(timeout=_LOOK_S))
 
     def _situation(self) -> Situation:
         return Situation(
-            leases=[held.seen() for held in self._held.values()],
+            leases=list(self._held.values()),
             loaded=self._engine.version,
             running=self._engine.running,
             capacity=self._engine.capacity,
@@ -185,26 +186,47 @@ class Worker:
             newest=self._versions.newest,
         )
 
-    def _take(self, happening: Happening) -> None:
-        match happening:
+    def _take(self, event: Event) -> None:
+        """Takes note of an event; raises what a thread beside the loop has failed with."""
+        match event:
             case Granted(lease, digest, plan):
                 self._asking = False
                 # One that is here already was granted again while its answer was on its way.
-                self._held.setdefault(digest, HeldLease(lease, digest, plan))
-            case NoLease():
+                held = HeldLease(digest, lease.version, "waiting", lease=lease, plan=plan)
+                self._held.setdefault(digest, held)
+            case NotGranted(error):
                 self._asking = False
-            case Ended(digest, future):
-                held = self._held.get(digest)
-                if held is not None and held.future is future:  # else it was sampled again
-                    self._sampled(held, future)
-            case Dealt(digest):
+                if error is not None:
+                    raise error
+            case SamplingEnded(digest, future):
+                sampling = self._held.get(digest)
+                if sampling is not None and sampling.future is future:  # else it was sampled again
+                    self._sampled(sampling, future)
+            case Settled(digest, error):
                 self._held.pop(digest, None)
-            case Failed(error):
-                raise error
+                self._submitting.discard(digest)
+                if error is not None:
+                    raise error
 
-    def _plan(self, lease: Lease) -> list[PlannedRollout]:
-        size = self._spec.algorithm.group_size
-        return plan_rollouts(lease, self._tasks, self._pool, group_size=size)
+    def _next_lease(self) -> Granted | NotGranted:
+        """Asks for a lease, and has its version on this machine before it is told."""
+        try:
+            data = self._client.lease(LEASE_POLL_S)
+            if data is None:
+                return NotGranted()
+            lease = open_lease(data, coordinators=self._client.roles().coordinator)
+            if lease.pool != self._pool.name or lease.groups > self._pool.groups_per_submission:
+                raise UserError(
+                    f"a lease of {lease.groups} groups for pool {lease.pool!r}",
+                    place="coordinator",
+                    remedy=f"this worker serves {self._pool.name!r}: check --pool and --key",
+                )
+            self._versions.get(lease.version, lease.manifest_digest)
+            size = self._spec.algorithm.group_size
+            plan = plan_rollouts(lease, self._tasks, self._pool, group_size=size)
+            return Granted(lease, lease_digest(data), plan)
+        except BaseException as error:  # noqa: BLE001 - raised again by the loop
+            return NotGranted(error)
 
     def _switch(self, version: int) -> None:
         leases = [h.lease for h in self._held.values() if h.lease.version == version]
@@ -227,7 +249,7 @@ class Worker:
             held.future.set_exception(error.death)
 
         def tell(future: Future[list[Sampled]]) -> None:
-            self._happenings.put(Ended(held.digest, future))
+            self._events.put(SamplingEnded(held.digest, future))
 
         held.future.add_done_callback(tell)
 
@@ -250,9 +272,7 @@ class Worker:
             *(lease.step, lease.index, len(sampled), lease.version, tokens, seconds),
         )
         held.stage = "finishing"
-        self._submitter.add(
-            held.digest, lambda: self._submit(lease, held.digest, held.plan, sampled)
-        )
+        self._submit(held.digest, partial(self._finish, held, sampled))
 
     def _revive(self, error: EngineDied) -> None:
         """Starts the engine again after a death, with the same leases and so the same tokens."""
@@ -281,8 +301,7 @@ class Worker:
         try:
             while self._under_way() and (left := ends - time.monotonic()) > 0:
                 with suppress(queue.Empty):
-                    self._take(self._happenings.get(timeout=left))
-                self._submitter.check()
+                    self._take(self._events.get(timeout=left))
         except UserError as error:
             self._log.warning("while stopping: %s", error)
         with suppress(EngineDied):
@@ -309,11 +328,41 @@ class Worker:
                 *(count, len(kept)),
             )
 
-    def _submit(
-        self, lease: Lease, digest: str, plan: Sequence[PlannedRollout], sampled: list[Sampled]
-    ) -> None:
-        claims = claim_rewards(plan, sampled, self._tasks)
-        parts = zip(plan, sampled, claims, prove(sampled), strict=True)
+    def _submit(self, lease: str, finish: Callable[[], None]) -> None:
+        """Finishes a lease beside the sampling; the next leases sample while the last one travels.
+
+        Args:
+            lease: its digest.
+            finish: makes the submission and hands it in.
+        """
+
+        def settle() -> Settled:
+            try:
+                finish()
+            except SubmissionRefused as error:
+                self._log.warning("submission refused, going on: %s", error)
+            except BaseException as error:  # noqa: BLE001 - raised again by the loop
+                return Settled(lease, error)
+            return Settled(lease)
+
+        self._submitting.add(lease)
+        self._submitter.add(settle)
+
+    def _hand_in_the_last(self) -> None:
+        """What is sampled when the run is finished still goes out, unless it is refused."""
+        ends = time.monotonic() + LAST_SUBMISSIONS_S
+        while self._submitting and (left := ends - time.monotonic()) > 0:
+            with suppress(queue.Empty, RunFinished):  # the answer to what came too late
+                if isinstance(event := self._events.get(timeout=left), Settled):
+                    self._take(event)
+        if self._submitting:
+            self._log.warning("a submission is given up: not in after %.0f s", LAST_SUBMISSIONS_S)
+
+    def _finish(self, held: HeldLease, sampled: list[Sampled]) -> None:
+        lease, digest = held.lease, held.digest
+        claims = claim_rewards(held.plan, sampled, self._tasks)
+        proofs = build_proofs_of([result.selection for result in sampled])
+        parts = zip(held.plan, sampled, claims, proofs, strict=True)
         finished = [FinishedRollout(*each) for each in parts]
         rollouts = make_rollouts(lease, digest, finished, self._tasks, self._pool)
         table = encode_rollouts(self.finish(rollouts))

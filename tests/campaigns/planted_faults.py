@@ -89,14 +89,14 @@ PLANTED = [
         "sampler/engine/engine.py",
         'self._rpc("repack_tied_head")',
         "pass",
-        ("tests/sampler/engine/test_tied_head.py",),
+        ("tests/sampler/engine/test_reload.py",),
     ),
     Planted(
         "a tied head is new after a patch",
         "sampler/engine/patch.py",
         "    if head_changed:\n",
         "    if False:\n",
-        ("tests/sampler/engine/test_tied_head.py",),
+        ("tests/sampler/engine/test_reload.py",),
     ),
     Planted(
         "rotary positions are those of transformers",
@@ -226,8 +226,8 @@ PLANTED = [
     Planted(
         "a submission waits in the outbox whole",
         "sampler/worker/outbox.py",
-        '            write_atomic(self._folder / f"{lease}{_TABLE}", made.table)\n',
-        "",
+        'data = made.envelope + b"\\n" + made.table',
+        'data = made.envelope + b"\\n"',
         ("tests/sampler/worker/test_outbox.py",),
     ),
     Planted(

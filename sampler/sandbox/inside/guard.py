@@ -12,6 +12,11 @@ import resource
 
 from . import kernel, landlock, limits, namespaces, scratch, wire
 from .order import LANDLOCK, NAMESPACES, SECCOMP, Order
+from .watch import descendants
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # as `typing` says it, without its import
+    from collections.abc import Callable
 
 
 def guard(order: Order, user: int, tasks: int, ready: int, failures: int, report: int) -> None:
@@ -108,7 +113,7 @@ def _wait(program: int, report: int, directory: bytes) -> None:
     `directory` away (without one, the kernel ends all of the namespace with this process)."""
     if directory:
         _end_on_signal(program, directory)
-    wire.write(report, [("program", b"%d" % program)])
+    wire.write(report, {"program": program})
     status, ended = 0, 0
     while ended != program:
         ended, status = os.wait()
@@ -116,14 +121,8 @@ def _wait(program: int, report: int, directory: bytes) -> None:
         _end_group(program)
         scratch.remove(directory)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    wire.write(
-        report,
-        [
-            ("status", b"%d" % status),
-            ("cpu_s", b"%f" % (usage.ru_utime + usage.ru_stime)),
-            ("peak", b"%d" % (usage.ru_maxrss << 10)),
-        ],
-    )
+    cpu_s = usage.ru_utime + usage.ru_stime
+    wire.write(report, {"status": status, "cpu_s": cpu_s, "peak": usage.ru_maxrss << 10})
     os._exit(0)
 
 
@@ -139,19 +138,21 @@ def _end_on_signal(program: int, directory: bytes) -> None:
 
 
 def _end_group(program: int) -> None:
-    """Kills the program's process group, which the filter lets nobody leave, until no process of
-    it is left. A signal to a group reaches also what is being forked meanwhile."""
+    """Kills the program's process group until nothing is left below the guard. A signal to a group
+    reaches also what is being forked meanwhile; only where no filter holds can a process leave the
+    group."""
     try:
         while True:
-            _kill(program)
+            _kill(os.killpg, program)
+            for pid in (program, *descendants(os.getpid())):
+                _kill(os.kill, pid)
             os.wait()
     except ChildProcessError:
         return  # none left
 
 
-def _kill(program: int) -> None:
-    for end in (os.killpg, os.kill):
-        try:
-            end(program, kernel.SIGKILL)
-        except ProcessLookupError:
-            continue
+def _kill(end: Callable[[int, int], None], pid: int) -> None:
+    try:
+        end(pid, kernel.SIGKILL)
+    except ProcessLookupError:
+        return

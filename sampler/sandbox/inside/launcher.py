@@ -31,11 +31,11 @@ def main(control: int) -> None:
     report, report_in = os.pipe()
     contained = order.isolates(NAMESPACES)
     try:
-        user = limits.spare_user()
+        user = limits.spare_user() if order.mechanisms else os.geteuid()
         tasks = limits.tasks_allowed(order.processes, user, contained=contained)
         child = kernel.clone(namespaces.FLAGS) if contained else os.fork()
     except OSError as error:
-        wire.write(control, [("failed", str(error).encode())])
+        wire.write(control, {"failed": str(error)})
         return
     if child == 0:
         for descriptor in (control, go, failures, report):
@@ -47,14 +47,14 @@ def main(control: int) -> None:
     problem = problem or _text(failures)
     if problem:
         _end(child, contained=contained)
-        wire.write(control, [("failed", problem)])
+        wire.write(control, {"failed": problem})
         return
-    first = wire.read(report)  # the guard's name for the program
-    wire.write(control, [("started", b"")])
-    _supervise(order, control, child, report, int(first[0][1]) if first else 0, started)
+    first = wire.read(report) or {}  # the guard's name for the program
+    wire.write(control, {"started": True})
+    _supervise(order, control, child, report, first.get("program", 0), started)
 
 
-def _let_go(order: Order, child: int, user: int, go: int) -> bytes:
+def _let_go(order: Order, child: int, user: int, go: int) -> str:
     """Maps the child's ids and lets it go on; says what went wrong."""
     try:
         if order.isolates(NAMESPACES):
@@ -63,19 +63,19 @@ def _let_go(order: Order, child: int, user: int, go: int) -> bytes:
             os.chown(order.scratch, user, user)
         os.write(go, b"1")
     except OSError as error:
-        return f"ids of a user namespace: {error}".encode()
+        return f"ids of a user namespace: {error}"
     finally:
         os.close(go)
-    return b""
+    return ""
 
 
-def _text(descriptor: int) -> bytes:
+def _text(descriptor: int) -> str:
     """All that comes until the descriptor's other ends are closed."""
     text = b""
     while part := os.read(descriptor, 4096):
         text += part
     os.close(descriptor)
-    return text
+    return text.decode(errors="replace")
 
 
 def _supervise(
@@ -97,17 +97,12 @@ def _supervise(
         if report in events:
             break
         verdict = "killed" if control in events else watch.look()
-    ending = [] if verdict else wire.read(report) or []
+    ending = {} if verdict else wire.read(report) or {}
     _end(child, contained=order.isolates(NAMESPACES), program=program)
     wall = time.monotonic() - started
     try:
-        fields = [
-            ("verdict", verdict.encode()),
-            ("wall_s", b"%f" % wall),
-            ("seen", b"%d" % watch.peak),
-        ]
-        fields.append(("cpu_seen", b"%f" % watch.cpu))
-        wire.write(control, [*fields, *ending])
+        seen = {"verdict": verdict, "wall_s": wall, "seen": watch.peak, "cpu_seen": watch.cpu}
+        wire.write(control, seen | ending)
     except OSError:
         return  # the parent has closed its end: nobody asks
 

@@ -1,63 +1,57 @@
-"""Messages between the parent and the launcher: pairs of bytes, each with its length in front."""
+"""Messages between the parent, the launcher and the guard: a dictionary with its length in front.
+
+These three are trusted and alone hold the descriptors, so `marshal` may read what it finds there.
+"""
 
 from __future__ import annotations
 
+import marshal
 import os
 
-MAX_MESSAGE_BYTES = 256 << 20
-_CHUNK = 1 << 20
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # as `typing` says it, without its import
+    from collections.abc import Callable
+    from typing import Any
+
+_LENGTH_BYTES = 8
 
 
-def encode(pairs: list[tuple[str, bytes]]) -> bytes:
-    """A message: its length, then every key and value, each as `length:bytes`."""
-    fields = [field for key, value in pairs for field in (key.encode(), value)]
-    body = b"".join(b"%d:%b" % (len(field), field) for field in fields)
-    return b"%d:%b" % (len(body), body)
+def encode(message: dict[str, Any]) -> bytes:
+    """A message of plain values, as bytes."""
+    data = marshal.dumps(message)
+    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
 
-def decode(body: bytes) -> list[tuple[str, bytes]]:
-    """The pairs of a message's body.
-
-    Raises:
-        ValueError: not what `encode` writes.
-    """
-    fields, at = [], 0
-    while at < len(body):
-        colon = body.index(b":", at, at + 12)
-        at = colon + 1 + int(body[at:colon])
-        fields.append(body[colon + 1 : at])
-    if len(fields) % 2 or at != len(body):
-        raise ValueError("a message that is cut off")
-    return [(fields[i].decode(), fields[i + 1]) for i in range(0, len(fields), 2)]
-
-
-def read(descriptor: int) -> list[tuple[str, bytes]] | None:
-    """The next message, or None where the other side closed before one was whole."""
-    head = b""
-    while not head.endswith(b":"):
-        byte = os.read(descriptor, 1)
-        if not byte or len(head) > 12:
-            return None
-        head += byte
-    left = int(head[:-1])
-    if left > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {left} bytes")
-    parts = []
-    while left:
-        part = os.read(descriptor, min(left, _CHUNK))
-        if not part:
-            return None
-        parts.append(part)
-        left -= len(part)
-    return decode(b"".join(parts))
-
-
-def write(descriptor: int, pairs: list[tuple[str, bytes]]) -> None:
+def write(descriptor: int, message: dict[str, Any]) -> None:
     """Sends a message whole.
 
     Raises:
         OSError: nobody reads any more.
     """
-    rest = memoryview(encode(pairs))
+    rest = memoryview(encode(message))
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+
+
+def read(source: Any, receive: Callable[[Any, int], bytes] = os.read) -> dict[str, Any] | None:
+    """The next message, or None where the other side closed before one was whole.
+
+    Args:
+        source: a descriptor, or what `receive` takes in its place.
+        receive: returns at most so many bytes of the source, none at its end.
+    """
+    head = _exactly(source, receive, _LENGTH_BYTES)
+    body = head and _exactly(source, receive, int.from_bytes(head, "big"))
+    return marshal.loads(body) if body else None  # noqa: S302 - trusted, as said above
+
+
+def _exactly(source: Any, receive: Callable[[Any, int], bytes], size: int) -> bytes:
+    """So many bytes; none where the end comes before."""
+    parts = []
+    while size:
+        part = receive(source, size)
+        if not part:
+            return b""
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

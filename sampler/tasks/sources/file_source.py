@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
+
+import pyarrow as pa
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Source
@@ -37,6 +42,86 @@ class Table(Protocol):
 
     def place(self, number: int) -> str:
         """File and row, for messages; rows count from 1."""
+
+
+class Stamp:
+    """Size and time of a file, held against it whenever it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        known = path.stat()
+        self._known = (known.st_size, known.st_mtime_ns)
+
+    def open(self) -> BinaryIO:
+        """The file, to read.
+
+        Raises:
+            UserError: it is not there any more, or another one.
+        """
+        try:
+            stream = self.path.open("rb")
+            now = os.fstat(stream.fileno())
+            if (now.st_size, now.st_mtime_ns) == self._known:
+                return stream
+            stream.close()
+            reason = "changed while the run reads it"
+        except OSError as error:
+            reason = f"cannot be read any more: {error.strerror or error}"
+        raise UserError(
+            reason, place=str(self.path), remedy="put the file back as it was, then start again"
+        )
+
+
+class Pieces(ABC):
+    """A `Table` of Arrow data that lies in pieces: row groups, or record batches.
+
+    Args:
+        files: by relative name.
+        rows: of each piece, and the number of its file, in order.
+    """
+
+    def __init__(self, files: Mapping[str, Path], rows: Sequence[tuple[int, int]]) -> None:
+        self._names = list(files)
+        self._file_of = [file for _, file in rows]
+        self._starts = [0, *accumulate(count for count, _ in rows)]
+
+    @abstractmethod
+    def piece(self, number: int) -> pa.Table | pa.RecordBatch:
+        """The piece 0 <= number, in memory or mapped."""
+
+    @abstractmethod
+    def batches(self) -> Iterator[list[Mapping[str, Any]]]:
+        """See `Table`."""
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """See `Table`."""
+        at = bisect_right(self._starts, number) - 1
+        rows = self.piece(at).slice(number - self._starts[at], 1).to_pylist()
+        found: Mapping[str, Any] = rows[0]
+        return found
+
+    def place(self, number: int) -> str:
+        """See `Table`."""
+        file = self._file_of[bisect_right(self._starts, number) - 1]
+        first = self._starts[self._file_of.index(file)]
+        return f"{self._names[file]}, row {number - first + 1}"
+
+
+def require_columns(columns: Sequence[str], there: Sequence[str], name: str) -> None:
+    """Makes sure that a file has the columns that are read.
+
+    Raises:
+        UserError: it lacks some.
+    """
+    if missing := [column for column in columns if column not in there]:
+        raise UserError(
+            f"no column {', '.join(map(repr, missing))}; there are {', '.join(there)[:300]}",
+            place=name,
+            remedy="name the columns under params, and that of the solve rate in solve_rate",
+        )
 
 
 class FileSource(ABC):

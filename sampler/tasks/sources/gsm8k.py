@@ -8,27 +8,19 @@ from typing import Any
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Source
 from sampler.tasks.sources.jsonl import JsonlSource
-from sampler.tasks.sources.rows import solve_rate, text
+from sampler.tasks.sources.rows import RowReader, text
 from verify.plugins import Problem
 
 TASK_TYPE = "math"
 _MARK = "####"
 
 
-class Gsm8kRows:
-    """A `RowReader` of GSM8K's columns; problem n of source `s` is called s-n, from 0."""
+class Gsm8kRows(RowReader):
+    """Rows of GSM8K's columns; problem n of source `s` is called s-n, from 0."""
 
     def __init__(self, source: Source) -> None:
-        if source.params:
-            raise UserError(
-                f"unknown: {', '.join(sorted(source.params))}",
-                place=f"data.sources.{source.name}.params",
-                remedy="kind gsm8k has none",
-            )
+        super().__init__(source, ["question", "answer"], params=())
         self._source = source.name
-        self._task_type = source.task_types.get(TASK_TYPE, TASK_TYPE)
-        self._rate = None if source.solve_rate is None else source.solve_rate.field
-        self.columns = ["question", "answer", *([self._rate] if self._rate is not None else ())]
 
     def problem(self, row: Mapping[str, Any], number: int, place: str) -> Problem:
         """See `RowReader`."""
@@ -41,14 +33,10 @@ class Gsm8kRows:
             )
         return Problem(
             problem_id=f"{self._source}-{number}",
-            task_type=self._task_type,
+            task_type=self._task_types.get(TASK_TYPE, TASK_TYPE),
             prompt=text(row, "question", place),
             verification={"ground_truth": answer.strip().replace(",", "")},
         )
-
-    def rate(self, row: Mapping[str, Any], place: str) -> float | None:
-        """See `RowReader`."""
-        return solve_rate(row, self._rate, place)
 
 
 class Gsm8kSource(JsonlSource):

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from runspec.core.errors import UserError
-from sampler.tasks.sources.file_source import BATCH_ROWS, MAX_ROW_BYTES, FileSource
-from sampler.tasks.sources.unchanged import Stamp
+from sampler.tasks.sources.file_source import BATCH_ROWS, MAX_ROW_BYTES, FileSource, Stamp
 
 _BLOCK_BYTES = 16 * 1024 * 1024
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zipfile import BadZipFile
 
 import numpy as np
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.hashing import digest_bytes, hash_parts
+from runspec.core.hashing import hash_parts
 from runspec.core.spec.schema import Source
 from runspec.core.spec.source_files import file_digest
 from sampler.tasks.interfaces import Keep
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 5.0
 _MAX_CACHED_BYTES = 1 << 32
-_VERSION = "kept rows 2"
+_VERSION = "kept rows 3"
 
 
 @dataclass(frozen=True)
@@ -145,35 +146,28 @@ def _cache_path(key: str) -> Path | None:
 
 
 def _write(path: Path, kept: Kept) -> None:
-    """A line of JSON, then the row numbers, little-endian."""
-    data = kept.rows.astype("<u4").tobytes()
-    digest = _digest(kept.task_types, data)
-    head = {"task_types": kept.task_types, "rows": len(kept.rows), "digest": digest}
+    """A zip of two arrays, whose checksums show damage."""
+    file = BytesIO()
+    np.savez(file, rows=kept.rows, task_types=np.array(kept.task_types))
     try:
-        write_atomic(path, json.dumps(head).encode() + b"\n" + data)
+        write_atomic(path, file.getvalue())
     except UserError as error:
         _log.warning("which problems are kept is not remembered: %s", error)
-
-
-def _digest(task_types: list[str], data: bytes) -> str:
-    return hash_parts("kept", digest_bytes(data), *task_types).hex()
 
 
 def _read(path: Path, rows: int) -> Kept | None:
     """What was remembered; None where nothing was, or what is there is not whole."""
     try:
-        head, _, data = read_bounded(path, _MAX_CACHED_BYTES).partition(b"\n")
+        data = read_bounded(path, _MAX_CACHED_BYTES)
     except (OSError, UserError):
         return None
     try:
-        said = json.loads(head)
-        types = [str(name) for name in said["task_types"]]
-        count, digest = said["rows"], said["digest"]
-        numbers = np.frombuffer(data, dtype="<u4").astype(np.uint32)
-        whole = _digest(types, data) == digest and len(numbers) == count > 0 and numbers[-1] < rows
-    except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        _log.warning("%s is damaged: the rows are looked through again", path)
-        return None
-    return Kept(numbers, types)
+        with np.load(BytesIO(data), allow_pickle=False) as file:
+            kept = Kept(file["rows"], file["task_types"].tolist())
+        if len(kept.rows) and kept.rows[-1] < rows:
+            return kept
+        damage = "rows that the files have not"
+    except (ValueError, KeyError, EOFError, RuntimeError, BadZipFile) as error:
+        damage = str(error)
+    _log.warning("%s is damaged (%s): the rows are looked through again", path, damage)
+    return None

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from runspec.core.errors import UserError
-from sampler.tasks.sources.file_source import BATCH_ROWS, FileSource
-from sampler.tasks.sources.unchanged import Stamp
+from sampler.tasks.sources.file_source import (
+    BATCH_ROWS,
+    FileSource,
+    Pieces,
+    Stamp,
+    require_columns,
+)
 
 MAX_GROUP_BYTES = 1024**3
 """Of the columns that are read of a row group, unpacked."""
@@ -23,7 +26,7 @@ CACHED_BYTES = 512 * 1024**2
 """Of row groups that are held; the one read last always is."""
 
 
-class ParquetRows:
+class ParquetRows(Pieces):
     """A `Table` of Parquet files; it holds the row groups that were read last.
 
     Raises:
@@ -31,29 +34,13 @@ class ParquetRows:
     """
 
     def __init__(self, files: Mapping[str, Path], columns: list[str]) -> None:
-        self._names = list(files)
         self._stamps = [Stamp(path) for path in files.values()]
         self._columns = columns
-        self._groups: list[tuple[int, int]] = []
-        """(file, row group in it) of each group."""
-        rows: list[int] = []
-        for file, name in enumerate(self._names):
-            for group, size in enumerate(self._group_sizes(file, name)):
-                self._groups.append((file, group))
-                rows.append(size)
-        self._starts = [0, *accumulate(rows)]
+        sizes = [self._group_sizes(file, name) for file, name in enumerate(files)]
+        self._groups = [group for of_file in sizes for group in range(len(of_file))]
+        super().__init__(files, [(n, file) for file, found in enumerate(sizes) for n in found])
         self._held: OrderedDict[int, pa.Table] = OrderedDict()
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def row(self, number: int) -> Mapping[str, Any]:
-        """See `Table`."""
-        group = bisect_right(self._starts, number) - 1
-        rows = self._group(group).slice(number - self._starts[group], 1).to_pylist()
-        found: Mapping[str, Any] = rows[0]
-        return found
 
     def batches(self) -> Iterator[list[Mapping[str, Any]]]:
         """See `Table`."""
@@ -69,13 +56,6 @@ class ParquetRows:
                 except (pa.ArrowException, OSError) as error:
                     raise _unreadable(self._names[file], error) from error
 
-    def place(self, number: int) -> str:
-        """See `Table`."""
-        group = bisect_right(self._starts, number) - 1
-        file, within = self._groups[group]
-        first = self._starts[group - within]
-        return f"{self._names[file]}, row {number - first + 1}"
-
     def _group_sizes(self, file: int, name: str) -> list[int]:
         """Rows of each row group of a file, whose columns are all there."""
         try:
@@ -84,12 +64,7 @@ class ParquetRows:
                 metadata, there = reader.metadata, reader.schema_arrow.names
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(name, error) from error
-        if missing := [column for column in self._columns if column not in there]:
-            raise UserError(
-                f"no column {', '.join(map(repr, missing))}; there are {', '.join(there)[:300]}",
-                place=name,
-                remedy="name the columns under params, and that of the solve rate in solve_rate",
-            )
+        require_columns(self._columns, there, name)
         sizes = []
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
@@ -107,15 +82,17 @@ class ParquetRows:
             sizes.append(group.num_rows)
         return sizes
 
-    def _group(self, number: int) -> pa.Table:
+    def piece(self, number: int) -> pa.Table:
+        """See `Pieces`."""
         with self._lock:
             if number in self._held:
                 self._held.move_to_end(number)
                 return self._held[number]
-            file, group = self._groups[number]
+            file = self._file_of[number]
             try:
                 with self._stamps[file].open() as stream:
-                    table = pq.ParquetFile(stream).read_row_group(group, columns=self._columns)
+                    reader = pq.ParquetFile(stream)
+                    table = reader.read_row_group(self._groups[number], columns=self._columns)
             except (pa.ArrowException, OSError) as error:
                 raise _unreadable(self._names[file], error) from error
             self._held[number] = table

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from typing import Any, NoReturn, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NoReturn
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Source
@@ -16,12 +17,30 @@ MAX_ID_CHARS = 512
 _REMEDY = "mend the row, or name the columns under params (docs/tasks.md)"
 
 
-class RowReader(Protocol):
-    """What a row means."""
+class RowReader(ABC):
+    """What a row means.
 
-    columns: list[str]
-    """The file's columns that are read."""
+    Args:
+        source: names the solve rate's column.
+        columns: the file's columns that are read beside it.
+        params: that the kind of source knows.
 
+    Raises:
+        UserError: the source has another param.
+    """
+
+    def __init__(self, source: Source, columns: Iterable[str], params: Collection[str]) -> None:
+        if unknown := source.params.keys() - set(params):
+            raise UserError(
+                f"unknown: {', '.join(sorted(unknown))}",
+                place=f"data.sources.{source.name}.params",
+                remedy=f"of kind {source.kind} they are {', '.join(sorted(params)) or 'none'}",
+            )
+        self._task_types = source.task_types
+        self._rate = None if source.solve_rate is None else source.solve_rate.field
+        self.columns = [*columns, *([self._rate] if self._rate is not None else ())]
+
+    @abstractmethod
     def problem(self, row: Mapping[str, Any], number: int, place: str) -> Problem:
         """The problem of a row.
 
@@ -35,30 +54,37 @@ class RowReader(Protocol):
         """
 
     def rate(self, row: Mapping[str, Any], place: str) -> float | None:
-        """The recorded solve rate; None where it is null.
+        """The recorded solve rate, a share from 0 to 1; None where it is null or none is asked for.
 
         Raises:
             UserError: there is no such column, or it is no share.
         """
+        name = self._rate
+        if name is None:
+            return None
+        if name not in row:
+            raise UserError(
+                f"no column {name!r} with a solve rate",
+                place=place,
+                remedy="`python -m sampler solve-rates` measures and writes one",
+            )
+        value = row[name]
+        if value is None:
+            return None
+        number = type(value) in (int, float) and math.isfinite(value)
+        if not number or not 0 <= value <= 1:
+            _malformed(f"{name} is {_shown(value, row, name)}, not a share from 0 to 1", place)
+        return float(value)
 
 
-class ProblemRows:
+class ProblemRows(RowReader):
     """Rows of `problem_id`, `task_type`, `prompt` and `verification_info` (an object, or JSON text
     of one), under these names or those of `source.params`."""
 
     def __init__(self, source: Source) -> None:
-        place = f"data.sources.{source.name}.params"
-        known = {*COLUMNS, *({"split"} if source.kind == "hf_dataset" else ())}
-        if unknown := source.params.keys() - known:
-            raise UserError(
-                f"unknown: {', '.join(sorted(unknown))}",
-                place=place,
-                remedy=f"of kind {source.kind} they are {', '.join(sorted(known))}",
-            )
         self._names = {column: str(source.params.get(column, column)) for column in COLUMNS}
-        self._task_types = source.task_types
-        self._rate = None if source.solve_rate is None else source.solve_rate.field
-        self.columns = [*self._names.values(), *([self._rate] if self._rate is not None else ())]
+        known = {*COLUMNS, *({"split"} if source.kind == "hf_dataset" else ())}
+        super().__init__(source, self._names.values(), known)
 
     def problem(self, row: Mapping[str, Any], number: int, place: str) -> Problem:
         """See `RowReader`."""
@@ -72,10 +98,6 @@ class ProblemRows:
             prompt=self._text(row, "prompt", place),
             verification=verification(row, self._names["verification_info"], place),
         )
-
-    def rate(self, row: Mapping[str, Any], place: str) -> float | None:
-        """See `RowReader`."""
-        return solve_rate(row, self._rate, place)
 
     def _text(self, row: Mapping[str, Any], column: str, place: str) -> str:
         return text(row, self._names[column], place)
@@ -114,29 +136,6 @@ def verification(row: Mapping[str, Any], name: str, place: str) -> dict[str, Any
     if not isinstance(value, dict):
         _malformed(f"{name} is {_shown(value, row, name)}, not an object", place)
     return value
-
-
-def solve_rate(row: Mapping[str, Any], name: str | None, place: str) -> float | None:
-    """A column that is a share from 0 to 1, or null; None too where no column is asked for.
-
-    Raises:
-        UserError: it is not there, or something else.
-    """
-    if name is None:
-        return None
-    if name not in row:
-        raise UserError(
-            f"no column {name!r} with a solve rate",
-            place=place,
-            remedy="`python -m sampler solve-rates` measures and writes one",
-        )
-    value = row[name]
-    if value is None:
-        return None
-    number = type(value) in (int, float) and math.isfinite(value)
-    if not number or not 0 <= value <= 1:
-        _malformed(f"{name} is {_shown(value, row, name)}, not a share from 0 to 1", place)
-    return float(value)
 
 
 def _shown(value: Any, row: Mapping[str, Any], name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,10 +10,9 @@ from runspec.core.errors import UserError
 from runspec.core.models.kv_cache import MAX_SEQUENCES
 from sampler.engine.engine import Engine
 from sampler.engine.requests import GenerationAborted, Sampled
-from tests.sampler.engine.models import END_TOKEN, MAX_MODEL_LEN, MAX_NEW_TOKENS
+from tests.sampler.engine.models import MAX_MODEL_LEN, MAX_NEW_TOKENS
 from tests.sampler.engine.requests import WAIT_S, batch
 from tests.waiting import eventually
-from verify.noise import noise_key
 
 pytestmark = pytest.mark.slow
 
@@ -73,17 +71,6 @@ def test_abort_fails_what_was_submitted_and_frees_its_slots(engine: Engine) -> N
     assert tokens(engine.submit(batch()).result(WAIT_S)) == expected
 
 
-def test_nothing_is_asked_of_an_engine_without_a_version(
-    new_engine: Callable[..., Engine],
-) -> None:
-    with pytest.raises(RuntimeError, match="no version is loaded"):
-        new_engine().submit(batch(1, 1))
-
-
-def test_an_empty_submission_is_answered(engine: Engine) -> None:
-    assert engine.submit([]).result(WAIT_S) == []
-
-
 @pytest.mark.parametrize(
     ("prompt", "new"), [(MAX_MODEL_LEN, 1), (1, MAX_NEW_TOKENS + 1), (0, 1), (1, 0)]
 )
@@ -95,18 +82,3 @@ def test_a_request_that_can_never_fit_is_refused(engine: Engine, prompt: int, ne
 
     assert error.value.place == "samplers.cpu.max_model_len"
     assert engine.running == 0
-
-
-def test_a_full_cache_preempts_and_nothing_of_it_shows(engine: Engine, cramped: Engine) -> None:
-    # given long sequences, and a cache with room for four of the 32
-    requests = [
-        replace(request, end_token=END_TOKEN, noise_key=noise_key(b"\x09" * 32, i, 0))
-        for i, request in enumerate(batch(8, 4))
-    ]
-    expected = engine.submit(requests).result(WAIT_S)
-    # when they are sampled
-    sampled = cramped.submit(requests).result(WAIT_S)
-    # then the same tokens come out, with the same log-probs
-    assert tokens(sampled) == tokens(expected)
-    for one, two in zip(sampled, expected, strict=True):
-        assert abs(one.logprobs - two.logprobs).max() < 1e-4

@@ -143,16 +143,17 @@ def test_an_engine_is_closed_just_before_it_starts(
     assert set(descendants()) - before <= _trackers()
 
 
-def test_a_start_that_is_to_end_ends_what_it_starts_yet() -> None:
-    # given a start that is to end before it has a process
+@pytest.mark.parametrize("told", [True, False], ids=["told to end", "hangs"])
+def test_a_start_that_is_told_to_end_or_hangs_ends_what_it_starts(told: bool) -> None:
     spawn = multiprocessing.get_context("spawn")
-    with Start() as start:
-        start.kill()
-        time.sleep(0.3)
-        # when it starts one
+    # given a start that is to end before it has a process, or takes too long
+    with Start(600.0 if told else 0.2) as start:
+        if told:
+            start.kill()
+            time.sleep(0.3)
+        # when it starts one, then that ends
         process = spawn.Process(target=time.sleep, args=(600,), daemon=True)
         process.start()
-        # then that ends
         process.join(WAIT_S)
     assert process.exitcode == -signal.SIGKILL
 
@@ -179,17 +180,6 @@ def test_a_core_that_ended_has_its_exit_code_whoever_else_asks_for_it() -> None:
 def _ask_until_it_ends(process: BaseProcess) -> None:
     while process.exitcode is None:
         pass
-
-
-def test_a_start_that_hangs_ends_by_itself() -> None:
-    # given a start within which a process hangs
-    with Start(seconds=0.2):
-        spawn = multiprocessing.get_context("spawn")
-        process = spawn.Process(target=time.sleep, args=(600,), daemon=True)
-        process.start()
-        # when it takes too long, then the process ends
-        process.join(WAIT_S)
-    assert process.exitcode == -signal.SIGKILL
 
 
 def spawning_front(log: Path, *arguments: str) -> subprocess.Popen[bytes]:

@@ -13,11 +13,10 @@ import pytest
 
 from runspec.core.errors import UserError
 from sampler.engine.engine import Engine
-from tests.sampler.engine.agreement import assert_follows
+from tests.sampler.engine.agreement import assert_follows, assert_takes_over
 from tests.sampler.engine.conftest import cpu_pool, running_engine
 from tests.sampler.engine.families import FAMILIES, Learner
 from tests.sampler.engine.models import MAX_MODEL_LEN, VOCABULARY
-from tests.sampler.engine.patching import assert_takes_over
 
 pytestmark = pytest.mark.slow
 needs_two_cores = pytest.mark.skipif(

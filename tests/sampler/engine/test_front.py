@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sampler.engine.core import EngineDied
-from sampler.engine.front import Front, Submission
+from sampler.engine.front import Front, Slot, Slots, Submission
 from sampler.engine.recorded import Recorded
 from sampler.engine.requests import GenerationAborted
 from tests.sampler.engine.requests import batch
@@ -160,3 +162,23 @@ async def test_slots_are_free_once_after_an_abort_while_a_record_is_fetched(work
     await until(second.future.done)
     assert len(second.future.result(0)) == 1
     assert works.running == 0 and not works.failures
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.lists(st.booleans(), max_size=40))
+def test_a_slot_is_held_by_one_sequence(ranks, each, takes):
+    slots, held = Slots(ranks, each), []
+    for take in takes:
+        if take:
+            slot = slots.take()
+            assert (slot is None) == (len(held) == ranks * each)
+            if slot is not None:
+                assert slot not in held
+                assert 0 <= slot.number < each
+                held.append(slot)
+        elif held:
+            slots.give(held.pop(0))
+
+
+def test_a_free_slot_cannot_be_given_back():
+    with pytest.raises(ValueError, match="is free"):
+        Slots(1, 2).give(Slot(0, 1))

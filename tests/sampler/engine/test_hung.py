@@ -14,7 +14,6 @@ from sampler.engine import watch
 from sampler.engine.engine import Engine, EngineDied
 from tests.processes import alive
 from tests.sampler.engine.requests import WAIT_S, batch
-from tests.sampler.engine.slow_patch import PATCH_S
 
 pytestmark = pytest.mark.slow
 ASK_S, SILENCE_S = 0.05, 8.0
@@ -69,20 +68,3 @@ def test_a_core_that_is_slow_but_answers_is_left_alone(
     # then it finishes its work
     assert len(future.result(WAIT_S)) == 256
     assert engine.pids == [core]
-
-
-def test_a_load_that_takes_longer_than_the_watch_waits_is_left_alone(
-    soon: None, new_engine: Callable[..., Engine], untied: Path
-) -> None:
-    # given sequences under way, and an engine whose loads take longer than a core may be silent
-    extension = "tests.sampler.engine.slow_patch.SlowPatchExtension"
-    engine = new_engine(
-        worker_extension_cls=extension, fields={"in_flight_updates": True, "trust": "trusted"}
-    )
-    engine.load(untied, 0)
-    future = engine.submit(batch(16, 16))
-    # when a version is loaded under them
-    report = engine.load(untied, 1)
-    # then the load has its time, and nothing is lost
-    assert report.patched and report.load_s > PATCH_S > SILENCE_S
-    assert len(future.result(WAIT_S)) == 256

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sampler.engine.largest import Selected, by_partition, by_topk, on_device, select_largest
+from sampler.engine.largest import Selected, by_partition, by_topk, select_largest
 from verify.toploc.selection import CHUNK_ROWS, TOP_K, select
 
 ROWS = np.array([32, 32, 1, 7, 31])
@@ -41,8 +41,3 @@ def test_both_ways_select_what_the_validator_selects(hidden: int, distinct: int)
             assert selected.indices.shape == selected.bits.shape == (len(ROWS), TOP_K)
             found = pairs(selected, row, count)
             assert found == {(int(i), int(bits[i])) for i in expected}
-
-
-def test_a_copy_to_the_host_is_no_copy() -> None:
-    array = np.arange(3)
-    assert on_device(array, torch.device("cpu")).data_ptr() == array.ctypes.data

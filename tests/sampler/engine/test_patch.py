@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from bridge.delta import changed_elements
 from runspec.core.errors import UserError
 from sampler.engine.engine import Engine
+from tests.sampler.engine.agreement import assert_takes_over
 from tests.sampler.engine.conftest import running_engine
-from tests.sampler.engine.patching import assert_takes_over
 
 PLAIN = "tests.sampler.engine.plain_matrices.PlainMatricesExtension"
 

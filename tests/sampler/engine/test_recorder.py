@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runspec.estimate.sampler import RECORDED_ROWS
 from sampler.engine.recorded import split_recorded
-from verify.toploc import CHUNK_ROWS, build_proofs, build_proofs_of
+from verify.toploc import build_proofs, build_proofs_of
 
 SLOTS, LONGEST, HIDDEN = 4, 100, 8
 
@@ -69,22 +69,6 @@ def proofs_of_tokens(tokens, hidden=HIDDEN):
     return build_proofs(np.stack([state_of(token, hidden) for token in tokens]))
 
 
-def test_rows_come_back_by_slot_and_position():
-    recorder = new_recorder()
-    record(recorder, [(1, 0, 10), (0, 0, 20)])
-    record(recorder, [(0, 1, 21), (1, 1, 11)])
-
-    first, second = taken(recorder, [1, 0], [2, 1])
-
-    assert first.tokens.tolist() == [10, 11]
-    assert first.logprobs.tolist() == [-10.0, -11.0]
-    assert second.tokens.tolist() == [20]
-    assert build_proofs_of([first.selection, second.selection]) == [
-        proofs_of_tokens([10, 11]),
-        proofs_of_tokens([20]),
-    ]
-
-
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 95, LONGEST])
 @pytest.mark.parametrize("hidden", [1, 3, HIDDEN, 64])
 def test_selections_make_the_proofs_of_all_hidden_states(length, hidden):
@@ -119,63 +103,12 @@ def test_of_equal_magnitudes_the_earlier_position_is_selected():
     assert build_proofs_of([found.selection]) == [build_proofs(bits)]
 
 
-def test_chunks_that_several_sequences_complete_in_one_step_stay_apart():
-    recorder = new_recorder()
-    for position in range(CHUNK_ROWS):
-        record(recorder, [(slot, position, 100 * slot + position) for slot in range(SLOTS)])
-
-    found = taken(recorder, list(range(SLOTS)), [CHUNK_ROWS] * SLOTS)
-
-    for slot, sequence in enumerate(found):
-        expected = proofs_of_tokens([100 * slot + p for p in range(CHUNK_ROWS)])
-        assert build_proofs_of([sequence.selection]) == [expected]
-
-
-def test_the_last_row_of_a_position_counts():
-    """Chunks of a prefill sample tokens that are thrown away; a preempted request starts again."""
-    recorder = new_recorder()
-    record(recorder, [(0, 0, 5), (1, 0, 1)])
-    record(recorder, [(0, 0, 6), (1, 1, 2)])
-    record(recorder, [(0, 1, 7), (1, 1, 3)])
-
-    first, second = taken(recorder, [0, 1], [2, 2])
-
-    assert (first.tokens.tolist(), second.tokens.tolist()) == ([6, 7], [1, 3])
-    assert build_proofs_of([second.selection]) == [proofs_of_tokens([1, 3])]
-
-
-@pytest.mark.parametrize("length", [31, 32, 33])
-def test_rows_past_the_end_are_left_out(length):
-    """An asynchronous scheduler computes a row more before it has seen the end token."""
-    recorder = new_recorder()
-    tokens = list(range(length))
-    write_all(recorder, 0, [*tokens, 900, 901])
-
-    (found,) = taken(recorder, [0], [length])
-
-    assert found.tokens.tolist() == tokens
-    assert build_proofs_of([found.selection]) == [proofs_of_tokens(tokens)]
-
-
 def test_a_row_past_the_longest_output_is_left_out():
     recorder = new_recorder()
     tokens = list(range(LONGEST))
     write_all(recorder, 0, [*tokens, 900, 901])
 
     assert taken(recorder, [0], [LONGEST])[0].tokens.tolist() == tokens
-
-
-def test_each_token_has_the_version_that_sampled_it():
-    recorder = new_recorder()
-    recorder.version = 3
-    record(recorder, [(0, 0, 5), (1, 0, 8)])
-    recorder.version = 4
-    record(recorder, [(0, 1, 6), (1, 0, 9)])
-
-    first, second = taken(recorder, [0, 1], [2, 1])
-
-    assert first.versions.tolist() == [3, 4]
-    assert second.versions.tolist() == [4]
 
 
 def test_a_token_without_a_row_is_an_error():
@@ -214,10 +147,6 @@ def test_the_estimate_of_memory_knows_the_ring():
     from sampler.engine.recorder import RING
 
     assert RING == RECORDED_ROWS
-
-
-def test_no_requests_no_rows():
-    assert taken(new_recorder(), [], []) == []
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from runspec.core.errors import UserError
+from sampler.engine.arguments import find_pool
 from sampler.engine.engine import Engine
-from sampler.worker.start import find_pool
+from tests.sampler.engine.models import MAX_MODEL_LEN
 from tests.verify.small_model import small_spec
 
 
@@ -34,3 +38,15 @@ def test_a_pool_that_is_not_in_the_spec_is_named_with_those_that_are() -> None:
         find_pool(small_spec(), "away")
 
     assert "home" in error.value.remedy
+
+
+@pytest.mark.slow
+def test_an_engine_whose_cache_has_no_room_for_one_sequence_names_the_pools_length(
+    new_engine: Callable[..., Engine], untied: Path
+) -> None:
+    # given an engine whose cache is too small, which vLLM alone knows
+    engine = new_engine(num_gpu_blocks_override=2)
+    # when it starts, then the place is the pool's and the words are vLLM's
+    with pytest.raises(UserError, match=rf"max seq len \({MAX_MODEL_LEN}\)") as error:
+        engine.load(untied, 0)
+    assert error.value.place == "samplers.cpu.max_model_len"

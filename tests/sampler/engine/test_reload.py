@@ -30,6 +30,15 @@ def test_each_weight_group_is_new_after_a_reload(request, head, tmp_path, group)
     assert_follows(engine, version, Reference(version).outputs)
 
 
+def test_a_tied_head_follows_its_embedding_where_all_is_loaded_anew(
+    tied_engine, tied, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tied_engine, "patch", lambda held, weights_dir: False)
+    version = perturbed_version(tied, tmp_path / "v1", "embed_tokens.weight")
+
+    assert_follows(tied_engine, version, Reference(version).outputs)
+
+
 def test_bfloat16_weights_with_a_tied_head_are_new_after_a_reload(tmp_path, new_engine):
     import torch
 

@@ -61,6 +61,7 @@ def test_each_line_gets_a_reward_or_an_error_by_its_number(
             "verification_info": program,
             "timeout": 1,
         },
+        row("18", timeout=1e-5),
     )
     # When it is graded
     code = main(["grade", path, "--json"])
@@ -68,7 +69,7 @@ def test_each_line_gets_a_reward_or_an_error_by_its_number(
     # Then each line has its own, in order, and the exit code says that some are errors
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert code == 1
-    assert [r["line"] for r in rows] == [1, 2, *range(4, 15)]
+    assert [r["line"] for r in rows] == [1, 2, *range(4, 16)]
     assert rows[0] == {"line": 1, "id": "first", "reward": 1.0, "reason": ""}
     assert rows[1]["reward"] == 1.0
     assert "no JSON" in rows[2]["error"]
@@ -82,6 +83,7 @@ def test_each_line_gets_a_reward_or_an_error_by_its_number(
     assert rows[10]["error"].startswith("timeout")
     assert rows[11]["reward"] == 1.0
     assert rows[12]["reward"] == 0.0 and "too long" in rows[12]["reason"]
+    assert "timeout: 1e-05 is not in 0.001 to 3600 s" in rows[13]["error"]
 
 
 def test_a_person_reads_a_table_and_the_exit_code_is_0(
@@ -101,18 +103,6 @@ def test_bad_usage_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as stopped:
         main(["grade"])
     assert stopped.value.code == 2
-
-
-def test_standard_input_is_read_and_no_process_is_left(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "sampler", "grade", "-", "--json"],
-        input=(json.dumps(row("18")) + "\n").encode(),
-        capture_output=True,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["reward"] == 1.0
 
 
 def test_the_plug_ins_are_listed_with_who_offers_them(
@@ -169,13 +159,6 @@ def test_what_a_file_says_is_one_printable_line(
     first, second, _ = capsys.readouterr().out.splitlines()
     assert first.split() == ["1", r"a\nb\x1b[31m", "1"]
     assert second.split() == ["2", r"\ud800é", "1"]
-
-
-def test_a_timeout_too_short_to_be_kept_is_an_error_of_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["grade", written(tmp_path, row("18", timeout=1e-5), row("18"))]) == 1
-    assert "timeout: 1e-05 is not in 0.001 to 3600 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [["grade", "-"], ["rewards"]])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -24,7 +22,7 @@ from tests.sampler.grading.plugin import reward
 from tests.sampler.tasks.conftest import laptop_spec
 from verify.plugins import Problem, require_graders
 
-NOWHERE = Report(*(Mechanism(n, False, "off") for n in ("namespaces", "landlock", "seccomp")))
+NOWHERE = Report(tuple(Mechanism(n, False, "off") for n in ("namespaces", "landlock", "seccomp")))
 SUM = {"inputs": ["1 2\n"], "outputs": ["3"]}
 CALL = {"test_list": ["assert add(1, 2) == 3"]}
 
@@ -64,7 +62,8 @@ def test_what_executes_nothing_and_trusted_pools_that_say_so_are_not_refused(bar
 
 
 def test_where_the_sandbox_works_it_is_taken_whatever_the_spec_says() -> None:
-    assert launch.launcher(required=False, place="reward") is launch.SANDBOX
+    working = sampler.sandbox.probe().working
+    assert launch.mechanisms(required=False, place="reward") == working != ()
 
 
 def test_graders_need_no_engine_and_import_no_term_before_it_is_asked() -> None:
@@ -99,39 +98,14 @@ def test_mathematics_is_graded_without_a_sandbox_and_says_so_once_with_the_remed
     assert "`python -m sampler.sandbox` names what to switch on" in warning
 
 
-def test_threads_that_need_a_launcher_at_once_warn_once(
-    bare: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given a log that is slow to take a line
-    handle = logging.Logger.handle
-
-    def slow(logger: logging.Logger, record: logging.LogRecord) -> None:
-        time.sleep(0.05)
-        handle(logger, record)
-
-    monkeypatch.setattr(logging.Logger, "handle", slow)
-    # When eight threads ask for the launcher at the same time
-    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(8) as threads:
-        found = list(
-            threads.map(lambda _: launch.launcher(required=False, place="reward"), range(8))
-        )
-    # Then all get the one without walls, and the log tells it once
-    assert found == [launch.UNCONFINED] * 8
-    assert len([r for r in caplog.records if r.name == launch.__name__]) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("info", "program", "reason"),
     [
         (SUM, "print(sum(map(int, input().split())))", ""),
         (CALL, "def add(a, b): return a + b", ""),
-        (SUM, "print(4)", "printed"),
         (SUM, "while True: pass", "too long"),
-        (CALL, "while True: pass", "too long"),
         (SUM, "x = bytearray(1 << 40)", "too much memory"),
-        (SUM, "while True: print('x' * 65536)", "printed too much"),
-        (SUM, "import os\nos.kill(os.getpid(), 11)", "SIGSEGV"),
         (CALL, "import os\nos._exit(0)", "exit code 0"),
     ],
 )

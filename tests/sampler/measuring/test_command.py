@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from sampler.__main__ import main
+from sampler.measuring.command import only_source, unfiltered
+from sampler.tasks.interfaces import make_source
 from sampler.tasks.traces import build_warm_start_data
 from tests.preloaded import SAMPLER, Program
 from tests.sampler.engine.models import save_version
 from tests.sampler.tasks.conftest import SPECS, laptop_spec
-from tests.sampler.tasks.row_files import make_rows, write_jsonl
+from tests.sampler.tasks.row_files import KeepAll, make_rows, write_jsonl
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("preload_server")
 DEADLINE_S = 240.0
-SPEC = """\
-extends: [{specs}/target_short.yaml]
-name: measured
-data:
-  sources:
-    rows:
-      kind: jsonl
-      uri: rows.jsonl
-      task_types: {{math: reasoning_gym}}
-      solve_rate: {{field: rate, min: 0.1, max: 0.9}}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -108,26 +98,17 @@ def test_what_cannot_be_measured_says_why(
 
     assert "no source 'rows'; there are spell_backward" in said("--source", "rows")
     assert "--samples and --limit must be at least 1" in said("--samples", "0")
-    assert "no pool 'gpu'" in said("--pool", "gpu")
+    assert "no sampler pool 'gpu'" in said("--pool", "gpu")
     assert "cannot read the tokenizer" in said("--model", str(tmp_path))
 
 
-@pytest.mark.slow
-def test_rows_are_measured_whatever_rate_they_have(model: Path, tmp_path: Path) -> None:
-    # Given rows beside a spec that filters by a rate, some of which are out of bounds
-    write_jsonl(tmp_path / "rows.jsonl", make_rows(9))
-    spec = tmp_path / "spec.yaml"
-    shutil.copytree(SPECS, tmp_path / "specs")
-    spec.write_text(SPEC.format(specs="specs"))
-    (tmp_path / "profiles").symlink_to(tmp_path / "specs" / "profiles")
-    out = tmp_path / "rates.parquet"
-    done = start(
-        tmp_path / "log",
-        *("solve-rates", str(spec), "--source", "rows", "--profile", "laptop"),
-        *("--model", str(model), "--out", str(out), "--samples", "1"),
-    )
+def test_rows_are_measured_whatever_rate_they_have(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(9))
+    solve_rate = "solve_rate: {field: rate, min: 0.1, max: 0.9}"
+    spec = laptop_spec(f"data.sources.rows={{kind: jsonl, uri: {path.name}, {solve_rate}}}")
 
-    # Then every one has a new rate, under the name that the filter reads
-    assert done.wait(DEADLINE_S) == 0, (tmp_path / "log").read_text()
-    assert pq.read_table(out).column_names[-1] == "rate"
-    assert pq.read_table(out).num_rows == 9
+    chosen = only_source(spec, "rows", tmp_path)
+    [source] = unfiltered(chosen).data.sources
+
+    assert (source.name, source.uri, source.solve_rate) == ("rows", str(path), None)
+    assert len(make_source(source, 1, KeepAll())) == 9

@@ -166,7 +166,7 @@ def test_stopping_leaves_what_was_measured(tmp_path: Path) -> None:
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
     tasks = Tasks()
     tight = POOL.model_copy(update={"max_model_len": 20})
-    with pytest.raises(UserError, match="a prompt of 5 tokens leaves no room for 16 more in 20"):
+    with pytest.raises(UserError, match="a prompt of 5 tokens leaves 15 of 20 for the 16 new ones"):
         Measurement(tasks, tight, 4, 20, 3).requests(4)
 
 

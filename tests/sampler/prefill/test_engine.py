@@ -6,9 +6,11 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import learner_jax.prefill as jax_engine
@@ -17,6 +19,7 @@ from runspec.core.errors import UserError
 from runspec.core.spec import schema
 from sampler.prefill import engine as torch_engine
 from sampler.prefill import states
+from sampler.prefill.states import batches_by_length
 from tests.learner_jax.families import FAMILIES, VOCABULARY, saved
 from tests.verify.small_model import small_spec
 from verify.checks.prefill import judge_proofs
@@ -241,16 +244,20 @@ def test_a_family_that_the_learner_does_not_have_is_refused(tmp_path: Path) -> N
 
 
 def test_the_spec_chooses_the_engine_by_its_name(tmp_path: Path) -> None:
-    spec, where = (
-        small_spec(),
-        WeightsLocation("small", ["http://127.0.0.1:9"], "00" * 32, tmp_path),
-    )
-    kinds = {"torch": torch_engine.TorchPrefill, "jax": jax_engine.JaxPrefill}
-    for name, kind in kinds.items():
-        chosen = spec.verify.model_copy(update={"engine": name})
-        engine = load_prefill_engine(spec.model_copy(update={"verify": chosen}), where)
-        assert isinstance(engine, kind)
-        engine.close()
-    other = spec.verify.model_copy(update={"engine": "abacus"})
-    with pytest.raises(UserError, match="no plug-in 'abacus'; installed: jax, torch"):
-        load_prefill_engine(spec.model_copy(update={"verify": other}), where)
+    spec, where = small_spec(), WeightsLocation("small", ["http://x"], "00" * 32, tmp_path)
+    chosen = spec.verify.model_copy(update={"engine": "torch"})
+    engine = load_prefill_engine(spec.model_copy(update={"verify": chosen}), where)
+    assert isinstance(engine, torch_engine.TorchPrefill)
+    engine.close()
+
+
+@hypothesis.given(st.lists(st.integers(2, 60), max_size=50), st.integers(1, 200))
+def test_every_rollout_is_in_one_batch_within_the_bound(lengths: list[int], positions: int) -> None:
+    batches = list(batches_by_length(lengths, positions=positions))
+    assert sorted(number for batch in batches for number in batch) == list(range(len(lengths)))
+    for batch in batches:
+        longest = max(lengths[number] for number in batch)
+        assert len(batch) == 1 or len(batch) * longest <= positions
+    # and none of a later batch is longer than one of an earlier
+    order = [lengths[number] for batch in batches for number in batch]
+    assert order == sorted(order, reverse=True)

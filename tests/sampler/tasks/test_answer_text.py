@@ -61,16 +61,11 @@ def test_a_model_gains_nothing_by_ending_its_thinking_twice(task: RunTask) -> No
         for problem, good, bad in pairs
         for first, then in ((bad, good), (good, bad))
     ]
-    at_once = [
-        Answer(problem, answer_of(f"thinking</think>{first} {then}"))
-        for problem, good, bad in pairs
-        for first, then in ((bad, good), (good, bad))
-    ]
     kinds = ("reasoning_gym", "math", "code")
     rewards = [Reward.model_validate({"name": kind, "kind": kind}) for kind in kinds]
     # When they are graded
     with closing(Graders(rewards, processes=1)) as graders:
-        results = graders.score([*twice, *at_once])
-    values = [result.value for result in results if isinstance(result, Score)]
+        results = graders.score(twice)
     # Then it is as if both had been written in one answer: a box counts where it is the last
-    assert values[:6] == values[6:] == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    values = [result.value for result in results if isinstance(result, Score)]
+    assert values == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]

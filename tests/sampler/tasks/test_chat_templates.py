@@ -41,10 +41,6 @@ REASONING = """\
 {{- bos_token }}{{ ns.system }}
 {%- for message in messages %}
 {%- if message['role'] == 'user' %}{{ '<|User|>' + message['content'] }}{%- endif %}
-{%- if message['role'] == 'assistant' and message['content'] is not none %}
-{%- set content = message['content'] %}
-{%- if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
-{{- '<|Assistant|>' + content + eos_token }}{%- endif %}
 {%- endfor -%}
 {% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}
 """

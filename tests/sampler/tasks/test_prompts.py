@@ -38,11 +38,6 @@ def test_a_template_file_goes_before_the_configuration(directory: Path) -> None:
     assert codec.decode(codec.prompt_tokens("abc", None)) == "file: abc"
 
 
-def test_the_end_token_may_be_written_as_an_object(directory: Path) -> None:
-    configure(directory, eos_token={"content": "<eos>", "lstrip": False})
-    assert read(directory).eos_token_id == 1
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -126,12 +121,6 @@ def test_without_a_template_messages_and_thinking_stand_below_each_other(directo
     assert codec.prompt_text("abc", 8) == "Be good.\nThink for 8 tokens.\nabc\n<think>\n"
 
 
-def test_the_answer_stands_behind_thinking_that_the_prompt_opened(directory: Path) -> None:
-    codec = read(directory, think_prefill=True)
-    output = [*codec.encode("so it is</think>7"), codec.eos_token_id]
-    assert codec.answer(output) == "7"
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -170,14 +159,6 @@ def test_a_template_cannot_ask_what_day_it_is(directory: Path) -> None:
     dated = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% else %}fixed{% endif %}"
     configure(directory, chat_template=dated)
     assert read(directory).prompt_text("abc", None) == "fixed"
-
-
-def test_lengths_of_a_batch_are_those_of_the_prompts(directory: Path) -> None:
-    codec = read(directory)
-    texts = ["a", "b" * 30, "spell this word"]
-    lengths = codec.prompt_lengths(texts, 16)
-    assert lengths == [len(codec.prompt_tokens(t, 16)) for t in texts]
-    assert lengths[1] == lengths[0] + 29  # a token a letter
 
 
 def test_a_tokenizer_that_would_cut_or_pad_does_neither(directory: Path) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
+from runspec.core.errors import UserError
 from runspec.core.spec.schema import Reward
 from sampler.grading.answers import Answer, TermRules
 from sampler.grading.graders import Graders
-from sampler.tasks.interfaces import Score, TaskTerm, completed, find_kind
+from sampler.tasks.interfaces import Score
+from sampler.tasks.rewards.target_length import TargetLengthReward
 from tests.sampler.grading.plugin import install
 from verify.plugins import Problem
 
-REWARD = Reward.model_validate({"name": "term", "kind": "chess"})
 PACKAGE = """\
 from sampler.tasks.interfaces import Score, TaskTerm
 
@@ -37,52 +37,6 @@ class Derived(TaskTerm):
 """
 
 
-def test_a_class_with_no_more_than_a_role_and_a_score_gets_the_defaults() -> None:
-    class Bare:
-        role = "task"
-
-        def __init__(self, reward: Reward) -> None:
-            self.kind = reward.kind
-
-        def score(self, problem: Problem, answer: str) -> float:
-            return float(answer)
-
-    kind = completed(Bare)
-    assert kind.role == "task"
-    assert (kind.isolated, kind.repeatable, kind.timeout_s) == (True, True, 10.0)
-    assert (kind.executes_answers, kind.limits_blame_answer) == (False, False)
-    term = kind(REWARD)
-    assert isinstance(term, Bare) and term.kind == "chess"
-    term.prepare()
-    assert term.score(Problem("p", "chess", "", {}), "0.5") == 0.5
-
-
-def test_what_a_class_says_of_itself_goes_before_the_defaults() -> None:
-    class Base:
-        repeatable: ClassVar[bool] = False
-
-        def prepare(self) -> None:
-            self.ready = True
-
-    class Term(Base):
-        role = "task"
-        timeout_s = 2.0
-
-    kind = completed(Term)
-    assert kind.role == "task"
-    assert (kind.repeatable, kind.timeout_s, kind.isolated) == (False, 2.0, True)
-    term = kind(REWARD)
-    term.prepare()
-    assert isinstance(term, Term) and term.ready
-
-
-@pytest.mark.parametrize("name", ["math", "code", "reasoning_gym"])
-def test_our_own_terms_derive_from_the_interface_and_are_taken_as_they_are(name: str) -> None:
-    kind = find_kind(name)
-    assert TaskTerm in kind.__mro__
-    assert completed(kind) is kind
-
-
 @pytest.mark.slow
 def test_a_package_may_derive_from_the_interface_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,3 +56,36 @@ def test_a_package_may_derive_from_the_interface_or_not(
         "bare": TermRules(timeout_s=10.0, repeatable=True, limits_blame_answer=False),
         "derived": TermRules(timeout_s=3.0, repeatable=True, limits_blame_answer=True),
     }
+
+
+@pytest.mark.parametrize(
+    ("form", "alpha", "task", "target", "length", "reward"),
+    [
+        ("exact", 0.05, 1.0, 16, 16, 1.0),
+        ("exact", 0.05, 1.0, 16, 10, 0.7),
+        ("exact", 0.05, 0.0, 16, 20, -0.2),
+        ("exact", 3e-4, 1.0, 2000, 3000, 0.7),
+        ("max", 0.05, 1.0, 16, 16, 0.5),
+        ("max", 0.05, 1.0, 16, 12, 0.7),
+        ("max", 0.05, 1.0, 16, 22, 0.2),
+        ("max", 0.05, 1.0, 16, 1, 1.0),
+        ("max", 0.05, 1.0, 16, 40, 0.0),
+        ("max", 0.05, 0.0, 16, 16, 0.0),
+        ("clip", None, 1.0, 16, 16, 1.0),
+        ("clip", None, 1.0, 16, 17, 0.0),
+        ("clip", None, 0.0, 16, 3, 0.0),
+    ],
+)
+def test_reward_is_task_reward_plus_penalty(
+    form: str, alpha: float | None, task: float, target: int, length: int, reward: float
+) -> None:
+    settings = {"name": "length", "kind": "target_length", "form": form, "alpha": alpha}
+    term = TargetLengthReward(Reward.model_validate(settings))
+    assert task + term.penalty(task, target, length) == pytest.approx(reward, abs=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"form": "exact"}, {"form": "max"}, {"alpha": 0.1}])
+def test_a_term_without_form_or_alpha_is_refused(settings: dict[str, object]) -> None:
+    reward = Reward.model_validate({"name": "length", "kind": "target_length", **settings})
+    with pytest.raises(UserError, match="needs form and alpha"):
+        TargetLengthReward(reward)

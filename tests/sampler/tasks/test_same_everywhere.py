@@ -15,7 +15,6 @@ from runspec.core.errors import UserError
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec, SolveRate
 from runspec.core.spec.source_files import compare_data_digests, data_digest, source_files
-from sampler.tasks.task_set import build_task_set
 from tests.sampler.tasks.conftest import laptop_spec
 from tests.sampler.tasks.row_files import FORMS, make_rows, source, write_jsonl
 
@@ -164,18 +163,6 @@ def test_a_volunteers_copy_of_the_files_means_the_same(
     first: Drawn, copied: Drawn, form: str
 ) -> None:
     assert copied[form] == first[form]
-
-
-def test_the_rows_left_out_do_not_depend_on_what_is_remembered(
-    tmp_path: Path, tokenizer_dir: Path, cache: Path
-) -> None:
-    spec = spec_of("one_parquet", tmp_path)
-    first = build_task_set(spec, tokenizer_dir)
-    assert len(list(cache.iterdir())) == 1
-    second = build_task_set(spec, tokenizer_dir)
-    assert [first.problem(i) for i in range(len(first))] == [
-        second.problem(i) for i in range(len(second))
-    ]
 
 
 def test_other_data_is_noticed_by_its_digest(tmp_path: Path) -> None:

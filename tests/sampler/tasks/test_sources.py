@@ -56,20 +56,16 @@ def test_verification_info_is_an_object_or_json_text_of_one(tmp_path: Path) -> N
 
 
 def test_columns_of_other_names_and_other_task_types_are_mapped(tmp_path: Path) -> None:
+    names = ("problem_id", "task_type", "prompt", "verification_info")
+    params = {name: f"my_{name}" for name in names}
     rows = [
-        {"id": "a", "type": "verifiable_math", "question": "1?", "check": "{}", "prompt": "no"},
-        {"id": "b", "type": "own", "question": "2?", "check": "{}", "prompt": "no"},
+        dict(zip(params.values(), row, strict=True)) | {"prompt": "no"}
+        for row in (("a", "verifiable_math", "1?", "{}"), ("b", "own", "2?", "{}"))
     ]
-    params = {
-        "problem_id": "id",
-        "task_type": "type",
-        "prompt": "question",
-        "verification_info": "check",
-    }
     path = write_parquet(tmp_path / "rows.parquet", rows)
     made = read(source("parquet", path, params=params, task_types={"verifiable_math": "math"}))
-    assert [made.problem(i).prompt for i in range(2)] == ["1?", "2?"]
-    assert [made.problem(i).task_type for i in range(2)] == ["math", "own"]
+    problems = [made.problem(i) for i in range(2)]
+    assert [(p.prompt, p.task_type) for p in problems] == [("1?", "math"), ("2?", "own")]
     assert made.task_types == {"math", "own"}
 
 
@@ -156,32 +152,29 @@ def test_verification_that_no_pipe_carries_is_named_before_anything_is_graded(
         read(source("parquet", path))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "hf_dataset"])
-def test_a_column_that_is_missing_is_named_beside_those_there_are(
-    tmp_path: Path, kind: str
-) -> None:
-    rows = [{k: v for k, v in row.items() if k != "prompt"} for row in make_rows(3)]
+def written(kind: str, folder: Path, rows: list[Row]) -> Path:
+    """Rows in a folder; the last of its files."""
     if kind == "parquet":
-        write_parquet(tmp_path / "rows" / "rows.parquet", rows)
-    else:
-        write_dataset(tmp_path / "rows", rows)
-    with pytest.raises(UserError, match="no column 'prompt'; there are problem_id, task_type, ver"):
-        read(source(kind, tmp_path / "rows"))
+        return write_parquet(folder / "rows.parquet", rows)
+    return write_dataset(folder, rows) / "data-00001-of-00002.arrow"
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [("parquet", "cannot be read as Parquet"), ("hf_dataset", "cannot be read as an Arrow stream")],
 )
-def test_a_file_that_is_cut_off_is_named(tmp_path: Path, kind: str, message: str) -> None:
-    if kind == "parquet":
-        path = write_parquet(tmp_path / "rows" / "rows.parquet", make_rows(50))
-    else:
-        write_dataset(tmp_path / "rows", make_rows(50))
-        path = tmp_path / "rows" / "data-00001-of-00002.arrow"
+def test_a_file_without_a_column_or_cut_off_is_named(
+    tmp_path: Path, kind: str, message: str
+) -> None:
+    lacking = [{k: v for k, v in row.items() if k != "prompt"} for row in make_rows(3)]
+    written(kind, tmp_path / "lacking", lacking)
+    with pytest.raises(UserError, match="no column 'prompt'; there are problem_id, task_type, ver"):
+        read(source(kind, tmp_path / "lacking"))
+
+    path = written(kind, tmp_path / "cut", make_rows(50))
     path.write_bytes(path.read_bytes()[:900])
     with pytest.raises(UserError, match=message) as caught:
-        read(source(kind, tmp_path / "rows"))
+        read(source(kind, tmp_path / "cut"))
     assert caught.value.place == path.name
 
 
@@ -318,3 +311,48 @@ def test_a_dataset_may_hold_objects_and_large_texts(tmp_path: Path) -> None:
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table)
     assert read(source("hf_dataset", folder)).problem(3).verification == {"ground_truth": "x"}
+
+
+DATA = Path(__file__).parents[4] / "shared" / "data"
+
+
+@pytest.mark.parametrize(("split", "count", "first"), [("train", 7473, "72"), ("test", 1319, "18")])
+def test_every_row_of_the_real_files_is_a_problem_with_its_number(
+    split: str, count: int, first: str
+) -> None:
+    path = DATA / f"gsm8k_{split}.jsonl"
+    if not path.is_file():
+        pytest.skip(f"{path.name} is not in shared/data")
+    made = make_source(source("gsm8k", path), 1, KeepAll())
+    problems = [made.problem(i) for i in range(len(made))]
+    assert len(problems) == count
+    assert problems[0].verification == {"ground_truth": first}
+    assert problems[7].problem_id == "rows-7"
+    assert {problem.task_type for problem in problems} == made.task_types == {"math"}
+    assert all("####" not in problem.prompt for problem in problems)
+    numbers = [float(problem.verification["ground_truth"]) for problem in problems]
+    assert len(numbers) == count  # each is one, thousands' commas taken out
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "2?", "answer": "two"}, "answer has no number behind ####: 'two'|no number"),
+        ({"question": "2?", "answer": "two ####  "}, "answer has no number behind ####"),
+        ({"question": "2?"}, "answer is missing"),
+        ({"answer": "#### 2"}, "question is missing"),
+    ],
+)
+def test_a_row_of_another_form_is_named(tmp_path: Path, row: dict[str, str], message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "1?", "answer": "#### 1"}) + "\n" + json.dumps(row))
+    with pytest.raises(UserError, match=message) as caught:
+        make_source(source("gsm8k", path), 1, KeepAll())
+    assert caught.value.place == "rows.jsonl:2"
+
+
+def test_there_are_no_columns_to_name(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "1?", "answer": "#### 1"}))
+    with pytest.raises(UserError, match="unknown: prompt"):
+        make_source(source("gsm8k", path, params={"prompt": "question"}), 1, KeepAll())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import textwrap
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from reasoning_gym.factory import DATASETS
 from tokenizers import Tokenizer
 
 from runspec.core.errors import UserError
@@ -14,31 +18,10 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.plugins import missing_plugins
 from runspec.lint.check import check_spec
 from sampler.tasks.keep import split_of
+from sampler.tasks.sources.gym import REFUSED
 from sampler.tasks.task_set import RunTask, build_task_set
-from tests.sampler.grading.plugin import install
 from tests.sampler.tasks.conftest import SPECS, laptop_spec
 from verify.plugins import Graded, GradeItem, GraderFault
-
-FAULTY_ENTRY_POINTS = """\
-[runspec.sources]
-faulty = faulty_task:Source
-[runspec.rewards]
-faulty = faulty_task:Term
-"""
-FAULTY_TASK = """\
-from verify.plugins import Problem
-
-class Source:
-    task_types = frozenset({"faulty"})
-    def __init__(self, source, seed, keep): pass
-    def __len__(self): return 1
-    def problem(self, index): return Problem("faulty-0", "faulty", "say it", {})
-
-class Term:
-    role = "task"
-    def __init__(self, reward): pass
-    def score(self, problem, answer): return 1 / 0 if answer == "boom" else float(answer)
-"""
 
 
 def output(tokenizer_dir: Path, text: str, *, end: bool = True) -> list[int]:
@@ -212,25 +195,38 @@ def test_missing_plugins_are_known_without_importing_any() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("answer", "fault"), [("boom", "ZeroDivisionError"), ("nan", "returned nan"), ("inf", "inf")]
-)
-def test_a_grader_that_fails_is_a_fault_of_its_own(
-    tmp_path: Path,
-    tokenizer_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    answer: str,
-    fault: str,
-) -> None:
-    # Given an installed package with a source and a grader that fails on some answers
-    install(tmp_path, monkeypatch, "faulty_task", FAULTY_ENTRY_POINTS, FAULTY_TASK)
-    spec = laptop_spec(
-        "data.sources={spell_backward: null, faulty: {kind: faulty}}",
-        "reward={spelling: null, faulty: {kind: faulty}}",
-    )
-    task = build_task_set(spec, tokenizer_dir)
+EVALUATORS = {"eval", "exec", "parse_expr", "sympify"}
 
-    # When it grades, then a number is a reward and everything else is its own fault
-    assert grade(task, 0, None, output(tokenizer_dir, "</think>0.5")).reward == 0.5
-    with pytest.raises(GraderFault, match=fault):
-        grade(task, 0, 8, output(tokenizer_dir, f"</think>{answer}"))
+
+def evaluates_the_answer(scorer: object) -> bool:
+    """Whether a scorer calls an evaluator on its argument `answer`."""
+    calls = (
+        node
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(scorer))))
+        if isinstance(node, ast.Call) and node.args
+    )
+    return any(
+        ast.unparse(call.func).rpartition(".")[2] in EVALUATORS
+        and ast.unparse(call.args[0]) == "answer"
+        for call in calls
+    )
+
+
+def test_every_scorer_that_evaluates_answers_is_on_the_list() -> None:
+    found = {
+        name for name, (kind, _) in DATASETS.items() if evaluates_the_answer(kind.score_answer)
+    }
+
+    assert found | {"composite"} == REFUSED
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_generator_whose_scorer_evaluates_answers_is_refused(
+    tokenizer_dir: Path, name: str
+) -> None:
+    spec = laptop_spec(
+        f"data.sources.spell_backward.dataset={name}", "data.sources.spell_backward.params={}"
+    )
+
+    with pytest.raises(UserError, match=f"{name}' evaluates answers as code"):
+        build_task_set(spec, tokenizer_dir)

@@ -56,14 +56,3 @@ def test_an_engine_that_dies_just_before_it_is_given_a_lease_is_started_once(
     assert [version for version, _ in member.engine.loads] == [0, 0]
     assert "sampling 1 leases again with a new one" in caplog.text
     assert member.failure is None
-
-
-def test_an_engine_that_dies_before_the_same_lease_again_stops_the_worker(works: Works):
-    member = works.member()
-    member.engine.deaths_before_submit = 2
-
-    member.start()
-
-    eventually(member.ended, "its end")
-    assert isinstance(member.failure, EngineDied)
-    assert (member.engine.submitted, works.submissions()) == ([], [])

@@ -74,3 +74,22 @@ def test_they_go_on_after_a_coordinator_that_was_away_and_end_with_the_run(
         thread.join(30)
         assert not thread.is_alive()
     assert len(heard.states) == 2 and "heartbeat: is away" in caplog.text
+
+
+def test_the_meter_counts_busy_time_while_any_lease_is_sampled() -> None:
+    meter = Meter()
+    assert (meter.state()["version"], meter.state()["busy_s"]) == (-1, 0.0)
+
+    meter.lease_began()
+    meter.lease_began()
+    meter.lease_ended(5)
+    eventually(lambda: meter.state()["busy_s"] > 0.0, "time that counts before the end")
+    meter.lease_ended(7)
+    meter.loaded(2, 0.5)
+    meter.loaded(3, 0.25)
+
+    state = meter.state()
+    assert 0.0 < state["busy_s"] <= state["uptime_s"]
+    assert meter.state()["busy_s"] == state["busy_s"]
+    told = [state[name] for name in ("tokens", "version", "loads", "pause_s")]
+    assert told == [12, 3, 2, 0.75]

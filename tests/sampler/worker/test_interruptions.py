@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -16,7 +15,7 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from tests.sampler.worker.works import site_of
+from tests.sampler.worker.works import free_port, site_of, working
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.waiting import eventually
 from verify.coordinator.events import LeaseGranted, SubmissionReceived
@@ -25,7 +24,7 @@ from verify.formats.layout import STATE_FILE
 from verify.formats.submission import decode_rollouts
 from verify.ledger import Ledger
 
-KILLS = 6
+KILLS = 4
 
 
 @contextmanager
@@ -35,13 +34,6 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
     finally:
         process.kill()
         process.communicate()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def until_answers(site: Site) -> Callable[[], bool]:
@@ -99,26 +91,20 @@ def test_a_coordinator_that_stays_away_ends_the_worker_with_its_address(tmp_path
 def test_a_worker_that_is_killed_at_any_moment_leaves_whole_submissions_and_repeats_none(
     tmp_path: Path,
 ):
-    # given a step that is so large that there is always something to do
-    algorithm = tiny_spec().algorithm.model_copy(update={"prompts_per_step": 10_000})
-    spec = tiny_spec().model_copy(update={"algorithm": algorithm})
+    # given a step that always has something to do, and leases that outlast slow starts
+    spec = tiny_spec(lease_timeout="1h")
+    algorithm = spec.algorithm.model_copy(update={"prompts_per_step": 10_000})
+    spec = spec.model_copy(update={"algorithm": algorithm})
     key, rng = SigningKey.generate(), random.Random(6)
-    key.save(tmp_path / "worker.key")
+    key.save(key_file := tmp_path / "worker.key")
     with site_of(tmp_path, spec) as works, works.site.serving():
-        command = [
-            *(sys.executable, "-m", "tests.sampler.worker.obedient", works.site.url, spec.name),
-            *(works.site.root.public_hex, str(tmp_path / "worker.key"), "near"),
-        ]
         # when a worker is killed again and again
         for _ in range(KILLS):
             before = len(works.submissions())
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            with ended(process):
-                assert process.stdout is not None
-                assert process.stdout.readline() == "working\n"
+            with working(works.site, key_file):
                 threading.Event().wait(rng.uniform(0.0, 0.5))
             assert len(works.submissions()) >= before
-        with ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)):
+        with working(works.site, key_file):
             count = len(works.submissions())
             eventually(lambda: len(works.submissions()) >= count + MAX_OPEN_LEASES, "its last work")
         submissions = works.submissions()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from runspec.core.errors import UserError
 from tests.sampler.worker.obedient import LENGTH
 from tests.sampler.worker.works import Works, site_of, spec_with
 from tests.waiting import eventually
+from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
 
 
 def test_the_next_lease_goes_into_the_engine_while_the_last_one_is_sampled(works: Works):
@@ -62,3 +65,39 @@ def test_a_pool_with_in_flight_updates_takes_a_version_over_in_the_middle(tmp_pa
         (first, *_) = [row for rows in works.rows() for row in rows]
         assert (first.version, first.versions.tolist()) == (0, [1] * LENGTH)
         member.leave()
+
+
+def test_a_submission_that_is_refused_is_logged_and_work_goes_on(
+    works: Works, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    submit, refusals = CoordinatorClient.submit, iter([SubmissionRefused("the lease expired")])
+
+    def first_refused(client: CoordinatorClient, envelope: bytes, table: bytes) -> None:
+        for refusal in refusals:
+            raise refusal
+        submit(client, envelope, table)
+
+    monkeypatch.setattr(CoordinatorClient, "submit", first_refused)
+    member = works.member()
+    member.start()
+
+    eventually(lambda: len(works.submissions()) >= 2, "the next ones are taken")
+    assert "the lease expired" in caplog.text
+    assert not member.ended()
+
+
+@pytest.mark.parametrize("failure", [RunFinished("done"), UserError("the disk is full")])
+def test_how_a_submission_ends_the_worker(
+    works: Works, monkeypatch: pytest.MonkeyPatch, failure: Exception
+):
+    """The end of the run is no failure; whatever else goes wrong is told."""
+
+    def failing(client: CoordinatorClient, envelope: bytes, table: bytes) -> None:
+        raise failure
+
+    monkeypatch.setattr(CoordinatorClient, "submit", failing)
+    member = works.member()
+    member.start()
+
+    eventually(member.ended, "its end")
+    assert member.failure is (failure if isinstance(failure, UserError) else None)

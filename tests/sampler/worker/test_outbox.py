@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import Backlog
 from sampler.worker.outbox import Made, Outbox
 from tests.sampler.worker.obedient import outbox_in
+from tests.sampler.worker.works import working
 from tests.verify.coordinator.deployment import (
     DEADLINE_S,
     RUN,
@@ -46,20 +44,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     site.publish(0)
     with site.origin():
         yield site
-
-
-@contextmanager
-def working(site: Site, key_file: Path) -> Iterator[subprocess.Popen[str]]:
-    """A worker's process whose engine answers at once."""
-    command = [
-        *(sys.executable, "-m", "tests.sampler.worker.obedient", site.url, RUN),
-        *(site.root.public_hex, str(key_file), "near"),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def status(site: Site) -> dict[str, Any]:
@@ -91,8 +75,8 @@ def test_what_was_deferred_when_a_worker_had_to_end_is_sent_at_its_next_start(
             process.send_signal(signal.SIGTERM)
             assert process.wait(START_S) == 0
         # then the submission is in its folder, and its lease is not given back
-        (envelope,) = tmp_path.glob("worker/outbox/*/*.envelope")
-        table = envelope.with_suffix(".table").read_bytes()
+        (kept,) = tmp_path.glob("worker/outbox/*/*.submission")
+        table = kept.read_bytes().partition(b"\n")[2]
         (mine,) = status(site)["workers"]
         assert mine["open_leases"] >= 1
         folder = site.run_dir / "rollouts" / "step_0"
@@ -101,7 +85,7 @@ def test_what_was_deferred_when_a_worker_had_to_end_is_sent_at_its_next_start(
         # and when it starts again, then those bytes are sent, once, and nobody samples them again
         with working(site, tmp_path / "worker.key"):
             assert judge(site, validator) == digest_bytes(table)
-            eventually(lambda: not envelope.exists(), "it is forgotten")
+            eventually(lambda: not kept.exists(), "it is forgotten")
     received = [path.read_bytes() for path in folder.glob("*.safetensors")]
     assert received.count(table) == 1
 
@@ -146,7 +130,7 @@ def test_what_is_damaged_or_not_ours_is_removed_and_said(
     outbox.put(lease, wrong)
     outbox.keep()
     if flaw == "no table":
-        next(tmp_path.rglob("*.table")).unlink()
+        next(tmp_path.rglob("*.submission")).write_bytes(right.envelope)
 
     with caplog.at_level(logging.WARNING):
         assert outbox_in(tmp_path, key).load() == {}

@@ -9,39 +9,24 @@ import pytest
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import SamplerPool
-from sampler.engine.proofs import prove
 from sampler.engine.requests import Sampled
 from sampler.worker.rollouts import FinishedRollout, claim_rewards, make_rollouts, plan_rollouts
+from tests.sampler.worker.obedient import Counting
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import decode_rollouts, encode_rollouts
 from verify.noise import noise_key
-from verify.plugins import Graded, GradeItem, GraderFault, Problem
-from verify.toploc import verify_proofs
+from verify.plugins import Graded, GradeItem, GraderFault
+from verify.toploc import build_proofs_of, verify_proofs
 from verify.toploc.selection import select, split
 
 GROUPS, SIZE = 3, 2
 
 
-class CountingTask:
+class CountingTask(Counting):
     """Problem i asks for its number; a reward is the share of its digits in the output."""
-
-    eos_token_id = 0
-    targets = [4, 8]
-
-    def __len__(self) -> int:
-        return 50
-
-    def problem(self, index: int) -> Problem:
-        return Problem(f"count-{index}", "counting", str(index), {"answer": index})
-
-    def prompt_tokens(self, index: int, target: int | None) -> list[int]:
-        return [100 + index, target or 0]
 
     def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
         return [self._grade(item) for item in items]
-
-    def close(self) -> None:
-        """Nothing is open."""
 
     def _grade(self, item: GradeItem) -> Graded | GraderFault:
         if 13 in item.output_tokens:
@@ -115,32 +100,24 @@ def test_the_plan_is_the_lease_spelt_out():
     for rollout in planned:
         assignment = wanted[rollout.group]
         assert (rollout.problem, rollout.target) == (assignment.problem, assignment.target)
-        assert rollout.request.prompt_tokens == [100 + assignment.problem, assignment.target]
+        assert rollout.request.prompt_tokens == [assignment.problem, assignment.target]
         assert rollout.request.noise_key == noise_key(lease().seed, rollout.group, rollout.sample)
         assert (rollout.request.temperature, rollout.request.end_token) == (0.5, 0)
         assert (rollout.request.top_p, rollout.request.top_k) == (1.0, -1)
 
 
-def test_the_pools_truncation_reaches_the_engine():
-    cut = pool(sampling={"top_p": 0.9, "top_k": 40})
+def test_a_pools_truncation_and_want_of_a_seed_reach_the_engine():
+    cut = pool(trust="trusted", sampling={"top_p": 0.9, "top_k": 40, "seeded": False})
 
-    planned = plan_rollouts(lease(), TASKS, cut, group_size=SIZE)
+    requests = [p.request for p in plan_rollouts(lease(), TASKS, cut, group_size=SIZE)]
 
-    assert {(p.request.top_p, p.request.top_k) for p in planned} == {(0.9, 40)}
+    assert {(r.top_p, r.top_k, r.noise_key) for r in requests} == {(0.9, 40, None)}
 
 
 def test_the_same_lease_gives_the_same_plan_and_no_two_leases_share_noise():
     assert plan() == plan()
     keys = {p.request.noise_key for index in range(20) for p in plan(index=index)}
     assert len(keys) == 20 * GROUPS * SIZE
-
-
-def test_an_unseeded_pool_leaves_the_noise_to_the_engine():
-    unseeded = pool(trust="trusted", sampling={"seeded": False})
-
-    planned = plan_rollouts(lease(), TASKS, unseeded, group_size=SIZE)
-
-    assert {p.request.noise_key for p in planned} == {None}
 
 
 def test_a_prompt_without_room_for_an_answer_is_named():
@@ -153,7 +130,9 @@ def test_rollouts_survive_the_file_with_claims_and_proofs():
     results = sampled([[p.problem, *range(60, 60 + 9 * i), 0] for i, p in enumerate(planned)])
 
     claims = claim_rewards(planned, results, TASKS)
-    made = zip(planned, results, claims, prove(results), strict=True)
+    made = zip(
+        planned, results, claims, build_proofs_of([each.selection for each in results]), strict=True
+    )
     finished = [FinishedRollout(*parts) for parts in made]
     rows = make_rollouts(lease(), "12" * 32, finished, TASKS, pool())
 

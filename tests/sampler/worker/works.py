@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ from runspec.core.spec.schema import RunSpec
 from sampler.worker.meter import Meter
 from sampler.worker.worker import Registration, Worker
 from tests.sampler.worker.obedient import Counting, ObedientEngine, Shelf, outbox_in
-from tests.verify.coordinator.deployment import Site, tiny_spec
+from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
 from verify.client import CoordinatorClient
 from verify.formats.submission import Rollout, decode_rollouts
 
@@ -119,3 +122,25 @@ def site_of(folder: Path, spec: RunSpec) -> Iterator[Works]:
         finally:
             for member in works.members:
                 member.leave()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def working(site: Site, key_file: Path) -> Iterator[subprocess.Popen[str]]:
+    """A worker's process that has begun to work, with an engine that answers at once."""
+    command = [
+        *(sys.executable, "-m", "tests.sampler.worker.obedient", site.url, RUN),
+        *(site.root.public_hex, str(key_file), "near"),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "working\n"
+            yield process
+        finally:
+            process.kill()

@@ -4,16 +4,14 @@ values: the judgement is made outside its sandbox."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any
 
 from sampler.grading.channel import ChannelClosed, Overdue
-from sampler.grading.fate import describe
-from sampler.grading.launch import Launcher
-from sampler.sandbox import PYTHON, Limits
+from sampler.sandbox import PYTHON, Limits, run
 from sampler.tasks.rewards.code.compare import same_output, same_value
 from sampler.tasks.rewards.code.formats import CallTest, CheckTests, StdioTest, Tests
 from sampler.tasks.rewards.code.plain import decode, encode
@@ -31,7 +29,8 @@ its own puts no blame on them."""
 class Judge:
     """Runs one program against its tests."""
 
-    launcher: Launcher
+    mechanisms: Sequence[str]
+    """Isolate each process."""
     limits: Limits
     """Of each process."""
     deadline: float
@@ -71,14 +70,15 @@ class Judge:
             left = self.deadline - time.monotonic()
             if left <= 0:
                 raise ProgramFailed(f"{place}: the program took too long")
-            done = self.launcher.run(
+            done = run(
                 [*PYTHON, "main.py"],
                 stdin=test.given.encode(errors="replace"),
                 limits=replace(self.limits, wall_s=left),
                 files=files,
+                mechanisms=self.mechanisms,
             )
             if not done.ok:
-                raise ProgramFailed(f"{place}: {describe(done.outcome, done.code, done.stderr)}")
+                raise ProgramFailed(f"{place}: {done.describe()}")
             printed = done.stdout.decode(errors="replace")
             if not same_output(printed, test.expected, tolerance):
                 raise ProgramFailed(f"{place}: printed {_short(printed)}")
@@ -121,7 +121,7 @@ class Judge:
     def _session(self, side: str, setup: dict[str, Any], longer_s: float = 0.0) -> Session:
         deadline = self.deadline + longer_s
         limits = replace(self.limits, wall_s=max(0.01, deadline - time.monotonic()))
-        return Session(side, setup, self.launcher, limits, deadline)
+        return Session(side, setup, self.mechanisms, limits, deadline)
 
 
 def _right(returned: Any, expected: Any, tolerance: float) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from sampler.grading.channel import Channel, ChannelClosed, NoMessage, Overdue
-from sampler.grading.fate import fate
-from sampler.grading.launch import Launcher
-from sampler.sandbox import PYTHON, Limits
+from sampler.sandbox import PYTHON, Limits, start
 from sampler.tasks.rewards.code.plain import NotPlain, decode, encode
 
 MAX_REPLY_BYTES = 2 * 1024 * 1024
@@ -27,7 +26,7 @@ class Session:
     Args:
         side: `inside_program` or `inside_tests`.
         setup: its first message.
-        launcher: starts it.
+        mechanisms: isolate it.
         limits: of the process.
         deadline: of all messages (`time.monotonic`).
     """
@@ -36,12 +35,13 @@ class Session:
         self,
         side: str,
         setup: dict[str, Any],
-        launcher: Launcher,
+        mechanisms: Sequence[str],
         limits: Limits,
         deadline: float,
     ) -> None:
         self._deadline = deadline
-        self._process = launcher.start([*PYTHON, "-S", "-c", source_of(side)], limits=limits)
+        command = [*PYTHON, "-S", "-c", source_of(side)]
+        self._process = start(command, limits=limits, mechanisms=mechanisms)
         self._channel = Channel(
             self._process.stdout.fileno(),
             self._process.stdin.fileno(),
@@ -76,7 +76,7 @@ class Session:
 
     def fate(self) -> str:
         """How the process ended, in words."""
-        return f"the program: {fate(self._process)}"
+        return f"the program: {self._process.fate()}"
 
 
 class Program:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from runspec.core.spec.schema import Reward
-from sampler.grading.launch import launcher
+from sampler.grading.launch import mechanisms
 from sampler.sandbox import Limits
 from sampler.tasks.interfaces import Score, TaskTerm
 from sampler.tasks.rewards.code.formats import read_tests
@@ -40,7 +40,8 @@ class CodeReward(TaskTerm):
     timeout_s: ClassVar[float] = TIMEOUT_S
 
     def __init__(self, reward: Reward) -> None:
-        self._launcher = launcher(required=reward.sandboxed, place=f"reward.{reward.name}")
+        place = f"reward.{reward.name}"
+        self._mechanisms = mechanisms(required=reward.sandboxed, place=place)
         self._timeout_s = TIMEOUT_S if reward.timeout is None else float(reward.timeout)
 
     def score(self, problem: Problem, answer: str) -> Score:
@@ -51,6 +52,6 @@ class CodeReward(TaskTerm):
         """
         tests = read_tests(problem.verification)
         limits = replace(LIMITS, cpu_s=self._timeout_s)
-        judge = Judge(self._launcher, limits, time.monotonic() + self._timeout_s)
+        judge = Judge(self._mechanisms, limits, time.monotonic() + self._timeout_s)
         reason = judge.judge(program_of(answer), tests)
         return Score(0.0 if reason else 1.0, reason)

@@ -47,8 +47,6 @@ MBPP = {
 PASSES = {
     "synthetic-1 calls": ({"language": "python", "test_cases": CASES}, ADD),
     "synthetic-1 as a JSON string": ({"test_cases": json.dumps(CASES)}, ADD),
-    "synthetic-1 stdin": ({"test_cases": STDIO}, SUM),
-    "apps calls": ({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}, ADD),
     "apps stdin": ({"inputs": ["1 2", "3 4\n"], "outputs": ["3", "7 \n"]}, SUM),
     "livecodebench": ({"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}, ADD),
     "a method of Solution": (
@@ -69,14 +67,11 @@ PASSES = {
 FAILS = {
     "a wrong value": ({"test_cases": CASES}, "def add(a, b): return 4", "returned another value"),
     "the second test alone": ({"test_cases": CASES}, "def add(a, b): return 3", "test 2 of 2"),
-    "a wrong line": ({"test_cases": STDIO}, "print(4)", "printed '4'"),
     "no float tolerance": ({"inputs": [""], "outputs": ["0.3333"]}, "print(1 / 3)", "printed"),
     "an exception": ({"test_cases": STDIO}, "1 / 0", "ZeroDivisionError"),
     "an exit code": ({"test_cases": STDIO}, f"{SUM}raise SystemExit(3)", "exit code 3"),
     "no such function": ({"test_cases": CASES}, "x = 1", "does not define add"),
-    "no syntax": ({"test_cases": CASES}, "def add(a, b:", "SyntaxError"),
     "prose": (HUMAN, "I do not know.", "SyntaxError"),
-    "an empty answer": (HUMAN, "", "no program"),
     "an empty block": (HUMAN, "```python\n```", "no program"),
     "a body of a docstring": (HUMAN, '    """Nothing."""\n', "the tests"),
     "an object": ({"test_cases": CASES}, "def add(a, b): return object()", "no plain data"),

@@ -1,4 +1,4 @@
-"""A lease in the worker's hands, from the grant to the submission."""
+"""A lease in the worker's hands, from the grant to the submission, and what happens to it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,22 @@ from dataclasses import dataclass, field
 
 from sampler.engine.requests import Sampled
 from sampler.worker.rollouts import PlannedRollout
-from sampler.worker.schedule import OpenLease, Stage
+from sampler.worker.schedule import OpenLease
 from verify.formats.lease import Lease
 
 
 @dataclass
-class HeldLease:
+class HeldLease(OpenLease):
     """Changed by the loop's thread alone."""
 
     lease: Lease
-    digest: str
     plan: Sequence[PlannedRollout]
-    stage: Stage = "waiting"
     future: Future[list[Sampled]] | None = None
     """Of its sampling; a new one where it is sampled again."""
     deaths: int = 0
     """Engines that died under it."""
     since: float = field(default_factory=time.monotonic)
     """When its sampling began."""
-
-    def seen(self) -> OpenLease:
-        return OpenLease(self.digest, self.lease.version, self.stage)
 
 
 @dataclass(frozen=True)
@@ -42,12 +37,14 @@ class Granted:
 
 
 @dataclass(frozen=True)
-class NoLease:
-    """There was none just now."""
+class NotGranted:
+    """There is no lease just now, or the coordinator cannot be asked for one any more."""
+
+    error: BaseException | None = None
 
 
 @dataclass(frozen=True)
-class Ended:
+class SamplingEnded:
     """The engine is done with a lease, one way or the other."""
 
     digest: str
@@ -55,17 +52,11 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """A lease is handed in, or refused."""
+class Settled:
+    """A lease is handed in or refused, or its submission failed."""
 
     digest: str
+    error: BaseException | None = None
 
 
-@dataclass(frozen=True)
-class Failed:
-    """The thread that asks for leases came to an end: the run is finished, or something broke."""
-
-    error: BaseException
-
-
-Happening = Granted | NoLease | Ended | Dealt | Failed
+Event = Granted | NotGranted | SamplingEnded | Settled
