@@ -8,7 +8,6 @@ import binascii
 import json
 import math
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,11 +76,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "--root-key", metavar="HEX", help="the root's public key, which must have signed the file"
     )
     check.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Runs `prove` or `check`."""
-    return run_once(lambda: COMMANDS[options.command](options))
+    prove.set_defaults(run=lambda options: run_once(lambda: _prove(options)))
+    check.set_defaults(run=lambda options: run_once(lambda: _check(options)))
 
 
 def _prove(options: argparse.Namespace) -> int:
@@ -98,9 +94,6 @@ def _check(options: argparse.Namespace) -> int:
     verdict = check_proofs(options.activations, options.proofs, limits)
     say(_as_json(verdict, options.profile) if options.json else _as_text(verdict))
     return ACCEPTED if verdict.accepted else REJECTED
-
-
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"prove": _prove, "check": _check}
 
 
 def limits_of(profile: str, hidden_size: int, *, root_public_key: str | None = None) -> Limits:
@@ -194,8 +187,6 @@ def _read_proofs(name: str, tokens: int, hidden: int) -> list[bytes]:
     """
     expected = -(-tokens // CHUNK_ROWS)
     found: list[bytes] = []
-    if name == "-" and sys.stdin is None:
-        raise UserError("is closed", place="standard input", remedy="name a file of base64 lines")
     try:
         with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
             while line := file.readline(_MAX_LINE_BYTES + 1):

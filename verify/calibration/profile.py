@@ -25,7 +25,6 @@ KIND = "calibration"
 FORMULA: Literal["exponential-tail/2"] = "exponential-tail/2"
 """Names how limits follow from measurements (`verify.calibration.tails`, `.derive`)."""
 MAX_SHORT = 8
-MAX_VERSIONS = 1024
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Natural = Annotated[int, Field(ge=0, le=2**53)]
@@ -55,8 +54,7 @@ class SamplerSide(_Part):
     engine: Name
     precision: Precision
     hardware: Name
-    sampling: SamplingSide | None = None
-    """None in profiles of before it was said, which hold for any."""
+    sampling: SamplingSide
 
 
 class ValidatorSide(_Part):
@@ -83,8 +81,8 @@ class Measured(_Part):
     """What the numbers were measured on."""
 
     run: Name
-    versions: Annotated[list[Natural], Field(max_length=MAX_VERSIONS)]
-    """Of more than that as many, from the first to the last."""
+    oldest_version: Natural
+    newest_version: Natural
     submissions: Natural
     rollouts: Natural
     tokens: Natural
@@ -191,8 +189,7 @@ class Profile(_Part):
             "validator precision": (self.validator.precision, spec.learner.compute_dtype),
             "validator hardware": (self.validator.hardware, validator_hardware(spec)),
         }
-        if (drawn := self.sampler.sampling) is not None:
-            here |= {what: (then, getattr(pool.sampling, what)) for what, then in drawn}
+        here |= {what: (n, getattr(pool.sampling, what)) for what, n in self.sampler.sampling}
         return [f"{what} {then}, not {now}" for what, (then, now) in here.items() if then != now]
 
 
