@@ -48,14 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
             metavar="HEX",
             help="the root key",
         )
-    coordinator.set_defaults(run=partial(_run, _coordinator))
-    validator.set_defaults(run=partial(_run, _validator))
+    coordinator.set_defaults(body=partial(_run, _coordinator))
+    validator.set_defaults(body=partial(_run, _validator))
     proof_commands.add_commands(commands)
     calibration.add_commands(commands)
     audit.add_command(commands)
     table_command.add_command(commands)
     options = parser.parse_args(arguments)
-    code: int = options.run(options)
+    code: int = options.body(options)
     return code
 
 

@@ -22,7 +22,7 @@ def open_activations(path: Path) -> np.ndarray:
     """Maps the activations of one rollout.
 
     Args:
-        path: an .npy file of version 1.0, as numpy.save writes: uint16 (bf16 bits) or float32, [n, D], either order.
+        path: an .npy file of version 1.0: uint16 (bf16 bits) or float32, [n, D], either order.
 
     Returns:
         The array as it lies in the file, read-only; nothing of it is in memory yet.

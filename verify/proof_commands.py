@@ -76,8 +76,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "--root-key", metavar="HEX", help="the root's public key, which must have signed the file"
     )
     check.add_argument("--json", action="store_true", help="print one JSON object")
-    prove.set_defaults(run=lambda options: run_once(lambda: _prove(options)))
-    check.set_defaults(run=lambda options: run_once(lambda: _check(options)))
+    prove.set_defaults(body=lambda options: run_once(lambda: _prove(options)))
+    check.set_defaults(body=lambda options: run_once(lambda: _check(options)))
 
 
 def _prove(options: argparse.Namespace) -> int:

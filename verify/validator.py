@@ -16,14 +16,13 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.hashing import hash_parts
 from runspec.core.keys import SigningKey
-from runspec.core.roles import Roles
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import compare_data_digests, data_digest
@@ -63,20 +62,6 @@ _MAX_FAULT = 300
 """Characters of a fault: it may repeat what a stranger sent."""
 
 
-class Coordinator(Protocol):
-    """What a validator asks of the coordinator; `verify.client.CoordinatorClient` answers it."""
-
-    def roles(self) -> Roles: ...
-
-    def next_submission(self, wait_s: float) -> WorkItem | None: ...
-
-    def download(self, digest: str) -> bytes: ...
-
-    def verdict(self, envelope: bytes, table: bytes) -> None: ...
-
-    def release_claims(self, submissions: Sequence[str], fault: str = "") -> None: ...
-
-
 class Validator:
     """Serves one run until it is finished.
 
@@ -93,7 +78,7 @@ class Validator:
         self,
         spec: RunSpec,
         key: SigningKey,
-        coordinator: Coordinator,
+        coordinator: CoordinatorClient,
         engine: PrefillEngine,
         *,
         task_set_of: Callable[[Path], TaskSet],
@@ -236,7 +221,8 @@ class Validator:
     def _prepare(self, files: Sequence[SubmissionFile]) -> Examiner:
         """Loads the task with the tokenizer of the first version seen: all have the same."""
         try:
-            directory = ensure_weights(self._engine, files[0].lease)
+            lease = files[0].lease
+            directory = ensure_weights(self._engine, lease.version, lease.manifest_digest)
             require_model(self._spec, model_config(directory))
             self._task_set = self._task_set_of(directory)
             self._examiner = Examiner(

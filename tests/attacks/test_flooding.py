@@ -17,7 +17,6 @@ from runspec.core.invite import make_invite
 from runspec.core.keys import SigningKey
 from runspec.core.spec.role_names import worker_names
 from tests.attacks.impatient import (
-    LINES,
     connected,
     granted,
     head,
@@ -251,14 +250,12 @@ class TestFlooding:
     def test_lines_in_the_log(
         self, site: Site, post: Post, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Each refusal would be a line, each malformed request a traceback: some are."""
+        """Each refusal would be a line, each malformed request a traceback: none is."""
         caplog.set_level("INFO")
         key, _ = site.worker()
         answers = {post(SigningKey.generate(), "/v1/leases", ASK).status_code for _ in range(60)}
         assert answers <= {403, 429}
-        refusals = [r for r in caplog.records if r.name == "verify.coordinator.server"]
-        assert LINES <= len(refusals) <= LINES + 5
-        # and requests that are none are answered, and say nothing
+        # and requests that are none are answered too
         chunks = head(site, key, "/v1/leases", ASK).replace(
             f"Content-Length: {len(ASK)}".encode(), b"Transfer-Encoding: chunked"
         )
@@ -266,7 +263,8 @@ class TestFlooding:
             with connected(site) as stream:
                 stream.sendall(broken)
                 assert b" 400 " in stream.recv(4096)
-        assert [r.getMessage() for r in caplog.records if r.name == "aiohttp.server"] == []
+        logged = {"verify.coordinator.server", "aiohttp.server"}
+        assert [r.getMessage() for r in caplog.records if r.name in logged] == []
 
     def test_a_status_that_takes_long_to_make(self) -> None:
         """Of thousands of keys it takes a second, and anybody may ask: it is made for many."""

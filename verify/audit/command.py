@@ -32,7 +32,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="a head that an earlier audit printed, which must still be there; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="the report as one JSON object")
-    parser.set_defaults(run=lambda options: run_once(lambda: _audit(options)))
+    parser.set_defaults(body=lambda options: run_once(lambda: _audit(options)))
 
 
 def _audit(options: argparse.Namespace) -> int:

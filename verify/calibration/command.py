@@ -56,7 +56,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="where the pool needs it, set limits looser than the published ones, and say which",
     )
-    one.set_defaults(run=lambda options: _run(_calibrate, options))
+    one.set_defaults(body=lambda options: _run(_calibrate, options))
     one.add_argument(
         "--perturbed",
         action="store_true",
@@ -71,7 +71,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     other.add_argument("profile", type=Path, metavar="PROFILE", help="as `calibrate` wrote it")
     other.add_argument("--key", required=True, type=Path, metavar="FILE", help="the root's key")
     other.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write")
-    other.set_defaults(run=lambda options: _run(_sign, options))
+    other.set_defaults(body=lambda options: _run(_sign, options))
 
 
 def _run(body: Callable[[argparse.Namespace, Logger], None], options: argparse.Namespace) -> int:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from runspec.core.files import sync_folder
 from verify.coordinator.claims import CLAIM_TIMEOUT_S, Claims
@@ -32,7 +30,6 @@ from verify.formats.verdict import (
 from verify.gap_noise import GapNoise
 
 _log = logging.getLogger(__name__)
-_RECENT_REJECTIONS = 20
 
 
 class Judging:
@@ -56,7 +53,6 @@ class Judging:
         self._journal, self._run, self._gap_noise = journal, run, gap_noise
         self.claims = Claims(claim_timeout_s)
         self._seen = Seen.of(journal.run_dir, journal.state)
-        self.recent_rejections: deque[dict[str, Any]] = deque(maxlen=_RECENT_REJECTIONS)
 
     async def next_submission(
         self, validator: str, holding: Collection[str], wait_s: float
@@ -169,7 +165,10 @@ class Judging:
         if judged.accepted:
             self._seen.add(record.lease.step, judged.submission, [r.fingerprints for r in rows])
         else:
-            self._note_rejection(record, judged.reason)
+            _log.warning(
+                "submission of worker %s for step %d rejected: %s",
+                *(record.lease.worker[:16], record.lease.step, judged.reason),
+            )
         self.claims.settle(validator, envelope.submission)
         self._set_aside()
 
@@ -261,13 +260,6 @@ class Judging:
                 record.lease.pool,
             )
         return replace(judged, accepted=False, reason=reason, groups=()) if reason else judged
-
-    def _note_rejection(self, record: LeaseRecord, reason: str) -> None:
-        worker, step = record.lease.worker, record.lease.step
-        _log.warning("submission of worker %s for step %d rejected: %s", worker[:16], step, reason)
-        self.recent_rejections.append(
-            {"at": self._journal.clock(), "step": step, "worker": worker, "reason": reason[:300]}
-        )
 
 
 def _read_verdicts(path: Path) -> list[RolloutVerdict]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +14,6 @@ from verify.coordinator.claims import (
     LONGEST_CLAIM_S,
     SUSPECT_WAIT_S,
     Claims,
-    Failure,
 )
 
 TIMEOUT_S = 300.0
@@ -61,12 +60,11 @@ def test_a_file_at_which_working_validators_fail_is_hopeless_after_three_attempt
 
 
 def test_a_validator_that_fails_at_everything_condemns_nothing() -> None:
-    claims, kept = Claims(), Kept()
-    claims.remember_in(kept, {})
+    claims = Claims()
     for attempt in range(60):
         assert batch(claims, "broken", "abc", float(attempt))
         claims.keep("broken", [], attempt + 0.5)
-    assert claims.hopeless() == {} and max(map(len, kept.files.values())) == 16  # bounded
+    assert claims.hopeless() == {}
 
     # when it is mended, what it failed at is judged
     waiting = set("abc")
@@ -194,43 +192,23 @@ def test_what_a_fault_says_may_repeat_a_stranger_and_forges_no_line() -> None:
     assert reason.isprintable() and len(reason) == 300 and "all is well" in reason
 
 
-class Kept:
-    """What outlives a process."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, tuple[Failure, ...]] = {}
-
-    def keep(self, submission: str, failures: Sequence[Failure]) -> None:
-        self.files[submission] = tuple(failures)
-
-    def forget(self, submission: str) -> None:
-        del self.files[submission]
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     poisons=st.integers(0, 4),
     validators=st.integers(1, 3),
-    restarts=st.booleans(),
 )
 def test_poison_ends_three_processes_a_file_and_costs_no_other_file(
-    seed: int, poisons: int, validators: int, restarts: bool
+    seed: int, poisons: int, validators: int
 ) -> None:
-    """Validators of eight claims at most, which die of poison; honest work goes on coming. The
-    coordinator may start again at any time, and costs no further process."""
-    rng, claims, now, kept = random.Random(seed), Claims(), 0.0, Kept()
-    claims.remember_in(kept, {})
+    """Validators of eight claims at most, which die of poison; honest work goes on coming."""
+    rng, claims, now = random.Random(seed), Claims(), 0.0
     poison = {f"poison {n}" for n in range(poisons)}
     waiting = [f"honest {n}" for n in range(20)] + sorted(poison)
     rng.shuffle(waiting)
     deaths, judged, aside = 0, set(), set()
     for round_ in range(60 + 40 * poisons):
         now += rng.random() * 60
-        if restarts and rng.random() < 0.3:
-            before, claims = claims, Claims()
-            claims.remember_in(kept, dict(kept.files))
-            assert claims.hopeless() == before.hopeless() and claims.suspects == before.suspects
         if poison - aside:
             waiting.append(f"later {round_}")
         name = f"validator {rng.randrange(validators)}"
@@ -250,5 +228,5 @@ def test_poison_ends_three_processes_a_file_and_costs_no_other_file(
             waiting.remove(submission)
             aside.add(submission)
 
-    assert aside == poison and not waiting and not kept.files
+    assert aside == poison and not waiting and claims.suspects == 0
     assert len(judged) >= 20 and deaths <= (ATTEMPTS + validators - 1) * poisons

@@ -113,7 +113,9 @@ def test_where_half_of_several_workers_are_near_their_limits_the_calibration_is_
 def calibrated(site: Site, **changes: Any) -> RunSpec:
     """The tiny run, with limits that its root has signed for it."""
     spec = tiny_spec(steps=6)
-    profile = made_profile(replace(FLOAT32, gap_noise=NOISE), **changes)
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    limits = replace(FLOAT32, gap_noise=NOISE)
+    profile = made_profile(limits, sampler={"sampling": sampling}, **changes)
     item = CalibrationProfile(name="measured", document=signed(profile, site.root))
     learner = spec.learner.model_copy(update={"compute_dtype": "float32"})
     samplers = [pool.model_copy(update={"dtype": "float32"}) for pool in spec.samplers]

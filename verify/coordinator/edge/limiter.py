@@ -54,13 +54,11 @@ RATES = {
     ("address", "public"): Rate(50.0, 500),
     ("all", "public"): Rate(200.0, 2000),
     ("address", "unbelieved"): Rate(20.0, 200),
-    ("all", "log line"): Rate(1.0, 200),
 }
 """Rates by scope and kind. "key" holds for registered workers, each kind of request apart.
 "registration" by address: keys that are new. "new key": keys that register without an invite.
 "stranger": other signed requests of unregistered keys. "public": requests without a signature.
-"unbelieved": wrong signatures; a limit of all would keep out honest callers. "log line": lines of
-one logger that anybody can cause, about 60 MB a day at most."""
+"unbelieved": wrong signatures; a limit of all would keep out honest callers."""
 
 AT_ONCE = {
     ("key", "poll"): 4,
