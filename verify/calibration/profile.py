@@ -10,14 +10,14 @@ import math
 import time
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from runspec.core.canonical import canonical_json
 from runspec.core.keys import SigningKey
 from runspec.core.roles import CLOCK_SKEW_S
 from runspec.core.signed import BadSignature, open_document, sign_document
 from runspec.core.spec.profile_files import MAX_BYTES
 from runspec.core.spec.schema import FloatType, RunSpec, SamplerPool
+from verify.formats.payload import open_payload
 from verify.gap_noise import GapNoise
 from verify.thresholds import ChunkLimits, Limits, Precision, limits_for, precision_of
 
@@ -219,13 +219,7 @@ def open_profile(
     """
     keys = None if root_public_key is None else {root_public_key}
     payload = open_document(data, kind=KIND, keys=keys, max_bytes=MAX_BYTES).payload
-    try:
-        # By way of JSON, whose lists and numbers are what the strict fields ask for.
-        profile = Profile.model_validate_json(canonical_json(payload))
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])[:80]
-        raise BadSignature(f"{KIND}: {place}: {first['msg'][:120]}") from error
+    profile = open_payload(TypeAdapter(Profile), payload, KIND)
     if dated:
         _require_valid(profile, time.time() if now is None else now)
     if problem := _inconsistent(profile):

@@ -175,7 +175,7 @@ def test_a_lease_of_more_groups_than_memory_holds_is_a_finding(run: Copy):
     def change(rows: list[tuple[str, dict[str, Any]]]) -> None:
         for kind, fields in rows:
             if kind == "LeaseGranted":
-                fields["lease"]["groups"] = 10**12
+                fields["lease"]["groups"] = 2**31 - 1
 
     run.rewrite(change)
     assert {"lease", "verdict file"} <= whats(run)
