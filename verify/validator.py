@@ -223,13 +223,14 @@ class Validator:
         try:
             lease = files[0].lease
             directory = ensure_weights(self._engine, lease.version, lease.manifest_digest)
-            require_model(self._spec, model_config(directory))
+            config = model_config(directory)
+            require_model(self._spec, config)
             self._task_set = self._task_set_of(directory)
             self._examiner = Examiner(
                 self._spec,
                 task_set=self._task_set,
                 engine=self._engine,
-                vocab_size=vocab_size(directory),
+                vocab_size=config["vocab_size"],
                 wants_prefill=self._wants_prefill,
                 stages=self.stages,
             )
@@ -286,29 +287,20 @@ def is_drawn(key: SigningKey, submission: str, share: float) -> bool:
     return draw < share * 2.0**64
 
 
-def vocab_size(weights: Path) -> int:
-    """Tokens that the model can output, by the `config.json` of a weights directory.
-
-    Raises:
-        UserError: the file does not say.
-    """
-    size = model_config(weights).get("vocab_size")
-    if not isinstance(size, int) or size < 1:
-        raise UserError(f"vocab_size is {size!r}", place=str(weights / _CONFIG))
-    return size
-
-
 def model_config(weights: Path) -> dict[str, Any]:
     """The `config.json` of a weights directory.
 
     Raises:
-        UserError: there is none, or it is no JSON object.
+        UserError: there is none, it is no JSON object, or it has no `vocab_size`.
     """
     path = weights / _CONFIG
     try:
-        return parse_object(read_bounded(path, _MAX_CONFIG_BYTES), max_bytes=_MAX_CONFIG_BYTES)
+        config = parse_object(read_bounded(path, _MAX_CONFIG_BYTES), max_bytes=_MAX_CONFIG_BYTES)
     except (OSError, MalformedJson) as error:
         raise UserError(f"cannot read the model's config: {error}", place=str(path)) from error
+    if not isinstance(size := config.get("vocab_size"), int) or size < 1:
+        raise UserError(f"vocab_size is {size!r}", place=str(path))
+    return config
 
 
 def run(

@@ -66,8 +66,6 @@ class Outcome:
     profile: form.Profile
     power: list[Power]
     """Of the right weights first, and then of each perturbation."""
-    constant_ratio: float
-    """See `Measurements`."""
 
 
 def calibrate(order: Order, log: logging.Logger) -> Outcome:
@@ -98,7 +96,7 @@ def calibrate(order: Order, log: logging.Logger) -> Outcome:
             power.append(_judged(name, spoilt, derived, published))
     newest = versions[max(versions)]
     profile = _profile(order, spec, pool, derived, measured, newest, list(versions))
-    return Outcome(profile, power, measured.constant_ratio)
+    return Outcome(profile, power)
 
 
 def _pool(spec: RunSpec, order: Order) -> SamplerPool:

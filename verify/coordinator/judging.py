@@ -13,7 +13,7 @@ from runspec.core.files import sync_folder
 from verify.coordinator.claims import CLAIM_TIMEOUT_S, Claims
 from verify.coordinator.duplicates import Seen, by_coordinator
 from verify.coordinator.events import GroupGrade, SubmissionJudged, SubmissionSetAside
-from verify.coordinator.gap_history import AnotherCalibration, excess_of, stale
+from verify.coordinator.gap_history import AnotherCalibration, excess_of
 from verify.coordinator.gap_history import fault as gap_fault
 from verify.coordinator.grading import VerdictMismatch, grade_groups
 from verify.coordinator.intake import Refusal, received, write_small
@@ -251,14 +251,8 @@ class Judging:
         """Reject an accepted submission if its worker's submissions together are not honest."""
         if not judged.accepted:
             return judged
-        workers, noise = self._journal.state.workers, judged.gap_noise
-        reason = gap_fault(workers[record.lease.worker], judged.gap_excess, noise)
-        if reason and noise is not None and stale(workers.values(), noise):
-            _log.error(
-                "half of the workers of pool %s are near the limit of their gaps: its calibration "
-                "may not fit its policy any more (`python -m verify calibrate`)",
-                record.lease.pool,
-            )
+        worker = self._journal.state.workers[record.lease.worker]
+        reason = gap_fault(worker, judged.gap_excess, judged.gap_noise)
         return replace(judged, accepted=False, reason=reason, groups=()) if reason else judged
 
 

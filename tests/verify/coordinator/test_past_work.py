@@ -25,7 +25,6 @@ from verify.coordinator.gap_history import (
     excess_of,
     fault,
     is_fault,
-    stale,
     with_gaps,
 )
 from verify.coordinator.state import Worker
@@ -100,14 +99,6 @@ def test_a_sum_is_of_one_calibration() -> None:
     # then its sum begins anew
     assert (found.gap_excess, found.gap_noise) == (0.001, again)
     assert fault(worker(0.9 * LIMIT), 0.9 * again.largest_excess, again) == ""
-
-
-def test_where_half_of_several_workers_are_near_their_limits_the_calibration_is_doubted() -> None:
-    near, far, other = worker(0.8 * LIMIT), worker(0.1 * LIMIT), Worker(0, "far")
-    assert stale([near, far, other], NOISE)
-    assert stale([near, near, far], NOISE)
-    assert not stale([near, far, far], NOISE)
-    assert not stale([near, other], NOISE)
 
 
 def calibrated(site: Site, **changes: Any) -> RunSpec:
