@@ -112,12 +112,10 @@ def limits_of(profile: str, hidden_size: int, *, root_public_key: str | None = N
         return PROFILES[profile]
     if not is_digest(root_public_key):
         raise UserError(
-            f"no profile {profile[:80]!r}"
-            if root_public_key is None
-            else "no public key: 64 hexadecimal characters are one",
-            place="--profile" if root_public_key is None else "--root-key",
+            f"no profile {profile[:80]!r}, and no public key of who signed it as a file",
+            place="--profile and --root-key",
             remedy=f"name one of {', '.join(PROFILES)}, or a file of `python -m verify "
-            "calibrate` and, with --root-key, the key that signed it",
+            "calibrate` and, with --root-key, the 64 hexadecimal characters of its signer",
         )
     try:
         data = read_bounded(Path(profile), MAX_PROFILE_BYTES)

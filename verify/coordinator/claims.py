@@ -58,12 +58,9 @@ class Failure:
 
 
 class Claims:
-    """Args:
-    timeout_s: after which a claim has failed whose validator is silent.
-    """
+    """Who works on what, and what failed; see the module."""
 
-    def __init__(self, timeout_s: float = CLAIM_TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self) -> None:
         self._claims: dict[str, Claim] = {}
         self._failures: dict[str, list[Failure]] = {}
         self._asked: dict[str, float] = {}
@@ -91,7 +88,7 @@ class Claims:
         """Extends the claims of a validator that sent a heartbeat, as in a long prefill."""
         for submission in self._held_by(validator):
             claim = self._claims[submission]
-            until = max(claim.until, min(now + self._timeout_s, claim.end))
+            until = max(claim.until, min(now + CLAIM_TIMEOUT_S, claim.end))
             self._claims[submission] = replace(claim, until=until)
 
     def fail(self, validator: str, submission: str, reason: str, now: float) -> None:
@@ -140,7 +137,7 @@ class Claims:
             self._proving[validator] = judged
             return judged
         if chosen is not None:
-            self._claims[chosen] = Claim(validator, now + self._timeout_s, now + LONGEST_CLAIM_S)
+            self._claims[chosen] = Claim(validator, now + CLAIM_TIMEOUT_S, now + LONGEST_CLAIM_S)
         return chosen
 
     def settle(self, validator: str, submission: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from runspec.core.files import sync_folder
-from verify.coordinator.claims import CLAIM_TIMEOUT_S, Claims
+from verify.coordinator.claims import Claims
 from verify.coordinator.duplicates import Seen, by_coordinator
 from verify.coordinator.events import GroupGrade, SubmissionJudged, SubmissionSetAside
 from verify.coordinator.gap_history import AnotherCalibration, excess_of
@@ -39,7 +39,6 @@ class Judging:
         journal: where events go.
         run: the run's name.
         gap_noise: of each calibrated pool.
-        claim_timeout_s: after which a claim without a verdict is offered again.
     """
 
     def __init__(
@@ -47,11 +46,9 @@ class Judging:
         journal: Journal,
         run: str,
         gap_noise: Mapping[str, GapNoise] = MappingProxyType({}),
-        *,
-        claim_timeout_s: float = CLAIM_TIMEOUT_S,
     ) -> None:
         self._journal, self._run, self._gap_noise = journal, run, gap_noise
-        self.claims = Claims(claim_timeout_s)
+        self.claims = Claims()
         self._seen = Seen.of(journal.run_dir, journal.state)
 
     async def next_submission(

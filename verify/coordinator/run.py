@@ -23,7 +23,6 @@ from runspec.core.spec.schema import RunSpec
 from verify.calibration.lookup import gap_noise_by_pool
 from verify.coordinator.activity import Peers
 from verify.coordinator.admission import Admission, own_workers
-from verify.coordinator.claims import CLAIM_TIMEOUT_S
 from verify.coordinator.closing import Closing
 from verify.coordinator.data import SiteService
 from verify.coordinator.edge import Edge
@@ -52,7 +51,6 @@ async def serve(
     weights: str,
     root_public_key: str,
     public_weights: Sequence[str] = (),
-    claim_timeout_s: float = CLAIM_TIMEOUT_S,
     started: Callable[[int], None] = lambda port: None,
 ) -> None:
     """Serves a run until SIGTERM, SIGINT or cancellation.
@@ -63,7 +61,6 @@ async def serve(
         weights: URL of the origin or relay that serves latest.json.
         root_public_key: the pinned root key (hex).
         public_weights: URLs of relays and origin that volunteers are told; `weights` when empty.
-        claim_timeout_s: after which a validator's unanswered claim is offered again.
         started: called with the port once requests are answered.
 
     Raises:
@@ -78,7 +75,7 @@ async def serve(
     ledger = await asyncio.to_thread(open_ledger, run_dir, spec)
     journal = Journal(run_dir, Policy.of(spec), ledger=ledger)
     noise = gap_noise_by_pool(spec)
-    judging = Judging(journal, spec.name, noise, claim_timeout_s=claim_timeout_s)
+    judging = Judging(journal, spec.name, noise)
     own = own_workers(run_dir, spec)
     edge = Edge.of(journal, spec, roles, own, judging.submitted)
     admission = Admission(spec, roles, own, edge.new_keys)

@@ -95,15 +95,11 @@ class Status:
 
 def _step(state: State, number: int, now: float) -> dict[str, Any]:
     step, (held, failed) = state.steps[number], newcomer_groups(state, number, now)
-    own = [r for r in state.leases.values() if r.lease.step == number]
     return {
         "step": number,
         "opened": step.opened,
-        "wanted_groups": state.policy.groups,
         "needed_groups": needed_groups(state, number),
         "leased_groups": step.leased,
-        "undecided_groups": sum(r.lease.groups for r in own if r.outstanding),
-        "usable_groups": sum(len(r.usable) for r in own),
         "deadline": step.since + state.policy.deadline_s,
         "newcomers": {
             "may_hold": state.policy.newcomer_groups,

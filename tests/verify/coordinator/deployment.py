@@ -141,9 +141,7 @@ class Site:
                 server.shutdown()
                 thread.join()
 
-    def server(
-        self, started: Callable[[int], None], *, claim_timeout_s: float = 300.0
-    ) -> Coroutine[Any, Any, None]:
+    def server(self, started: Callable[[int], None]) -> Coroutine[Any, Any, None]:
         """On a free port, of which `started` is told."""
         return serve(
             self.run_dir,
@@ -151,16 +149,15 @@ class Site:
             port=0,
             weights=self.weights,
             root_public_key=self.root.public_hex,
-            claim_timeout_s=claim_timeout_s,
             started=started,
         )
 
     @contextmanager
-    def serving(self, *, claim_timeout_s: float = 300.0) -> Iterator[asyncio.Future[None]]:
+    def serving(self) -> Iterator[asyncio.Future[None]]:
         """The server in a thread; yields its task (the result of a server that ended by itself)."""
         loop = asyncio.new_event_loop()
         port: asyncio.Future[int] = loop.create_future()
-        task = loop.create_task(self.server(port.set_result, claim_timeout_s=claim_timeout_s))
+        task = loop.create_task(self.server(port.set_result))
         both = asyncio.wait({task, port}, return_when=asyncio.FIRST_COMPLETED)
         loop.run_until_complete(both)
         if task.done():

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from verify.coordinator.claims import (
     ASKED_LATELY_S,
     ATTEMPTS,
+    CLAIM_TIMEOUT_S,
     LONGEST_CLAIM_S,
     SUSPECT_WAIT_S,
     Claims,
 )
-
-TIMEOUT_S = 300.0
 
 
 def batch(claims: Claims, validator: str, waiting: Iterable[str], now: float = 0.0) -> list[str]:
@@ -123,12 +122,12 @@ def test_a_suspect_is_left_to_a_validator_that_has_not_failed_at_it() -> None:
 
 
 def test_a_claim_whose_time_has_run_out_has_failed() -> None:
-    claims = Claims(TIMEOUT_S)
+    claims = Claims()
     assert batch(claims, "hangs", ["x"], 0.0) == ["x"]
-    assert claims.next_change(1.0) == TIMEOUT_S
-    assert batch(claims, "v", ["x"], TIMEOUT_S - 1) == []
+    assert claims.next_change(1.0) == CLAIM_TIMEOUT_S
+    assert batch(claims, "v", ["x"], CLAIM_TIMEOUT_S - 1) == []
 
-    assert batch(claims, "v", ["x"], TIMEOUT_S) == ["x"]
+    assert batch(claims, "v", ["x"], CLAIM_TIMEOUT_S) == ["x"]
 
     assert claims.suspects == 1
     claims.settle("hangs", "x")  # it was slow after all: the first verdict counts
@@ -136,10 +135,10 @@ def test_a_claim_whose_time_has_run_out_has_failed() -> None:
 
 
 def test_a_claim_lasts_as_long_as_its_validator_says_that_it_lives_but_not_for_ever() -> None:
-    claims = Claims(TIMEOUT_S)
+    claims = Claims()
     assert batch(claims, "long prefill", ["x"], 0.0) == ["x"]
     now = 0.0
-    while now < LONGEST_CLAIM_S - TIMEOUT_S:
+    while now < LONGEST_CLAIM_S - CLAIM_TIMEOUT_S:
         claims.prolong("v", now)  # another's word says nothing of it
         claims.prolong("long prefill", now)
         now += 10.0
@@ -150,11 +149,11 @@ def test_a_claim_lasts_as_long_as_its_validator_says_that_it_lives_but_not_for_e
 
     assert batch(claims, "v", ["x"], LONGEST_CLAIM_S) == ["x"]
 
-    claims = Claims(TIMEOUT_S)
+    claims = Claims()
     assert batch(claims, "dies", ["x"], 0.0) == ["x"]
     claims.prolong("dies", 100.0)
-    assert batch(claims, "v", ["x"], 99.0 + TIMEOUT_S) == []
-    assert batch(claims, "v", ["x"], 100.0 + TIMEOUT_S) == ["x"]
+    assert batch(claims, "v", ["x"], 99.0 + CLAIM_TIMEOUT_S) == []
+    assert batch(claims, "v", ["x"], 100.0 + CLAIM_TIMEOUT_S) == ["x"]
 
 
 def test_suspects_take_turns_with_work_that_never_ends() -> None:

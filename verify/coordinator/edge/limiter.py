@@ -87,10 +87,6 @@ class Limiter:
         """Tables by scope, so that many addresses do not crowd out keys."""
         self._at_once: Counter[Name] = Counter()
 
-    def __len__(self) -> int:
-        """Names that are remembered."""
-        return sum(map(len, self._full_at.values())) + len(self._at_once)
-
     def wait_s(self, *names: Name, now: float) -> float:
         """Return the seconds until one more request may come; 0.0: now.
 
