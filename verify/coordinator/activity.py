@@ -104,6 +104,8 @@ def scalars(state: Mapping[str, Any]) -> Scalars:
     for name, value in state.items():
         if not (value is None or isinstance(value, str | int | float)):
             raise ValueError(f"{name[:40]!r}: a number, a text or null was expected")
+        if isinstance(value, int) and abs(value) > _MAX_NUMBER:
+            raise ValueError(f"{name[:40]!r}: beyond {_MAX_NUMBER:g}")
     if len(json.dumps(state)) > _MAX_BYTES:
         raise ValueError(f"longer than {_MAX_BYTES} bytes of JSON")
     return dict(state)

@@ -128,6 +128,7 @@ class Coordinator:
             self.now = max(self.now, lease.expires - self.random.randint(1, 4) * 1e-3)
         signed, table = submission(document, lease, worker, note=self.random.randrange(2))
         await self.leasing.submit(open_submission(signed), signed, chunks(table))
+        assert len(self.judging.submitted()) <= self.spec.verify.backlog.submissions
 
     async def judge(self) -> None:
         key, accepted = self.site.validator, self.random.random() < 0.85
@@ -141,7 +142,7 @@ class Coordinator:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 async def test_whatever_comes_in_whatever_order(tmp_path: Path, seed: int) -> None:
     run = Coordinator(tmp_path, seed)
     for _ in range(ACTS):

@@ -28,7 +28,6 @@ from tests.verify.coordinator.services import (
     roles_of,
 )
 from verify.coordinator.events import RolledBack, StepClosed, SubmissionJudged
-from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.state import LeaseRecord
@@ -77,15 +76,14 @@ class Services:
     def files(self) -> SubmissionFiles:
         return submission_files(self.folder, 0, digest_bytes(TABLE))
 
-    async def submit(self, body: bytes = TABLE) -> None:
+    async def submit(self) -> None:
         lease, digest = self.lease.lease, digest_bytes(TABLE)
         envelope = SubmissionEnvelope(
             *("run", lease.step, lease.worker, lease.index, self.lease.digest, digest, len(TABLE))
         )
-        await self.leasing.submit(envelope, b"signed", chunks(body))
+        await self.leasing.submit(envelope, b"signed", chunks(TABLE))
 
-    async def judge(self, validator: SigningKey | None = None) -> None:
-        validator = validator or self.validator
+    async def judge(self, validator: SigningKey) -> None:
         signed, rows = verdict(digest_bytes(TABLE), self.lease.lease, validator)
         key = validator.public_hex
         envelope = open_verdict(signed, validators=frozenset({key}))
@@ -98,48 +96,6 @@ def services(tmp_path: Path) -> Services:
 
 
 @pytest.mark.parametrize("committed", [True, False])
-@pytest.mark.parametrize("what", ["submission", "verdict"])
-async def test_files_are_there_after_the_next_start_if_their_row_is(
-    services: Services, what: str, committed: bool
-) -> None:
-    with services.at_work():
-        if what == "verdict":
-            await services.submit()
-        services.breaks(committed=committed)
-        with pytest.raises(NotNow):
-            await (services.submit() if what == "submission" else services.judge())
-    with services.at_work():
-        before, after = ("open", "submitted") if what == "submission" else ("submitted", "accepted")
-        assert services.lease.status == (after if committed else before)
-        files = services.files
-        submission = [files.submission, files.submission_envelope]
-        changed = submission if what == "submission" else [files.verdict, files.verdict_envelope]
-        if what == "verdict":
-            assert all(file.exists() for file in submission)
-        assert [file.exists() for file in changed] == [committed] * 2
-        if what == "submission" and not committed:  # it is taken in when it is brought again
-            await services.submit()
-            assert files.submission.read_bytes() == TABLE
-
-
-async def test_who_brings_it_again_does_not_take_away_what_may_have_a_row(
-    services: Services,
-) -> None:
-    """Half of it, and then all: the coordinator finds that its ledger went on, and ends."""
-    with services.at_work():
-        services.breaks(committed=True)
-        with pytest.raises(NotNow):
-            await services.submit()
-        with pytest.raises(Refusal):
-            await services.submit(TABLE[:-1])
-        with pytest.raises(UserError, match="another process wrote"):
-            await services.submit()
-    with services.at_work():
-        assert services.lease.status == "submitted"
-        assert services.files.submission.read_bytes() == TABLE
-
-
-@pytest.mark.parametrize("committed", [True, False])
 async def test_another_validators_verdict_is_not_put_in_the_place_of_one_that_may_have_a_row(
     services: Services, committed: bool
 ) -> None:
@@ -148,7 +104,7 @@ async def test_another_validators_verdict_is_not_put_in_the_place_of_one_that_ma
         await services.submit()
         services.breaks(committed=committed)
         with pytest.raises(NotNow):
-            await services.judge()
+            await services.judge(services.validator)
         if committed:
             with pytest.raises(UserError, match="another process wrote"):
                 await services.judge(other)
