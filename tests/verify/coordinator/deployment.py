@@ -69,7 +69,7 @@ class Site:
     """A run directory with keys, and an origin that is a plain file server."""
 
     def __init__(self, folder: Path, spec: RunSpec) -> None:
-        self.run_dir, self.store = folder / "run", folder / "store"
+        self.run, self.run_dir, self.store = spec.name, folder / "run", folder / "store"
         self.root, self.publisher, self.coordinator, self.validator = (
             SigningKey.generate() for _ in range(4)
         )
@@ -87,24 +87,24 @@ class Site:
             "coordinator": [self.coordinator.public_hex],
             "validator": [validator.public_hex for validator in validators],
         }
-        document = sign_roles(RUN, roles, self.root, valid_s=3600.0)
+        document = sign_roles(self.run, roles, self.root, valid_s=3600.0)
         write_atomic(self.run_dir / "keys" / "roles.json", document)
 
     def publish(self, version: int) -> None:
-        data = sign_latest(RUN, version, digest_bytes(str(version).encode()), self.publisher)
-        write_atomic(self.store / RUN / "latest.json", data)
+        data = sign_latest(self.run, version, digest_bytes(str(version).encode()), self.publisher)
+        write_atomic(self.store / self.run / "latest.json", data)
 
     def client(
         self,
         key: SigningKey,
         *,
-        run: str = RUN,
+        run: str | None = None,
         root: str | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> CoordinatorClient:
         root = root or self.root.public_hex
         client = CoordinatorClient(
-            self.url, key, run=run, root_public_key=root, deadline_s=deadline_s
+            self.url, key, run=run or self.run, root_public_key=root, deadline_s=deadline_s
         )
         self._clients.append(client)
         return client
@@ -121,7 +121,7 @@ class Site:
         return open_batch(
             path.read_bytes(),
             coordinators=frozenset({self.coordinator.public_hex}),
-            run=RUN,
+            run=self.run,
             step=step,
         )
 
