@@ -14,10 +14,8 @@ import pytest
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import Backlog
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
-from verify.client import CoordinatorClient
 from verify.coordinator import intake, server
 from verify.coordinator.edge import connections
-from verify.formats.lease import Lease, open_lease
 from verify.request_auth import ENVELOPE, sign_request
 
 WAITING = 2
@@ -40,12 +38,6 @@ def impatient_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Si
     site.publish(0)
     with site.origin(), site.serving():
         yield site
-
-
-def granted(site: Site, client: CoordinatorClient) -> tuple[bytes, Lease]:
-    data = client.lease(DEADLINE_S)
-    assert data is not None
-    return data, open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
 
 
 def head(site: Site, key: SigningKey, path: str, body: bytes, envelope: bytes = b"") -> bytes:
