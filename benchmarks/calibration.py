@@ -215,7 +215,6 @@ def main() -> None:
         "hidden": size.hidden,
         "layers": size.layers,
         "loss": round(loss, 3),
-        "constant_ratio": outcome.constant_ratio,
         "profile": outcome.profile.model_dump(mode="json"),
         "fresh": power,
         "seconds": round(time.monotonic() - begun),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from runspec.core.address import parse_address
@@ -45,24 +48,22 @@ def main(arguments: list[str] | None = None) -> int:
             metavar="HEX",
             help="the root key",
         )
+    coordinator.set_defaults(body=partial(_run, _coordinator))
+    validator.set_defaults(body=partial(_run, _validator))
     proof_commands.add_commands(commands)
     calibration.add_commands(commands)
     audit.add_command(commands)
     table_command.add_command(commands)
     options = parser.parse_args(arguments)
-    if options.command in proof_commands.COMMANDS:
-        return proof_commands.run(options)
-    if options.command in calibration.COMMANDS:
-        return calibration.run(options)
-    if options.command == audit.COMMAND:
-        return audit.run(options)
-    if options.command == table_command.COMMAND:
-        return table_command.run(options)
-    body = _coordinator if options.command == "coordinator" else _validator
+    code: int = options.body(options)
+    return code
+
+
+def _run(body: Callable[[Namespace, logging.Logger], None], options: Namespace) -> int:
     return run_role(options.command, lambda log: body(options, log))
 
 
-def _coordinator(options: argparse.Namespace, log: logging.Logger) -> None:
+def _coordinator(options: Namespace, log: logging.Logger) -> None:
     import asyncio
 
     from verify.coordinator.run import serve
@@ -80,7 +81,7 @@ def _coordinator(options: argparse.Namespace, log: logging.Logger) -> None:
     )
 
 
-def _validator(options: argparse.Namespace, log: logging.Logger) -> None:
+def _validator(options: Namespace, log: logging.Logger) -> None:
     stop = stop_event()
     from verify.validator import run  # after the signals: its imports take seconds
 

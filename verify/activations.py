@@ -1,14 +1,9 @@
-"""Final hidden states in an .npy file from outside: mapped, never unpickled, nothing evaluated."""
+"""Final hidden states in an .npy file from outside: mapped, never unpickled."""
 
 from __future__ import annotations
 
-import math
-import os
-import re
-import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -18,14 +13,8 @@ from verify.toploc.selection import CHUNK_ROWS, INFINITY, MAGNITUDE
 MAX_TOKENS = 1 << 20
 MAX_HIDDEN = 1 << 16
 _PIECE_ELEMENTS = 1 << 22
-_MAX_HEADER_BYTES = 1024
+_MAGIC = b"\x93NUMPY\x01\x00"
 _DTYPES = {"<u2", ">u2", "<f4", ">f4"}
-_MAGIC = {b"\x93NUMPY\x01\x00": 2, b"\x93NUMPY\x02\x00": 4, b"\x93NUMPY\x03\x00": 4}
-"""Of each version of the format, the bytes that its header's length takes."""
-_HEADER = re.compile(
-    rb"\{ *'descr': *'([<>|=]?[A-Za-z]\d{0,4})', *'fortran_order': *(True|False), *"
-    rb"'shape': *\(((?:\d{1,18}(?:, *\d{1,18}){0,7},? *)?)\),? *\} *\n?"
-)
 _SAVE = "save it with numpy.save as uint16 (bf16 bits) or float32, [tokens, hidden]"
 
 
@@ -33,65 +22,38 @@ def open_activations(path: Path) -> np.ndarray:
     """Maps the activations of one rollout.
 
     Args:
-        path: an .npy file of format 1 to 3: uint16 (bf16 bits) or float32, [n, D], either order.
+        path: an .npy file of version 1.0: uint16 (bf16 bits) or float32, [n, D], either order.
 
     Returns:
         The array as it lies in the file, read-only; nothing of it is in memory yet.
 
     Raises:
-        UserError: no such file, another kind of file, dtype or shape, or not of the size that its
-            header says.
+        UserError: no such file, or one of another kind, dtype, shape or size.
     """
+    if not path.is_file():  # a pipe without a writer would be waited for
+        raise UserError("is not a file that can be read", place=str(path), remedy=_SAVE)
     try:
-        # O_NONBLOCK: a pipe without a writer would be waited for.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:  # later versions may announce a header of 4 GB
+                raise ValueError("does not begin as an .npy file of version 1.0")
+        found = np.lib.format.open_memmap(path, mode="r")
+        found_bytes = found.offset + found.nbytes
+        if found_bytes != path.stat().st_size:
+            raise ValueError(f"its header gives {found_bytes} bytes")
+        if found.dtype.str not in _DTYPES:
+            raise ValueError(f"has elements of dtype {found.dtype.str}")
+        if found.ndim != 2 or found.shape[0] > MAX_TOKENS or found.shape[1] > MAX_HIDDEN:
+            raise ValueError(
+                f"has the shape {list(found.shape)}; up to {MAX_TOKENS} tokens of up to "
+                f"{MAX_HIDDEN} activations are taken"
+            )
+    except Exception as error:  # numpy raises many kinds at a damaged header
         raise UserError(
-            f"cannot be read: {getattr(error, 'strerror', None) or error}",
+            f"cannot be used: {getattr(error, 'strerror', None) or str(error)[:200]}",
             place=str(path),
-            remedy="name an .npy file that may be read",
+            remedy=_SAVE,
         ) from error
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        raise UserError("is not a regular file", place=str(path), remedy=_SAVE)
-    with os.fdopen(descriptor, "rb") as file:
-        head = file.read(_MAX_HEADER_BYTES)
-        try:
-            dtype, order, shape, offset = _read_header(head)
-            if math.prod(shape) * dtype.itemsize != status.st_size - offset:
-                raise ValueError(
-                    f"{status.st_size} bytes instead of the {offset} of the header and those of "
-                    f"{dtype.name} {list(shape)}"
-                )
-        except ValueError as error:
-            raise UserError(str(error), place=str(path), remedy=_SAVE) from error
-        return np.memmap(file, dtype, mode="r", offset=offset, shape=shape, order=order)
-
-
-def _read_header(head: bytes) -> tuple[np.dtype, Literal["C", "F"], tuple[int, int], int]:
-    """Element type, order, shape and where the elements begin; ValueError says what is wrong."""
-    width = _MAGIC.get(head[:8])
-    if width is None:
-        raise ValueError("does not begin as an .npy file")
-    start = 8 + width
-    length = int.from_bytes(head[8:start], "little")
-    found = _HEADER.fullmatch(head[start : start + length])
-    if start + length > len(head) or found is None:
-        raise ValueError(f"has an .npy header of {length} bytes that is not understood")
-    descr, fortran, numbers = found[1].decode(), found[2] == b"True", found[3].decode()
-    if descr not in _DTYPES:
-        raise ValueError(f"has elements of dtype {descr} instead of uint16 or float32")
-    shape = tuple(int(number) for number in numbers.replace(",", " ").split())
-    if len(shape) != 2:
-        raise ValueError(f"has the shape {list(shape)} instead of [tokens, hidden]")
-    tokens, hidden = shape
-    if not (0 < tokens <= MAX_TOKENS and 0 < hidden <= MAX_HIDDEN):
-        raise ValueError(
-            f"has the shape {[tokens, hidden]}; 1 to {MAX_TOKENS} tokens of 1 to {MAX_HIDDEN} "
-            "activations are taken"
-        )
-    return np.dtype(descr), "F" if fortran else "C", (tokens, hidden), start + length
+    return found
 
 
 def bf16_pieces(activations: np.ndarray, *, place: str) -> Iterator[np.ndarray]:

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
+from runspec.core.files import atomic_file
 from runspec.core.hashing import digest_bytes
 from runspec.core.http_client import Answer
 from runspec.core.invite import use_invite
@@ -26,7 +29,6 @@ from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
-from verify.checked_file import write_checked
 from verify.coordinator_http import (
     MAX_ANSWER_BYTES,
     CoordinatorHttp,
@@ -233,7 +235,7 @@ class CoordinatorClient:
         """
         self._http.stream(
             f"/v1/data/{file.digest}",
-            lambda pieces: write_checked(path, pieces, size=file.bytes, digest=file.digest),
+            lambda pieces: _write_checked(path, pieces, file),
         )
 
     def heartbeat(self, state: Mapping[str, Any]) -> None:
@@ -320,3 +322,21 @@ class CoordinatorClient:
 
     def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> Answer:
         return self._http.call("POST", path, body=canonical_json(dict(body)), wait_s=wait_s)
+
+
+def _write_checked(path: Path, pieces: Iterable[bytes], file: SiteFile) -> None:
+    """Writes a file under a temporary name, and renames it once it is the one that was listed."""
+    hasher, written = blake3(), 0
+    with atomic_file(path) as out:
+        for piece in pieces:
+            written += len(piece)
+            if written > file.bytes:
+                break
+            hasher.update(piece)
+            out.write(piece)
+        if written != file.bytes or hasher.hexdigest() != file.digest:
+            raise UserError(
+                f"the coordinator sent other bytes than those of {file.digest[:16]}",
+                place=str(path),
+                remedy="the file changed after the coordinator started: start it again",
+            )

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -82,22 +81,12 @@ class _Case:
     dropped: list[int]
 
 
-class _OfVersion(Protocol):
-    """A lease, or what several have in common."""
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def manifest_digest(self) -> str: ...
-
-
 class WeightsNotHere(UserError):
     """A version did not come in time; what has come of it is kept."""
 
 
-def ensure_weights(engine: PrefillEngine, lease: _OfVersion) -> Path:
-    """The weights directory of the version that a lease names.
+def ensure_weights(engine: PrefillEngine, version: int, manifest_digest: str) -> Path:
+    """The weights directory of a version.
 
     Raises:
         WeightsNotHere: it has not come within `WEIGHTS_S`.
@@ -105,7 +94,7 @@ def ensure_weights(engine: PrefillEngine, lease: _OfVersion) -> Path:
     """
     begun = time.monotonic()
     try:
-        return engine.ensure_version(lease.version, lease.manifest_digest, deadline_s=WEIGHTS_S)
+        return engine.ensure_version(version, manifest_digest, deadline_s=WEIGHTS_S)
     except UserError as error:
         if time.monotonic() - begun < _MOST * WEIGHTS_S:
             raise
@@ -246,7 +235,7 @@ class Examiner:
         if not requests:
             return []
         # In no stage: weights that are long in coming speak against no submission.
-        ensure_weights(self._engine, prefill)
+        ensure_weights(self._engine, prefill.version, prefill.manifest_digest)
         with self._stages.of("prefill", *(c.subject.submission for c in alike)):
             return recompute(
                 self._engine,

@@ -40,11 +40,9 @@ def say(text: str) -> None:
     """Prints a text and a line's end, all of it.
 
     Raises:
-        UserError: standard output is closed, or on a disk that is full.
+        UserError: standard output is on a disk that is full.
         BrokenPipeError: whoever read it has gone.
     """
-    if sys.stdout is None:
-        raise _no_output("is closed")
     try:
         print(text, flush=True)
     except OSError as error:
@@ -52,10 +50,8 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise
-        raise _no_output(f"cannot be written: {error.strerror or error}") from error
-
-
-def _no_output(thing: str) -> UserError:
-    return UserError(
-        thing, place="standard output", remedy="name a file with room, or a command that reads"
-    )
+        raise UserError(
+            f"cannot be written: {error.strerror or error}",
+            place="standard output",
+            remedy="name a file with room, or a command that reads",
+        ) from error

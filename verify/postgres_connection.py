@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
-from typing import Any, TypeAlias
+from typing import Any, LiteralString, TypeAlias
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
@@ -25,6 +25,8 @@ EXCHANGE_S = 30.0
 has to start again."""
 _CONNECT_ADDRESS_S = 4
 """Of one of a name's addresses, so that there is time for another."""
+_BATCH = 1000
+"""Rows fetched at once."""
 # A server that hears nothing of a dead coordinator's machine gives its lock up within a minute.
 _OPTIONS = (
     "-c statement_timeout=10s -c synchronous_commit=on "
@@ -118,6 +120,31 @@ def within(deadline_s: float, connection: Connection) -> Iterator[None]:
         finally:
             timer.cancel()
             timer.join()
+
+
+def fetched(
+    connection: Connection, statement: LiteralString, values: Sequence[Any], exchange_s: float
+) -> Iterator[tuple[Any, ...]]:
+    """The rows of a query, fetched in batches within a transaction.
+
+    Args:
+        connection: in a transaction.
+        statement: the query.
+        values: of its parameters.
+        exchange_s: deadline of each batch.
+
+    Raises:
+        psycopg.Error: the connection broke, or a batch took too long.
+    """
+    with connection.cursor("ledger") as cursor:
+        with within(exchange_s, connection):
+            cursor.execute(statement, values)
+        while True:
+            with within(exchange_s, connection):
+                batch = cursor.fetchmany(_BATCH)
+            if not batch:
+                return
+            yield from batch
 
 
 def server(url: str) -> str:

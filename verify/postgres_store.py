@@ -25,6 +25,7 @@ from verify.postgres_connection import (
     Connecting,
     Connection,
     connect_unbounded,
+    fetched,
     server,
     within,
 )
@@ -43,8 +44,6 @@ CREATE TABLE IF NOT EXISTS ledger (
 """
 _LAST = "SELECT seq, kind, body, chain FROM ledger WHERE run = %s ORDER BY seq DESC LIMIT 1"
 _ALL = "SELECT seq, kind, body, chain FROM ledger WHERE run = %s ORDER BY seq"
-_BATCH = 1000
-"""Rows fetched at once."""
 _REMEDY = "see that the PostgreSQL server answers, has room, and knows this user"
 
 
@@ -130,15 +129,8 @@ class PostgresStore:
 
     def rows(self) -> Iterator[StoredRow]:
         try:
-            with self._connection.transaction(), self._connection.cursor("ledger") as cursor:
-                with within(self._exchange_s, self._connection):
-                    cursor.execute(_ALL, (self._run,))
-                while True:
-                    with within(self._exchange_s, self._connection):
-                        batch = cursor.fetchmany(_BATCH)
-                    if not batch:
-                        return
-                    yield from batch
+            with self._connection.transaction():
+                yield from fetched(self._connection, _ALL, (self._run,), self._exchange_s)
         except psycopg.Error as error:
             raise store_error(error) from error
 

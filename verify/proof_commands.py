@@ -8,7 +8,6 @@ import binascii
 import json
 import math
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,11 +76,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "--root-key", metavar="HEX", help="the root's public key, which must have signed the file"
     )
     check.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Runs `prove` or `check`."""
-    return run_once(lambda: COMMANDS[options.command](options))
+    prove.set_defaults(body=lambda options: run_once(lambda: _prove(options)))
+    check.set_defaults(body=lambda options: run_once(lambda: _check(options)))
 
 
 def _prove(options: argparse.Namespace) -> int:
@@ -100,9 +96,6 @@ def _check(options: argparse.Namespace) -> int:
     return ACCEPTED if verdict.accepted else REJECTED
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"prove": _prove, "check": _check}
-
-
 def limits_of(profile: str, hidden_size: int, *, root_public_key: str | None = None) -> Limits:
     """The limits that a profile names.
 
@@ -119,12 +112,10 @@ def limits_of(profile: str, hidden_size: int, *, root_public_key: str | None = N
         return PROFILES[profile]
     if not is_digest(root_public_key):
         raise UserError(
-            f"no profile {profile[:80]!r}"
-            if root_public_key is None
-            else "no public key: 64 hexadecimal characters are one",
-            place="--profile" if root_public_key is None else "--root-key",
+            f"no profile {profile[:80]!r}, and no public key of who signed it as a file",
+            place="--profile and --root-key",
             remedy=f"name one of {', '.join(PROFILES)}, or a file of `python -m verify "
-            "calibrate` and, with --root-key, the key that signed it",
+            "calibrate` and, with --root-key, the 64 hexadecimal characters of its signer",
         )
     try:
         data = read_bounded(Path(profile), MAX_PROFILE_BYTES)
@@ -194,8 +185,6 @@ def _read_proofs(name: str, tokens: int, hidden: int) -> list[bytes]:
     """
     expected = -(-tokens // CHUNK_ROWS)
     found: list[bytes] = []
-    if name == "-" and sys.stdin is None:
-        raise UserError("is closed", place="standard input", remedy="name a file of base64 lines")
     try:
         with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
             while line := file.readline(_MAX_LINE_BYTES + 1):

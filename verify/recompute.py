@@ -58,9 +58,9 @@ class PrefillRequest:
 
 
 def prefill_request(
-    rollout: Rollout, lease: Lease, *, seeded: bool, end_token: int
+    rollout: Rollout, lease: Lease, *, seeded: bool, end_token: int | None
 ) -> PrefillRequest:
-    """Asks for gaps of a seeded rollout, for distributions of another."""
+    """Asks for gaps of a seeded rollout; for distributions of another, if an end token is given."""
     key = noise_key(lease.seed, rollout.group, rollout.sample) if seeded else None
     end = None if seeded else end_token
     return PrefillRequest(

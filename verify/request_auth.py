@@ -33,28 +33,10 @@ ENVELOPE = "Runspec-Envelope"
 
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _TIME = re.compile(r"[0-9]{1,12}")
-MAX_OF_A_KEY = 32_768
-"""Requests remembered of one key; a worker makes some 400 in the time that they are remembered, a
-validator thousands."""
-MAX_REMEMBERED = 1_000_000
-"""Of all keys."""
-_LEAST_SHARE = 64
 
 
 class Unauthorised(Exception):
     """A request that is not believed, and why."""
-
-
-class TooManyRequests(Exception):
-    """A request that is believed, and finds no room in the memory against replays.
-
-    Args:
-        retry_after_s: after which there is.
-    """
-
-    def __init__(self, retry_after_s: float) -> None:
-        self.retry_after_s = retry_after_s
-        super().__init__(f"too many requests of this key: come again in {retry_after_s:.0f} s")
 
 
 @dataclass(frozen=True)
@@ -93,38 +75,21 @@ def sign_request(
 class RequestChecker:
     """Checks the headers of signed requests and remembers them until they are stale.
 
-    Of each key so many are remembered, and so many in all: where those are reached, keys that
-    have their share of them (all, divided by the keys) are told to come again, and others are not.
-    So a flood of requests takes room from whoever makes it. Beyond the bound in all there is at
-    most the share of each other key.
+    The server's rates (`verify.coordinator.edge.limiter`) bound how many there are to remember.
 
     The memory is lost with the process. What is replayed in the seconds after a restart meets a
     server whose transitions can be repeated without harm, so nothing is gained by it.
 
     Args:
         run: the run that the server serves.
-        skew_s: by how much a caller's clock may be off, in seconds.
-        max_of_a_key, max_remembered: requests.
     """
 
-    def __init__(
-        self,
-        run: str,
-        *,
-        skew_s: float = CLOCK_SKEW_S,
-        max_of_a_key: int = MAX_OF_A_KEY,
-        max_remembered: int = MAX_REMEMBERED,
-    ) -> None:
-        self._run, self._skew_s = run, skew_s
-        self._max_of_a_key, self._max = max_of_a_key, max_remembered
-        self._seen: dict[str, dict[str, float]] = {}
-        """By key and nonce, when a request is stale."""
-        self._order: list[tuple[float, str, str]] = []
-        """A heap: when it is stale, key and nonce."""
-
-    def __len__(self) -> int:
-        """Requests remembered."""
-        return len(self._order)
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._seen: set[tuple[str, str]] = set()
+        """Key and nonce of each request."""
+        self._order: list[tuple[float, tuple[str, str]]] = []
+        """A heap: when a request is stale, its key and nonce."""
 
     def check(
         self,
@@ -146,7 +111,6 @@ class RequestChecker:
 
         Raises:
             Unauthorised: malformed, of another time, run, path or method, or seen before.
-            TooManyRequests: too many of this key are remembered.
         """
         now = time.time() if now is None else now
         key, moment, nonce = (headers.get(name, "") for name in (KEY, TIME, NONCE))
@@ -155,40 +119,26 @@ class RequestChecker:
             raise Unauthorised(f"{KEY} and {BODY} must be 64 hex characters each")
         if not (_TIME.fullmatch(moment) and _NONCE.fullmatch(nonce)):
             raise Unauthorised(f"{TIME} must be seconds since the epoch, {NONCE} 32 hex characters")
-        if abs(now - int(moment)) > self._skew_s:
+        if abs(now - int(moment)) > CLOCK_SKEW_S:
             way = "behind" if now > int(moment) else "ahead of"
             raise Unauthorised(
                 f"the caller's clock is {abs(now - int(moment)):.0f} s {way} ours, "
-                f"{self._skew_s:.0f} s are allowed: set the clock"
+                f"{CLOCK_SKEW_S:.0f} s are allowed: set the clock"
             )
         message = _message(self._run, method, path, body_digest, moment, nonce)
         if not signature_is_valid(key, message, signature):
             raise Unauthorised(f"the signature of {key[:16]} does not match this request")
         self._forget_stale(now)
-        if nonce in self._seen.get(key, ()):
+        if (key, nonce) in self._seen:
             raise Unauthorised("this request was made before; sign each attempt anew")
         admit(key)
-        self._must_have_room(key, now)
-        stale = int(moment) + self._skew_s
-        self._seen.setdefault(key, {})[nonce] = stale
-        heapq.heappush(self._order, (stale, key, nonce))
+        self._seen.add((key, nonce))
+        heapq.heappush(self._order, (int(moment) + CLOCK_SKEW_S, (key, nonce)))
         return SignedRequest(key, body_digest)
 
     def _forget_stale(self, now: float) -> None:
         while self._order and self._order[0][0] < now:
-            _, key, nonce = heapq.heappop(self._order)
-            of_key = self._seen[key]
-            del of_key[nonce]
-            if not of_key:
-                del self._seen[key]
-
-    def _must_have_room(self, key: str, now: float) -> None:
-        of_key = self._seen.get(key, {})
-        most = self._max_of_a_key
-        if len(self._order) >= self._max:
-            most = min(most, max(_LEAST_SHARE, self._max // len(self._seen)))
-        if len(of_key) >= most:
-            raise TooManyRequests(max(1.0, next(iter(of_key.values())) - now))
+            self._seen.remove(heapq.heappop(self._order)[1])
 
 
 def _message(run: str, method: str, path: str, body_digest: str, moment: str, nonce: str) -> bytes:

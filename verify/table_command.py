@@ -23,11 +23,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(COMMAND, help="write a submission or verdict file as Parquet")
     parser.add_argument("file", type=Path, metavar="FILE", help="of rollouts/step_<s>/")
     parser.add_argument("-o", dest="out", type=Path, required=True, metavar="FILE.parquet")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Writes the file; returns the exit code of `run_once`."""
-    return run_once(lambda: _convert(options.file, options.out))
+    parser.set_defaults(body=lambda options: run_once(lambda: _convert(options.file, options.out)))
 
 
 def _convert(path: Path, out: Path) -> int:

@@ -16,14 +16,13 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.hashing import hash_parts
 from runspec.core.keys import SigningKey
-from runspec.core.roles import Roles
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import compare_data_digests, data_digest
@@ -63,20 +62,6 @@ _MAX_FAULT = 300
 """Characters of a fault: it may repeat what a stranger sent."""
 
 
-class Coordinator(Protocol):
-    """What a validator asks of the coordinator; `verify.client.CoordinatorClient` answers it."""
-
-    def roles(self) -> Roles: ...
-
-    def next_submission(self, wait_s: float) -> WorkItem | None: ...
-
-    def download(self, digest: str) -> bytes: ...
-
-    def verdict(self, envelope: bytes, table: bytes) -> None: ...
-
-    def release_claims(self, submissions: Sequence[str], fault: str = "") -> None: ...
-
-
 class Validator:
     """Serves one run until it is finished.
 
@@ -93,7 +78,7 @@ class Validator:
         self,
         spec: RunSpec,
         key: SigningKey,
-        coordinator: Coordinator,
+        coordinator: CoordinatorClient,
         engine: PrefillEngine,
         *,
         task_set_of: Callable[[Path], TaskSet],
@@ -236,14 +221,16 @@ class Validator:
     def _prepare(self, files: Sequence[SubmissionFile]) -> Examiner:
         """Loads the task with the tokenizer of the first version seen: all have the same."""
         try:
-            directory = ensure_weights(self._engine, files[0].lease)
-            require_model(self._spec, model_config(directory))
+            lease = files[0].lease
+            directory = ensure_weights(self._engine, lease.version, lease.manifest_digest)
+            config = model_config(directory)
+            require_model(self._spec, config)
             self._task_set = self._task_set_of(directory)
             self._examiner = Examiner(
                 self._spec,
                 task_set=self._task_set,
                 engine=self._engine,
-                vocab_size=vocab_size(directory),
+                vocab_size=config["vocab_size"],
                 wants_prefill=self._wants_prefill,
                 stages=self.stages,
             )
@@ -300,29 +287,20 @@ def is_drawn(key: SigningKey, submission: str, share: float) -> bool:
     return draw < share * 2.0**64
 
 
-def vocab_size(weights: Path) -> int:
-    """Tokens that the model can output, by the `config.json` of a weights directory.
-
-    Raises:
-        UserError: the file does not say.
-    """
-    size = model_config(weights).get("vocab_size")
-    if not isinstance(size, int) or size < 1:
-        raise UserError(f"vocab_size is {size!r}", place=str(weights / _CONFIG))
-    return size
-
-
 def model_config(weights: Path) -> dict[str, Any]:
     """The `config.json` of a weights directory.
 
     Raises:
-        UserError: there is none, or it is no JSON object.
+        UserError: there is none, it is no JSON object, or it has no `vocab_size`.
     """
     path = weights / _CONFIG
     try:
-        return parse_object(read_bounded(path, _MAX_CONFIG_BYTES), max_bytes=_MAX_CONFIG_BYTES)
+        config = parse_object(read_bounded(path, _MAX_CONFIG_BYTES), max_bytes=_MAX_CONFIG_BYTES)
     except (OSError, MalformedJson) as error:
         raise UserError(f"cannot read the model's config: {error}", place=str(path)) from error
+    if not isinstance(size := config.get("vocab_size"), int) or size < 1:
+        raise UserError(f"vocab_size is {size!r}", place=str(path))
+    return config
 
 
 def run(

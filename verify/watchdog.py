@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_INTERNAL
 from verify.client import CoordinatorClient, RunFinished
-from verify.stages import Stage, Stages
+from verify.stages import Stage
+
+if TYPE_CHECKING:
+    from verify.validator import Validator
 
 HEARTBEAT_S = 10.0
 GRACE_S = 8.0
@@ -26,17 +29,9 @@ RELEASE_S = 2.0
 """For giving back what is claimed: whoever is killed before has a failed attempt at each."""
 
 
-class Working(Protocol):
-    """What is told of a validator."""
-
-    stages: Stages
-    checked: int
-    busy_s: float
-
-
 @contextmanager
 def heartbeats(
-    client: CoordinatorClient, validator: Working, log: logging.Logger
+    client: CoordinatorClient, validator: Validator, log: logging.Logger
 ) -> Iterator[None]:
     """Tells the coordinator every few seconds that this process lives, long prefills included, and
     ends it where a check does not."""

@@ -17,11 +17,11 @@ from scipy.stats import beta
 
 from verify.checks import Subject
 from verify.checks.prefill import ProofCheck, RolloutLogprobCheck, SeededSamplingCheck
-from verify.checks.values import TerminationCheck
+from verify.checks.values import TERMINATION
 from verify.gap_noise import DRIFT, GapNoise
 from verify.thresholds import Limits
 
-ROW_CHECKS = (TerminationCheck(), RolloutLogprobCheck(), SeededSamplingCheck(), ProofCheck())
+ROW_CHECKS = (TERMINATION, RolloutLogprobCheck(), SeededSamplingCheck(), ProofCheck())
 SUBMISSION_CHECKS = ("logprobs_submission", "seeded_sampling_submission")
 CHECKS = (*(check.name for check in ROW_CHECKS), *SUBMISSION_CHECKS)
 CONFIDENCE = 0.95

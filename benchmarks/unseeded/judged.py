@@ -11,15 +11,15 @@ import numpy as np
 from benchmarks.unseeded.models import VOCAB
 from benchmarks.unseeded.rollouts import Row
 from verify.checks.distribution import (
-    ChosenTokensCheck,
+    CHOSEN_TOKENS,
+    CHOSEN_TOKENS_SUBMISSION,
     KeptTokensCheck,
-    SubmissionChosenTokensCheck,
     evidence,
     log_ratios,
     sums,
 )
 from verify.checks.duplicates import fingerprints
-from verify.checks.termination import EndsCheck, SubmissionEndsCheck, end_sums
+from verify.checks.termination import ENDS, ENDS_SUBMISSION, end_sums
 from verify.formats.verdict import CheckResult
 from verify.thresholds import Limits
 
@@ -48,10 +48,10 @@ def failed(rows: Sequence[Summary], limits: Limits) -> list[str]:
     chosen, ends = [row.sums for row in rows], [row.ends for row in rows]
     results: list[CheckResult] = [
         *KeptTokensCheck().judged([row.outside for row in rows], limits),
-        SubmissionEndsCheck().judged(ends),
-        *EndsCheck().judged(ends),
-        SubmissionChosenTokensCheck().judged(chosen),
-        *ChosenTokensCheck().judged(chosen),
+        *ENDS_SUBMISSION.judged(ends),
+        *ENDS.judged(ends),
+        *CHOSEN_TOKENS_SUBMISSION.judged(chosen),
+        *CHOSEN_TOKENS.judged(chosen),
     ]
     return sorted({result.name for result in results if not result.passed})
 

@@ -13,6 +13,7 @@ import pytest
 from tests.attacks.sandboxed import SETS, Sandbox, make_sandbox
 from tests.attacks.setting import fresh
 from tests.verify.bench import MODEL, Bench
+from tests.verify.coordinator.deployment import Site, tiny_spec
 
 
 @pytest.fixture(scope="session")
@@ -57,3 +58,12 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "300"], start_new_session=True) as process:
         yield process
         process.kill()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A coordinator at work; its origin serves version 0."""
+    site = Site(tmp_path, tiny_spec())
+    site.publish(0)
+    with site.origin(), site.serving():
+        yield site

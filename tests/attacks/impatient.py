@@ -14,14 +14,12 @@ import pytest
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import Backlog
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
-from verify.client import CoordinatorClient
 from verify.coordinator import intake, server
-from verify.coordinator.edge import connections, limiter
-from verify.formats.lease import Lease, open_lease
+from verify.coordinator.edge import connections
 from verify.request_auth import ENVELOPE, sign_request
 
-WAITING, LINES = 2, 20
-"""Submissions that may wait for a verdict; lines of refusals that the log takes at once."""
+WAITING = 2
+"""Submissions that may wait for a verdict."""
 
 
 @contextmanager
@@ -31,7 +29,6 @@ def impatient_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Si
     monkeypatch.setattr(connections, "HEAD_S", 1.0)
     monkeypatch.setattr(connections, "LINGER_S", 0.2)
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 24)
-    monkeypatch.setitem(limiter.RATES, ("all", "log line"), limiter.Rate(0.1, LINES))
     monkeypatch.setattr(server, "BODY_S", 1.5)
     monkeypatch.setattr(intake, "UPLOAD_TIMEOUT_S", 1.5)
     spec = tiny_spec()
@@ -41,12 +38,6 @@ def impatient_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Si
     site.publish(0)
     with site.origin(), site.serving():
         yield site
-
-
-def granted(site: Site, client: CoordinatorClient) -> tuple[bytes, Lease]:
-    data = client.lease(DEADLINE_S)
-    assert data is not None
-    return data, open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
 
 
 def head(site: Site, key: SigningKey, path: str, body: bytes, envelope: bytes = b"") -> bytes:

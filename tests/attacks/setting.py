@@ -5,9 +5,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from tests.verify.bench import MODEL, Bench, lease_for
+from tests.verify.bench import Bench, lease_for
 from tests.verify.small_model import NumpyEngine, SmallModel, Worker
 from verify.examiner import Verdict
 from verify.formats.submission import Rollout
@@ -96,14 +94,3 @@ def behind_honest_claims(bench: Bench, worker: Worker) -> Worker:
             return honest.explain(prompt, tokens)
 
     return Behind(worker.key, worker.model, worker.spec, worker.task_set)
-
-
-def mean_distance(bench: Bench, model: SmallModel) -> float:
-    """Mean |log-prob| between the leased version and another, on the latter's own outputs."""
-    leased, distances = bench.engine.versions.get(bench.lease.version, MODEL), []
-    for row in bench.rollouts_of(like(bench, Worker, model)):
-        truth = like(bench, Worker, leased).explain(
-            row.prompt_tokens.tolist(), row.output_tokens.tolist()
-        )
-        distances.append(np.abs(row.logprobs - truth.logprobs))
-    return float(np.concatenate(distances).mean())

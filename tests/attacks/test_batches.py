@@ -72,13 +72,10 @@ def another_submission(run: Run, step: int = 0) -> tuple[SubmissionFiles, bytes]
 class TestExchangedFile:
     """Another file under the name of one that the manifest names."""
 
-    def test_a_byte_of_a_submission(self, run: Run) -> None:
-        flip_a_byte(files_of(run).submission)
-        refused(run, "the submission's digest is")
-
-    def test_a_byte_of_a_verdict(self, run: Run) -> None:
-        flip_a_byte(files_of(run).verdict)
-        refused(run, "the verdict's digest is")
+    @pytest.mark.parametrize("which", ["submission", "verdict"])
+    def test_a_byte(self, run: Run, which: str) -> None:
+        flip_a_byte(getattr(files_of(run), which))
+        refused(run, f"the {which}'s digest is")
 
     @pytest.mark.parametrize("with_envelopes", [False, True])
     def test_another_accepted_submission(self, run: Run, with_envelopes: bool) -> None:
@@ -111,12 +108,9 @@ class TestExchangedFile:
 class TestExchangedManifest:
     """Another manifest in the place of the step's: only the coordinator's word for it counts."""
 
-    def test_signed_by_a_worker(self, run: Run) -> None:
-        run.add_batch(0, named(run)[:1], key=run.worker)
-        refused(run, "may not sign")
-
-    def test_signed_by_a_validator(self, run: Run) -> None:
-        run.add_batch(0, named(run)[:1], key=run.validator)
+    @pytest.mark.parametrize("who", ["worker", "validator"])
+    def test_signed_by_another(self, run: Run, who: str) -> None:
+        run.add_batch(0, named(run)[:1], key=getattr(run, who))
         refused(run, "may not sign")
 
     def test_of_another_step(self, run: Run) -> None:

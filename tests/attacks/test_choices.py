@@ -44,8 +44,10 @@ class Samples(Worker):
         return logprobs
 
 
-def rejected(bench: Bench, attack: type[Worker]) -> Decision:
-    found = rejection(bench, bench.rollouts_of(like(bench, attack)))
+def rejected(bench: Bench, attack: type[Worker], **changes: float) -> Decision:
+    worker = like(bench, attack)
+    vars(worker).update(changes)
+    found = rejection(bench, bench.rollouts_of(worker))
     assert found.check == "seeded_sampling"
     assert found.value > found.limit
     return found
@@ -59,31 +61,19 @@ class TestHonestNoise:
         assert verdict.accepted, verdict.reason
 
 
-class Greedy(Samples):
-    temperature = 1e-6
-
-
 class TestGreedy:
     """Takes the likeliest token, which raises rewards and takes no noise."""
 
     def test_it_is_rejected(self, bench: Bench) -> None:
-        assert rejected(bench, Greedy).value >= 0.5
-
-
-class Cooler(Samples):
-    temperature = 0.4
-
-
-class Warmer(Samples):
-    temperature = 1.6
+        assert rejected(bench, Samples, temperature=1e-6).value >= 0.5
 
 
 class TestOtherTemperature:
     """Half and twice the temperature of the spec, with the leased noise."""
 
-    @pytest.mark.parametrize("attack", [Cooler, Warmer])
-    def test_it_is_rejected(self, bench: Bench, attack: type[Worker]) -> None:
-        assert rejected(bench, attack).value >= 0.2
+    @pytest.mark.parametrize("temperature", [0.4, 1.6])
+    def test_it_is_rejected(self, bench: Bench, temperature: float) -> None:
+        assert rejected(bench, Samples, temperature=temperature).value >= 0.2
 
 
 class TopFive(Samples):
@@ -261,11 +251,6 @@ class TestChosenTargets:
         found = rejection(bench, choosing(bench, target=self.other(bench.honest())))
         assert (found.check, found.row) == ("assignment", 0)
         assert "target is " in found.words and found.value == 2  # and the prompt that names it
-
-    def test_in_the_claim_alone(self, bench: Bench) -> None:
-        rows = bench.honest()
-        found = rejection(bench, [replace(rows[0], target=self.other(rows)), *rows[1:]])
-        assert (found.check, found.value) == ("assignment", 1)
 
 
 # --- Pools that cut -------------------------------------------------------------------------------

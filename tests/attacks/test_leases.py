@@ -117,19 +117,6 @@ class TestVersionPicking:
         assert following.lease.index == lease.lease.index + 1
         assert run.state.workers[key("x")].standing.withheld == 1
 
-    def test_work_of_a_version_that_is_too_old_trains_nowhere(self) -> None:
-        # given a lease that is answered when its step is over, and no lag is allowed
-        run = started(lease_timeout_s=1000.0, async_level=0)
-        late = run.lease("x")
-        run.work("y")
-        run.now += 100.0
-        run.advance()
-        run.publish(1)
-        run.answer(late)
-        # then its groups are none that a step may take
-        assert run.state.leases[late.digest].usable == ()
-        assert run.state.tallies[1].expired_groups == late.lease.groups == 2
-
 
 class TestWithholding:
     """Looks at what it is leased, and answers only what it likes."""

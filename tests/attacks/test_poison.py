@@ -8,25 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
-from tests.attacks.mortal_validator import poison
+from tests.attacks.mortal_validator import VALIDATOR, poison
 from tests.fuzz.bounds import bounded
 from tests.verify.bench import MODEL, Bench
-from tests.verify.small_model import ParityTask, Worker, small_spec
-from tests.verify.test_workers_to_batches import (
-    HONEST,
-    PERTURBED,
-    ROOT,
-    STEPS,
-    coordinator,
-    make_run_dir,
-    origin,
-    work,
-)
-from tests.verify.test_workers_to_batches import batch as batch_of
+from tests.verify.coordinator.deployment import Site
+from tests.verify.coordinator.over_http import status
+from tests.verify.small_model import ParityTask, Worker
+from tests.verify.test_workers_to_batches import DISHONEST, HONEST, SPEC, STEPS, at_work, work
 from verify.checks import fingerprints
 from verify.coordinator.claims import ATTEMPTS
 from verify.formats.lease import Lease
@@ -90,33 +81,29 @@ class TestFileThatKillsValidators:
 
     def test_it_is_set_aside_and_everything_else_is_judged(self, tmp_path: Path) -> None:
         # given an honest worker, and one whose first submission kills validators that prefill it
-        spec = small_spec().model_copy(update={"steps": STEPS})
-        run_dir = make_run_dir(tmp_path / "run", spec)
-        honest = Worker(HONEST, MODEL, spec, ParityTask())
-        deadly = PoisonWorker(tmp_path / "weights", PERTURBED, MODEL, spec, ParityTask())
+        site = Site(tmp_path, SPEC)
+        site.sign_roles(VALIDATOR)
+        honest = Worker(HONEST, MODEL, SPEC, ParityTask())
+        deadly = PoisonWorker(tmp_path / "weights", DISHONEST, MODEL, SPEC, ParityTask())
 
         # when validators are started again as often as they die
         deaths = []
-        with (
-            origin(tmp_path / "store") as weights,
-            coordinator(run_dir, weights) as url,
-            ThreadPoolExecutor(2) as pool,
-        ):
-            working = [pool.submit(work, url, worker) for worker in (deadly, honest)]
-            command = [sys.executable, "-m", "tests.attacks.mortal_validator", url]
-            command += [ROOT.public_hex, str(tmp_path / "weights")]
+        with at_work(site), ThreadPoolExecutor(2) as pool:
+            working = [pool.submit(work, site, worker) for worker in (deadly, honest)]
+            command = [sys.executable, "-m", "tests.attacks.mortal_validator", site.url]
+            command += [site.root.public_hex, str(tmp_path / "weights")]
             while (code := subprocess.call(command, timeout=DEADLINE_S)) != 0:
                 deaths.append(code)
                 assert len(deaths) < 10
             assert all(done.result(DEADLINE_S) for done in working)
-            status = httpx.get(f"{url}/v1/status", trust_env=False).json()
+            told = status(site)
 
         # then SIGKILL came three times, one file is set aside, and nobody was rejected
         assert set(deaths) == {-9} and len(deaths) >= ATTEMPTS
-        assert status["rejected_submissions"] == 0
-        (aside,) = status["set_aside"]
-        assert aside["worker"] == PERTURBED.public_hex and len(aside["attempts"]) >= ATTEMPTS
-        manifests = [batch_of(run_dir, step) for step in range(STEPS)]
+        assert told["rejected_submissions"] == 0
+        (aside,) = told["set_aside"]
+        assert aside["worker"] == DISHONEST.public_hex and len(aside["attempts"]) >= ATTEMPTS
+        manifests = [site.batch(step) for step in range(STEPS)]
         assert all(manifest.complete for manifest in manifests)
         trained = {group.submission for manifest in manifests for group in manifest.groups}
         assert aside["submission"] not in trained

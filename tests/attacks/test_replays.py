@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,28 +14,14 @@ from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from tests.attacks.setting import fresh, refused, rejection, take_lease
 from tests.verify.bench import Bench, lease_for
-from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
+from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission
+from tests.verify.coordinator.over_http import granted
 from tests.verify.small_model import Worker, fixed_key
-from verify.client import CoordinatorClient, SubmissionRefused
-from verify.formats.lease import Lease, lease_digest, open_lease
+from verify.client import SubmissionRefused
+from verify.formats.lease import lease_digest
 from verify.formats.submission import Rollout, sign_submission
 from verify.request_auth import sign_request
 from verify.toploc import build_proofs
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    """A coordinator at work; its origin serves version 0."""
-    site = Site(tmp_path, tiny_spec())
-    site.publish(0)
-    with site.origin(), site.serving():
-        yield site
-
-
-def granted(site: Site, client: CoordinatorClient) -> tuple[bytes, Lease]:
-    data = client.lease(DEADLINE_S)
-    assert data is not None
-    return data, open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
 
 
 def handed_in(site: Site) -> list[Path]:
@@ -56,27 +41,6 @@ class TestReplayedSubmission:
         validator = site.client(site.validator)
         assert validator.next_submission(DEADLINE_S) is not None
         assert validator.next_submission(0.0) is None
-
-    def test_the_same_bytes_for_the_next_lease(self, site: Site) -> None:
-        key, worker = site.worker()
-        data, lease = granted(site, worker)
-        envelope, table = submission(data, lease, key)
-        worker.submit(envelope, table)
-        data, lease = granted(site, worker)
-        again = sign_submission(
-            table, run=RUN, step=lease.step, index=lease.index, lease=lease_digest(data), key=key
-        )
-        with pytest.raises(SubmissionRefused, match="same bytes were submitted for another lease"):
-            worker.submit(again, table)
-        assert len(handed_in(site)) == 1
-
-    def test_after_other_work_for_the_same_lease(self, site: Site) -> None:
-        """Once answered, a lease takes nothing better."""
-        key, worker = site.worker()
-        data, lease = granted(site, worker)
-        worker.submit(*submission(data, lease, key))
-        with pytest.raises(SubmissionRefused, match="answered already, with other bytes"):
-            worker.submit(*submission(data, lease, key, note=1))
 
     @pytest.mark.parametrize(("index", "step"), [(1, 0), (0, 1)], ids=["lease", "step"])
     def test_rows_of_another_lease_or_step(self, bench: Bench, index: int, step: int) -> None:
@@ -138,14 +102,6 @@ class TestAnotherWorkersFile:
         with pytest.raises(SubmissionRefused, match="same bytes were submitted for another lease"):
             thief.submit(stolen, table)
         assert [path.stem for path in handed_in(site)] == [digest_bytes(table)]
-
-    def test_exchanged_for_another_file_after_signing(self, bench: Bench) -> None:
-        rows = bench.honest()
-        envelope, _ = bench.packed(rows)
-        _, other = bench.packed([*rows[:-1], replace(rows[-1], task_reward=1.0)])
-        assert refused(bench, envelope, other) == (
-            "signature: the file is not the one that was signed"
-        )
 
     def leased_to_the_thief(self, bench: Bench) -> Bench:
         own = fresh(bench)

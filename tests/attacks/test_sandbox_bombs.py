@@ -21,12 +21,16 @@ ROOT = Path(__file__).parents[2]
 
 
 SLEEPERS = """
+import threading
+def fork():
+    if os.fork() == 0:
+        time.sleep(300)
+        os._exit(0)
+def thread(): threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
 made = 0
 try:
     while made < 100:
-        if os.fork() == 0:
-            time.sleep(300)
-            os._exit(0)
+        {kind}()
         made += 1
     time.sleep(300)
 finally:
@@ -34,8 +38,9 @@ finally:
 """
 
 
-def test_a_fork_bomb_stops_at_the_limit(sandbox: Sandbox) -> None:
-    finished = sandbox.run(SLEEPERS)
+@pytest.mark.parametrize("kind", ["fork", "thread"])
+def test_a_bomb_of_processes_stops_at_the_limit(sandbox: Sandbox, kind: str) -> None:
+    finished = sandbox.run(SLEEPERS.replace("{kind}", kind))
     assert finished.outcome == "processes", finished
     assert stopped_by_kernel(sandbox, finished)
 
@@ -49,51 +54,72 @@ def stopped_by_kernel(sandbox: Sandbox, finished: Finished) -> bool:
     return int(finished.stdout) == LIMITS.processes - 1
 
 
-def test_a_fork_bomb_that_never_gives_up_ends_in_time(sandbox: Sandbox) -> None:
-    source = """
-while True:
-    try: os.fork()
-    except OSError: pass
-"""
-    finished = sandbox.run(source, limits=replace(LIMITS, wall_s=1.0, cpu_s=None))
-    assert finished.outcome in ("time", "processes"), finished
-
-
-def test_a_bomb_of_threads_stops_at_the_limit(sandbox: Sandbox) -> None:
-    source = """
-import threading
-made = 0
-try:
-    while made < 100:
-        threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
-        made += 1
-    time.sleep(300)
-finally:
-    print(made, flush=True)
-"""
-    finished = sandbox.run(source)
-    assert finished.outcome == "processes", finished
-    assert stopped_by_kernel(sandbox, finished)
-
-
-def test_a_memory_bomb_meets_its_limit(sandbox: Sandbox) -> None:
-    finished = sandbox.run("x = bytearray(1 << 30)")
-    assert (finished.outcome, finished.code) == ("memory", 1), finished
-
-
-@pytest.mark.parametrize("kind", ["private", "shared"])
-def test_children_each_below_the_limit_are_bounded_together(sandbox: Sandbox, kind: str) -> None:
-    source = f"""
+CHILDREN = """
 import mmap
 for _ in range(6):
     if os.fork() == 0:
-        x = bytearray(120 << 20) if {kind == "private"} else mmap.mmap(-1, 120 << 20)
+        x = {memory}
         for i in range(0, len(x), 4096): x[i] = 1
         time.sleep(300)
 time.sleep(300)
 """
-    finished = sandbox.run(source)
-    assert finished.outcome == "memory", finished
+LOOPS_IN_CHILDREN = """
+signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+while True:
+    if os.fork() == 0:
+        end = time.process_time() + 0.1
+        while time.process_time() < end: pass
+        os._exit(0)
+    os.wait()
+"""
+SLEEP = """
+for number in range(1, 65):
+    try: signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+time.sleep(300)
+"""
+FILES = """
+held = []
+os.mkdir("blind", 0o300)
+for i in range(200):
+    held.append(open({name}, 'wb', buffering=0))
+    {then}
+    held[-1].write(bytes(1 << 20))
+    time.sleep(0.01)
+"""
+FORKS = """
+while True:
+    try: os.fork()
+    except OSError: pass
+"""
+LIMITED: dict[str, tuple[str, dict[str, float | None], str]] = {
+    "forks without end": (FORKS, {"wall_s": 1.0, "cpu_s": None}, "time processes"),
+    "one allocation": ("x = bytearray(1 << 30)", {}, "memory"),
+    "private memory": (CHILDREN.replace("{memory}", "bytearray(120 << 20)"), {}, "memory"),
+    "shared memory": (CHILDREN.replace("{memory}", "mmap.mmap(-1, 120 << 20)"), {}, "memory"),
+    "an endless loop": ("while True: pass", {"cpu_s": 0.5}, "cpu"),
+    "loops in children": (LOOPS_IN_CHILDREN, {"cpu_s": 1.0}, "cpu"),
+    "a sleep": (SLEEP, {"wall_s": 0.3}, "time"),
+    "endless output": ("while True: os.write(1, b'x' * 5000)", {}, "output"),
+    "endless errors": ("while True: os.write(2, b'x' * 5000)", {}, "output"),
+    "a large file": ("open('big', 'wb').write(bytes(64 << 20))", {}, "files"),
+    "many files": (FILES.format(name="str(i)", then="pass"), {}, "files"),
+    "removed files": (FILES.format(name="str(i)", then="os.unlink(str(i))"), {}, "files"),
+    "files out of sight": (FILES.format(name="f'blind/{i}'", then="pass"), {}, "files"),
+    "countless files": (
+        "for i in range(100000): open(str(i), 'w').close()\ntime.sleep(5)",
+        *({}, "files"),
+    ),
+}
+"""Program, limits that differ, and the outcomes that may be."""
+
+
+@pytest.mark.parametrize("what", LIMITED)
+def test_what_takes_without_end_meets_its_limit(sandbox: Sandbox, what: str) -> None:
+    source, limits, outcomes = LIMITED[what]
+    finished = sandbox.run(source, limits=replace(LIMITS, **limits))
+    assert finished.outcome in outcomes.split(), finished
+    assert len(finished.stdout) + len(finished.stderr) <= LIMITS.output_bytes
     assert finished.peak_bytes < LIMITS.processes * LIMITS.memory_bytes
 
 
@@ -108,77 +134,6 @@ for _ in range(5): os.wait()
 print("done")
 """
     assert sandbox.run(source).stdout == b"done\n"
-
-
-def test_an_endless_loop_meets_the_limit_on_cpu(sandbox: Sandbox) -> None:
-    finished = sandbox.run("while True: pass", limits=replace(LIMITS, cpu_s=0.5))
-    assert finished.outcome == "cpu"
-    assert finished.cpu_s > 0.5
-
-
-def test_loops_in_children_are_added_up(sandbox: Sandbox) -> None:
-    source = """
-signal.signal(signal.SIGXCPU, signal.SIG_IGN)
-while True:
-    if os.fork() == 0:
-        end = time.process_time() + 0.1
-        while time.process_time() < end: pass
-        os._exit(0)
-    os.wait()
-"""
-    assert sandbox.run(source, limits=replace(LIMITS, cpu_s=1.0)).outcome == "cpu"
-
-
-def test_a_sleep_meets_the_limit_on_time(sandbox: Sandbox) -> None:
-    source = """
-for number in range(1, 65):
-    try: signal.signal(number, signal.SIG_IGN)
-    except (OSError, ValueError): pass
-time.sleep(300)
-"""
-    assert sandbox.run(source, limits=replace(LIMITS, wall_s=0.3)).outcome == "time"
-
-
-def test_endless_output_is_cut(sandbox: Sandbox) -> None:
-    for stream in (1, 2):
-        finished = sandbox.run(f"while True: os.write({stream}, b'x' * 5000)")
-        assert finished.outcome == "output", finished.outcome
-        assert len(finished.stdout) + len(finished.stderr) <= LIMITS.output_bytes
-
-
-def test_one_file_stops_at_the_limit(sandbox: Sandbox) -> None:
-    finished = sandbox.run("open('big', 'wb').write(bytes(LIMIT))".replace("LIMIT", "64 << 20"))
-    assert finished.outcome == "files", finished
-
-
-@pytest.mark.parametrize("keep", ["named", "removed"])
-def test_many_files_are_bounded_together(sandbox: Sandbox, keep: str) -> None:
-    source = f"""
-held = []
-for i in range(200):
-    held.append(open(str(i), 'wb', buffering=0))
-    if {keep == "removed"}: os.unlink(str(i))
-    held[-1].write(bytes(1 << 20))
-    time.sleep(0.01)
-"""
-    finished = sandbox.run(source)
-    assert finished.outcome == "files", finished
-
-
-def test_a_directory_that_cannot_be_looked_into_holds_nothing(sandbox: Sandbox) -> None:
-    source = """
-os.mkdir("blind", 0o300)
-for i in range(200):
-    open(f"blind/{i}", "wb").write(bytes(1 << 20))
-    time.sleep(0.01)
-"""
-    finished = sandbox.run(source)
-    assert finished.outcome == "files", finished
-
-
-def test_countless_files_are_bounded(sandbox: Sandbox) -> None:
-    finished = sandbox.run("for i in range(100000): open(str(i), 'w').close()\ntime.sleep(5)")
-    assert finished.outcome == "files", finished
 
 
 @pytest.mark.slow
@@ -231,21 +186,15 @@ time.sleep(300)
 """
 
 
-def test_kill_takes_every_descendant(sandbox: Sandbox) -> None:
+@pytest.mark.parametrize("how", ["kill", "death of the supervisor"])
+def test_every_descendant_ends(sandbox: Sandbox, how: str) -> None:
     with sandbox.unchanged():
         process = sandbox.start(ESCAPEES)
         assert process.stdout.readline() == b"up\n"
         sandbox.until_running(4)
-        assert process.kill().outcome == "killed"
-
-
-def test_the_supervisor_s_death_takes_every_descendant(sandbox: Sandbox) -> None:
-    with sandbox.unchanged():
-        process = sandbox.start(ESCAPEES)
-        assert process.stdout.readline() == b"up\n"
-        sandbox.until_running(4)
-        os.kill(process.pid, signal.SIGKILL)
-        sandbox.until_gone()
+        if how != "kill":
+            os.kill(process.pid, signal.SIGKILL)
+            sandbox.until_gone()
         assert process.kill().outcome == "killed"
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.attacks.setting import rejection
-from tests.verify.bench import MODEL, Bench, lease_for
+from tests.attacks.setting import rejection, take_lease
+from tests.verify.bench import MODEL, Bench
 from tests.verify.small_model import EOS, SmallModel, Worker, log_softmax
 from verify.plugins import PrefillOutput
 
 TEMPERATURE, LONGEST, GROUP_SIZE = 0.8, 100, 16
+GREEDY = 1e-3
+"""A temperature at which the likeliest token is taken."""
 
 
 class Sampler(Worker):
@@ -41,18 +43,6 @@ class Sampler(Worker):
 
     def explain(self, prompt: list[int], tokens: list[int]) -> PrefillOutput:
         return Worker(self.key, MODEL, self.spec, self.task_set).explain(prompt, tokens)
-
-
-class Greedy(Sampler):
-    temperature = 1e-3
-
-
-class Cooler(Sampler):
-    temperature = TEMPERATURE / 2
-
-
-class Warmer(Sampler):
-    temperature = TEMPERATURE * 2
 
 
 class TopK(Sampler):
@@ -102,14 +92,10 @@ def bench_of(directory: Path, **sampling: object) -> Bench:
     return bench
 
 
-def take_lease(bench: Bench, index: int) -> None:
-    bench.signed_lease, bench.lease = lease_for(
-        bench.worker_key, bench.coordinator_key, index=index
-    )
-
-
-def worker_of(bench: Bench, kind: type[Worker]) -> Worker:
-    return kind(bench.worker_key, MODEL, bench.spec, bench.task_set)
+def worker_of(bench: Bench, kind: type[Sampler], temperature: float = TEMPERATURE) -> Worker:
+    worker = kind(bench.worker_key, MODEL, bench.spec, bench.task_set)
+    worker.temperature = temperature
+    return worker
 
 
 class TestUnseededChoices:
@@ -134,9 +120,9 @@ class TestUnseededChoices:
     @pytest.mark.parametrize(
         ("attack", "check", "words"),
         [
-            (Greedy, "chosen_tokens_submission", "nothing below 1 of the largest probability"),
-            (Cooler, "chosen_tokens_submission", "temperature / 1.5"),
-            (Warmer, "chosen_tokens_submission", "temperature / 0.5"),
+            (GREEDY, "chosen_tokens_submission", "nothing below 1 of the largest probability"),
+            (TEMPERATURE / 2, "chosen_tokens_submission", "temperature / 1.5"),
+            (TEMPERATURE * 2, "chosen_tokens_submission", "temperature / 0.5"),
             (TopK, "chosen_tokens_submission", "temperature / 1.25"),
             (BestOf16, "chosen_tokens_submission", "temperature / 1."),
             (AnotherModel, "ends_submission", "ends anywhere"),
@@ -145,17 +131,18 @@ class TestUnseededChoices:
         ],
     )
     def test_a_choice_that_is_not_the_policys(
-        self, tmp_path: Path, attack: type[Worker], check: str, words: str
+        self, tmp_path: Path, attack: type[Sampler] | float, check: str, words: str
     ) -> None:
         bench = bench_of(tmp_path)
-        found = rejection(bench, bench.rollouts_of(worker_of(bench, attack)))
+        how = (Sampler, attack) if isinstance(attack, float) else (attack,)
+        found = rejection(bench, bench.rollouts_of(worker_of(bench, *how)))
         assert (found.check, found.row, words in found.words) == (check, 0, True)
         assert found.value > found.limit
 
     def test_a_single_row_is_looked_at_alone(self, tmp_path: Path) -> None:
         bench = bench_of(tmp_path)
         honest = bench.rollouts_of(worker_of(bench, Sampler))
-        greedy = bench.rollouts_of(worker_of(bench, Greedy))
+        greedy = bench.rollouts_of(worker_of(bench, Sampler, GREEDY))
         row = max(range(len(greedy)), key=lambda n: len(greedy[n].output_tokens))
         reason = bench.verdict([*honest[:row], greedy[row], *honest[row + 1 :]]).reason
         assert reason.startswith(f"chosen_tokens: row {row}: ")

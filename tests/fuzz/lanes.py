@@ -43,7 +43,7 @@ _EVERY = [
     *_of("manifests", "manifest", cheap=True),
     *_of("profiles", "profile", cheap=True),
     *_of("spec_texts", "commands on specs"),
-    *_of("proofs", "proof", "proofs together", "proofs of a rollout", "activations", "proof lines"),
+    *_of("proofs", "proof", "proofs of a rollout", "activations", "proof lines"),
     *_of("deltas", "delta"),
     Lane("submission table", "tables", "tables", ("submission",)),
     Lane("verdict table", "tables", "tables", ("verdict",)),

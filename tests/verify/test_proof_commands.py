@@ -189,7 +189,6 @@ def test_a_calibrated_profile_is_judged_by(
     ("key", "named", "words"),
     [
         (ROOT, [], "no profile"),
-        (ROOT, ["--root-key", "ab"], "no public key"),
         (SigningKey.generate(), ["--root-key", ROOT.public_hex], "may not sign it"),
     ],
 )

@@ -6,7 +6,6 @@ from runspec.core.keys import SigningKey
 from verify.request_auth import (
     BODY,
     RequestChecker,
-    TooManyRequests,
     Unauthorised,
     sign_request,
 )
@@ -81,46 +80,3 @@ def test_a_refused_request_does_not_use_up_its_nonce():
         check(checker, headers, path="/v1/verdicts")
 
     check(checker, headers)
-
-
-def test_a_key_that_fills_its_memory_is_told_when_to_come_again_and_others_are_not():
-    flooder, other = SigningKey.generate(), SigningKey.generate()
-    checker = RequestChecker("run", max_of_a_key=5)
-    for second in range(5):
-        check(checker, signed(flooder, at=NOW + second), now=NOW + second)
-
-    with pytest.raises(TooManyRequests) as refused:
-        check(checker, signed(flooder, at=NOW + 10), now=NOW + 10)
-
-    assert refused.value.retry_after_s == 290.0  # the first is stale 300 s after it was made
-    check(checker, signed(other, at=NOW + 10), now=NOW + 10)
-    check(checker, signed(flooder, at=NOW + 301), now=NOW + 301)
-
-
-def test_a_full_memory_has_room_for_keys_below_their_share():
-    # given a memory that two keys have filled
-    flooders, others = ([SigningKey.generate() for _ in range(n)] for n in (2, 3))
-    checker = RequestChecker("run", max_remembered=400)
-    for _ in range(200):
-        for key in flooders:
-            check(checker, signed(key))
-    assert len(checker) == 400
-
-    # then they are held back, and no other is until it has as much as they
-    for key in flooders:
-        with pytest.raises(TooManyRequests):
-            check(checker, signed(key))
-    for key in others:
-        for _ in range(80):  # 400 among five
-            check(checker, signed(key))
-        assert len(checker) <= 400 + 3 * 80
-    for key in others:
-        with pytest.raises(TooManyRequests):
-            check(checker, signed(key))
-
-    # and a replay is known for one all the while
-    headers = signed(others[0], at=NOW + 301)
-    check(checker, headers, now=NOW + 301)  # all before are stale
-    assert len(checker) == 1
-    with pytest.raises(Unauthorised, match="made before"):
-        check(checker, headers, now=NOW + 302)

@@ -10,13 +10,12 @@ from runspec.core.hashing import is_digest
 from verify.audit.replay import audit
 from verify.one_shot import run_once, say
 
-COMMAND = "audit"
 CLEAN, FINDINGS = 0, 1
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `audit` to the commands of `python -m verify`."""
-    parser = commands.add_parser(COMMAND, help="replay a run's ledger; exit 0 clean, 1 findings")
+    parser = commands.add_parser("audit", help="replay a run's ledger; exit 0 clean, 1 findings")
     parser.add_argument("run_dir", type=Path, help="run directory, at work or a copy")
     parser.add_argument(
         "--root-key",
@@ -33,11 +32,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="a head that an earlier audit printed, which must still be there; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="the report as one JSON object")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Audits; prints the report, or to standard error why there is none."""
-    return run_once(lambda: _audit(options))
+    parser.set_defaults(body=lambda options: run_once(lambda: _audit(options)))
 
 
 def _audit(options: argparse.Namespace) -> int:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any
 
 import psycopg
 
 from runspec.core.errors import UserError
 from verify.audit.snapshot import NoLedger, Row
-from verify.postgres_connection import EXCHANGE_S, connect, within
+from verify.postgres_connection import EXCHANGE_S, connect, fetched, within
 from verify.postgres_store import place
 
-_ROLLBACKS = "SELECT seq FROM ledger WHERE run = %s AND kind = 'RolledBack' ORDER BY seq"
-_LAST = "SELECT body FROM ledger WHERE run = %s ORDER BY seq DESC LIMIT 1"
-_OF_KIND = "SELECT count(*), max(seq) FROM ledger WHERE run = %s AND kind = %s"
-_BODY = "SELECT convert_to(body, 'UTF8') FROM ledger WHERE run = %s AND seq = %s"
-_ALL = (
+_ROWS = (
     "SELECT seq, convert_to(kind, 'UTF8'), convert_to(body, 'UTF8'), convert_to(chain, 'UTF8') "
-    "FROM ledger WHERE run = %s ORDER BY seq"
+    "FROM ledger WHERE run = %s AND kind = coalesce(%s, kind) ORDER BY seq"
 )
-_BATCH = 1000
-"""Rows fetched at once."""
 
 
 class PostgresSnapshot:
@@ -48,41 +40,11 @@ class PostgresSnapshot:
     def close(self) -> None:
         self._connection.close()
 
-    def rollbacks(self) -> list[int]:
-        return [seq for (seq,) in self._select(_ROLLBACKS)]
-
-    def last_written(self) -> float:
-        for (body,) in self._select(_LAST):
-            try:
-                return float(json.loads(body)["at"])
-            except (ValueError, KeyError, TypeError):
-                return 0.0
-        return 0.0
-
-    def of_kind(self, kind: str) -> tuple[int, bytes | None]:
-        ((count, newest),) = self._select(_OF_KIND, kind)
-        return count, None if newest is None else bytes(self._select(_BODY, newest)[0][0])
-
-    def rows(self) -> Iterator[Row]:
+    def rows(self, kind: str | None = None) -> Iterator[Row]:
         try:
-            with self._connection.cursor("audit") as cursor:
-                with within(EXCHANGE_S, self._connection):
-                    cursor.execute(_ALL, (self._run,))
-                while True:
-                    with within(EXCHANGE_S, self._connection):
-                        batch = cursor.fetchmany(_BATCH)
-                    if not batch:
-                        return
-                    for seq, kind, body, chain in batch:
-                        yield Row(seq, bytes(kind), bytes(body), bytes(chain))
-                        self._read += 1
-        except psycopg.Error as error:
-            raise self._unreadable(error) from error
-
-    def _select(self, statement: str, *of: Any) -> list[Any]:
-        try:
-            with within(EXCHANGE_S, self._connection):
-                return self._connection.execute(statement, (self._run, *of)).fetchall()
+            for seq, *texts in fetched(self._connection, _ROWS, (self._run, kind), EXCHANGE_S):
+                yield Row(seq, *map(bytes, texts))
+                self._read += 1
         except psycopg.errors.UndefinedTable as error:
             raise NoLedger(self._place) from error
         except psycopg.Error as error:

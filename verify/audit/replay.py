@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from runspec.core.roles import CLOCK_SKEW_S
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from verify.audit.batches import BatchAudit, batches_on_disk
@@ -25,7 +26,6 @@ from verify.coordinator.events import (
     StepClosed,
     SubmissionJudged,
     SubmissionReceived,
-    WorkerRegistered,
 )
 from verify.coordinator.gap_history import fault, is_fault
 from verify.coordinator.history import History
@@ -36,8 +36,6 @@ from verify.formats.batch import BatchGroup
 from verify.formats.layout import refuse_older_run
 from verify.formats.lease import Lease
 from verify.ledger import BadRow, decode_event
-
-_CLOSING = StepClosed.__name__
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,8 @@ def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | Non
     # Before the rows: a row comes before its manifest, so these have one.
     on_disk = batches_on_disk(run_dir)
     with closing(open_snapshot(run_dir, spec)) as snapshot:
-        rollbacks, last = snapshot.rollbacks(), snapshot.last_written()
-        roles = read_roles(run_dir, spec, root_key, last, report)
+        rollbacks = [row.seq for row in snapshot.rows(RolledBack.__name__)]
+        roles = read_roles(run_dir, spec, root_key, report)
         replay = _Replay(run_dir, spec.name, Policy.of(spec), report)
         chain = ChainAudit(report, dict(heads or {}))
         signers = Signers(roles, current=not rollbacks)
@@ -80,26 +78,30 @@ def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | Non
                 report.require(not pinned, row.seq, "rollback", "one", "none: the root is pinned")
             report.rows += 1
         chain.end()
-        closings, _ = snapshot.of_kind(_CLOSING)
+    report.require(
+        replay.last_at <= roles.expires + CLOCK_SKEW_S,
+        None,
+        "roles",
+        f"the last row is of {replay.last_at:.0f}",
+        f"none after {roles.expires:.0f}, when roles.json expired",
+    )
     report.head = chain.head
-    replay.end(on_disk, _closed_since(run_dir, spec, closings))
+    replay.end(on_disk, _closed_since(run_dir, spec, chain.last))
     return report
 
 
-def _closed_since(run_dir: Path, spec: RunSpec, closings: int) -> int:
-    """The step that closes next by what a run at work has closed since; 0 where it has not.
+def _closed_since(run_dir: Path, spec: RunSpec, last: int) -> int:
+    """The step that closes next by the rows after `last` of a run at work; 0 without any.
 
     Files that were needed when its rows were read may have been dropped since.
     """
-    with closing(open_snapshot(run_dir, spec)) as now:
-        count, newest = now.of_kind(_CLOSING)
-    if count == closings or newest is None:
-        return 0
-    try:
-        event = decode_event(_CLOSING.encode(), newest)
-    except BadRow:  # the next audit says so
-        return 0
-    return event.step + 1 if isinstance(event, StepClosed) else 0
+    next_close = 0
+    with closing(open_snapshot(run_dir, spec)) as now, suppress(BadRow):  # the next audit says so
+        for row in now.rows(StepClosed.__name__):
+            if row.seq > last:
+                event = decode_event(row.kind, row.body)
+                next_close = event.step + 1 if isinstance(event, StepClosed) else 0
+    return next_close
 
 
 class _Replay:
@@ -111,7 +113,8 @@ class _Replay:
         self._files = FileAudit(run_dir, run, policy, report)
         self._batches = BatchAudit(run_dir, run, report)
         self._answers: dict[str, _Answered] = {}
-        self._credits: dict[str, Credit] = {}
+        self.last_at = 0.0
+        """When the last event was recorded, seconds since the epoch."""
         self._next_close = 0
         self._state, self._history = State(policy), History()
         self._broken = False
@@ -131,6 +134,7 @@ class _Replay:
             self._report.add(row.seq, "row", error, "an event")
             self._broken = True
             return
+        self.last_at = event.at
         try:
             self._check(row, event, chain_before, signers)
         except OverflowError as error:  # whole numbers of any size, of which a mean is a float
@@ -143,8 +147,6 @@ class _Replay:
             counted = self._history.batch_stats(event.at, event.step, event.trained)
         before = self._apply(row.seq, event)
         match event:
-            case WorkerRegistered():
-                self._leases.registered(event)
             case NonceDrawn():
                 self._leases.drawn(row.seq, event)
             case LeaseGranted():
@@ -170,16 +172,15 @@ class _Replay:
         report.steps_closed = self._next_close
         self._batches.check_files(on_disk)
         self._files.judge_gone(max(self._next_close, closed_since))
-        report.credits = self._credits
+        report.credits = {
+            key: Credit(worker.accepted_rollouts, worker.accepted_tokens)
+            for key, worker in self._state.workers.items()
+        }
         if self._broken:
             report.notes.append(
-                "the state machine refused a row; of those after it, filling was not replayed"
+                "the state machine refused a row; of those after it, neither filling nor credits "
+                "were replayed"
             )
-            return
-        for key, worker in sorted(self._state.workers.items()):
-            found = Credit(worker.accepted_rollouts, worker.accepted_tokens)
-            expected = self._credits.setdefault(key, Credit())
-            report.require(found == expected, None, f"credit of {key}", found, expected)
 
     def _apply(self, row: int, event: Event) -> State | None:
         """The state before the event; None where it is not known."""
@@ -218,13 +219,6 @@ class _Replay:
             self._report.require(
                 event.reason == expected, row, "gaps of the worker", event.reason, expected
             )
-        if event.accepted:
-            earned = [g for g in event.groups if g.outcome != "dropped"]
-            had = self._credits.get(answered.lease.worker, Credit())
-            self._credits[answered.lease.worker] = Credit(
-                had.rollouts + sum(g.rollouts for g in earned),
-                had.tokens + sum(g.tokens for g in earned),
-            )
 
     def _closed(
         self,
@@ -257,7 +251,6 @@ class _Replay:
 
     def _rolled_back(self, event: RolledBack) -> None:
         self._next_close = event.version
-        self._leases.rolled_back()
         self._files.rolled_back()
         self._batches.rolled_back(event.version)
-        self._answers, self._credits = {}, {}
+        self._answers = {}

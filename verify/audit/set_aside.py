@@ -32,13 +32,13 @@ def read_set_aside(run_dir: Path, spec: RunSpec) -> SetAside:
     """
     try:
         with closing(open_snapshot(run_dir, spec)) as snapshot:
-            count, newest = snapshot.of_kind(_KIND)
+            rows = list(snapshot.rows(_KIND))
     except NoLedger:  # nobody has started a coordinator
         return SetAside()
-    if newest is None:
+    if not rows:
         return SetAside()
     try:
-        return SetAside(count, decode_event(_KIND.encode(), newest).at)
+        return SetAside(len(rows), decode_event(rows[-1].kind, rows[-1].body).at)
     except BadRow as error:
         raise UserError(
             f"the ledger's last {_KIND} cannot be read: {error}",

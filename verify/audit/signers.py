@@ -9,7 +9,7 @@ from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey
-from runspec.core.roles import CLOCK_SKEW_S, MAX_BYTES, Roles, open_roles
+from runspec.core.roles import MAX_BYTES, Roles, open_roles
 from runspec.core.signed import BadSignature, open_document
 from runspec.core.spec.schema import RunSpec
 from verify.audit.findings import Report
@@ -17,16 +17,13 @@ from verify.audit.findings import Report
 _ROOT_KEY = "root.key"
 
 
-def read_roles(
-    run_dir: Path, spec: RunSpec, root_key: str | None, last: float, report: Report
-) -> Roles:
+def read_roles(run_dir: Path, spec: RunSpec, root_key: str | None, report: Report) -> Roles:
     """The run's roles.json, believed for the root key, whatever the time is now.
 
     Args:
         run_dir: the run directory.
         spec: its resolved spec.
         root_key: public, hex; None: the spec's, or the throw-away root of `keys/`.
-        last: when the last row was written, seconds since the epoch.
         report: is told where the root came from.
 
     Raises:
@@ -44,22 +41,14 @@ def read_roles(
         payload = open_document(data, kind="roles", keys={root}, max_bytes=MAX_BYTES).payload
         # A run may be audited long after its roles expired; what counts is when it was at work.
         issued = payload.get("issued")
-        now = issued if isinstance(issued, int | float) else last
-        roles = open_roles(data, root_public_key=root, run=spec.name, now=now)
+        now = issued if isinstance(issued, int | float) else None
+        return open_roles(data, root_public_key=root, run=spec.name, now=now)
     except (OSError, BadSignature) as error:
         raise UserError(
             f"cannot be believed: {error}",
             place=str(path),
             remedy="give the root's public key with --root-key",
         ) from error
-    report.require(
-        last <= roles.expires + CLOCK_SKEW_S,
-        None,
-        "roles",
-        f"the last row is of {last:.0f}",
-        f"none after {roles.expires:.0f}, when roles.json expired",
-    )
-    return roles
 
 
 def _throw_away_root(run_dir: Path) -> str:

@@ -16,9 +16,9 @@ from verify.ledger import import_postgres_store
 
 _BUSY_TIMEOUT_S = 10.0
 # As bytes: a damaged row need not be text.
-_ALL_ROWS = (
+_ROWS = (
     "SELECT seq, CAST(kind AS BLOB), CAST(body AS BLOB), CAST(chain AS BLOB) "
-    "FROM ledger ORDER BY seq"
+    "FROM ledger WHERE :kind IS NULL OR kind = :kind ORDER BY seq"
 )
 
 
@@ -48,20 +48,8 @@ class Snapshot(Protocol):
         UserError: from every method, when they cannot be read as a ledger.
     """
 
-    def rollbacks(self) -> list[int]:
-        """The rows that say that the run was taken back, in order."""
-        ...
-
-    def last_written(self) -> float:
-        """When the last row was written, seconds since the epoch; 0 where none says."""
-        ...
-
-    def of_kind(self, kind: str) -> tuple[int, bytes | None]:
-        """How many rows of a kind there are, and the body of the newest."""
-        ...
-
-    def rows(self) -> Iterator[Row]:
-        """All rows, in order."""
+    def rows(self, kind: str | None = None) -> Iterator[Row]:
+        """The rows of a kind, in order; all rows if None."""
         ...
 
     def close(self) -> None: ...
@@ -99,41 +87,10 @@ class SqliteSnapshot:
     def close(self) -> None:
         self._database.close()
 
-    def rollbacks(self) -> list[int]:
+    def rows(self, kind: str | None = None) -> Iterator[Row]:
         try:
-            found = self._database.execute(
-                "SELECT seq FROM ledger WHERE kind = 'RolledBack' ORDER BY seq"
-            ).fetchall()
-        except sqlite3.Error as error:
-            raise self._unreadable(error) from error
-        return [seq for (seq,) in found]
-
-    def last_written(self) -> float:
-        try:
-            found = self._database.execute(
-                "SELECT CAST(json_extract(body, '$.at') AS REAL) FROM ledger "
-                "WHERE json_valid(body) ORDER BY seq DESC LIMIT 1"
-            ).fetchone()
-        except sqlite3.Error as error:
-            raise self._unreadable(error) from error
-        return 0.0 if found is None or found[0] is None else float(found[0])
-
-    def of_kind(self, kind: str) -> tuple[int, bytes | None]:
-        try:
-            count, newest = self._database.execute(
-                "SELECT count(*), max(seq) FROM ledger WHERE kind = ?", (kind,)
-            ).fetchone()
-            found = self._database.execute(
-                "SELECT CAST(body AS BLOB) FROM ledger WHERE seq = ?", (newest,)
-            ).fetchone()
-        except sqlite3.Error as error:
-            raise self._unreadable(error) from error
-        return count, None if found is None else found[0]
-
-    def rows(self) -> Iterator[Row]:
-        try:
-            for seq, kind, body, chain in self._database.execute(_ALL_ROWS):
-                yield Row(seq, kind or b"", body or b"", chain or b"")
+            for seq, *texts in self._database.execute(_ROWS, {"kind": kind}):
+                yield Row(seq, *(text or b"" for text in texts))
                 self._read += 1
         except sqlite3.Error as error:
             raise self._unreadable(error) from error

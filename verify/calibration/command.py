@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import json
-import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from logging import Logger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
@@ -28,8 +24,6 @@ if TYPE_CHECKING:
     from verify.calibration.run import Outcome
 
 _NOISES = (0.005, 0.01, 0.02, 0.04)
-_DAY_S = 86400.0
-_MOST_DAYS = 36_525
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -52,35 +46,22 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         help="folder of fetched versions, as a validator keeps them; else the run directory's",
     )
     one.add_argument(
-        "--max-submissions", type=_count, metavar="N", help="measure N, spread over all"
-    )
-    one.add_argument(
         "--rate",
         type=_rate,
         default=1e-6,
         help="share of honest rollouts that may be rejected (%(default)s)",
     )
     one.add_argument(
-        "--valid-days", type=_days, default=365, metavar="N", help="until it expires (%(default)s)"
-    )
-    one.add_argument(
         "--allow-looser",
         action="store_true",
         help="where the pool needs it, set limits looser than the published ones, and say which",
     )
+    one.set_defaults(body=lambda options: _run(_calibrate, options))
     one.add_argument(
         "--perturbed",
         action="store_true",
         help="hold the limits against weights with noise of 0.5 to 4 %%, and rounded to int8",
     )
-    one.add_argument(
-        "--perturbed-submissions",
-        type=_count,
-        default=32,
-        metavar="N",
-        help="submissions to do that with (%(default)s)",
-    )
-    one.add_argument("--json", action="store_true", help="print one JSON object")
     other = commands.add_parser(
         "sign-profile",
         help="sign a profile with another key, such as the root's, and print what it says",
@@ -90,13 +71,14 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     other.add_argument("profile", type=Path, metavar="PROFILE", help="as `calibrate` wrote it")
     other.add_argument("--key", required=True, type=Path, metavar="FILE", help="the root's key")
     other.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write")
+    other.set_defaults(body=lambda options: _run(_sign, options))
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs `calibrate` or `sign-profile`. SIGTERM is as Ctrl-C: copies of weights may be there."""
+def _run(body: Callable[[argparse.Namespace, Logger], None], options: argparse.Namespace) -> int:
+    """Runs a command. SIGTERM is as Ctrl-C: copies of weights may be there."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return run_role(options.command, lambda log: COMMANDS[options.command](options, log))
+        return run_role(options.command, lambda log: body(options, log))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -104,37 +86,33 @@ def run(options: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def _calibrate(options: argparse.Namespace, log: logging.Logger) -> None:
+def _calibrate(options: argparse.Namespace, log: Logger) -> None:
     from verify.calibration.profile import sign_profile
     from verify.calibration.run import Order, calibrate
     from verify.calibration.spoilt import int8, noise
 
     key = SigningKey.load(options.key)
-    _require_writable(options.out, key=options.key)
+    _require_writable(options.out)
     spoilt = [(f"weights off by {100 * share:g}%", noise(share)) for share in _NOISES]
     outcome = calibrate(
         Order(
             run_dir=options.run_dir,
             pool=options.pool,
             fetched=options.weights,
-            max_submissions=options.max_submissions,
             rate=options.rate,
-            valid_s=options.valid_days * _DAY_S,
             allow_looser=options.allow_looser,
             spoilt=[*spoilt, ("weights in int8", int8)] if options.perturbed else [],
-            spoilt_submissions=options.perturbed_submissions,
         ),
         log,
     )
     document = sign_profile(outcome.profile, key)
-    _reopened(document)
     write_atomic(options.out, document)
     with suppress(BrokenPipeError):  # the profile is written
-        say(json.dumps(_as_json(outcome)) if options.json else _as_text(outcome))
+        say(_as_text(outcome))
     log.info("%s: signed by %s", options.out, key.public_hex[:16])
 
 
-def _sign(options: argparse.Namespace, log: logging.Logger) -> None:
+def _sign(options: argparse.Namespace, log: Logger) -> None:
     from runspec.core.spec.profile_files import MAX_BYTES
     from verify.calibration.profile import open_profile, sign_profile
 
@@ -147,46 +125,25 @@ def _sign(options: argparse.Namespace, log: logging.Logger) -> None:
     except BadSignature as error:
         raise UserError(str(error), place=str(options.profile), remedy="calibrate again") from error
     key = SigningKey.load(options.key)
-    _require_writable(options.out, key=options.key)
+    _require_writable(options.out)
     write_atomic(options.out, sign_profile(profile, key))
     with suppress(BrokenPipeError):  # as above
         say(_profile_text(profile))
     log.info("%s: signed by %s", options.out, key.public_hex[:16])
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace, logging.Logger], None]] = {
-    "calibrate": _calibrate,
-    "sign-profile": _sign,
-}
+def _require_writable(path: Path) -> None:
+    """Refuses a file that cannot be written, before hours of measuring.
 
-
-def _require_writable(path: Path, *, key: Path) -> None:
-    """Says so before hours of measuring, not after, that the profile could not be written, or would
-    be in the place of the key."""
-    if path.resolve() == key.resolve():
+    Raises:
+        UserError: it cannot.
+    """
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UserError(
-            "the profile would take the place of the key that signs it",
-            place=str(path),
-            remedy="name another file with --out",
-        )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            if path.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    except OSError as error:
-        raise UserError(
-            f"no profile can be written here: {error.strerror or error}",
+            "no profile can be written here",
             place=str(path),
             remedy="name with --out a file in a folder that you may write",
-        ) from error
-
-
-def _reopened(document: bytes) -> None:
-    """What we wrote, others must be able to open: a profile that they would refuse is our fault."""
-    from verify.calibration.profile import open_profile
-
-    open_profile(document, root_public_key=None)
+        )
 
 
 def _as_text(outcome: Outcome) -> str:
@@ -209,7 +166,7 @@ def _profile_text(profile: Profile) -> str:
         f"validator: {v.engine}, {v.precision}, {v.hardware} ({releases})",
         f"model: hidden size {m.hidden_size}, {m.num_hidden_layers} layers, "
         f"vocabulary {m.vocab_size}",
-        f"measured: run {seen.run}, versions {', '.join(map(str, seen.versions[:12]))}; "
+        f"measured: run {seen.run}, versions {seen.oldest_version} to {seen.newest_version}; "
         f"{seen.submissions} submissions, {seen.rollouts} rollouts, {seen.tokens} tokens, "
         f"{seen.chunks} chunks",
         f"rate of false rejections: {profile.rate:g} a rollout by {profile.formula}, of all "
@@ -227,42 +184,10 @@ def _profile_text(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def _drawn(sampling: SamplingSide | None) -> str:
-    if sampling is None:
-        return ""
+def _drawn(sampling: SamplingSide) -> str:
     return (
         f"; temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
     )
-
-
-def _as_json(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "profile": outcome.profile.model_dump(mode="json"),
-        "constant_ratio": outcome.constant_ratio,
-        "power": [
-            {
-                "weights": each.weights,
-                **{
-                    limits: {k: v for k, v in asdict(found).items() if k not in ("limits", "by")}
-                    | {"by": found.named()}
-                    for limits, found in (("published", each.published), ("profile", each.profile))
-                },
-            }
-            for each in outcome.power
-        ],
-    }
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 10**9):
-        raise argparse.ArgumentTypeError("a whole number above 0 is needed")
-    return int(text)
-
-
-def _days(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) <= _MOST_DAYS):
-        raise argparse.ArgumentTypeError(f"a whole number from 1 to {_MOST_DAYS} is needed")
-    return int(text)
 
 
 def _rate(text: str) -> float:

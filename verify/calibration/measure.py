@@ -44,8 +44,6 @@ class Measurements:
     chunks: int = 0
     fewest_judged: int = TOP_K
     """k of the smallest chunk."""
-    constant_ratio: float = 0.0
-    """Largest median error over the least that a constant proof could reach."""
 
     def take(self, pairs: Sequence[PAIR], limits: Limits) -> None:
         """Adds a submission.
@@ -91,8 +89,6 @@ class Measurements:
         for chunk in proof:
             classes[chunk_class(chunk.elements)].append(chunk)
             self.fewest_judged = min(self.fewest_judged, chunk.k)
-            constant = max(chunk.constant_error, 1e-9)
-            self.constant_ratio = max(self.constant_ratio, chunk.error_median / constant)
         self.chunks += len(proof)
         for below, chunks in classes.items():
             worst: dict[str, float] = defaultdict(float)

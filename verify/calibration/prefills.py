@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,16 +14,14 @@ from verify.calibration.honest import Taken, dishonest, rollouts_of
 from verify.calibration.measure import PAIR
 from verify.calibration.spoilt import Change, spoil
 from verify.calibration.weights import Version, engine_over, place
-from verify.noise import noise_key
-from verify.plugins import PrefillEngine, PrefillInput
-from verify.recompute import PrefillRequest, recompute
+from verify.plugins import PrefillEngine
+from verify.recompute import prefill_request, recompute
 from verify.toploc import MalformedProof
 from verify.truncation import Truncation
 
 AT_ONCE = 8
 """Submissions of one version that are prefilled together."""
 _DEADLINE_S = 600.0
-_REPORT_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -55,25 +52,12 @@ class Prefills:
             folder = place(self.versions[number], cache)
             if change is not None:
                 spoil(folder, change)
-        begun, done, tokens, said = time.monotonic(), 0, 0, 0.0
         with closing(engine_over(self.spec, cache)) as engine:
             for version, of_version in groupby(taken, key=lambda each: each.lease.version):
                 group = list(of_version)
                 for start in range(0, len(group), AT_ONCE):
-                    for each, pairs in self._together(engine, group[start : start + AT_ONCE]):
-                        done += 1
-                        tokens += sum(len(row.output_tokens) for row, _ in pairs)
-                        yield each, pairs
-                    if (elapsed := time.monotonic() - begun) - said > _REPORT_EVERY_S:
-                        said = elapsed
-                        self.log.info(
-                            "version %d: %d of %d submissions, %d tokens, %.0f s",
-                            version,
-                            done,
-                            len(taken),
-                            tokens,
-                            elapsed,
-                        )
+                    yield from self._together(engine, group[start : start + AT_ONCE])
+                self.log.info("version %d: %d submissions", version, len(group))
 
     def _together(
         self, engine: PrefillEngine, some: Sequence[Taken]
@@ -83,14 +67,7 @@ class Prefills:
         engine.ensure_version(lease.version, lease.manifest_digest, deadline_s=_DEADLINE_S)
         rows = [list(rollouts_of(each, self.spec)) for each in some]
         requests = [
-            PrefillRequest(
-                PrefillInput(
-                    row.prompt_tokens,
-                    row.output_tokens,
-                    noise_key(each.lease.seed, row.group, row.sample) if sampling.seeded else None,
-                ),
-                row.proofs,
-            )
+            prefill_request(row, each.lease, seeded=sampling.seeded, end_token=None)
             for each, its in zip(some, rows, strict=True)
             for row in its
         ]

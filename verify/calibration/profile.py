@@ -10,14 +10,14 @@ import math
 import time
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from runspec.core.canonical import canonical_json
 from runspec.core.keys import SigningKey
 from runspec.core.roles import CLOCK_SKEW_S
 from runspec.core.signed import BadSignature, open_document, sign_document
 from runspec.core.spec.profile_files import MAX_BYTES
 from runspec.core.spec.schema import FloatType, RunSpec, SamplerPool
+from verify.formats.payload import open_payload
 from verify.gap_noise import GapNoise
 from verify.thresholds import ChunkLimits, Limits, Precision, limits_for, precision_of
 
@@ -25,7 +25,6 @@ KIND = "calibration"
 FORMULA: Literal["exponential-tail/2"] = "exponential-tail/2"
 """Names how limits follow from measurements (`verify.calibration.tails`, `.derive`)."""
 MAX_SHORT = 8
-MAX_VERSIONS = 1024
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Natural = Annotated[int, Field(ge=0, le=2**53)]
@@ -55,8 +54,7 @@ class SamplerSide(_Part):
     engine: Name
     precision: Precision
     hardware: Name
-    sampling: SamplingSide | None = None
-    """None in profiles of before it was said, which hold for any."""
+    sampling: SamplingSide
 
 
 class ValidatorSide(_Part):
@@ -83,8 +81,8 @@ class Measured(_Part):
     """What the numbers were measured on."""
 
     run: Name
-    versions: Annotated[list[Natural], Field(max_length=MAX_VERSIONS)]
-    """Of more than that as many, from the first to the last."""
+    oldest_version: Natural
+    newest_version: Natural
     submissions: Natural
     rollouts: Natural
     tokens: Natural
@@ -191,8 +189,7 @@ class Profile(_Part):
             "validator precision": (self.validator.precision, spec.learner.compute_dtype),
             "validator hardware": (self.validator.hardware, validator_hardware(spec)),
         }
-        if (drawn := self.sampler.sampling) is not None:
-            here |= {what: (then, getattr(pool.sampling, what)) for what, then in drawn}
+        here |= {what: (n, getattr(pool.sampling, what)) for what, n in self.sampler.sampling}
         return [f"{what} {then}, not {now}" for what, (then, now) in here.items() if then != now]
 
 
@@ -222,13 +219,7 @@ def open_profile(
     """
     keys = None if root_public_key is None else {root_public_key}
     payload = open_document(data, kind=KIND, keys=keys, max_bytes=MAX_BYTES).payload
-    try:
-        # By way of JSON, whose lists and numbers are what the strict fields ask for.
-        profile = Profile.model_validate_json(canonical_json(payload))
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])[:80]
-        raise BadSignature(f"{KIND}: {place}: {first['msg'][:120]}") from error
+    profile = open_payload(TypeAdapter(Profile), payload, KIND)
     if dated:
         _require_valid(profile, time.time() if now is None else now)
     if problem := _inconsistent(profile):

@@ -30,6 +30,9 @@ from verify.thresholds import Limits, limits_for, precision_of
 
 _LIBRARIES = ("jax", "torch", "vllm", "transformers")
 _MAX_CONFIG_BYTES = 1024 * 1024
+_VALID_S = 365 * 86400.0
+SPOILT_SUBMISSIONS = 32
+"""Submissions that are judged with perturbed weights, spread over all."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,11 @@ class Order:
     pool: str
     fetched: Path | None = None
     """Folder of fetched versions; None: those of the run directory."""
-    max_submissions: int | None = None
-    """Spread over all that are there; None: all."""
     rate: float = 1e-6
     """Of honest rollouts that may be rejected."""
-    valid_s: float = 365 * 86400.0
     allow_looser: bool = False
     spoilt: Sequence[tuple[str, Change]] = ()
     """Perturbed weights to hold the limits against, by name."""
-    spoilt_submissions: int = 32
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,6 @@ class Outcome:
     profile: form.Profile
     power: list[Power]
     """Of the right weights first, and then of each perturbation."""
-    constant_ratio: float
-    """See `Measurements`."""
 
 
 def calibrate(order: Order, log: logging.Logger) -> Outcome:
@@ -82,7 +79,7 @@ def calibrate(order: Order, log: logging.Logger) -> Outcome:
     published = limits_for(precision_of(pool), spec.learner.compute_dtype)
     taken, versions = _with_weights(order, spec, log)
     prefills = Prefills(spec, pool, versions, published.gap, log)
-    some = _spread(taken, order.spoilt_submissions)
+    some = _spread(taken, SPOILT_SUBMISSIONS)
     measured, kept = Measurements(), list[list[PAIR]]()
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         for each, pairs in prefills.of(taken, Path(folder) / "right"):
@@ -98,8 +95,8 @@ def calibrate(order: Order, log: logging.Logger) -> Outcome:
                 spoilt = [pairs for _, pairs in prefills.of(some, Path(copies) / "spoilt", change)]
             power.append(_judged(name, spoilt, derived, published))
     newest = versions[max(versions)]
-    profile = _profile(order, spec, pool, derived, measured, newest, sorted(versions))
-    return Outcome(profile, power, measured.constant_ratio)
+    profile = _profile(order, spec, pool, derived, measured, newest, list(versions))
+    return Outcome(profile, power)
 
 
 def _pool(spec: RunSpec, order: Order) -> SamplerPool:
@@ -139,8 +136,6 @@ def _with_weights(
             remedy="calibrate while the run is up or soon after, or keep more versions "
             "(`broadcast.keep_versions`); --weights names a folder of fetched ones",
         )
-    if order.max_submissions is not None:
-        taken = _spread(taken, order.max_submissions)
     return taken, {each.lease.version: versions[each.lease.version] for each in taken}
 
 
@@ -174,7 +169,7 @@ def _profile(
         version=1,
         formula=form.FORMULA,
         issued=now,
-        expires=now + order.valid_s,
+        expires=now + _VALID_S,
         rate=order.rate,
         sampler=form.SamplerSide(
             engine=pool.engine,
@@ -195,7 +190,8 @@ def _profile(
         model=_model_side(newest.folder / "config.json"),
         measured=form.Measured(
             run=spec.name,
-            versions=named(versions),
+            oldest_version=min(versions),
+            newest_version=max(versions),
             submissions=measured.submissions,
             rollouts=measured.rollouts,
             tokens=measured.tokens,
@@ -206,16 +202,6 @@ def _profile(
         looser=derived.looser,
         limits=as_table(derived.limits),
     )
-
-
-def named(versions: Sequence[int]) -> list[int]:
-    """Those that a profile names: all, or as many as it has room for, the first and the last among
-    them."""
-    last = len(versions) - 1
-    if last < form.MAX_VERSIONS:
-        return list(versions)
-    steps = form.MAX_VERSIONS - 1
-    return [versions[i * last // steps] for i in range(form.MAX_VERSIONS)]
 
 
 def _model_side(path: Path) -> form.ModelSide:

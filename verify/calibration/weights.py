@@ -1,4 +1,4 @@
-"""Policy versions for a prefill engine without a network: from a run directory, checked, or spoilt.
+"""Policy versions for a prefill engine without a network: from a run directory, checked.
 
 An engine is given a cache of its own that holds every version already, so that it asks nobody. What
 lies in it are links to the run's files.
@@ -6,7 +6,7 @@ lies in it are links to the run's files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ NOBODY = "http://127.0.0.1:1"
 """Asked only where the cache lacks a version, which it does not."""
 _MANIFEST = "manifest.json"
 _MAX_MANIFEST_BYTES = 256 * 1024 * 1024
-Spoil = Callable[[Path], None]
 
 
 @dataclass(frozen=True)

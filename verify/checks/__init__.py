@@ -4,9 +4,9 @@ from runspec.core.spec.schema import SamplerPool
 from verify.checks.assignment import AssignmentCheck
 from verify.checks.base import Check, Examination, Subject, examine
 from verify.checks.distribution import (
-    ChosenTokensCheck,
+    CHOSEN_TOKENS,
+    CHOSEN_TOKENS_SUBMISSION,
     KeptTokensCheck,
-    SubmissionChosenTokensCheck,
 )
 from verify.checks.duplicates import DuplicateCheck, fingerprints
 from verify.checks.intake import Rejected, open_rows
@@ -20,8 +20,8 @@ from verify.checks.prefill import (
     several_versions,
 )
 from verify.checks.rewards import RewardCheck
-from verify.checks.termination import EndsCheck, SubmissionEndsCheck
-from verify.checks.values import BoundsCheck, ProofFormatCheck, TerminationCheck, VersionsCheck
+from verify.checks.termination import ENDS, ENDS_SUBMISSION
+from verify.checks.values import BOUNDS, PROOF_FORMAT, TERMINATION, VERSIONS
 
 __all__ = [
     "DUPLICATE_CHECKS",
@@ -39,13 +39,7 @@ __all__ = [
     "several_versions",
 ]
 
-ROW_CHECKS: list[Check] = [
-    AssignmentCheck(),
-    BoundsCheck(),
-    VersionsCheck(),
-    TerminationCheck(),
-    ProofFormatCheck(),
-]
+ROW_CHECKS: list[Check] = [AssignmentCheck(), BOUNDS, VERSIONS, TERMINATION, PROOF_FORMAT]
 """What the rows alone must satisfy."""
 GRADE_CHECKS: list[Check] = [RewardCheck()]
 """What needs the validator's grades."""
@@ -58,10 +52,10 @@ def prefill_checks(pool: SamplerPool) -> list[Check]:
     seeded: list[Check] = [SeededSamplingCheck(), SubmissionSamplingCheck()]
     unseeded: list[Check] = [
         KeptTokensCheck(),
-        SubmissionEndsCheck(),
-        EndsCheck(),
-        SubmissionChosenTokensCheck(),
-        ChosenTokensCheck(),
+        ENDS_SUBMISSION,
+        ENDS,
+        CHOSEN_TOKENS_SUBMISSION,
+        CHOSEN_TOKENS,
     ]
     return [
         SubmissionLogprobCheck(),

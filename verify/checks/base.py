@@ -55,7 +55,9 @@ class Subject:
 class Check(Protocol):
     """A check; it fails the submission when it fails any row."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """For verdicts and reasons."""
 
     def run(self, subject: Subject) -> list[CheckResult]:
         """A result for each row, in order."""

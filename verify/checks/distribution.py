@@ -18,7 +18,8 @@ sampler keeps, speaks against nobody.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,12 +27,13 @@ from runspec.core.errors import UserError
 from verify.checks.base import Subject, at_most
 from verify.checks.exceptions import few_exceptions
 from verify.choices import HEADS, POWERS, Choices
+from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
 from verify.recompute import Recomputed
 from verify.thresholds import Limits
 
 ALPHA = 1e-6
-"""Honest submissions rejected by the chosen tokens, at most; half by rows, half as a whole."""
+"""Honest submissions that a kind of evidence rejects, at most; half by rows, half as a whole."""
 _WEIGHT = 0.9
 """W: one token below the cut refutes no alternative for good."""
 NAMES = (
@@ -85,37 +87,41 @@ def sums(choices: Choices, slack: float) -> np.ndarray:
     return (log_ratios(choices) - slack).sum(axis=0)
 
 
-class ChosenTokensCheck:
+@dataclass(frozen=True)
+class EvidenceCheck:
     """log e of each rollout; the limit is log(2 R / alpha) for R rollouts."""
 
-    name = "chosen_tokens"
+    name: str
+    alternatives: Sequence[str]
+    """Names of the policies that are compared with the run's."""
+    sums: Callable[[Rollout, Choices, Limits], np.ndarray]
+    """Returns f64 [len(alternatives)], the log of each product of ratios over a rollout."""
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        return self.judged(_sums_of(subject))
+        rows = subject.prefilled
+        return self.judged([self.sums(row, choices_of(c), subject.limits) for row, c in rows])
 
     def judged(self, rows: Sequence[np.ndarray]) -> list[CheckResult]:
         """A result for each rollout's `sums`."""
         limit = math.log(2.0 * len(rows) / ALPHA)
-        results = []
-        for row in rows:
-            value, words = evidence(row)
-            results.append(at_most(self.name, value, limit, words))
-        return results
+        found = [evidence(row, self.alternatives) for row in rows]
+        return [at_most(self.name, value, limit, words) for value, words in found]
 
 
-class SubmissionChosenTokensCheck:
-    """log e of all tokens of the submission; the limit is log(2 / alpha)."""
+class SubmissionEvidenceCheck(EvidenceCheck):
+    """log e of all rollouts of the submission together; the limit is log(2 / alpha)."""
 
-    name = "chosen_tokens_submission"
+    def judged(self, rows: Sequence[np.ndarray]) -> list[CheckResult]:
+        value, words = evidence(np.sum(rows, axis=0), self.alternatives)
+        return [at_most(self.name, value, math.log(2.0 / ALPHA), words)] * len(rows)
 
-    def run(self, subject: Subject) -> list[CheckResult]:
-        rows = _sums_of(subject)
-        return [self.judged(rows)] * len(rows)
 
-    def judged(self, rows: Sequence[np.ndarray]) -> CheckResult:
-        """The result for the `sums` of all rollouts."""
-        value, words = evidence(np.sum(rows, axis=0))
-        return at_most(self.name, value, math.log(2.0 / ALPHA), words)
+def _sums(row: Rollout, choices: Choices, limits: Limits) -> np.ndarray:
+    return sums(choices, limits.gap_mean)
+
+
+CHOSEN_TOKENS = EvidenceCheck("chosen_tokens", NAMES, _sums)
+CHOSEN_TOKENS_SUBMISSION = SubmissionEvidenceCheck("chosen_tokens_submission", NAMES, _sums)
 
 
 class KeptTokensCheck:
@@ -143,8 +149,3 @@ class KeptTokensCheck:
             )
             for outside in rows
         ]
-
-
-def _sums_of(subject: Subject) -> list[np.ndarray]:
-    slack = subject.limits.gap_mean
-    return [sums(choices_of(found), slack) for _, found in subject.prefilled]

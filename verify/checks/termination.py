@@ -18,17 +18,14 @@ beyond, so that the mean of each ratio is at most 1 for every h between.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
-from verify.checks.base import Subject, at_most
-from verify.checks.distribution import choices_of, evidence
+from verify.checks.distribution import EvidenceCheck, SubmissionEvidenceCheck
 from verify.choices import Choices
-from verify.formats.verdict import CheckResult
+from verify.formats.submission import Rollout
+from verify.thresholds import Limits
 
-ALPHA = 1e-6
-"""Honest submissions rejected by where they end, at most; half by rows, half as a whole."""
 _MORE, _FEWER, _RATES = (2.0, 5.0, 20.0), (0.5, 0.2, 0.02), (1e-2, 1e-3, 1e-4)
 NAMES = (
     *(f"odds of the end token times {c:g}" for c in (*_MORE, *_FEWER)),
@@ -66,41 +63,9 @@ def _log_odds(log_end: np.ndarray) -> np.ndarray:
     return log_end - np.log(-np.expm1(log_end))
 
 
-class EndsCheck:
-    """log e of where each rollout ends; the limit is log(2 R / alpha) for R rollouts."""
-
-    name = "ends"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        return self.judged(_sums_of(subject))
-
-    def judged(self, rows: Sequence[np.ndarray]) -> list[CheckResult]:
-        """A result for each rollout's `end_sums`."""
-        limit = math.log(2.0 * len(rows) / ALPHA)
-        results = []
-        for row in rows:
-            value, words = evidence(row, NAMES)
-            results.append(at_most(self.name, value, limit, words))
-        return results
+def _sums(row: Rollout, choices: Choices, limits: Limits) -> np.ndarray:
+    return end_sums(choices, ended=row.finish_reason == "stop", tau=limits.gap)
 
 
-class SubmissionEndsCheck:
-    """log e of where the rollouts of the submission end; the limit is log(2 / alpha)."""
-
-    name = "ends_submission"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        rows = _sums_of(subject)
-        return [self.judged(rows)] * len(rows)
-
-    def judged(self, rows: Sequence[np.ndarray]) -> CheckResult:
-        """The result for the `end_sums` of all rollouts."""
-        value, words = evidence(np.sum(rows, axis=0), NAMES)
-        return at_most(self.name, value, math.log(2.0 / ALPHA), words)
-
-
-def _sums_of(subject: Subject) -> list[np.ndarray]:
-    return [
-        end_sums(choices_of(found), ended=row.finish_reason == "stop", tau=subject.limits.gap)
-        for row, found in subject.prefilled
-    ]
+ENDS = EvidenceCheck("ends", NAMES, _sums)
+ENDS_SUBMISSION = SubmissionEvidenceCheck("ends_submission", NAMES, _sums)

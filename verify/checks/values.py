@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,58 +12,23 @@ from verify.checks.base import Subject, no_faults
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
 from verify.thresholds import LOGPROB_CEILING, LOGPROB_FLOOR
-from verify.toploc import CHUNK_ROWS, TOP_K, MalformedProof, parse_proof, parse_proofs
+from verify.toploc import CHUNK_ROWS, MalformedProof, parse_proof
 
 
-class BoundsCheck:
-    """Lengths that agree, tokens of the vocabulary, finite numbers. The value counts the faults."""
+@dataclass(frozen=True)
+class ValuesCheck:
+    """Looks at each row by itself. The value counts the row's faults."""
 
-    name = "bounds"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        return [no_faults(self.name, list(_faults(r, subject))) for r in subject.rollouts]
-
-
-class TerminationCheck:
-    """`stop` with the end token last and nowhere else, or `length` at the longest output."""
-
-    name = "termination"
+    name: str
+    faults: Callable[[Rollout, Subject], Iterator[str]]
+    """Yields what is wrong with a row."""
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        return [no_faults(self.name, list(_ending(r, subject))) for r in subject.rollouts]
+        return [no_faults(self.name, list(self.faults(r, subject))) for r in subject.rollouts]
 
 
-class VersionsCheck:
-    """Versions of single tokens, in trusted pools with `in_flight_updates` and nowhere else.
-
-    One a token, never going back, none before the lease's version, none after the last that the run
-    publishes. A nearer bound would take the clock, or the word of others: a slow worker may hand in
-    what it sampled under versions that were not there when its lease was granted.
-    """
-
-    name = "versions"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        return [no_faults(self.name, list(_version_faults(r, subject))) for r in subject.rollouts]
-
-
-class ProofFormatCheck:
-    """As many well-formed proofs as the output has chunks."""
-
-    name = "proof_format"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        proofs = [proof for row in subject.rollouts for proof in row.proofs]
-        found = iter(parse_proofs(proofs, [TOP_K] * len(proofs)))
-        results = []
-        for row in subject.rollouts:
-            parsed = [next(found) for _ in row.proofs]
-            right = len(parsed) == _chunks(row) and all(proof is not None for proof in parsed)
-            results.append(no_faults(self.name, [] if right else list(_proof_faults(row))))
-        return results
-
-
-def _faults(row: Rollout, subject: Subject) -> Iterator[str]:
+def _bounds(row: Rollout, subject: Subject) -> Iterator[str]:
+    """Lengths that agree, tokens of the vocabulary, finite numbers."""
     tokens, logprobs = row.output_tokens, row.logprobs
     longest = subject.max_output(row)
     if not 1 <= len(tokens) <= longest:
@@ -80,7 +46,8 @@ def _faults(row: Rollout, subject: Subject) -> Iterator[str]:
             yield f"{name} {value}"
 
 
-def _ending(row: Rollout, subject: Subject) -> Iterator[str]:
+def _termination(row: Rollout, subject: Subject) -> Iterator[str]:
+    """`stop` with the end token last and nowhere else, or `length` at the longest output."""
     ends = np.flatnonzero(row.output_tokens == subject.task_set.eos_token_id)
     length, longest = len(row.output_tokens), subject.max_output(row)
     if row.finish_reason == "stop":
@@ -95,7 +62,13 @@ def _ending(row: Rollout, subject: Subject) -> Iterator[str]:
         yield f"finish reason {row.finish_reason[:40]!r}"
 
 
-def _version_faults(row: Rollout, subject: Subject) -> Iterator[str]:
+def _versions(row: Rollout, subject: Subject) -> Iterator[str]:
+    """Versions of single tokens, in trusted pools with `in_flight_updates` and nowhere else.
+
+    One a token, never going back, none before the lease's version, none after the last that the run
+    publishes. A nearer bound would take the clock, or the word of others: a slow worker may hand in
+    what it sampled under versions that were not there when its lease was granted.
+    """
     pool, versions = subject.pool, row.versions
     expected = pool.in_flight_updates and pool.trust == "trusted"
     if versions is None:
@@ -114,9 +87,11 @@ def _version_faults(row: Rollout, subject: Subject) -> Iterator[str]:
         yield f"a token of version {outside[0]}, outside [{oldest}, {newest}]"
 
 
-def _proof_faults(row: Rollout) -> Iterator[str]:
-    if len(row.proofs) != _chunks(row):
-        yield f"{len(row.proofs)} proofs for {_chunks(row)} chunks"
+def _proof_format(row: Rollout, subject: Subject) -> Iterator[str]:
+    """As many well-formed proofs as the output has chunks."""
+    chunks = -(-len(row.output_tokens) // CHUNK_ROWS)
+    if len(row.proofs) != chunks:
+        yield f"{len(row.proofs)} proofs for {chunks} chunks"
         return
     for number, proof in enumerate(row.proofs):
         try:
@@ -125,5 +100,7 @@ def _proof_faults(row: Rollout) -> Iterator[str]:
             yield f"proof {number}: {error}"
 
 
-def _chunks(row: Rollout) -> int:
-    return -(-len(row.output_tokens) // CHUNK_ROWS)
+BOUNDS = ValuesCheck("bounds", _bounds)
+VERSIONS = ValuesCheck("versions", _versions)
+TERMINATION = ValuesCheck("termination", _termination)
+PROOF_FORMAT = ValuesCheck("proof_format", _proof_format)

@@ -15,15 +15,14 @@ and then no file must suffer for it. Hence:
 - A suspect is left to validators that have not failed at it, while one of them asks for work.
 - What failed `ATTEMPTS` times that count is hopeless: to be set aside (`SubmissionSetAside`).
 
-Claims live in memory: after a restart of the coordinator everything unjudged is offered again.
-Failed attempts are kept where `remember_in` says, so that a file costs three in all.
+Claims and failed attempts live in memory: after a restart of the coordinator everything unjudged
+is offered again, and nothing is a suspect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from verify.coordinator.events import FailedAttempt
 from verify.stages import DEADLINES_S
@@ -58,26 +57,12 @@ class Failure:
     """Whether its validator has judged another submission since."""
 
 
-class Memory(Protocol):
-    """Storage of failed attempts that outlives the process."""
-
-    def keep(self, submission: str, failures: Sequence[Failure]) -> None:
-        """Replaces the stored attempts of a submission."""
-        ...
-
-    def forget(self, submission: str) -> None: ...
-
-
 class Claims:
-    """Args:
-    timeout_s: after which a claim has failed whose validator is silent.
-    """
+    """Who works on what, and what failed; see the module."""
 
-    def __init__(self, timeout_s: float = CLAIM_TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self) -> None:
         self._claims: dict[str, Claim] = {}
         self._failures: dict[str, list[Failure]] = {}
-        self._memory: Memory | None = None
         self._asked: dict[str, float] = {}
         """When each validator last asked for work."""
         self._proving: dict[str, str] = {}
@@ -85,16 +70,6 @@ class Claims:
 
     def __len__(self) -> int:
         return len(self._claims)
-
-    def remember_in(self, memory: Memory, failed: Mapping[str, Sequence[Failure]]) -> None:
-        """Keeps failed attempts from now on.
-
-        Args:
-            memory: where.
-            failed: what it has kept, by submission; what no longer waits is forgotten in time.
-        """
-        self._memory = memory
-        self._failures = {submission: list(failures) for submission, failures in failed.items()}
 
     @property
     def suspects(self) -> int:
@@ -113,7 +88,7 @@ class Claims:
         """Extends the claims of a validator that sent a heartbeat, as in a long prefill."""
         for submission in self._held_by(validator):
             claim = self._claims[submission]
-            until = max(claim.until, min(now + self._timeout_s, claim.end))
+            until = max(claim.until, min(now + CLAIM_TIMEOUT_S, claim.end))
             self._claims[submission] = replace(claim, until=until)
 
     def fail(self, validator: str, submission: str, reason: str, now: float) -> None:
@@ -122,7 +97,7 @@ class Claims:
             words = "".join(letter if letter.isprintable() else "?" for letter in reason)
             attempt = FailedAttempt(now, validator, words[:_MAX_REASON])
             failures = [*self._failures.get(submission, ()), Failure(attempt)]
-            self._remember(submission, failures[-_MAX_FAILURES:])
+            self._failures[submission] = failures[-_MAX_FAILURES:]
 
     def give_back(self, validator: str, submission: str) -> bool:
         """Frees a claim that nothing speaks against; whether there was one."""
@@ -146,7 +121,7 @@ class Claims:
         self._expire(now)
         waiting = list(submissions)
         for gone in self._failures.keys() - set(waiting):
-            self._forget(gone)
+            del self._failures[gone]
         self._asked[validator] = now
         held = list(self._held_by(validator))
         if validator in self._proving or any(submission in self._failures for submission in held):
@@ -162,21 +137,18 @@ class Claims:
             self._proving[validator] = judged
             return judged
         if chosen is not None:
-            self._claims[chosen] = Claim(validator, now + self._timeout_s, now + LONGEST_CLAIM_S)
+            self._claims[chosen] = Claim(validator, now + CLAIM_TIMEOUT_S, now + LONGEST_CLAIM_S)
         return chosen
 
     def settle(self, validator: str, submission: str) -> None:
         """Records a verdict. Its validator works, so its earlier failures count."""
-        self._claims.pop(submission, None)
-        self._forget(submission)
+        self.forget(submission)
         self._proving.pop(validator, None)
-        for other, failures in list(self._failures.items()):
-            counted = [
+        for other, failures in self._failures.items():
+            self._failures[other] = [
                 replace(failure, counts=True) if failure.attempt.validator == validator else failure
                 for failure in failures
             ]
-            if counted != failures:
-                self._remember(other, counted)
 
     def hopeless(self) -> dict[str, tuple[FailedAttempt, ...]]:
         """Return the submissions to set aside, each with its failed attempts."""
@@ -187,9 +159,9 @@ class Claims:
         }
 
     def forget(self, submission: str) -> None:
-        """Forgets a submission that was set aside."""
+        """Forgets a submission that waits for no verdict any more."""
         self._claims.pop(submission, None)
-        self._forget(submission)
+        self._failures.pop(submission, None)
 
     def next_change(self, now: float) -> float | None:
         """When time alone will next make something claimable."""
@@ -199,15 +171,6 @@ class Claims:
                 at + ASKED_LATELY_S for at in self._asked.values()
             ]  # the others' turn is over
         return min((at for at in times if at > now), default=None)
-
-    def _remember(self, submission: str, failures: list[Failure]) -> None:
-        self._failures[submission] = failures
-        if self._memory is not None:
-            self._memory.keep(submission, failures)
-
-    def _forget(self, submission: str) -> None:
-        if self._failures.pop(submission, None) is not None and self._memory is not None:
-            self._memory.forget(submission)
 
     def _held_by(self, validator: str) -> Iterator[str]:
         return (s for s, claim in list(self._claims.items()) if claim.validator == validator)

@@ -9,7 +9,7 @@ a later submission that lowers it is accepted. A sum belongs to one calibration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -61,13 +61,6 @@ def with_gaps(worker: Worker, excess: float | None, noise: GapNoise | None) -> W
         return worker
     total = min(max(0.0, _sum(worker, noise) + excess), noise.largest_excess)
     return replace(worker, gap_excess=total, gap_noise=noise)
-
-
-def stale(workers: Iterable[Worker], noise: GapNoise) -> bool:
-    """Whether half of several workers are near their limits: then rather the calibration is."""
-    sums = [worker.gap_excess for worker in workers if worker.gap_noise == noise]
-    near = sum(each > noise.largest_excess / 2 for each in sums)
-    return len(sums) > 1 and 2 * near >= len(sums)
 
 
 def is_fault(reason: str) -> bool:

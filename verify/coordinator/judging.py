@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from runspec.core.files import sync_folder
-from verify.coordinator.claims import CLAIM_TIMEOUT_S, Claims
+from verify.coordinator.claims import Claims
 from verify.coordinator.duplicates import Seen, by_coordinator
 from verify.coordinator.events import GroupGrade, SubmissionJudged, SubmissionSetAside
-from verify.coordinator.gap_history import AnotherCalibration, excess_of, stale
+from verify.coordinator.gap_history import AnotherCalibration, excess_of
 from verify.coordinator.gap_history import fault as gap_fault
 from verify.coordinator.grading import VerdictMismatch, grade_groups
 from verify.coordinator.intake import Refusal, received, write_small
@@ -32,7 +30,6 @@ from verify.formats.verdict import (
 from verify.gap_noise import GapNoise
 
 _log = logging.getLogger(__name__)
-_RECENT_REJECTIONS = 20
 
 
 class Judging:
@@ -42,7 +39,6 @@ class Judging:
         journal: where events go.
         run: the run's name.
         gap_noise: of each calibrated pool.
-        claim_timeout_s: after which a claim without a verdict is offered again.
     """
 
     def __init__(
@@ -50,13 +46,10 @@ class Judging:
         journal: Journal,
         run: str,
         gap_noise: Mapping[str, GapNoise] = MappingProxyType({}),
-        *,
-        claim_timeout_s: float = CLAIM_TIMEOUT_S,
     ) -> None:
         self._journal, self._run, self._gap_noise = journal, run, gap_noise
-        self.claims = Claims(claim_timeout_s)
+        self.claims = Claims()
         self._seen = Seen.of(journal.run_dir, journal.state)
-        self.recent_rejections: deque[dict[str, Any]] = deque(maxlen=_RECENT_REJECTIONS)
 
     async def next_submission(
         self, validator: str, holding: Collection[str], wait_s: float
@@ -169,7 +162,10 @@ class Judging:
         if judged.accepted:
             self._seen.add(record.lease.step, judged.submission, [r.fingerprints for r in rows])
         else:
-            self._note_rejection(record, judged.reason)
+            _log.warning(
+                "submission of worker %s for step %d rejected: %s",
+                *(record.lease.worker[:16], record.lease.step, judged.reason),
+            )
         self.claims.settle(validator, envelope.submission)
         self._set_aside()
 
@@ -252,22 +248,9 @@ class Judging:
         """Reject an accepted submission if its worker's submissions together are not honest."""
         if not judged.accepted:
             return judged
-        workers, noise = self._journal.state.workers, judged.gap_noise
-        reason = gap_fault(workers[record.lease.worker], judged.gap_excess, noise)
-        if reason and noise is not None and stale(workers.values(), noise):
-            _log.error(
-                "half of the workers of pool %s are near the limit of their gaps: its calibration "
-                "may not fit its policy any more (`python -m verify calibrate`)",
-                record.lease.pool,
-            )
+        worker = self._journal.state.workers[record.lease.worker]
+        reason = gap_fault(worker, judged.gap_excess, judged.gap_noise)
         return replace(judged, accepted=False, reason=reason, groups=()) if reason else judged
-
-    def _note_rejection(self, record: LeaseRecord, reason: str) -> None:
-        worker, step = record.lease.worker, record.lease.step
-        _log.warning("submission of worker %s for step %d rejected: %s", worker[:16], step, reason)
-        self.recent_rejections.append(
-            {"at": self._journal.clock(), "step": step, "worker": worker, "reason": reason[:300]}
-        )
 
 
 def _read_verdicts(path: Path) -> list[RolloutVerdict]:

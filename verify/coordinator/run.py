@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from aiohttp import web
@@ -24,13 +23,10 @@ from runspec.core.spec.schema import RunSpec
 from verify.calibration.lookup import gap_noise_by_pool
 from verify.coordinator.activity import Peers
 from verify.coordinator.admission import Admission, own_workers
-from verify.coordinator.attempts import AttemptFiles
-from verify.coordinator.claims import CLAIM_TIMEOUT_S
 from verify.coordinator.closing import Closing
 from verify.coordinator.data import SiteService
 from verify.coordinator.edge import Edge
 from verify.coordinator.edge.connections import Connections
-from verify.coordinator.edge.log_limits import limited_log
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.leasing import Leasing
@@ -55,7 +51,6 @@ async def serve(
     weights: str,
     root_public_key: str,
     public_weights: Sequence[str] = (),
-    claim_timeout_s: float = CLAIM_TIMEOUT_S,
     started: Callable[[int], None] = lambda port: None,
 ) -> None:
     """Serves a run until SIGTERM, SIGINT or cancellation.
@@ -66,7 +61,6 @@ async def serve(
         weights: URL of the origin or relay that serves latest.json.
         root_public_key: the pinned root key (hex).
         public_weights: URLs of relays and origin that volunteers are told; `weights` when empty.
-        claim_timeout_s: after which a validator's unanswered claim is offered again.
         started: called with the port once requests are answered.
 
     Raises:
@@ -81,9 +75,7 @@ async def serve(
     ledger = await asyncio.to_thread(open_ledger, run_dir, spec)
     journal = Journal(run_dir, Policy.of(spec), ledger=ledger)
     noise = gap_noise_by_pool(spec)
-    judging = Judging(journal, spec.name, noise, claim_timeout_s=claim_timeout_s)
-    attempts = AttemptFiles(run_dir)
-    judging.claims.remember_in(attempts, attempts.load())
+    judging = Judging(journal, spec.name, noise)
     own = own_workers(run_dir, spec)
     edge = Edge.of(journal, spec, roles, own, judging.submitted)
     admission = Admission(spec, roles, own, edge.new_keys)
@@ -108,11 +100,9 @@ async def serve(
         shutdown_timeout=_SHUTDOWN_S,
     )
     await runner.setup()
-    lines = ExitStack()
     stop = stop_event_of_loop()
     tasks: list[asyncio.Future[None]] = [api.failure]
     try:
-        lines.enter_context(limited_log())
         started(_listen(connections, runner, host, port))
         watching = watch_latest(
             weights,
@@ -134,7 +124,6 @@ async def serve(
         await connections.close()
         await runner.cleanup()
         journal.close()
-        lines.close()
 
 
 def _read_roles(

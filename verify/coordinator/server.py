@@ -331,7 +331,8 @@ class Api:
         try:
             return await handler(request)
         except Refusal as error:
-            _log.info("%s %s refused: %s", request.method, request.path, error)
+            # Not in the log by default: anybody can cause any number of these lines.
+            _log.debug("%s %s refused: %s", request.method, request.path, error)
             return _error(error.status, error.words, error.retry_after_s)
         except Unauthorised as error:
             return _error(401, str(error))

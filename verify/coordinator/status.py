@@ -20,14 +20,7 @@ from prometheus_client.registry import Collector
 from verify.coordinator.activity import Peer, Peers
 from verify.coordinator.edge import Edge
 from verify.coordinator.edge.cache import Cache
-from verify.coordinator.edge.new_keys import MAX_UNPROVEN
-from verify.coordinator.filling import (
-    leasable_groups,
-    needed_groups,
-    newcomer_groups,
-    newcomer_room,
-    waited_for,
-)
+from verify.coordinator.filling import needed_groups, newcomer_groups, waited_for
 from verify.coordinator.history import History
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
@@ -43,7 +36,6 @@ class Status:
     ) -> None:
         self._run, self._journal, self._judging, self._edge = run, journal, judging, edge
         self._workers, self._validators = peers.workers, peers.validators
-        self._began = journal.clock()
         self._registry = CollectorRegistry()
         self._registry.register(_Prometheus(self, journal.history))
         self._report = Cache(self._of_now)
@@ -81,13 +73,8 @@ class Status:
                 }
                 for key in sorted(state.workers, key=lambda key: state.workers[key].number)
             ],
-            "unproven": {
-                "registered": self._edge.new_keys.unproven(state),
-                "may_register": MAX_UNPROVEN,
-            },
             "banned": dict(sorted(state.bans.items())),
             "invites": [_invite(state, key) for key in sorted({*state.invited, *state.revoked})],
-            "leases_of_dead_workers": self._leases_of_the_dead(state, now),
             "validators": [
                 {"key": key, **_peer(peer, now)} for key, peer in self._validators.peers.items()
             ],
@@ -103,48 +90,21 @@ class Status:
                 "manifest": self._journal.history.to_manifest.report(),
             },
             "rejected_submissions": sum(w.standing.rejected for w in state.workers.values()),
-            "recent_rejections": list(self._judging.recent_rejections),
         }
-
-    def _leases_of_the_dead(self, state: State, now: float) -> list[dict[str, Any]]:
-        """Return open leases of silent workers, and when others get their groups.
-
-        A worker that was not heard of since this process began counts as silent since then.
-        """
-        found = []
-        for record in state.leases.values():
-            worker = record.lease.worker
-            peer = self._workers.peers.get(worker) or Peer(self._began)
-            if record.status == "open" and not peer.alive(now):
-                found.append(
-                    {
-                        "worker": worker,
-                        "step": record.lease.step,
-                        "groups": record.lease.groups,
-                        "silent_s": round(now - peer.last_seen, 3),
-                        "expires_in_s": round(max(0.0, record.expires - now), 3),
-                    }
-                )
-        return found
 
 
 def _step(state: State, number: int, now: float) -> dict[str, Any]:
     step, (held, failed) = state.steps[number], newcomer_groups(state, number, now)
-    own = [r for r in state.leases.values() if r.lease.step == number]
     return {
         "step": number,
         "opened": step.opened,
-        "wanted_groups": state.policy.groups,
         "needed_groups": needed_groups(state, number),
         "leased_groups": step.leased,
-        "undecided_groups": sum(r.lease.groups for r in own if r.outstanding),
-        "usable_groups": sum(len(r.usable) for r in own),
         "deadline": step.since + state.policy.deadline_s,
         "newcomers": {
             "may_hold": state.policy.newcomer_groups,
             "hold": held,
             "failed_lately": failed,
-            "held_back": _held_back(state, number, now),
         },
     }
 
@@ -158,18 +118,6 @@ def _set_aside(record: LeaseRecord) -> dict[str, Any]:
         "groups": record.lease.groups,
         "attempts": [asdict(attempt) for attempt in record.attempts],
     }
-
-
-def _held_back(state: State, number: int, now: float) -> str:
-    """Say why newcomers are leased none of a step that needs groups; empty if they are."""
-    if leasable_groups(state, number) <= 0 or newcomer_room(state, number, now) > 0:
-        return ""
-    held, failed = newcomer_groups(state, number, now)
-    return (
-        f"workers without an accepted submission hold {held} groups and failed to deliver "
-        f"{failed}; of {state.policy.newcomer_groups} that they may hold together, none is left "
-        "or what is needed is kept for others"
-    )
 
 
 def _invite(state: State, key: str) -> dict[str, Any]:
@@ -226,10 +174,6 @@ class _Prometheus(Collector):
             "open_steps": ("Steps that are being filled.", len(report["open_steps"])),
             "workers_alive": ("Workers heard of lately.", alive["workers"]),
             "validators_alive": ("Validators heard of lately.", alive["validators"]),
-            "leases_of_dead_workers": (
-                "Open leases whose worker is silent.",
-                len(report["leases_of_dead_workers"]),
-            ),
             "to_judge": ("Submissions without a verdict.", report["queue"]["to_judge"]),
             "suspects": ("Waiting; a validator failed at them.", report["queue"]["suspects"]),
             "backlog_bytes": ("Of submissions without a verdict.", report["backlog"]["bytes"]),

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from runspec.core.hashing import digest_bytes, hash_parts, is_digest
+from pydantic import TypeAdapter
+
+from runspec.core.hashing import digest_bytes, hash_parts
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.signed import open_document, sign_document
+from verify.formats.payload import STRICT, Digest, Natural, Time, open_payload
 
 KIND = "lease"
 MAX_BYTES = 8 * 1024
@@ -15,23 +18,25 @@ MAX_BYTES = 8 * 1024
 
 @dataclass(frozen=True)
 class Lease:
-    """Payload of a lease; times are seconds since the epoch."""
+    """Payload of a lease."""
+
+    __pydantic_config__ = STRICT
 
     run: str
-    step: int
-    nonce: str
+    step: Natural
+    nonce: Digest
     """32 random bytes in hex, drawn when the step opened."""
-    worker: str
+    worker: Digest
     """The worker's public key."""
     pool: str
     """The sampler pool of the spec that says how to sample."""
-    index: int
+    index: Natural
     """0, 1, 2, ... for each worker and step, without holes."""
-    groups: int
-    version: int
-    manifest_digest: str
-    issued: float
-    expires: float
+    groups: Natural
+    version: Natural
+    manifest_digest: Digest
+    issued: Time
+    expires: Time
 
     @cached_property
     def seed(self) -> bytes:
@@ -39,6 +44,9 @@ class Lease:
         return hash_parts(
             "lease", self.run, self.step, bytes.fromhex(self.nonce), self.worker, self.index
         )
+
+
+_CODEC = TypeAdapter(Lease)
 
 
 @dataclass(frozen=True)
@@ -76,20 +84,7 @@ def open_lease(data: bytes, *, coordinators: frozenset[str]) -> Lease:
         BadSignature: not signed by a coordinator, or its fields are not a lease's.
     """
     payload = open_document(data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES).payload
-    try:
-        lease = Lease(**payload)
-    except TypeError as error:
-        raise BadSignature(f"lease: {error}") from error
-    integers = (lease.step, lease.index, lease.groups, lease.version)
-    if not all(type(n) is int and 0 <= n < 2**31 for n in integers):
-        raise BadSignature("lease: step, index, groups and version must be natural numbers")
-    if not all(is_digest(h) for h in (lease.nonce, lease.worker, lease.manifest_digest)):
-        raise BadSignature("lease: nonce, worker and manifest_digest must be 64 hex characters")
-    if not (isinstance(lease.run, str) and isinstance(lease.pool, str)):
-        raise BadSignature("lease: run and pool must be names")
-    if not all(type(t) in (int, float) and 0 <= t < 2**53 for t in (lease.issued, lease.expires)):
-        raise BadSignature("lease: issued and expires must be seconds since the epoch")
-    return lease
+    return open_payload(_CODEC, payload, KIND)
 
 
 def lease_digest(data: bytes) -> str:

@@ -8,41 +8,65 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
+from typing import Annotated, Literal
 
-from runspec.core.hashing import is_digest
+from pydantic import AfterValidator, Field, TypeAdapter
+
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, open_document, sign_document
+from verify.formats.payload import STRICT, Digest, open_payload
 
 KIND = "site"
 MAX_FILES = 4096
 MAX_BYTES = 2 * 1024 * 1024
-MAX_FILE_BYTES = 1 << 40
-_MAX_WEIGHTS, _MAX_NAME = 256, 400
+
+
+def is_inside(path: str) -> bool:
+    """Whether a relative path names something below where it starts, however it is read."""
+    parts = PurePosixPath(path).parts
+    plain = "\\" not in path and "\0" not in path
+    return plain and len(parts) > 0 and not path.startswith("/") and ".." not in parts
+
+
+def _path(path: str) -> str:
+    if not is_inside(path):
+        raise ValueError("a path below where it starts is needed")
+    return path
+
+
+Path = Annotated[str, Field(max_length=400), AfterValidator(_path)]
+Url = Annotated[str, Field(min_length=1, max_length=400)]
 
 
 @dataclass(frozen=True)
 class SiteFile:
     """One file of a source of the spec."""
 
-    source: str
+    __pydantic_config__ = STRICT
+
+    source: Path
     """`data.sources[].name`."""
-    path: str
+    path: Path
     """As `runspec.core.spec.source_files` names it, below the source's own folder."""
-    bytes: int
-    digest: str
-    """BLAKE3."""
+    bytes: Annotated[int, Field(ge=0, le=1 << 40)]
+    digest: Digest
 
 
 @dataclass(frozen=True)
 class Site:
     """Payload of the document."""
 
+    __pydantic_config__ = STRICT
+
     run: str
-    weights: list[str]
+    weights: Annotated[list[Url], Field(max_length=256)]
     """Base URLs of relays and origin, in no order that matters."""
-    files: list[SiteFile]
-    data: str
+    files: Annotated[list[SiteFile], Field(max_length=MAX_FILES)]
+    data: Literal[""] | Digest
     """`runspec.core.spec.source_files.data_digest` there; empty if the coordinator has none."""
+
+
+_CODEC = TypeAdapter(Site)
 
 
 def sign_site(site: Site, key: SigningKey) -> bytes:
@@ -56,47 +80,7 @@ def open_site(data: bytes, *, coordinators: frozenset[str], run: str) -> Site:
         BadSignature: not signed by a coordinator of the run, or its fields are not a site's.
     """
     payload = open_document(data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES).payload
-    if not all(isinstance(payload.get(name), list) for name in ("weights", "files")):
-        raise BadSignature("site: weights and files must be lists")
-    try:
-        site = Site(
-            payload["run"],
-            payload["weights"],
-            [SiteFile(**file) for file in payload["files"]],
-            payload["data"],
-        )
-    except (KeyError, TypeError) as error:
-        raise BadSignature(f"site: {error}") from error
+    site = open_payload(_CODEC, payload, KIND)
     if site.run != run:
-        raise BadSignature(f"site: of run {str(site.run)[:80]!r}, not {run!r}")
-    if len(site.weights) > _MAX_WEIGHTS or not all(_is_name(url) for url in site.weights):
-        raise BadSignature("site: weights must be a few URLs")
-    if site.data != "" and not is_digest(site.data):
-        raise BadSignature("site: data must be a digest")
-    if len(site.files) > MAX_FILES or not all(_is_file(file) for file in site.files):
-        raise BadSignature("site: a file's source, path, size or digest is none")
+        raise BadSignature(f"site: of run {site.run[:80]!r}, not {run!r}")
     return site
-
-
-def _is_file(file: SiteFile) -> bool:
-    return (
-        _is_name(file.source)
-        and isinstance(file.path, str)
-        and len(file.path) <= _MAX_NAME
-        and is_inside(file.path)
-        and is_inside(file.source)
-        and type(file.bytes) is int
-        and 0 <= file.bytes <= MAX_FILE_BYTES
-        and is_digest(file.digest)
-    )
-
-
-def is_inside(path: str) -> bool:
-    """Whether a relative path names something below where it starts, however it is read."""
-    parts = PurePosixPath(path).parts
-    plain = "\\" not in path and "\0" not in path
-    return plain and len(parts) > 0 and not path.startswith("/") and ".." not in parts
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= _MAX_NAME

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from runspec.core.hashing import digest_bytes, is_digest
+from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, open_document, sign_document
+from verify.formats.payload import STRICT, Digest, Natural, open_payload
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 from verify.toploc.proof import PROOF_BYTES
 
@@ -90,14 +92,19 @@ class Rollout:
 class SubmissionEnvelope:
     """The signed statement that goes with the table."""
 
+    __pydantic_config__ = STRICT
+
     run: str
-    step: int
+    step: Natural
     worker: str
-    index: int
-    lease: str
-    digest: str
+    index: Natural
+    lease: Digest
+    digest: Digest
     """BLAKE3 of the table's bytes: the submission's name from here on."""
-    bytes: int
+    bytes: Natural
+
+
+_CODEC = TypeAdapter(SubmissionEnvelope)
 
 
 def encode_rollouts(rollouts: list[Rollout]) -> bytes:
@@ -140,17 +147,7 @@ def open_submission(data: bytes) -> SubmissionEnvelope:
         BadSignature: for every reason not to believe it.
     """
     document = open_document(data, kind=KIND, keys=None, max_bytes=MAX_ENVELOPE_BYTES)
-    try:
-        envelope = SubmissionEnvelope(**document.payload)
-    except TypeError as error:
-        raise BadSignature(f"submission: {error}") from error
+    envelope = open_payload(_CODEC, document.payload, KIND)
     if envelope.worker != document.key:
         raise BadSignature("submission: signed by another key than its worker's")
-    if not (is_digest(envelope.digest) and is_digest(envelope.lease)):
-        raise BadSignature("submission: digest and lease must be 64 hex characters")
-    integers = (envelope.step, envelope.index, envelope.bytes)
-    if not all(type(n) is int and 0 <= n < 2**31 for n in integers):
-        raise BadSignature("submission: step, index and bytes must be natural numbers")
-    if not isinstance(envelope.run, str):
-        raise BadSignature("submission: run must be a name")
     return envelope

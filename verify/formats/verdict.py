@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from runspec.core.hashing import digest_bytes, is_digest
+from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, open_document, sign_document
+from verify.formats.payload import STRICT, Digest, Natural, open_payload
 from verify.formats.tables import Column, MalformedTable, Schema, decode_table, encode_table, text
 
 KIND = "verdict"
@@ -88,16 +90,21 @@ class RolloutVerdict:
 class VerdictEnvelope:
     """The signed statement that goes with the table."""
 
+    __pydantic_config__ = STRICT
+
     run: str
-    step: int
-    submission: str
+    step: Natural
+    submission: Digest
     accepted: bool
     reason: str
     """Why it was rejected: the failed check, the row, the number; empty when accepted."""
-    dropped_groups: list[int]
+    dropped_groups: list[Natural]
     """Groups lost to a fault of the grader, without blame."""
-    digest: str
-    bytes: int
+    digest: Digest
+    bytes: Natural
+
+
+_CODEC = TypeAdapter(VerdictEnvelope)
 
 
 def encode_verdicts(rows: list[RolloutVerdict]) -> bytes:
@@ -182,21 +189,7 @@ def open_verdict(data: bytes, *, validators: frozenset[str]) -> VerdictEnvelope:
         BadSignature: not signed by a validator, or its fields are not a verdict's.
     """
     document = open_document(data, kind=KIND, keys=validators, max_bytes=MAX_ENVELOPE_BYTES)
-    try:
-        envelope = VerdictEnvelope(**document.payload)
-    except TypeError as error:
-        raise BadSignature(f"verdict: {error}") from error
-    if not (is_digest(envelope.submission) and is_digest(envelope.digest)):
-        raise BadSignature("verdict: submission and digest must be 64 hex characters")
-    if not isinstance(envelope.dropped_groups, list):
-        raise BadSignature("verdict: dropped_groups must be a list")
-    integers = (envelope.step, envelope.bytes, *envelope.dropped_groups)
-    if not all(type(n) is int and 0 <= n < 2**31 for n in integers):
-        raise BadSignature("verdict: step, bytes and dropped_groups must be natural numbers")
-    if not (isinstance(envelope.run, str) and isinstance(envelope.reason, str)):
-        raise BadSignature("verdict: run must be a name, reason a text")
-    if not isinstance(envelope.accepted, bool):
-        raise BadSignature("verdict: accepted must be true or false")
+    envelope = open_payload(_CODEC, document.payload, KIND)
     if envelope.accepted == bool(envelope.reason):
         raise BadSignature("verdict: a rejection has a reason, and nothing else has one")
     return envelope

@@ -5,7 +5,7 @@ polynomial over GF(65497) that gives, at each of their positions, their bf16 bit
 """
 
 from verify.toploc.codec import build_proofs, build_proofs_batch, build_proofs_of
-from verify.toploc.proof import PROOF_BYTES, MalformedProof, Proof, parse_proof, parse_proofs
+from verify.toploc.proof import PROOF_BYTES, MalformedProof, Proof, parse_proof
 from verify.toploc.selection import CHUNK_ROWS, TOP_K, Selection
 from verify.toploc.statistics import ChunkStatistics, verify_proofs, verify_proofs_batch
 
@@ -21,7 +21,6 @@ __all__ = [
     "build_proofs_batch",
     "build_proofs_of",
     "parse_proof",
-    "parse_proofs",
     "verify_proofs",
     "verify_proofs_batch",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,26 +51,3 @@ def parse_proof(data: bytes, *, k: int = TOP_K) -> Proof:
     if coefficients[k:].any():
         raise MalformedProof(f"a coefficient beyond the {k} that the chunk has")
     return Proof(modulus, coefficients)
-
-
-def parse_proofs(proofs: Sequence[bytes], ks: Sequence[int]) -> list[Proof | None]:
-    """`parse_proof` of many at once, which is cheaper than one by one.
-
-    Args:
-        proofs: the bytes.
-        ks: positions that each chunk has.
-
-    Returns:
-        None where `parse_proof` raises, and it alone says why.
-    """
-    nothing = bytes(PROOF_BYTES)  # modulus 0: no proof
-    sized = b"".join([data if len(data) == PROOF_BYTES else nothing for data in proofs])
-    words = np.frombuffer(sized, dtype=">u2").astype(np.int64).reshape(-1, 1 + TOP_K)
-    moduli, coefficients = words[:, 0], words[:, 1:]
-    beyond = np.arange(TOP_K) >= np.reshape(ks, (-1, 1))
-    wrong = (coefficients >= PRIME) | (beyond & (coefficients != 0))
-    good = (moduli >= TOP_K) & (moduli <= PRIME) & ~wrong.any(axis=1)
-    return [
-        Proof(modulus, own) if ok else None
-        for modulus, own, ok in zip(moduli.tolist(), coefficients, good.tolist(), strict=True)
-    ]

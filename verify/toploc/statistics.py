@@ -10,7 +10,7 @@ import numpy as np
 
 from verify.toploc.field import canonical, evaluate
 from verify.toploc.null import RADII, guessable
-from verify.toploc.proof import MalformedProof, Proof, parse_proof, parse_proofs
+from verify.toploc.proof import MalformedProof, Proof, parse_proof
 from verify.toploc.selection import (
     MAGNITUDE,
     TOP_K,
@@ -101,7 +101,7 @@ def verify_proofs_batch(
         do not cost the others their result.
     """
     chunks = [split(hidden) for hidden in rollouts]
-    parsed = _parse_all(chunks, proofs)
+    parsed = [_parse(own, sent) for own, sent in zip(chunks, proofs, strict=True)]
     judged = [
         (chunk, (proof, hidden.shape[1]))
         for hidden, c, p in zip(rollouts, chunks, parsed, strict=True)
@@ -117,27 +117,6 @@ def verify_proofs_batch(
         ]
     )
     return [p if isinstance(p, MalformedProof) else [next(found) for _ in p] for p in parsed]
-
-
-def _parse_all(
-    chunks: Sequence[list[np.ndarray]], proofs: Sequence[Sequence[bytes]]
-) -> list[list[Proof] | MalformedProof]:
-    pairs = list(zip(chunks, proofs, strict=True))
-    alike = [
-        (c, proof)
-        for own, sent in pairs
-        if len(own) == len(sent)
-        for c, proof in zip(own, sent, strict=True)
-    ]
-    found = iter(
-        parse_proofs([proof for _, proof in alike], [min(TOP_K, c.size) for c, _ in alike])
-    )
-    result = []
-    for own, sent in pairs:
-        read = [next(found) for _ in own] if len(own) == len(sent) else []
-        good = [proof for proof in read if proof is not None]
-        result.append(good if len(good) == len(own) == len(sent) else _parse(own, sent))
-    return result
 
 
 def _parse(chunks: list[np.ndarray], proofs: Sequence[bytes]) -> list[Proof] | MalformedProof:

@@ -14,12 +14,15 @@ from verify.thresholds import Limits, limits_for
 
 ROOT = fixed_key(9)
 DAY_S = 86400.0
+SAMPLING = {"temperature": 0.8, "top_p": 1.0, "top_k": -1}
+"""Of the small spec's pool."""
 
 
 def made_profile(limits: Limits | None = None, **changes: Any) -> form.Profile:
     """A profile of the small spec's pool; keyword arguments replace fields of it."""
     sampler = changes.pop("sampler", {})
-    side = {"engine": "vllm", "precision": "float32", "hardware": "cpu", **sampler}
+    side = {"engine": "vllm", "precision": "float32", "hardware": "cpu", "sampling": SAMPLING}
+    side |= sampler
     validator = {"engine": "jax", "precision": "float32", "hardware": "cpu", "releases": {}}
     validator |= changes.pop("validator", {})
     limits = limits or limits_for(side["precision"], validator["precision"])
@@ -35,7 +38,8 @@ def made_profile(limits: Limits | None = None, **changes: Any) -> form.Profile:
         "model": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 192},
         "measured": {
             "run": "made-up",
-            "versions": [0],
+            "oldest_version": 0,
+            "newest_version": 0,
             "submissions": 0,
             "rollouts": 0,
             "tokens": 0,

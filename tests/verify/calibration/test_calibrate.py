@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import signal
 import tempfile
@@ -18,7 +18,9 @@ from tests.verify.calibration.honest_run import WORKER, HonestRun
 from tests.verify.small_model import ParityTask, SmallModel, Worker, small_spec
 from verify import plugins
 from verify.__main__ import main
+from verify.calibration import run
 from verify.calibration.profile import Profile, open_profile
+from verify.calibration.spoilt import noise
 from verify.thresholds import BFLOAT16
 
 MODEL = SmallModel.random(seed=3)
@@ -73,23 +75,24 @@ def opened(path: Path, key: Path) -> Profile:
     return open_profile(path.read_bytes(), root_public_key=SigningKey.load(key).public_hex)
 
 
-def test_a_pool_is_measured_and_its_profile_signed(
-    run_dir: Path, key: Path, capsys: pytest.CaptureFixture[str]
+def test_a_pool_is_measured_and_held_against_perturbed_weights(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # given what the weights' files are
     weights = run_dir / "weights" / "v0" / "model.safetensors"
     before = digest_file(weights)
     # when the pool is calibrated, and held against perturbed weights
-    code, out = calibrated(run_dir, key, "--perturbed", "--perturbed-submissions", "6", "--json")
+    monkeypatch.setattr(run, "SPOILT_SUBMISSIONS", 6)
+    spoilt = [("off by 1%", noise(0.01)), ("off by 4%", noise(0.04))]
+    outcome = run.calibrate(run.Order(run_dir, "home", spoilt=spoilt), logging.getLogger())
     # then the profile says what of
-    assert code == 0
-    profile = opened(out, key)
+    profile = outcome.profile
     assert (profile.sampler.precision, profile.validator.precision) == ("bfloat16", "float32")
     drawn = profile.sampler.sampling
-    assert drawn is not None and (drawn.temperature, drawn.top_p, drawn.top_k) == (0.8, 1.0, -1)
+    assert (drawn.temperature, drawn.top_p, drawn.top_k) == (0.8, 1.0, -1)
     assert profile.measured.submissions == SUBMISSIONS
     assert profile.measured.rollouts == 8 * SUBMISSIONS
-    assert profile.measured.versions == [0, 1]
+    assert (profile.measured.oldest_version, profile.measured.newest_version) == (0, 1)
     assert profile.model.hidden_size == 64
     # and its limits are above all that was measured, tighter than published, looser nowhere
     limits, number = profile.as_limits(), profile.numbers["logprob_rollout"]
@@ -105,13 +108,10 @@ def test_a_pool_is_measured_and_its_profile_signed(
     assert [row.below for row in limits.short] == [128, 256, 1024]
     assert limits.for_chunk(300) != limits.for_chunk(2000)
     # and the right weights pass, where others are told apart that passed the published limits
-    power = {each["weights"]: each for each in json.loads(capsys.readouterr().out)["power"]}
-    assert power["right weights"]["profile"]["rejected_submissions"] == 0
-    off = power["weights off by 1%"]
-    assert off["published"]["rejected_submissions"] == 0
-    assert off["profile"]["rejected_submissions"] == 6
-    far = power["weights off by 4%"]
-    assert (far["published"]["by"]["TOPLOC"], far["profile"]["by"]["TOPLOC"]) == (0, 6)
+    right, off, far = outcome.power
+    assert right.profile.rejected_submissions == 0
+    assert (off.published.rejected_submissions, off.profile.rejected_submissions) == (0, 6)
+    assert (far.published.named()["TOPLOC"], far.profile.named()["TOPLOC"]) == (0, 6)
     # and the run's own files are as they were
     assert digest_file(weights) == before
 
@@ -132,7 +132,7 @@ def test_an_unseeded_pool_has_no_gaps_to_measure(tmp_path: Path, key: Path) -> N
 def test_a_root_elsewhere_signs_what_was_calibrated(
     run_dir: Path, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out = calibrated(run_dir, key, "--max-submissions", "6")
+    code, out = calibrated(run_dir, key)
     assert code == 0
     root, signed = tmp_path / "other.key", tmp_path / "signed.json"
     SigningKey.generate().save(root)
@@ -141,19 +141,15 @@ def test_a_root_elsewhere_signs_what_was_calibrated(
     assert opened(signed, root) == opened(out, key)
     assert "logprob_rollout" in capsys.readouterr().out
     # and in no other place than where it may
-    before = root.read_bytes()
-    assert main(["sign-profile", str(out), "--key", str(root), "--out", str(root)]) == 1
-    assert "the place of the key that signs it" in capsys.readouterr().err
     assert main(["sign-profile", str(out), "--key", str(root), "--out", str(tmp_path)]) == 1
-    assert root.read_bytes() == before
+    assert "no profile can be written here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (["--pool", "nobody"], "no pool 'nobody'"),
-        (["--max-submissions", "2"], "16 rollouts; 40 are needed"),
-        (["--rate", "1e-9", "--max-submissions", "6"], "are needed for a rate of 1e-09"),
+        (["--rate", "1e-9"], "are needed for a rate of 1e-09"),
         (["--weights", "/nowhere"], "whose policy version is here"),
     ],
 )

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.errors import UserError
 from tests.verify.bench import MODEL, lease_for, packed
-from tests.verify.calibration.profiles import ROOT, document, made_profile
+from tests.verify.calibration.profiles import document, made_profile
 from tests.verify.calibration.test_profile import with_profile
-from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
 from tests.verify.small_model import NumpyEngine, ParityTask, Worker, small_spec
 from tests.verify.test_validator import COORDINATOR, VALIDATOR, WORKER, QueueCoordinator
 from verify import validator
@@ -56,23 +54,3 @@ def test_verdicts_on_a_calibrated_pool_say_what_gaps_come_to(tmp_path: Path) -> 
     excess = excess_of(other, noise)
     assert excess is not None
     assert excess > -DRIFT * noise.mean * sum(row.length for row in other)
-
-
-def test_a_profile_of_another_root_ends_the_validator_at_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = Site(tmp_path, with_profile(tiny_spec(), document(made_profile()), ROOT.public_hex))
-    monkeypatch.setattr(validator, "require_graders", lambda spec: None)
-    key = tmp_path / "validator.key"
-    site.validator.save(key)
-    with site.origin(), site.serving(), pytest.raises(UserError, match="is pinned"):
-        validator.run(
-            run=RUN,
-            coordinator=site.url,
-            weights=[site.weights],
-            public_key=site.root.public_hex,
-            key_file=key,
-            directory=tmp_path / "validator",
-            stop=threading.Event(),
-            log=LOG,
-        )

@@ -69,7 +69,7 @@ class Site:
     """A run directory with keys, and an origin that is a plain file server."""
 
     def __init__(self, folder: Path, spec: RunSpec) -> None:
-        self.run_dir, self.store = folder / "run", folder / "store"
+        self.run, self.run_dir, self.store = spec.name, folder / "run", folder / "store"
         self.root, self.publisher, self.coordinator, self.validator = (
             SigningKey.generate() for _ in range(4)
         )
@@ -86,24 +86,24 @@ class Site:
             "coordinator": [self.coordinator.public_hex],
             "validator": [validator.public_hex for validator in validators],
         }
-        document = sign_roles(RUN, roles, self.root, valid_s=3600.0)
+        document = sign_roles(self.run, roles, self.root, valid_s=3600.0)
         write_atomic(self.run_dir / "keys" / "roles.json", document)
 
     def publish(self, version: int) -> None:
-        data = sign_latest(RUN, version, digest_bytes(str(version).encode()), self.publisher)
-        write_atomic(self.store / RUN / "latest.json", data)
+        data = sign_latest(self.run, version, digest_bytes(str(version).encode()), self.publisher)
+        write_atomic(self.store / self.run / "latest.json", data)
 
     def client(
         self,
         key: SigningKey,
         *,
-        run: str = RUN,
+        run: str | None = None,
         root: str | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> CoordinatorClient:
         root = root or self.root.public_hex
         return CoordinatorClient(
-            self.url, key, run=run, root_public_key=root, deadline_s=deadline_s
+            self.url, key, run=run or self.run, root_public_key=root, deadline_s=deadline_s
         )
 
     def worker(self, pool: str = "near") -> tuple[SigningKey, CoordinatorClient]:
@@ -118,7 +118,7 @@ class Site:
         return open_batch(
             path.read_bytes(),
             coordinators=frozenset({self.coordinator.public_hex}),
-            run=RUN,
+            run=self.run,
             step=step,
         )
 
@@ -136,9 +136,7 @@ class Site:
                 server.shutdown()
                 thread.join()
 
-    def server(
-        self, started: Callable[[int], None], *, claim_timeout_s: float = 300.0
-    ) -> Coroutine[Any, Any, None]:
+    def server(self, started: Callable[[int], None]) -> Coroutine[Any, Any, None]:
         """On a free port, of which `started` is told."""
         return serve(
             self.run_dir,
@@ -146,16 +144,15 @@ class Site:
             port=0,
             weights=self.weights,
             root_public_key=self.root.public_hex,
-            claim_timeout_s=claim_timeout_s,
             started=started,
         )
 
     @contextmanager
-    def serving(self, *, claim_timeout_s: float = 300.0) -> Iterator[asyncio.Future[None]]:
+    def serving(self) -> Iterator[asyncio.Future[None]]:
         """The server in a thread; yields its task (the result of a server that ended by itself)."""
         loop = asyncio.new_event_loop()
         port: asyncio.Future[int] = loop.create_future()
-        task = loop.create_task(self.server(port.set_result, claim_timeout_s=claim_timeout_s))
+        task = loop.create_task(self.server(port.set_result))
         both = asyncio.wait({task, port}, return_when=asyncio.FIRST_COMPLETED)
         loop.run_until_complete(both)
         if task.done():

@@ -56,14 +56,15 @@ class Coordinator:
         self.spec = RunSpec.model_validate(values)
         self.site = Site(folder, self.spec)
         self.workers = [SigningKey.generate() for _ in range(4)]
+        self.validators = [self.site.validator, SigningKey.generate()]
+        self.site.sign_roles(*self.validators)
         self.held: list[tuple[SigningKey, bytes, Lease]] = []
         self.start()
 
     def start(self) -> None:
         spec, site = self.spec, self.site
-        roles = roles_of(
-            coordinator=[site.coordinator.public_hex], validator=[site.validator.public_hex]
-        )
+        validators = [key.public_hex for key in self.validators]
+        roles = roles_of(coordinator=[site.coordinator.public_hex], validator=validators)
         self.store = Breaking(site.run_dir / "state.db")
         self.journal = Journal(
             site.run_dir, Policy.of(spec), ledger=Ledger(self.store), clock=self._tick
@@ -128,9 +129,10 @@ class Coordinator:
             self.now = max(self.now, lease.expires - self.random.randint(1, 4) * 1e-3)
         signed, table = submission(document, lease, worker, note=self.random.randrange(2))
         await self.leasing.submit(open_submission(signed), signed, chunks(table))
+        assert len(self.judging.submitted()) <= self.spec.verify.backlog.submissions
 
     async def judge(self) -> None:
-        key, accepted = self.site.validator, self.random.random() < 0.85
+        key, accepted = self.random.choice(self.validators), self.random.random() < 0.85
         found = await self.judging.next_submission(key.public_hex, [], 0.0)
         if found is not None:
             name = found[0].submission
@@ -141,7 +143,7 @@ class Coordinator:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 async def test_whatever_comes_in_whatever_order(tmp_path: Path, seed: int) -> None:
     run = Coordinator(tmp_path, seed)
     for _ in range(ACTS):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from verify.coordinator.claims import (
     ASKED_LATELY_S,
     ATTEMPTS,
+    CLAIM_TIMEOUT_S,
     LONGEST_CLAIM_S,
     SUSPECT_WAIT_S,
     Claims,
-    Failure,
 )
-
-TIMEOUT_S = 300.0
 
 
 def batch(claims: Claims, validator: str, waiting: Iterable[str], now: float = 0.0) -> list[str]:
@@ -61,12 +59,11 @@ def test_a_file_at_which_working_validators_fail_is_hopeless_after_three_attempt
 
 
 def test_a_validator_that_fails_at_everything_condemns_nothing() -> None:
-    claims, kept = Claims(), Kept()
-    claims.remember_in(kept, {})
+    claims = Claims()
     for attempt in range(60):
         assert batch(claims, "broken", "abc", float(attempt))
         claims.keep("broken", [], attempt + 0.5)
-    assert claims.hopeless() == {} and max(map(len, kept.files.values())) == 16  # bounded
+    assert claims.hopeless() == {}
 
     # when it is mended, what it failed at is judged
     waiting = set("abc")
@@ -125,12 +122,12 @@ def test_a_suspect_is_left_to_a_validator_that_has_not_failed_at_it() -> None:
 
 
 def test_a_claim_whose_time_has_run_out_has_failed() -> None:
-    claims = Claims(TIMEOUT_S)
+    claims = Claims()
     assert batch(claims, "hangs", ["x"], 0.0) == ["x"]
-    assert claims.next_change(1.0) == TIMEOUT_S
-    assert batch(claims, "v", ["x"], TIMEOUT_S - 1) == []
+    assert claims.next_change(1.0) == CLAIM_TIMEOUT_S
+    assert batch(claims, "v", ["x"], CLAIM_TIMEOUT_S - 1) == []
 
-    assert batch(claims, "v", ["x"], TIMEOUT_S) == ["x"]
+    assert batch(claims, "v", ["x"], CLAIM_TIMEOUT_S) == ["x"]
 
     assert claims.suspects == 1
     claims.settle("hangs", "x")  # it was slow after all: the first verdict counts
@@ -138,10 +135,10 @@ def test_a_claim_whose_time_has_run_out_has_failed() -> None:
 
 
 def test_a_claim_lasts_as_long_as_its_validator_says_that_it_lives_but_not_for_ever() -> None:
-    claims = Claims(TIMEOUT_S)
+    claims = Claims()
     assert batch(claims, "long prefill", ["x"], 0.0) == ["x"]
     now = 0.0
-    while now < LONGEST_CLAIM_S - TIMEOUT_S:
+    while now < LONGEST_CLAIM_S - CLAIM_TIMEOUT_S:
         claims.prolong("v", now)  # another's word says nothing of it
         claims.prolong("long prefill", now)
         now += 10.0
@@ -152,11 +149,11 @@ def test_a_claim_lasts_as_long_as_its_validator_says_that_it_lives_but_not_for_e
 
     assert batch(claims, "v", ["x"], LONGEST_CLAIM_S) == ["x"]
 
-    claims = Claims(TIMEOUT_S)
+    claims = Claims()
     assert batch(claims, "dies", ["x"], 0.0) == ["x"]
     claims.prolong("dies", 100.0)
-    assert batch(claims, "v", ["x"], 99.0 + TIMEOUT_S) == []
-    assert batch(claims, "v", ["x"], 100.0 + TIMEOUT_S) == ["x"]
+    assert batch(claims, "v", ["x"], 99.0 + CLAIM_TIMEOUT_S) == []
+    assert batch(claims, "v", ["x"], 100.0 + CLAIM_TIMEOUT_S) == ["x"]
 
 
 def test_suspects_take_turns_with_work_that_never_ends() -> None:
@@ -194,43 +191,23 @@ def test_what_a_fault_says_may_repeat_a_stranger_and_forges_no_line() -> None:
     assert reason.isprintable() and len(reason) == 300 and "all is well" in reason
 
 
-class Kept:
-    """What outlives a process."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, tuple[Failure, ...]] = {}
-
-    def keep(self, submission: str, failures: Sequence[Failure]) -> None:
-        self.files[submission] = tuple(failures)
-
-    def forget(self, submission: str) -> None:
-        del self.files[submission]
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     poisons=st.integers(0, 4),
     validators=st.integers(1, 3),
-    restarts=st.booleans(),
 )
 def test_poison_ends_three_processes_a_file_and_costs_no_other_file(
-    seed: int, poisons: int, validators: int, restarts: bool
+    seed: int, poisons: int, validators: int
 ) -> None:
-    """Validators of eight claims at most, which die of poison; honest work goes on coming. The
-    coordinator may start again at any time, and costs no further process."""
-    rng, claims, now, kept = random.Random(seed), Claims(), 0.0, Kept()
-    claims.remember_in(kept, {})
+    """Validators of eight claims at most, which die of poison; honest work goes on coming."""
+    rng, claims, now = random.Random(seed), Claims(), 0.0
     poison = {f"poison {n}" for n in range(poisons)}
     waiting = [f"honest {n}" for n in range(20)] + sorted(poison)
     rng.shuffle(waiting)
     deaths, judged, aside = 0, set(), set()
     for round_ in range(60 + 40 * poisons):
         now += rng.random() * 60
-        if restarts and rng.random() < 0.3:
-            before, claims = claims, Claims()
-            claims.remember_in(kept, dict(kept.files))
-            assert claims.hopeless() == before.hopeless() and claims.suspects == before.suspects
         if poison - aside:
             waiting.append(f"later {round_}")
         name = f"validator {rng.randrange(validators)}"
@@ -250,5 +227,5 @@ def test_poison_ends_three_processes_a_file_and_costs_no_other_file(
             waiting.remove(submission)
             aside.add(submission)
 
-    assert aside == poison and not waiting and not kept.files
+    assert aside == poison and not waiting and claims.suspects == 0
     assert len(judged) >= 20 and deaths <= (ATTEMPTS + validators - 1) * poisons

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Literal
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -196,57 +195,30 @@ LONG_S = 0.5
 keys or all leases."""
 
 
-def with_leases(
-    run: Filled, *, of: str = "w0", status: Literal["open", "expired"] = "open", steps: int = 1
-) -> State:
-    """All that the steps need is leased, to two workers whose leases nobody answered."""
-    record = run.lease(of)
+def with_leases(run: Filled, *, steps: int) -> State:
+    """All that the steps need was leased, to two workers whose leases nobody answered."""
+    record = run.lease("w1")
     assert record is not None
     leases = {}
     for number in range(LEASES):
         lease = replace(record.lease, worker=key(f"w{number % 2}"), index=number, groups=1)
         name = digest("many", number)
         lease = replace(lease, step=number % steps)
-        leases[name] = replace(record, lease=lease, digest=name, status=status)
+        leases[name] = replace(record, lease=lease, digest=name, status="expired")
     return replace(run.state, leases=leases, steps=dict.fromkeys(range(steps), run.state.steps[0]))
 
 
-def asked(state: State, names: range, now: float) -> None:
-    """Every key asks, each within its share of the time that all may take."""
-    begun = time.process_time()
-    for number in names:
-        filling.decide_lease(state, key(f"w{number}"), now)
-    assert time.process_time() - begun < LONG_S
-
-
-def registered(keys: int, *, newcomer_groups: int) -> Filled:
-    run = Filled(policy(groups=LEASES, newcomer_groups=newcomer_groups, max_groups=4 * LEASES))
-    for number in range(keys):
+def test_as_many_newcomers_as_may_wait_keys_as_may_register_and_leases_that_nobody_answered():
+    # given three open steps, of which newcomers are leased nothing for a while
+    run = Filled(policy(groups=LEASES, newcomer_groups=LEASES // 6, max_groups=4 * LEASES))
+    for number in range(MAX_UNPROVEN):
         run.register(f"w{number}")
     run.publish(0)
-    return run
-
-
-def test_as_many_newcomers_as_may_wait_and_as_many_keys_as_may_register():
-    run = registered(MAX_UNPROVEN, newcomer_groups=LEASES // 2)
-    asked(with_leases(run), range(2, 2 + MAX_NEWCOMER_POLLS), run.now)
-
-
-def test_as_many_newcomers_as_may_wait_and_as_many_leases_that_newcomers_failed_to_answer():
-    # given three open steps, of which newcomers are leased nothing for a while
-    run = registered(MAX_NEWCOMER_POLLS, newcomer_groups=LEASES // 6)
     run.work("w0")
-    state = with_leases(run, of="w1", status="expired", steps=3)
+    state = with_leases(run, steps=3)
     assert filling.decide_lease(state, key("w2"), run.now) is None
-    asked(state, range(2, MAX_NEWCOMER_POLLS), run.now)
-
-
-def test_a_thousand_workers_with_a_name():
-    run = registered(1000, newcomer_groups=LEASES // 2)
-    run.work("w0")
-    state = with_leases(run)
-    named = state.workers[key("w0")].standing
-    assert not named.newcomer
-    for name, worker in list(state.workers.items()):
-        state = replace(state, workers=state.workers.insert(name, replace(worker, standing=named)))
-    asked(state, range(2, 1000), run.now)
+    # then every key that may wait asks, each within its share of the time that all may take
+    begun = time.process_time()
+    for number in range(2, 2 + MAX_NEWCOMER_POLLS):
+        filling.decide_lease(state, key(f"w{number}"), run.now)
+    assert time.process_time() - begun < LONG_S

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -16,10 +15,8 @@ from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
 from tests.verify.coordinator.over_http import post
 from tests.waiting import eventually
 from verify.coordinator.edge.limiter import AT_ONCE, RATES, Rate
-from verify.request_auth import RequestChecker
 
 BEAT = canonical_json({"state": {}})
-REGISTER = canonical_json({"pool": "near", "info": {}})
 
 
 @pytest.fixture
@@ -33,46 +30,12 @@ def proxied(tmp_path: Path) -> Iterator[Site]:
         yield site
 
 
-def register(site: Site, key: SigningKey, address: str) -> int:
-    headers = {"X-Forwarded-For": address}
-    return post(site, key, "/v1/workers", REGISTER, headers=headers).status_code
-
-
-def test_a_key_that_fills_the_memory_of_replays_keeps_only_itself_out(site: Site, monkeypatch):
-    small = partial(RequestChecker, max_of_a_key=4)
-    monkeypatch.setattr("verify.coordinator.edge.RequestChecker", small)
-    with site.serving():
-        (key, _), (other, _) = site.worker(), site.worker()
-
-        answers = [post(site, key, "/v1/heartbeat", BEAT) for _ in range(4)]
-
-        assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
-        assert 200 < int(answers[-1].headers["Retry-After"]) <= 300
-        assert post(site, other, "/v1/heartbeat", BEAT).status_code == 200
-
-
 def test_a_key_with_a_role_is_under_no_rate(site: Site, monkeypatch):
     monkeypatch.setitem(RATES, ("key", "heartbeat"), Rate(0.5, 1))
     with site.serving():
         key, _ = site.worker()
         for who, codes in ((site.validator, [200] * 4), (key, [200, 429, 429, 429])):
             assert [post(site, who, "/v1/heartbeat", BEAT).status_code for _ in codes] == codes
-
-
-def test_a_flood_of_new_keys_keeps_only_its_own_address_out(proxied: Site, monkeypatch):
-    monkeypatch.setitem(RATES, ("address", "registration"), Rate(0.01, 2))
-    with proxied.serving():
-        keys = [SigningKey.generate() for _ in range(4)]
-        # given a flood from one address, whatever else it says of itself
-        assert [register(proxied, key, "203.0.113.9") for key in keys[:2]] == [200, 200]
-        assert register(proxied, keys[2], "203.0.113.9") == 429
-        assert register(proxied, keys[2], "198.51.100.1, 203.0.113.9") == 429
-        # then others may register, and who is registered there may still work
-        assert register(proxied, keys[2], "2001:db8::1") == 200
-        assert register(proxied, keys[0], "203.0.113.9") == 200
-        # and a /64 is one address
-        assert register(proxied, keys[3], "2001:db8::ffff") == 200
-        assert register(proxied, SigningKey.generate(), "2001:db8::2") == 429
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_requests_are_refused_by_who_asks(site: Site):
 def test_a_worker_whose_words_are_refused_is_not_registered(site: Site):
     with site.serving():
         client = site.client(SigningKey.generate())
-        for info in ({"gpu": ["a", "b"]}, {"gpu": "x" * 121}, {str(i): i for i in range(17)}):
+        for info in ({"gpu": ["a", "b"]}, {"gpu": "x" * 1024}):
             with pytest.raises(UserError, match="400, info: "):
                 client.register("near", info)
         with pytest.raises(UserError, match="403, this key is not registered"):
@@ -88,7 +88,7 @@ def test_requests_are_refused_by_their_signature_and_size(site: Site):
         assert post(site, key, "/v1/leases", b"[" * 100).status_code == 400
         many = post(site, key, "/v1/leases", canonical_json({"x\n" * 20_000: 0}))
         assert (many.status_code, len(many.json()["error"])) == (400, 500)  # not all comes back
-        for state in ({"x": []}, {"x": "y" * 200}, {str(i): i for i in range(20)}, {"x": 10**999}):
+        for state in ({"x": []}, {"x": "y" * 1024}, {"x": 10**999}):
             body = canonical_json({"state": state})
             assert post(site, key, "/v1/heartbeat", body).status_code == 400, state
 

@@ -208,8 +208,6 @@ def test_a_worker_learns_why_it_was_banned_by_which_submission_and_how_to_appeal
             f"To appeal, send this message and the key {key.public_hex} to whoever invited you",
         ):
             assert words in str(refused.value)
-        (rejection, _) = status(site)["recent_rejections"]
-        assert rejection["reason"] == "logprobs: row 0: 0.25 > 0.1"
         # and whoever is asked sees the same, grants it, and the worker goes on
         (mine,) = status(site)["workers"]
         assert mine["standing"] == "banned" and mine["reason"] in str(refused.value)

@@ -1,12 +1,17 @@
-"""The coordinator's own process: killed at any time, started again, refused a port."""
+"""The coordinator's own process: killed at any time, without power, started again, refused a port.
+
+A rename is on the disk once its folder is synced, and the ledger's own log, which is written over,
+says nothing of folders.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -16,10 +21,14 @@ from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, verdict
-from tests.verify.coordinator.filled import POLICY, Filled
+from tests.verify.coordinator.filled import POLICY, started
+from tests.verify.coordinator.over_http import check, sample
+from tests.verify.coordinator.services import journal_of
+from verify.coordinator.events import RolledBack, StepClosed
 from verify.coordinator.journal import Journal
 from verify.formats.layout import step_folder, submission_files
 from verify.formats.lease import open_lease
+from verify.ledger_store import SqliteStore, StoredRow
 
 START_S = 120.0
 """A process may take to start on a busy machine, and to end by itself."""
@@ -119,20 +128,11 @@ def test_a_taken_port_is_an_error_that_names_it(site: Site):
     assert f"127.0.0.1:{port}: the port is taken" in words
 
 
-def with_a_lease(folder: Path) -> Journal:
-    run = Filled()
-    run.register("x")
-    run.publish(0)
-    run.lease("x")
-    journal = Journal(folder, POLICY)
-    for event in run.events:
-        journal.record(event)
-    return journal
-
-
 def test_a_second_coordinator_touches_no_file_of_the_first(tmp_path: Path):
     # given a coordinator that has a body on its way, and a file whose row is about to be written
-    with closing(with_a_lease(tmp_path)):
+    run = started()
+    run.lease("x")
+    with closing(journal_of(run, tmp_path)):
         files = [step_folder(tmp_path, 0) / name for name in (".tmp-on-its-way", "new.safetensors")]
         for file in files:
             write_atomic(file, b"rollouts")
@@ -144,3 +144,59 @@ def test_a_second_coordinator_touches_no_file_of_the_first(tmp_path: Path):
     # then only one that is alone tidies up, and leaves folders alone
     with closing(Journal(tmp_path, POLICY)):
         assert not any(file.exists() for file in files)
+
+
+# -- a loss of power -----------------------------------------------------------------------------
+
+
+class Disk:
+    """Files that were renamed and whose folder was not synced since, each time a row comes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.unsynced: set[Path] = set()
+        self.found: dict[str, list[str]] = {}
+        rename, fsync, append = Path.rename, os.fsync, SqliteStore.append
+
+        def renamed(path: Path, target: Path) -> Path:
+            self.unsynced.add(Path(target))
+            return rename(path, target)
+
+        def synced(file: int) -> None:
+            folder = Path(f"/proc/self/fd/{file}").readlink()
+            self.unsynced = {path for path in self.unsynced if path.parent != folder}
+            fsync(file)
+
+        def appended(store: SqliteStore, rows: Sequence[StoredRow]) -> None:
+            self.found[rows[0][1]] = [path.name for path in sorted(self.unsynced)]
+            append(store, rows)
+
+        monkeypatch.setattr(Path, "rename", renamed)
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(SqliteStore, "append", appended)
+
+
+def test_a_row_comes_after_its_files(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    with site.serving():
+        key, worker = site.worker()
+        disk = Disk(monkeypatch)
+        sample(site, key, worker)
+        check(site, site.client(site.validator))
+    assert disk.found["SubmissionReceived"] == disk.found["SubmissionJudged"] == []
+
+
+@pytest.mark.parametrize("back_to", [None, 1])
+def test_every_batch_that_the_ledger_has_and_the_disk_lost_is_written_again(
+    tmp_path: Path, back_to: int | None
+) -> None:
+    run = started()
+    for step in range(2):
+        run.work("x"), run.work("x")
+        run.advance()
+        run.publish(step + 1)
+    first, _ = (event for event in run.events if isinstance(event, StepClosed))
+    if back_to is not None:
+        run.record(RolledBack(run.now, back_to))
+    journal_of(run, tmp_path).close()
+    with closing(Journal(tmp_path, POLICY)) as journal:
+        assert journal.batch_path(0).read_text() == first.document
+        assert journal.batch_path(1).exists() == (back_to is None)

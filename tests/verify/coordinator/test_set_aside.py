@@ -1,10 +1,8 @@
-"""Submissions at which validators fail: their groups, their workers, and the memory of attempts."""
+"""Submissions at which validators fail: their groups and their workers."""
 
 from __future__ import annotations
 
-import logging
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +12,7 @@ from tests.verify.coordinator.filled import Filled, digest, key
 from tests.verify.coordinator.over_http import check, sample, status
 from verify.audit.replay import audit
 from verify.audit.set_aside import read_set_aside
-from verify.coordinator.attempts import FOLDER, AttemptFiles
-from verify.coordinator.claims import ATTEMPTS, Failure
+from verify.coordinator.claims import ATTEMPTS
 from verify.coordinator.events import FailedAttempt, KeyBanned, SubmissionSetAside
 from verify.coordinator.reputation import BAN_AFTER
 from verify.coordinator.state import LeaseRecord
@@ -80,38 +77,27 @@ def test_one_is_no_rejection_but_many_of_one_worker_are_stopped(run: Filled) -> 
 # -- a coordinator at work -----------------------------------------------------------------------
 
 
-def kept(site: Site) -> list[str]:
-    return sorted(path.name for path in (site.run_dir / FOLDER).iterdir())
-
-
 def test_a_poison_file_ends_three_validators_in_all_and_no_other_submission_is_lost(
     site: Site,
 ) -> None:
-    """Though the coordinator starts again after each of them."""
     with site.serving():
         key, worker = site.worker()
         poison, _ = sample(site, key, worker)
-    for death in range(ATTEMPTS):
-        # a validator's process claims it, and ends; so does the coordinator
-        with site.serving():
+        for death in range(ATTEMPTS):
+            # a validator's process claims it, and ends
             item = site.client(site.validator).next_submission(DEADLINE_S)
             assert item is not None and item.submission == poison
-            site.client(site.validator).next_submission(0.0)
-            assert kept(site) == [f"{poison}.json"]
-        with site.serving():
-            assert status(site)["queue"]["suspects"] == 1
             assert status(site)["set_aside"] == []
             # the next one judges what else there is, and first of all
             other, _ = sample(site, key, site.client(key), note=death + 1)
             assert check(site, site.client(site.validator)) == other
-            told = status(site)
+        told = status(site)
 
     (aside,) = told["set_aside"]
     assert aside["submission"] == poison and len(aside["attempts"]) == ATTEMPTS
     assert told["queue"] == {"to_judge": 0, "claimed": 0, "suspects": 0}
     assert told["workers"][0]["accepted_rollouts"] == 4 * ATTEMPTS
     assert told["rejected_submissions"] == 0
-    assert kept(site) == []
 
     # and the ledger says so, to the next process and to an audit
     with site.serving():
@@ -138,53 +124,3 @@ def test_a_validator_says_what_it_fails_at_and_what_it_gives_back(site: Site) ->
         assert status(site)["queue"] == {"to_judge": 2, "claimed": 0, "suspects": 1}
         item = validator.next_submission(DEADLINE_S)
         assert item is not None and item.submission == first
-
-
-# -- the files of failed attempts ----------------------------------------------------------------
-
-POISON, OTHER = digest("poison"), digest("other")
-
-
-def failure(at: float, *, counts: bool = False) -> Failure:
-    return Failure(FailedAttempt(at, "ab" * 32, "its process ended: \u2028ä"), counts)
-
-
-def test_what_is_kept_is_there_for_the_next_process_and_what_is_forgotten_is_not(
-    tmp_path: Path,
-) -> None:
-    files = AttemptFiles(tmp_path)
-    assert files.load() == {}
-    files.keep(POISON, [failure(1.5)])
-    files.keep(POISON, [failure(1.5, counts=True), failure(2.5)])
-    files.keep(OTHER, [failure(3.5)])
-    files.forget(OTHER)
-    files.forget(OTHER)
-    assert AttemptFiles(tmp_path).load() == {POISON: (failure(1.5, counts=True), failure(2.5))}
-
-
-@pytest.mark.parametrize("text", ["", "[{}]", '{"at": 1}', " " * (1 << 17)])
-def test_a_damaged_file_is_said_and_costs_no_other(
-    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = AttemptFiles(tmp_path)
-    files.keep(OTHER, [failure(1.0)])
-    (tmp_path / FOLDER / f"{POISON}.json").write_text(text)
-    (tmp_path / FOLDER / "notes.json").write_text("somebody's own")
-
-    with caplog.at_level(logging.WARNING):
-        assert AttemptFiles(tmp_path).load() == {OTHER: (failure(1.0),)}
-
-    assert f"attempts at {POISON[:16]} are forgotten" in caplog.text
-    found = {path.name for path in (tmp_path / FOLDER).iterdir()}
-    assert found == {f"{OTHER}.json", "notes.json"}
-
-
-def test_a_disk_that_cannot_be_written_is_said_and_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / FOLDER).write_text("a file where a folder should be")
-    files = AttemptFiles(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        files.keep(POISON, [failure(1.0)])
-        files.forget(POISON)
-    assert "would be forgotten by a restart" in caplog.text

@@ -86,9 +86,9 @@ def test_nothing_but_the_listed_files_is_served(site: Site, name: str):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"weights": "http://x"}, "lists"),
-        ({"files": {}}, "lists"),
-        ({"weights": {"x": 1}}, "lists"),
+        ({"weights": "http://x"}, "valid array"),
+        ({"files": {}}, "valid array"),
+        ({"weights": {"x": 1}}, "valid array"),
         *(
             ({"files": [asdict(SiteFile("s", path, 1, "0" * 64))]}, "path")
             for path in ("../x", "/etc/passwd", "a/../../x", "a\\..\\x")

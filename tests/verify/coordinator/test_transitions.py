@@ -88,8 +88,15 @@ BEFORE: list[Event] = [
 
 def test_after_a_rollback_steps_open_and_close_again_for_whoever_registers_anew() -> None:
     # given three closed steps, taken back to one
-    state = replay(POLICY, [*BEFORE, RolledBack(2.0, 1)])
+    decided: list[Event] = [
+        KeyBanned(1.0, "old", "edited tokens", BY_OPERATOR),
+        WorkerRegistered(1.0, "guest", "a", "invite"),
+        InviteRevoked(1.0, "invite", "published", BY_OPERATOR),
+    ]
+    state = replay(POLICY, [*BEFORE, *decided, RolledBack(2.0, 1)])
     assert (state.next_step, state.next_close, state.progress) == (1, 1, 2.0)
+    # then what was decided of keys and invites stays
+    assert set(state.bans) == {"old"} and set(state.revoked) == set(state.invited) == {"invite"}
     # then nobody is registered, and nothing published or leased
     assert not state.workers and not state.leases and state.newest is None
     # when the version and the steps come again

@@ -1,4 +1,4 @@
-"""The coordinator's defence against floods of requests, keys, submissions, connections and lines.
+"""The coordinator's defence against floods of requests, keys, submissions and connections.
 
 `Edge` is all that the coordinator's core uses. Its parts raise `Refusal` (429 with `Retry-After`,
 403 or 503), and the core neither counts nor times clients. `docs/public-runs.md` lists the limits.

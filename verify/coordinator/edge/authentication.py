@@ -14,7 +14,7 @@ from verify.coordinator.edge.addresses import FORWARDED, Network, client_address
 from verify.coordinator.edge.limiter import AT_ONCE, Limiter, Name
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
-from verify.request_auth import RequestChecker, SignedRequest, TooManyRequests, Unauthorised
+from verify.request_auth import RequestChecker, SignedRequest, Unauthorised
 
 
 class Authentication:
@@ -80,8 +80,6 @@ class Authentication:
         except Unauthorised:
             self._limiter.take(unbelieved, now=now)
             raise
-        except TooManyRequests as error:
-            raise Refusal(429, str(error), retry_after_s=error.retry_after_s) from error
         reason = self._journal.state.bans.get(caller.key)
         if reason is not None:
             raise Refusal(

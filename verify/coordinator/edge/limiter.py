@@ -54,13 +54,11 @@ RATES = {
     ("address", "public"): Rate(50.0, 500),
     ("all", "public"): Rate(200.0, 2000),
     ("address", "unbelieved"): Rate(20.0, 200),
-    ("all", "log line"): Rate(1.0, 200),
 }
 """Rates by scope and kind. "key" holds for registered workers, each kind of request apart.
 "registration" by address: keys that are new. "new key": keys that register without an invite.
 "stranger": other signed requests of unregistered keys. "public": requests without a signature.
-"unbelieved": wrong signatures; a limit of all would keep out honest callers. "log line": lines of
-one logger that anybody can cause, about 60 MB a day at most."""
+"unbelieved": wrong signatures; a limit of all would keep out honest callers."""
 
 AT_ONCE = {
     ("key", "poll"): 4,
@@ -88,10 +86,6 @@ class Limiter:
         self._full_at: dict[str, dict[Name, float]] = {"key": {}, "address": {}, "all": {}}
         """Tables by scope, so that many addresses do not crowd out keys."""
         self._at_once: Counter[Name] = Counter()
-
-    def __len__(self) -> int:
-        """Names that are remembered."""
-        return sum(map(len, self._full_at.values())) + len(self._at_once)
 
     def wait_s(self, *names: Name, now: float) -> float:
         """Return the seconds until one more request may come; 0.0: now.

@@ -28,6 +28,9 @@ identity: {{root_public_key: {ROOT.public_hex}}}
 verify:
   profiles:
     - {{name: measured, file: profiles/measured.json}}
+samplers:
+  - name: pool
+    sampling: {{temperature: 0.8}}
 """
 
 
