@@ -40,21 +40,11 @@ def init_command(folder: Path, source: str, force: bool) -> int:
 
 
 def initial_files(source: str) -> dict[str, str]:
-    """The files of a new project by their names.
-
-    Raises:
-        UserError: there is no such source.
-    """
+    """The files of a new project by their names; `source` is one of `SOURCES`."""
     if source == "laptop":
         spec = _template("laptop.yaml")
-    elif source in _TARGET:
-        spec = Template(_template("target.yaml")).substitute(_TARGET[source], name=source)
     else:
-        raise UserError(
-            f"nothing to start from is called {source[:80]!r}",
-            place="--from",
-            remedy=f"choose one of: {', '.join(SOURCES)}",
-        )
+        spec = Template(_template("target.yaml")).substitute(_TARGET[source], name=source)
     return {
         SPEC: MODELINES + spec,
         SCHEMA: json.dumps(json_schema("07"), indent=1, ensure_ascii=False) + "\n",

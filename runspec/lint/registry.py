@@ -101,8 +101,6 @@ class Violation:
     message: str
     numbers: Mapping[str, Number] = field(default_factory=dict)
     """What was measured, by name."""
-    requires: str = ""
-    """What would have to hold, in the numbers' names."""
     suggestion: str = ""
     severity: Severity | None = None
     """The rule's own when None."""

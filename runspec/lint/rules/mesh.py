@@ -43,7 +43,6 @@ def topology_form(context: Context) -> Iterator[Violation]:
             yield Violation(
                 (*where, "topology"),
                 f"{hardware.topology!r} is not of the form 4x4x4",
-                requires="topology = AxB or AxBxC, in chips",
                 suggestion="4x4x4",
             )
 
@@ -67,10 +66,6 @@ def tpu_topology(context: Context) -> Iterator[Violation]:
         yield Violation(
             (*where, "topology"),
             f"{hardware.kind} has no slice {shape}",
-            numbers={"topology": shape},
-            requires=f"one of {', '.join(_SQUARES)}"
-            if flat
-            else f"one of {', '.join(_SMALL_CUBES)}, or sides in multiples of 4, in order",
             suggestion=_nearest(shape, flat=flat),
         )
 
@@ -115,7 +110,6 @@ def topology_count(context: Context) -> Iterator[Violation]:
             (*where, "count"),
             f"{hardware.count}, but {of}topology {hardware.topology} has {devices} devices",
             numbers={"count": hardware.count or 0, "devices": devices},
-            requires="count = devices",
             suggestion=f"{devices}, or leave count out",
         )
 
@@ -144,7 +138,6 @@ def mesh_fits(context: Context) -> Iterator[Violation]:
             "tensor": mesh.tensor,
             "devices": devices,
         },
-        requires="data x fsdp x context x tensor = devices",
         suggestion=f"fsdp: {devices // others}" if devices % others == 0 else "",
     )
 
@@ -163,7 +156,6 @@ def hosts_divide(context: Context) -> Iterator[Violation]:
             ("learner", "hosts"),
             f"{hosts} does not divide the {product} devices",
             numbers={"hosts": hosts, "devices": product},
-            requires="devices mod hosts = 0",
             suggestion=f"{divisors(product, hosts)[-1]}",
         )
 
@@ -184,6 +176,5 @@ def slices_divide(context: Context) -> Iterator[Violation]:
             ("learner", "mesh", "slices"),
             f"{mesh.slices} does not divide {mesh.slice_axis} = {size}",
             numbers={"slices": mesh.slices, mesh.slice_axis: size},
-            requires=f"{mesh.slice_axis} mod slices = 0",
             suggestion=f"{mesh.slice_axis}: {lcm(size, mesh.slices)}, or another slice_axis",
         )

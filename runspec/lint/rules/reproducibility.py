@@ -28,8 +28,6 @@ def unpinned_revision(context: Context) -> Iterator[Violation]:
             yield Violation(
                 (*path, "revision"),
                 f"{name} is pinned to {said}",
-                numbers={"revision": revision or "null"},
-                requires="revision has 40 hexadecimal digits, or a lock names the commit",
                 suggestion="set revision to the commit, or run `runspec lock`",
             )
 
