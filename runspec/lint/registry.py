@@ -142,6 +142,21 @@ def rule(code: str, group: Group, severity: Severity = "error") -> Callable[[Che
     return register
 
 
+def found_by_loader(
+    code: str, suggestion: str = "", *, group: Group = "file", severity: Severity = "error"
+) -> Callable[[Callable[[], None]], None]:
+    """Registers a rule whose findings the loader makes; the docstring of what follows is its page.
+
+    `suggestion` is for findings that have none of their own; `{path}` in it is the finding's.
+    """
+
+    def register(page: Callable[[], None]) -> None:
+        text = inspect.cleandoc(page.__doc__ or "")
+        add(Rule(code, group, severity, text, suggestion=suggestion))
+
+    return register
+
+
 def add(new: Rule) -> None:
     """Registers a rule."""
     assert new.code not in RULES, f"two rules are called {new.code}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from runspec.local.metrics import Row
 from runspec.local.plots import Curve, Figure
 
-_UP: Mapping[str, float] = {"bottom": 0.0}
-_SHARE: Mapping[str, float] = {"bottom": 0.0, "top": 1.0}
+_UP: Mapping[str, Any] = {"bottom": 0.0}
+_SHARE: Mapping[str, Any] = {"bottom": 0.0, "top": 1.0}
 _EXTREMES = ("rejected_rollouts", "lag_max", "verdict_latency_p99", "manifest_latency_p99")
 """Keys of which means over steps would mean nothing."""
 
@@ -22,7 +23,7 @@ class _Plot:
     caption: str
     labels: Mapping[str, str]
     """Label of the curve of each key."""
-    axis: Mapping[str, float] = field(default_factory=dict)
+    axis: Mapping[str, Any] = field(default_factory=dict)
 
 
 _SECTIONS = {
