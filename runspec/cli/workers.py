@@ -17,8 +17,8 @@ _SOURCES |= {"credits": "accepted_tokens", "accepted": "accepted_submissions"}
 _SOURCES |= {"rejected": "rejected_submissions", "withheld": "withheld_leases"}
 _SOURCES |= {"alive": "alive", "reason": "reason"}
 """What is told of a worker, and its name in the coordinator's status."""
-_NEVER_REGISTERED: dict[str, Any] = dict.fromkeys(_SOURCES, 0) | {"pool": None, "standing": "banned"}
-_NEVER_REGISTERED |= {"reputation": 0.0, "prefill_share": 1.0, "alive": False}
+_NEVER_REGISTERED: dict[str, Any] = {**dict.fromkeys(_SOURCES, 0), "pool": None, "alive": False}
+_NEVER_REGISTERED |= {"standing": "banned", "reputation": 0.0, "prefill_share": 1.0}
 
 
 def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:

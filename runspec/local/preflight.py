@@ -102,7 +102,7 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
         *_devices(spec, facts),
         *_model(spec, found),
         *_tokenizer(spec, found),
-        *_plugins(spec),
+        *(Missing(path, thing) for path, thing in missing_plugins(spec).items()),
         *_data(spec),
         *_secrets(spec, facts),
         *_identity(spec, run_dir, facts),
@@ -223,12 +223,6 @@ def _tokenizer(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
             require_fitting(found.tokenizer, found.model)
         except UserError as error:
             yield Missing("model.tokenizer", f"{error.place}: {error.thing}", error.remedy)
-
-
-def _plugins(spec: RunSpec) -> Iterator[Missing]:
-    for sentence in missing_plugins(spec):
-        path, thing = sentence.split(": ", 1)
-        yield Missing(path, thing)
 
 
 def _data(spec: RunSpec) -> Iterator[Missing]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import lcm, prod
 
 from runspec.core.models.hardware import device_count
-from runspec.core.spec.schema import Hardware, Mesh, RunSpec
+from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.lint.divisors import divisors
 from runspec.lint.registry import Context, Violation, rule
 
@@ -17,11 +17,6 @@ _SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 CUBE = 4
 LARGEST = {"tpu-v4": 4096, "tpu-v5p": 6144}
 """Chips of the largest slice."""
-
-
-def mesh_devices(mesh: Mesh) -> int:
-    """Devices that the mesh needs."""
-    return mesh.data * mesh.fsdp * mesh.context * mesh.tensor
 
 
 def _all_hardware(spec: RunSpec) -> Iterator[tuple[tuple[str, ...], Hardware]]:
@@ -124,7 +119,7 @@ def mesh_fits(context: Context) -> Iterator[Violation]:
     """
     spec = context.spec
     mesh = spec.learner.mesh
-    product, devices = mesh_devices(mesh), device_count(spec.learner.hardware, mesh.slices)
+    product, devices = mesh.devices, device_count(spec.learner.hardware, mesh.slices)
     if devices is None or product == devices:
         return
     others = product // mesh.fsdp
@@ -150,7 +145,7 @@ def hosts_divide(context: Context) -> Iterator[Violation]:
 
     `jax.distributed` joins `hosts` processes into one program; the mesh is made of equal blocks.
     """
-    product, hosts = mesh_devices(context.spec.learner.mesh), context.spec.learner.hosts
+    product, hosts = context.spec.learner.mesh.devices, context.spec.learner.hosts
     if product % hosts:
         yield Violation(
             ("learner", "hosts"),

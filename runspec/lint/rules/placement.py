@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from math import prod
 
 from runspec.core.spec.role_names import (
     elsewhere,
@@ -143,9 +142,8 @@ def too_few_devices(context: Context) -> Iterator[Violation]:
     spec = context.spec
     needed: dict[str, int] = {}
     if spec.learner.hardware.kind != "cpu":
-        mesh = spec.learner.mesh
-        product = prod((mesh.data, mesh.fsdp, mesh.context, mesh.tensor))
-        needed |= dict.fromkeys(learner_names(spec), -(-product // spec.learner.hosts))
+        share = -(-spec.learner.mesh.devices // spec.learner.hosts)
+        needed |= dict.fromkeys(learner_names(spec), share)
     pools = {pool.name: pool for pool in spec.samplers if pool.hardware.kind != "cpu"}
     for worker, name in worker_names(spec).items():
         if name in pools:

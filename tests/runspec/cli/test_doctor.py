@@ -61,15 +61,6 @@ def test_what_some_roles_need_is_a_warning_and_what_all_need_a_failure(tmp_path:
     assert all(check.remedy for check in check_machine(poor, tmp_path) if check.verdict != "ok")
 
 
-def test_models_in_the_cache_are_counted_and_the_first_named(tmp_path: Path) -> None:
-    for number in range(7):
-        (tmp_path / f"models--org--m{number}").mkdir()
-    machine = Machine("python", (0, 1), {"HF_HUB_CACHE": str(tmp_path)})
-    models = check_machine(replace(HERE, machine=machine), tmp_path)[-1]
-    assert models.found.startswith(f"7 in {tmp_path}: org/m0, org/m1")
-    assert models.found.endswith("and 2 more")
-
-
 def test_what_a_spec_lacks_here_fails_with_its_remedy(tmp_path: Path) -> None:
     facts = replace(HERE, has_module=lambda name: name != "vllm")
     (check,) = check_spec_here(LAPTOP, facts, tmp_path)

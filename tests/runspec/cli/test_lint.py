@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from runspec.cli import app, main
 from runspec.lint.registry import RULES, Context
-from tests.harness import ROOT, TARGET_SHORT, runspec
+from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.core.spec.spec_files import small_spec, write
 
 BAD = "stepss: 4\nname: no\n"
@@ -126,38 +125,3 @@ def test_colour_on_a_terminal_only(bad: Path, environ: dict[str, str], coloured:
     # then there is colour, unless the person wants none
     assert "stepss" in shown
     assert ("\x1b[" in shown) == coloured
-
-
-def test_checking_pulls_in_nothing_heavy() -> None:
-    # given a process that checks the shipped specs as the command does
-    program = (
-        "import json, sys\nfrom runspec.cli import main\n"
-        f"sys.argv = ['runspec', 'lint', {str(TARGET_SHORT)!r}]\n"
-        "try:\n    main()\nexcept SystemExit:\n    print(json.dumps(sorted(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    # then it has imported neither arrays nor engines, nor what only draws, logs or fetches
-    modules = {name.partition(".")[0] for name in json.loads(done.stdout)}
-    heavy = {
-        "jax",
-        "torch",
-        "vllm",
-        "ray",
-        "numpy",
-        "pyarrow",
-        "httpx",
-        "rich",
-        "logging",
-        "ctypes",
-    }
-    assert heavy & modules == set()
-
-
-def test_a_process_has_the_same_exit_codes(bad: Path) -> None:
-    for arguments, code in (([bad], 1), ([bad, "--fail-level", "never"], 0), (["gone.yaml"], 2)):
-        done = runspec("lint", *arguments)
-        assert done.returncode == code, done
-        assert "Traceback" not in done.stderr
-        assert "\x1b" not in done.stdout
-    assert runspec("apply", "nowhere.yaml").returncode == 2
-    assert runspec("brew").returncode == 2

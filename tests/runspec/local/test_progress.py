@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from runspec.core.files import write_atomic
 from runspec.local.fleet import Progress, Published, Sampled, Trained
-from runspec.local.progress import RunProgress, StageProgress, coordinator_status
+from runspec.local.progress import RunProgress, StageProgress
 from tests.runspec.local.fake_run import small_spec
 
 NOBODY = "http://127.0.0.1:9"
-
-
-@contextmanager
-def answering(body: bytes) -> Iterator[str]:
-    """A server whose every answer is `body`; yields its URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *arguments: object) -> None:
-            """Says nothing."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def test_files_become_events_as_they_appear(tmp_path: Path) -> None:
@@ -67,8 +40,3 @@ def test_a_stage_is_done_once_its_product_is_there(tmp_path: Path) -> None:
     (tmp_path / "product").touch()
     assert Trained() in progress.poll()
     assert progress.note == "update 20"
-
-
-def test_the_coordinator_is_asked(tmp_path: Path) -> None:
-    with answering(b'{"waiting_for": "3 groups"}') as url:
-        assert coordinator_status(url) == {"waiting_for": "3 groups"}
