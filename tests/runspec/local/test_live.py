@@ -81,7 +81,7 @@ def test_a_change_is_on_disk_and_in_the_history_before_any_role_is_told(
     taken = live.take(request(change_request(new, serial=1)))
     # then it is true of the run, and the readers are to be renewed in their order
     assert live.run.spec == load_resolved(run.directory) == new
-    assert taken.event == Changed(5, 2.0, ("coordinator", "validator-0", "volunteers-0"))
+    assert taken.change == Changed(5, 2.0, ("coordinator", "validator-0", "volunteers-0"))
     assert [row.serial for row in state.applied()] == [1, 2]
     assert state.applied()[-1].spec_digest == spec_digest(new)
     assert state.applied()[-1].what == [
@@ -119,7 +119,7 @@ def test_a_longer_budget_is_signed_for_and_whoever_hands_signatures_out_is_renew
     # given a run whose keys are signed for a day, when it gets a hundred hours
     taken = live_run(run, state).take(request(change_request(changed("budget.max_hours=100.0"), 1)))
     # then those who serve roles.json read the new one
-    assert taken.event == Changed(5, 100.0, ("coordinator", "publisher"))
+    assert taken.change == Changed(5, 100.0, ("coordinator", "publisher"))
 
 
 def test_nobody_there_is_said_at_once(run: PreparedRun) -> None:
