@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.local.metrics import Row
-from runspec.local.supervisor import RoleView, Watcher
+from runspec.local.state import RoleRow
+from runspec.local.supervisor import Watcher
 from runspec.local.text import number, per_second, seconds, sparkline
 
 LINE_EVERY_S = 5.0
@@ -44,7 +45,7 @@ class PlainView:
     def event(self, role: str, text: str) -> None:
         self._print(f"{role}: {text}")
 
-    def show(self, rows: Sequence[Row], roles: Sequence[RoleView], note: str) -> None:
+    def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
         line = step_line(rows[-1], self._steps) if rows else note
         now = time.monotonic()
         last = bool(rows) and rows[-1]["step"] + 1 >= self._steps
@@ -68,7 +69,7 @@ class LiveView:
         self._events.append(f"{time.strftime('%H:%M:%S')} {role}: {text}")
         self._drawn_at = 0.0
 
-    def show(self, rows: Sequence[Row], roles: Sequence[RoleView], note: str) -> None:
+    def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
         now = time.monotonic()
         if now - self._drawn_at < FRAME_EVERY_S:
             return
@@ -136,7 +137,7 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
     return table
 
 
-def _role_table(roles: Sequence[RoleView]) -> Table:
+def _role_table(roles: Sequence[RoleRow]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     for column in ("role", "state", "restarts", "process"):
         table.add_column(column)

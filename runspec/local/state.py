@@ -12,7 +12,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,13 +159,8 @@ class RunState:
             "UPDATE session SET seen = ? WHERE id = (SELECT max(id) FROM session)", (time.time(),)
         )
 
-    def set_role(
-        self, name: str, state: str, restarts: int, pid: int | None, born: int | None
-    ) -> None:
-        self._write(
-            "INSERT OR REPLACE INTO role VALUES (?, ?, ?, ?, ?, ?)",
-            (name, state, restarts, pid, born, time.time()),
-        )
+    def set_role(self, role: RoleRow) -> None:
+        self._write("INSERT OR REPLACE INTO role VALUES (?, ?, ?, ?, ?, ?)", astuple(role))
 
     def add_event(self, role: str, text: str) -> None:
         self._write(

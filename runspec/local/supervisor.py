@@ -17,7 +17,7 @@ from runspec.local.fleet import Action, Fleet, Outcome, Reached, RoleState, Rule
 from runspec.local.live import CHANGE, Taken
 from runspec.local.metrics import Row
 from runspec.local.processes import RoleSpec
-from runspec.local.state import RequestRow, RunState
+from runspec.local.state import RequestRow, RoleRow, RunState
 
 POLL_S = 0.1
 SEEN_EVERY_S = 2.0
@@ -39,23 +39,13 @@ class Progress(Protocol):
         """How far the run is."""
 
 
-@dataclass(frozen=True)
-class RoleView:
-    """One role, to be shown."""
-
-    name: str
-    state: str
-    restarts: int
-    pid: int | None
-
-
 class Watcher(Protocol):
     """Shows a run to whoever started it."""
 
     def event(self, role: str, text: str) -> None:
         """A role changed its state."""
 
-    def show(self, rows: Sequence[Row], roles: Sequence[RoleView], note: str) -> None:
+    def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
         """The state of things, several times a second."""
 
 
@@ -95,6 +85,7 @@ class Supervisor:
         self._open: dict[RequestRow, str] = {}
         self._stops_handled = 0
         self._children: dict[str, Child] = {}
+        self._told: dict[str, RoleRow] = {}
         self._seen = 0.0
         self._alarmed = False
         self._fleet = Fleet({role.name: RoleState() for role in roles}, rules)
@@ -206,7 +197,9 @@ class Supervisor:
         child = self._children.get(name)
         pid = child.pid if child else None
         born = birth(pid) if pid else None
-        self._session.state.set_role(name, role.state, role.restarts, pid, born)
+        row = RoleRow(name, role.state, role.restarts, pid, born, time.time())
+        self._told[name] = row
+        self._session.state.set_role(row)
         self._event(name, _describe(role, pid, code))
 
     def _event(self, name: str, text: str) -> None:
@@ -219,7 +212,8 @@ class Supervisor:
             self._session.state.seen()
             self._seen = now
         self._alarm()
-        self._session.watcher.show(self._progress.rows, self._views(), self._progress.note)
+        roles = list(self._told.values())
+        self._session.watcher.show(self._progress.rows, roles, self._progress.note)
 
     def _alarm(self) -> None:
         """Tells once that the samplers' log-probs are off, and again after they were not."""
@@ -227,15 +221,6 @@ class Supervisor:
         if text and not self._alarmed:
             self._event("learner", text)
         self._alarmed = bool(text)
-
-    def _views(self) -> list[RoleView]:
-        children: Mapping[str, Child] = self._children
-        return [
-            RoleView(
-                name, role.state, role.restarts, children[name].pid if name in children else None
-            )
-            for name, role in self._fleet.roles.items()
-        ]
 
 
 def _describe(role: RoleState, pid: int | None, code: int | None) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 
 from runspec.cli.view import LiveView, PlainView
-from runspec.local.supervisor import RoleView
+from runspec.local.state import RoleRow
 
 ROW = {
     "step": 11,
@@ -20,7 +20,10 @@ ROW = {
     "tokens_per_s": 4000.0,
     "sampler_tokens_per_s": 8123.4,
 }
-ROLES = [RoleView("learner", "running", 0, 41), RoleView("relay-eu", "backoff", 3, None)]
+ROLES = [
+    RoleRow("learner", "running", 0, 41, 7, 0.0),
+    RoleRow("relay-eu", "backoff", 3, None, None, 0.0),
+]
 
 
 def test_plain_lines_say_every_change_but_not_every_step() -> None:
