@@ -35,6 +35,8 @@ from runspec.cli.options import (
 from runspec.core.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from runspec.core.spec.load import SpecFiles
 
 app = typer.Typer(
@@ -322,20 +324,25 @@ def main() -> None:
     """Runs the command line and exits."""
     # What imports make stays: looking for cycles in it took a tenth of a cold `runspec lint`.
     gc.set_threshold(100_000)
+    sys.exit(exit_code_of(app))
+
+
+def exit_code_of(work: Callable[[], int]) -> int:
+    """The exit code that `work` returns, or that of the error that it ends by, which is printed."""
     try:
-        app()
+        return work()
     except UserError as error:
         from runspec.core.process import EXIT_USER_ERROR
 
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", EXIT_USER_ERROR))
+        return getattr(error, "exit_code", EXIT_USER_ERROR)
     except Exception:
         import logging
 
         from runspec.core.process import EXIT_INTERNAL
 
         logging.exception("a fault of runspec's own; please report it")
-        sys.exit(EXIT_INTERNAL)
+        return EXIT_INTERNAL
 
 
 def _files(

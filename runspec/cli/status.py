@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from runspec.cli.events import event_line
 from runspec.cli.view import latency_line, step_line
 from runspec.core.spec.schema import RunSpec
 from runspec.local.conditions import Condition, conditions
@@ -72,8 +73,7 @@ def _show(seen: Snapshot) -> None:
     console.print(condition_table([each for each in conditions(seen) if each.status != "False"]))
     console.print(role_table(seen.roles))
     for event in seen.events:
-        at = time.strftime("%H:%M:%S", time.localtime(event.time))
-        print(f"{at} {event.role}: {event.text}")
+        print(event_line(event))
 
 
 def show_link(run_dir: Path, spec: RunSpec) -> None:

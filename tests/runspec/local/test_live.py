@@ -28,7 +28,7 @@ from runspec.local.live import (
     readers_names,
 )
 from runspec.local.prepared import PreparedRun
-from runspec.local.run_dir import hold
+from runspec.local.run_dir import RunLocked, hold
 from runspec.local.state import RequestRow, RunState
 from tests.runspec.local.fake_run import (
     TARGET_SHORT,
@@ -214,27 +214,28 @@ def test_apply_hands_hot_and_rolling_changes_to_a_live_run(
 
 @pytest.mark.slow
 def test_changes_that_need_a_stop_are_left_to_whoever_pauses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     watch = Asking(lambda: apply(tmp_path, "samplers.volunteers.replicas=2"))
     with prepared(SPEC, tmp_path) as run:
         drive_named(run, watch)
-    assert watch.result is not None and watch.result.result() == 5
-    said = capsys.readouterr().err
-    assert "samplers.volunteers.replicas: 1 there, 2 now" in said
-    assert f"runspec pause {run.directory}" in said
+    assert watch.result is not None
+    with pytest.raises(
+        NotTaken, match=r"samplers\.volunteers\.replicas: 1 there, 2 now"
+    ) as refused:
+        watch.result.result()
+    assert refused.value.exit_code == 5
+    assert f"runspec pause {run.directory}" in str(refused.value)
     assert load_resolved(run.directory) == SPEC
 
 
-def test_of_two_who_start_a_run_at_once_one_exits_5(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_two_who_start_a_run_at_once_one_is_refused(tmp_path: Path) -> None:
     # given someone who has the lock of a run, and has not written its spec yet
     (tmp_path / "small").mkdir()
-    with hold(tmp_path / "small"):
-        # when another one applies
-        assert apply(tmp_path) == 5
-    assert "the run is alive: held by process" in capsys.readouterr().err
+    # when another one applies
+    held = pytest.raises(RunLocked, match="the run is alive: held by process")
+    with hold(tmp_path / "small"), held:
+        apply(tmp_path)
     assert not (tmp_path / "small" / "spec.json").exists()
 
 

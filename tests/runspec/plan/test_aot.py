@@ -35,7 +35,6 @@ def test_a_step_is_compiled_for_the_devices_of_the_spec() -> None:
         held -= report.resident["gradients"]
     assert report.hbm_bytes == held + report.output_bytes + report.temp_bytes
     assert report.flops > 0 and report.compile_s > 0
-    assert {"devices", "argument_bytes", "fits", "programs"} <= report.as_dict().keys()
 
 
 @pytest.mark.slow
