@@ -332,10 +332,8 @@ def exit_code_of(work: Callable[[], int]) -> int:
     try:
         return work()
     except UserError as error:
-        from runspec.core.process import EXIT_USER_ERROR
-
         print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", EXIT_USER_ERROR)
+        return error.exit_code
     except Exception:
         import logging
 

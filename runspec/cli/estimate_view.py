@@ -281,10 +281,8 @@ def _amount(value: float, unit: str) -> str:
     """Like 590 Mbit/s, 3.35 TB/s, 989 TFLOP/s or 6,000 tokens."""
     if unit == "bytes/s":
         return f"{size(value)}/s"
-    if unit == "bits/s":
-        return f"{_count(value)}bit/s"
-    if unit == "FLOP/s":
-        return f"{_count(value)}FLOP/s"
+    if unit in ("bits/s", "FLOP/s"):
+        return f"{_count(value)}{unit.replace('bits', 'bit')}"
     return f"{value:,.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
 
 

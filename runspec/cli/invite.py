@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from runspec.cli.desk import LEAST_PREFIX, desk
-from runspec.cli.status import plain_table
+from runspec.cli.desk import begun_by, desk
+from runspec.cli.view import plain_table
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.hashing import is_digest
@@ -179,11 +179,4 @@ def _key_of(named: str, known: set[str]) -> str:
             raise UserError(
                 str(error), place="--revoke", remedy="copy the whole link of the invite"
             ) from error
-    found = sorted(key for key in known if key.startswith(named))
-    if len(named) < LEAST_PREFIX or len(found) != 1:
-        raise UserError(
-            f"{len(found)} known invites begin with it",
-            place=f"--revoke {named[:80]!r}",
-            remedy=f"give {LEAST_PREFIX} characters or more of one that --list shows, or its link",
-        )
-    return found[0]
+    return begun_by(named, known, "--revoke", "one that --list shows, or its link")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from runspec.core.errors import UserError
+from runspec.core.errors import bad_usage
 from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import CheckedFiles, check_files
 from runspec.lint.formats import FOR_PEOPLE
@@ -23,6 +23,7 @@ MAX_ROUNDS = 5
 """A mended key can bring its value to light, which has a mend of its own, and so on."""
 
 
+@bad_usage()
 def lint_command(
     specs: Sequence[SpecFiles],
     select: Sequence[str] = (),
@@ -33,14 +34,10 @@ def lint_command(
     fail_level: str = "error",
 ) -> int:
     """Prints what is wrong with specs; returns the exit code."""
-    try:
-        codes = selection(select, ignore)
-        checked = check_files(specs).only(codes)
-        if fix:
-            checked = _fixed(checked, codes, specs)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_UNREADABLE
+    codes = selection(select, ignore)
+    checked = check_files(specs).only(codes)
+    if fix:
+        checked = _fixed(checked, codes, specs)
     _print(checked, output)
     if checked.unreadable:
         return EXIT_UNREADABLE

@@ -1,4 +1,7 @@
-"""What `apply` shows while it runs: a live panel on a terminal, plain lines elsewhere."""
+"""What `apply` shows while it runs: a live panel on a terminal, plain lines elsewhere.
+
+Other commands print its lines and tables too.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ class LiveView:
         parts: list[RenderableType] = [
             Text(f"{self._name}  {note}", style="bold", overflow="ellipsis", no_wrap=True),
             _run_table(rows, self._steps, width),
-            _role_table(roles),
+            role_table(roles),
             Text("\n".join(self._events), style="bright_black"),
         ]
         self._live.update(Group(*parts), refresh=True)
@@ -137,11 +140,26 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
     return table
 
 
-def _role_table(roles: Sequence[RoleRow]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    for column in ("role", "state", "restarts", "process"):
-        table.add_column(column)
+def role_table(roles: Sequence[RoleRow]) -> Table:
+    table = plain_table("role", "state", "restarts", "process", "since")
     for role in roles:
-        state = Text(role.state, style=_COLOURS[role.state])
-        table.add_row(role.name, state, str(role.restarts or ""), str(role.pid or ""))
+        state, process = Text(role.state, style=_COLOURS[role.state]), str(role.pid or "")
+        table.add_row(role.name, state, str(role.restarts), process, clock(role.since))
+    return table
+
+
+def clock(at: float | None) -> str:
+    """The time of day, with the date where that is not today."""
+    if at is None:
+        return ""
+    then = time.localtime(at)
+    today = time.localtime()[:3] == then[:3]
+    return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", then)
+
+
+def plain_table(*columns: str) -> Table:
+    """A table without lines."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column)
     return table

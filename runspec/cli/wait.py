@@ -6,23 +6,22 @@ import sys
 import time
 from pathlib import Path
 
-from runspec.core.errors import UserError
 from runspec.local.awaiting import holds, hopeless, last_seen, parse_awaited
 from runspec.local.conditions import condition, conditions
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import look_at
 
-EXIT_HOLDS, EXIT_NOT, EXIT_USAGE = 0, 1, 2
+EXIT_HOLDS, EXIT_NOT = 0, 1
 POLL_S = 0.25
 
 
 def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> int:
-    """Waits; returns 0 when it holds, 1 when it cannot or has not in time, 2 on bad usage."""
-    try:
-        wanted = parse_awaited(awaited)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    """Waits; returns 0 when it holds, 1 when it cannot or has not in time.
+
+    Raises:
+        UserError: there is no such run or condition.
+    """
+    wanted = parse_awaited(awaited)
     run_dir = find_run(run, runs_dir)
     deadline = time.monotonic() + timeout_s
     while True:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runspec.cli.desk import desk
-from runspec.cli.status import plain_table
+from runspec.cli.view import plain_table
 
 _SOURCES = {name: name for name in ("key", "pool", "standing", "reputation", "prefill_share")}
 _SOURCES |= {"credits": "accepted_tokens", "accepted": "accepted_submissions"}

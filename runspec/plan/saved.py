@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from runspec.core.canonical import canonical_json, parse_object
-from runspec.core.errors import UserError
+from runspec.core.errors import BadUsage, UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
@@ -30,10 +30,8 @@ MAX_BYTES = MAX_SPEC_BYTES + 64 * 1024
 _MARK = re.compile(rb'"kind"\s*:\s*"Plan"')
 
 
-class BadPlan(UserError):
+class BadPlan(BadUsage):
     """A file that says it is a plan and is none that can be believed."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import pytest
 
 from runspec.cli.apply import apply_command
 from runspec.cli.plan import plan_command
-from runspec.cli.spec_files import Unreadable
-from runspec.core.errors import UserError
+from runspec.core.errors import BadUsage, UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import spec_digest
 from runspec.local.planning import StalePlan
@@ -119,7 +118,7 @@ def test_a_broken_spec_exits_1_with_findings_and_a_missing_one_2(tmp_path: Path)
     with pytest.raises(UserError, match=r"optimizer\.lr"):
         plan(tmp_path, "optimizer.lr=fast")
     missing = SpecFiles(tmp_path / "none.yaml")
-    with pytest.raises(Unreadable, match=r"none\.yaml") as error:
+    with pytest.raises(BadUsage, match=r"none\.yaml") as error:
         plan_command(missing, None, False, False, False, tmp_path)
     assert error.value.exit_code == 2
 
