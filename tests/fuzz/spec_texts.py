@@ -14,8 +14,7 @@ import yaml
 from runspec.core.spec.schema_fields import schema_fields
 from tests.fuzz.bounds import OPEN
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.core.spec.spec_files import SMALL
-from tests.runspec.lint.rules.test_examples import EXAMPLES
+from tests.runspec.core.spec.spec_files import EXAMPLES, SMALL
 
 DONE, FINDINGS, UNREADABLE = 0, 1, 2
 VALID = [SMALL, *((EXAMPLES / f"{name}.yaml").read_text() for name in ("base", "fleet"))]

@@ -248,23 +248,6 @@ def test_a_change_that_this_machine_cannot_run_is_never_handed_over(
     assert state.asked() == []
 
 
-@pytest.mark.slow
-def test_a_paused_run_says_so_and_goes_on(tmp_path: Path) -> None:
-    # given a run that someone asks to rest
-    watch = Asking(lambda: ask(tmp_path / "small", PAUSE, {}))
-    with prepared(SPEC, tmp_path) as run:
-        outcome = drive_roles(run, usual_roles(run), watch)
-    # then every role has ended, and the run is known to be paused
-    assert outcome == Outcome("paused")
-    assert watch.result is not None and watch.result.result() == "every role has ended"
-    with closing(RunState(run.directory)) as state:
-        row = state.run()
-        assert row is not None and row.state == "paused"
-    # and it can be opened again as it is
-    with prepared(SPEC, tmp_path) as again, closing(RunState(again.directory)) as state:
-        assert state.serial() == 1
-
-
 def test_roles_of_other_machines_are_not_renewed_here() -> None:
     readers = ("coordinator", "validators", "samplers")
     here = small_spec("small", 5, "placement.roles=[volunteers]")

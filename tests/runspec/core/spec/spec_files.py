@@ -10,6 +10,8 @@ from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import CheckedSpec, check_spec
 
 SPECS = Path(__file__).parents[4] / "specs"
+EXAMPLES = SPECS.parent / "runspec" / "lint" / "examples"
+"""Of the rules, a folder each."""
 
 SMALL = """\
 version: runspec/v1

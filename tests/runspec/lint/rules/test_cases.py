@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from runspec.core.spec.findings import Finding
-from runspec.core.spec.load import SpecFiles
-from runspec.lint.check import check_spec
-from tests.runspec.core.spec.spec_files import write
-from tests.runspec.lint.rules.test_examples import EXAMPLES
+from tests.runspec.core.spec.spec_files import EXAMPLES, load, write
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 BASE, FLEET = EXAMPLES / "base.yaml", EXAMPLES / "fleet.yaml"
@@ -107,7 +104,7 @@ SILENT = [
 
 
 def find(spec: Path, *overrides: str) -> list[Finding]:
-    return check_spec(SpecFiles(spec, overrides=overrides), environ={}).findings
+    return load(spec, *overrides).findings
 
 
 @pytest.mark.parametrize(("spec", "overrides", "code", "path", "severity"), BREACHES)
