@@ -67,7 +67,7 @@ def model_config(context: Context) -> Iterator[Violation]:
     yield Violation(
         ("model", key),
         f"{error.place}: {error.thing}" if error.place else error.thing,
-        suggestion=error.remedy,
+        suggestion=error.remedy or "mend that field, or name another model",
     )
 
 

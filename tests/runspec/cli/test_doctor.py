@@ -11,17 +11,11 @@ from runspec.cli.doctor import check_spec_here, doctor_command
 from runspec.core.spec.load import SpecFiles
 from runspec.local.checkup import check_machine
 from runspec.local.machine import Machine
-from runspec.local.preflight import GIB, Facts
+from runspec.local.preflight import Facts
+from tests.runspec.local import test_preflight
 from tests.runspec.local.fake_run import TARGET_SHORT
 
-HERE = Facts(
-    machine=Machine("python", (0, 1), {}),
-    gpus=("NVIDIA L4",),
-    tpus=0,
-    free_bytes=lambda folder: 100 * GIB,
-    has_module=lambda name: True,
-    prefill_engines=("jax",),
-)
+HERE = replace(test_preflight.LAPTOP, gpus=("NVIDIA L4",))
 LAPTOP = SpecFiles(TARGET_SHORT, profile="laptop")
 
 

@@ -13,9 +13,7 @@ from runspec.estimate.rates import (
     tokens_to_check,
 )
 from runspec.estimate.speed import learner_seconds
-from tests.runspec.core.spec.spec_files import EXAMPLES, load
-
-FLEET = EXAMPLES / "fleet.yaml"
+from tests.runspec.core.spec.spec_files import FLEET, load
 
 
 def fleet(*overrides: str) -> RunSpec:

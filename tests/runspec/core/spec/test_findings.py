@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.spec.findings import format_finding
 from tests.runspec.core.spec.spec_files import lines, load, small_spec, write
 
 
@@ -95,17 +94,6 @@ def test_a_misspelt_key_is_found_even_where_null_or_a_later_layer_hides_it(tmp_p
         "spec.yaml:2:1",
         "profiles/p.yaml:1:1",
     ]
-
-
-def test_a_finding_shows_its_line_and_a_caret(tmp_path: Path) -> None:
-    loaded = load(small_spec(tmp_path, "\nalgorithm:\n  grop_size: 8\n"))
-    shown = format_finding(loaded.findings[0]).replace(f"{tmp_path}/", "")
-    assert shown == (
-        "spec.yaml:4:3: error unknown-key: algorithm.grop_size: "
-        "unknown key (did you mean group_size?)\n"
-        " 4 |   grop_size: 8\n"
-        "   |   ^^^^^^^^^"
-    )
 
 
 def test_require_lists_every_error_with_its_place(tmp_path: Path) -> None:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.spec.findings import Finding
-from tests.runspec.core.spec.spec_files import EXAMPLES, load, write
+from tests.runspec.core.spec.spec_files import BASE, EXAMPLES, FLEET, find, write
+from tests.runspec.lint.rules import test_operations as operations
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
-BASE, FLEET = EXAMPLES / "base.yaml", EXAMPLES / "fleet.yaml"
 # spec, overrides, what is found: code, path, severity
 BREACHES = [
     (BASE, ["algorithm.updates_per_step=16"],
@@ -103,17 +102,16 @@ SILENT = [
 ]  # fmt: skip
 
 
-def find(spec: Path, *overrides: str) -> list[Finding]:
-    return load(spec, *overrides).findings
-
-
-@pytest.mark.parametrize(("spec", "overrides", "code", "path", "severity"), BREACHES)
+@pytest.mark.parametrize(
+    ("spec", "overrides", "code", "path", "severity"), [*BREACHES, *operations.BREACHES]
+)
 def test_a_breach(spec: Path, overrides: list[str], code: str, path: str, severity: str) -> None:
     found = find(spec, *overrides)
     assert [(f.code, f.path, f.severity) for f in found] == [(code, path, severity)]
+    assert found[0].requires and found[0].suggestion
 
 
-@pytest.mark.parametrize(("spec", "overrides"), SILENT)
+@pytest.mark.parametrize(("spec", "overrides"), [*SILENT, *operations.SILENT])
 def test_what_is_right(spec: Path, overrides: list[str]) -> None:
     assert find(spec, *overrides) == []
 

@@ -8,8 +8,7 @@ import pytest
 
 from runspec.core.spec.findings import format_finding
 from runspec.lint.secrets import secret_kind
-from tests.runspec.core.spec.spec_files import write
-from tests.runspec.lint.rules.test_cases import BASE, FLEET, find
+from tests.runspec.core.spec.spec_files import BASE, FLEET, find, write
 
 COMMIT = "89abcdef" * 5
 ROOM = "max_model_len: 96, max_new_tokens: 48, dtype: float32, trust: trusted"
@@ -122,18 +121,6 @@ SILENT = [
             "{name: b, url: 'https://b.example.org'}]"]),
     (BASE, ["placement.base_port=8000", "broadcast.relays=[{name: a}, {name: b}]"]),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("spec", "overrides", "code", "path", "severity"), BREACHES)
-def test_a_breach(spec: Path, overrides: list[str], code: str, path: str, severity: str) -> None:
-    found = find(spec, *overrides)
-    assert [(f.code, f.path, f.severity) for f in found] == [(code, path, severity)]
-    assert found[0].requires and found[0].suggestion
-
-
-@pytest.mark.parametrize(("spec", "overrides"), SILENT)
-def test_what_is_right(spec: Path, overrides: list[str]) -> None:
-    assert find(spec, *overrides) == []
 
 
 def test_each_relay_without_a_way_to_the_origin_is_told_once() -> None:

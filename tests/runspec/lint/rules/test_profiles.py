@@ -14,8 +14,7 @@ from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.profile_files import MAX_BYTES
-from tests.runspec.core.spec.spec_files import EXAMPLES
-from tests.runspec.lint.rules.test_cases import find
+from tests.runspec.core.spec.spec_files import EXAMPLES, find
 from tests.verify.calibration.profiles import ROOT, document, made_profile
 from verify.calibration.lookup import limits_by_pool
 from verify.calibration.profile import Profile
