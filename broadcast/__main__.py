@@ -135,16 +135,16 @@ def _seconds(text: str) -> float:
 
 
 def _size(text: str) -> int:
-    from runspec.core.spec.values import parse_size
+    from runspec.core.spec.values import SIZE
 
-    return _quantity(text, parse_size)
+    return _quantity(text, SIZE.parse)
 
 
 def _rate(text: str) -> int:
     """Bytes a second."""
-    from runspec.core.spec.values import parse_rate
+    from runspec.core.spec.values import RATE
 
-    return _quantity(text, lambda rate: parse_rate(rate) / 8)
+    return _quantity(text, lambda rate: RATE.parse(rate) / 8)
 
 
 def _quantity(text: str, parse: Callable[[str], float]) -> int:

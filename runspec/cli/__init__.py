@@ -10,14 +10,33 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from runspec.cli import workforce
+from runspec.cli.options import (
+    RUN,
+    RUNS,
+    SPEC,
+    Detach,
+    File,
+    Follow,
+    Json,
+    Overrides,
+    Placement,
+    Profile,
+    Run,
+    RunsDir,
+    SpecRunsDir,
+    Yes,
+    duration,
+)
 from runspec.core.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from runspec.core.spec.load import SpecFiles
 
 app = typer.Typer(
@@ -27,36 +46,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-SPEC, RUN = "Specs", "Runs"
-
-File = Annotated[Path, typer.Argument(help="The spec.")]
-Profile = Annotated[
-    str | None, typer.Option("--profile", "-p", help="Overlay in profiles/ beside the spec.")
-]
-Placement = Annotated[
-    Path | None, typer.Option("--placement", help="A file of kind Placement: one site's part.")
-]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Changes one value.")
-]
-RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Where runs lie.")]
-SpecRunsDir = Annotated[
-    Path | None,
-    typer.Option("--runs-dir", help="Where runs lie.", show_default="storage.dir, or runs"),
-]
-Run = Annotated[str, typer.Argument(help="A run's name, or the path of its directory.")]
-Json = Annotated[bool, typer.Option("--json", help="For programs.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Does not ask.")]
-Detach = Annotated[bool, typer.Option("--detach", "-d", help="Goes on in the background.")]
-Follow = Annotated[bool, typer.Option("-f", "--follow", help="Goes on as it grows.")]
-RUNS = Path("runs")
-
 
 @app.command(rich_help_panel=SPEC)
 def init(
     folder: Annotated[Path, typer.Argument(help="Where the files go.")] = Path(),
     source: Annotated[
-        str, typer.Option("--from", help="What to start from: laptop, target-short, target-long.")
+        Literal["laptop", "target-short", "target-long"],
+        typer.Option("--from", help="What to start from."),
     ] = "laptop",
     force: Annotated[bool, typer.Option("--force", help="Writes over files.")] = False,
 ) -> None:
@@ -80,27 +76,20 @@ def lint(
         list[str] | None, typer.Option(help="Not these rules or groups, comma-separated.")
     ] = None,
     output: Annotated[
-        str, typer.Option("--format", help="pretty, compact, json, github or sarif.")
+        Literal["pretty", "compact", "json", "github", "sarif"], typer.Option("--format")
     ] = "pretty",
     fail_level: Annotated[
-        str, typer.Option(help="Exits 1 at or above: error, warning or never.")
+        Literal["error", "warning", "never"], typer.Option(help="Exits 1 at or above.")
     ] = "error",
 ) -> None:
     """Checks specs. Exits 0 clean, 1 with findings, 2 on an unreadable file or bad usage."""
-    from runspec.cli.lint import LintOptions, lint_command
+    from runspec.cli.lint import lint_command
 
-    options = LintOptions(
-        files=files,
-        profile=profile,
-        placement=placement,
-        overrides=overrides or [],
-        fix=fix,
-        select=select or [],
-        ignore=ignore or [],
-        output=output,
-        fail_level=fail_level,
+    specs = [_files(path, profile, placement, overrides) for path in files]
+    code = lint_command(
+        specs, select or [], ignore or [], fix=fix, output=output, fail_level=fail_level
     )
-    raise typer.Exit(lint_command(options))
+    raise typer.Exit(code)
 
 
 @app.command(rich_help_panel=SPEC)
@@ -123,7 +112,7 @@ def render(
     show_origin: Annotated[
         bool, typer.Option("--show-origin", help="Says of each value where it is from.")
     ] = False,
-    output: Annotated[str, typer.Option("--format", help="yaml or json.")] = "yaml",
+    output: Annotated[Literal["yaml", "json"], typer.Option("--format")] = "yaml",
 ) -> None:
     """Prints the resolved spec, every default written out."""
     from runspec.cli.render import render_command
@@ -151,12 +140,14 @@ def lock(
 
 @app.command(rich_help_panel=SPEC)
 def schema(
-    draft: Annotated[str, typer.Option(help="07 for editors, or 2020-12.")] = "07",
+    draft: Annotated[Literal["07", "2020-12"], typer.Option(help="07 is for editors.")] = "07",
 ) -> None:
     """Prints the JSON Schema of the spec."""
-    from runspec.cli.schema import schema_command
+    import json
 
-    raise typer.Exit(schema_command(draft))
+    from runspec.core.spec.json_schema import json_schema
+
+    print(json.dumps(json_schema(draft), indent=2, ensure_ascii=False))
 
 
 @app.command(rich_help_panel=RUN)
@@ -260,7 +251,12 @@ def wait(
     condition: Annotated[
         str, typer.Option("--for", help="A condition: Ready, Finished, ..., or step=N.")
     ],
-    timeout: Annotated[str, typer.Option(help="How long, like 30s or 10m.")] = "10m",
+    timeout: Annotated[
+        float,
+        typer.Option(
+            parser=duration, metavar="TIME", help="How long, like 30s.", show_default="10m"
+        ),
+    ] = 600.0,
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Waits until a condition of a run holds. Exits 1 if it cannot any more, or in time."""
@@ -328,20 +324,23 @@ def main() -> None:
     """Runs the command line and exits."""
     # What imports make stays: looking for cycles in it took a tenth of a cold `runspec lint`.
     gc.set_threshold(100_000)
-    try:
-        app()
-    except UserError as error:
-        from runspec.core.process import EXIT_USER_ERROR
+    sys.exit(exit_code_of(app))
 
+
+def exit_code_of(work: Callable[[], int]) -> int:
+    """The exit code that `work` returns, or that of the error that it ends by, which is printed."""
+    try:
+        return work()
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", EXIT_USER_ERROR))
+        return error.exit_code
     except Exception:
         import logging
 
         from runspec.core.process import EXIT_INTERNAL
 
         logging.exception("a fault of runspec's own; please report it")
-        sys.exit(EXIT_INTERNAL)
+        return EXIT_INTERNAL
 
 
 def _files(

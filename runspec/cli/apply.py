@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
 from runspec.local.live import CHANGE, ask, change_request
 from runspec.local.planning import RunPlan, make_plan, refuse_stale, seen_now
 from runspec.local.prepare import NotReady, prepare_run, require_ready
-from runspec.local.run_dir import EXIT_LOCKED, RunLocked, refuse_another_run, run_directory
+from runspec.local.run_dir import RunLocked, refuse_another_run, run_directory
 from runspec.local.text import duration, number
-from runspec.plan.changes import LIVE
 from runspec.plan.saved import BadPlan, SavedPlan, read_plan
 
 EXIT_FAILED = 1
@@ -104,20 +102,17 @@ def saved_plan(files: SpecFiles) -> SavedPlan | None:
 
 
 def _change_live(plan: RunPlan, held: RunLocked) -> int:
-    """Hands changes to the supervisor of a run that is alive; returns the exit code."""
+    """Hands changes to the supervisor of a run that is alive; returns the exit code.
+
+    Raises:
+        RunLocked: there are none.
+        NotTaken: the supervisor refuses them, for one that needs the run stopped, say.
+    """
     run_dir = plan.run_dir
-    # Where nothing is there yet, someone else is just making it.
-    changes = [] if plan.new else plan.changes
-    stopping = [change for change in changes if change.change_class not in LIVE]
-    if not changes or stopping:
-        print(f"error: {held}", file=sys.stderr)
-        if stopping:
-            listed = "\n".join(f"  {change}" for change in stopping)
-            remedy = f"`runspec pause {run_dir}`, then apply again"
-            print(f"These changes need it stopped:\n{listed}\n  remedy: {remedy}", file=sys.stderr)
-        return EXIT_LOCKED
+    if plan.new or not plan.changes:  # where nothing is there yet, someone else is just making it
+        raise held
     require_ready(plan)
-    for change in changes:
+    for change in plan.changes:
         print(f"{change.change_class:<8} {change}")
     payload = change_request(plan.spec, plan.seen.serial)
     answer = ask(run_dir, CHANGE, payload, say=lambda text: print(f"The supervisor {text}"))

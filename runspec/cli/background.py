@@ -5,16 +5,14 @@ python -m runspec.cli.background RUN_DIR LOCK    (started by `apply`, which hand
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 import time
 from contextlib import closing
 from pathlib import Path
 
+from runspec.cli import exit_code_of
 from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
-from runspec.core.errors import UserError
-from runspec.core.process import EXIT_INTERNAL, EXIT_USER_ERROR
 from runspec.local.apply import supervise
 from runspec.local.children import last_lines
 from runspec.local.prepared import PreparedRun
@@ -71,16 +69,9 @@ def main(arguments: list[str]) -> int:
 
     run_dir, lock = Path(arguments[0]), int(arguments[1])
     sign_lock(lock)
-    try:
-        run = PreparedRun.inherited(run_dir, lock)
-        with StopSignals() as requests:
-            outcome = supervise(run, PlainView(run.spec.steps, sys.stdout), requests)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", EXIT_USER_ERROR)
-    except Exception:
-        logging.exception("a fault of runspec's own; please report it")
-        return EXIT_INTERNAL
+    run = PreparedRun.inherited(run_dir, lock)
+    with StopSignals() as requests:
+        outcome = supervise(run, PlainView(run.spec.steps, sys.stdout), requests)
     if outcome.kind == "interrupted":
         print(f"interrupted by {requests.last}")
         return EXIT_INTERRUPTED
@@ -88,4 +79,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

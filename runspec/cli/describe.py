@@ -11,7 +11,8 @@ from rich.console import Console
 from broadcast.layout import manifest_name
 from broadcast.manifest import MAX_BYTES
 from runspec.cli.events import event_line
-from runspec.cli.status import clock, condition_table, headline, role_table, show_link
+from runspec.cli.status import condition_table, headline, show_link
+from runspec.cli.view import clock, role_table
 from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes
 from runspec.core.spec.resolved import spec_digest

@@ -56,15 +56,23 @@ class Desk:
             return named
         status = self.status()
         known = {worker["key"] for worker in status["workers"]} | set(status["banned"])
-        found = sorted(key for key in known if key.startswith(named))
-        if len(named) < LEAST_PREFIX or len(found) != 1:
-            raise UserError(
-                f"{len(found)} known keys begin with it",
-                place=f"KEY {named[:80]!r}",
-                remedy=f"give {LEAST_PREFIX} characters or more of one that `runspec workers` "
-                "lists, or all 64",
-            )
-        return found[0]
+        return begun_by(named, known, "KEY", "one that `runspec workers` lists, or all 64")
+
+
+def begun_by(named: str, known: set[str], place: str, of: str) -> str:
+    """The one known key that begins with `named`.
+
+    Raises:
+        UserError: none does, several do, or `named` is too short; `place` and `of` say of what.
+    """
+    found = [key for key in known if key.startswith(named)]
+    if len(named) < LEAST_PREFIX or len(found) != 1:
+        raise UserError(
+            f"{len(found)} known keys begin with it",
+            place=f"{place} {named[:80]!r}",
+            remedy=f"give {LEAST_PREFIX} characters or more of {of}",
+        )
+    return found[0]
 
 
 def desk(run: str, runs_dir: Path) -> Desk:

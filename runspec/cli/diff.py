@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from pathlib import Path
 
 import yaml
@@ -12,30 +11,27 @@ from rich.text import Text
 
 from runspec.cli.profile_view import with_identities
 from runspec.cli.spec_files import located
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, bad_usage
 from runspec.core.spec.findings import format_finding
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved, load_resolved, parse_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.local.run_dir import run_directory
 
-EXIT_SAME, EXIT_DIFFERENT, EXIT_UNREADABLE = 0, 1, 2
+EXIT_SAME, EXIT_DIFFERENT = 0, 1
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
+@bad_usage()
 def diff_command(files: SpecFiles, runs_dir: Path | None) -> int:
     """Prints the difference as `diff -u` does; returns the exit code."""
-    try:
-        layered = load_layers(files)
-        if layered.spec is None:
-            found = "\n".join(format_finding(finding) for finding in layered.findings)
-            raise UserError(f"no spec to compare:\n{found}", place=str(files.path))
-        run_dir = run_directory(layered.spec, runs_dir)
-        known = (run_dir / FILE_NAME).exists()
-        before = _lines(load_resolved(run_dir)) if known else []
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_UNREADABLE
+    layered = load_layers(files)
+    if layered.spec is None:
+        found = "\n".join(format_finding(finding) for finding in layered.findings)
+        raise UserError(f"no spec to compare:\n{found}", place=str(files.path))
+    run_dir = run_directory(layered.spec, runs_dir)
+    known = (run_dir / FILE_NAME).exists()
+    before = _lines(load_resolved(run_dir)) if known else []
     there = str(run_dir / FILE_NAME) if known else "/dev/null"
     after = _lines(located(layered.spec, files.path.parent))
     lines = list(difflib.unified_diff(before, after, there, str(files.path)))

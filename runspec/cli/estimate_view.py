@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby
 
 from rich.console import Console
@@ -21,6 +22,17 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {LEARNER: "green", BROADCAST: "blue", VALIDATORS: "magenta"}
 _POOL_COLOUR = "cyan"
 _BAR = 20
+_PARTS = [
+    "masters",
+    "moments",
+    "gradients",
+    "published",
+    "reference",
+    "activations",
+    "logits",
+    "temporaries",
+]
+"""Of the learner's memory."""
 _KNOWN_BY = {"model.hf": "model.hf, as a directory with a config.json"}
 """What is there and does not say enough; every other field is not there."""
 
@@ -80,16 +92,7 @@ def _learner(learner: LearnerEstimate, console: Console) -> None:
         "Learner",
         f"memory of each of {learner.devices or 'its'} devices when most is needed",
     )
-    parts = {
-        "masters": memory.masters,
-        "moments": memory.moments,
-        "gradients": memory.gradients,
-        "published": memory.published,
-        "reference": memory.reference,
-        "activations": memory.activations,
-        "logits": memory.logits,
-        "temporaries": memory.temporaries,
-    }
+    parts = {name: part for name, part in asdict(memory).items() if name not in ("moment", "host")}
     largest = max(parts.values())
     table = _table("part", ">bytes", "")
     for name, bytes_ in sorted(parts.items(), key=lambda item: -item[1]):
@@ -195,7 +198,9 @@ def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
     ends = f"0{_time(step.step_s):>{width - 1}}"
     table.add_row("", "", Text(ends, style="bright_black"), "")
     console.print(table)
-    _say(console, _rollouts(step))
+    rollouts, full = _time(step.first_rollouts_s), _time(step.full_s)
+    begun = f"from a step's first lease: first rollouts after {rollouts}, batch full after {full}"
+    _say(console, f"{begun}; lag {step.lag:.2g}")
     gain = step.gains[step.bottleneck]
     _say(console, f"limited by {step.bottleneck}: a tenth faster, and a step is {gain:.0%} shorter")
     if step.filled_share < 1.0:
@@ -208,13 +213,6 @@ def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
             "less than min_share of its groups the run stops; raise it, or add replicas"
         )
         _say(console, note, "red")
-
-
-def _rollouts(step: Timeline) -> str:
-    return (
-        f"from a step's first lease: first rollouts after {_time(step.first_rollouts_s)}, "
-        f"batch full after {_time(step.full_s)}; lag {step.lag:.2g}"
-    )
 
 
 def _members(estimate: RunEstimate) -> dict[str, int]:
@@ -283,10 +281,8 @@ def _amount(value: float, unit: str) -> str:
     """Like 590 Mbit/s, 3.35 TB/s, 989 TFLOP/s or 6,000 tokens."""
     if unit == "bytes/s":
         return f"{size(value)}/s"
-    if unit == "bits/s":
-        return f"{_count(value)}bit/s"
-    if unit == "FLOP/s":
-        return f"{_count(value)}FLOP/s"
+    if unit in ("bits/s", "FLOP/s"):
+        return f"{_count(value)}{unit.replace('bits', 'bit')}"
     return f"{value:,.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
 
 

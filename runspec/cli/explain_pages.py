@@ -14,12 +14,11 @@ from typing import get_args
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.core.models.hardware import DEVICES, Device
 from runspec.core.spec.field_docs import block_doc, field_doc
-from runspec.core.spec.field_types import default_value, is_leaf, type_words
+from runspec.core.spec.field_types import counted_type, default_words, type_words
 from runspec.core.spec.fields import CHANGE_CLASSES
 from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.schema_fields import SchemaField, schema_fields
-from runspec.core.spec.schema_keys import block_in, named_item
-from runspec.core.spec.yaml_text import yaml_scalar
+from runspec.core.spec.schema_fields import SchemaField, fields_in, schema_fields
+from runspec.core.spec.schema_keys import named_item
 from runspec.lint.registry import RULES, Group, Rule
 
 Page = list[str]
@@ -41,7 +40,7 @@ def field_page(field: SchemaField) -> Page:
     lines += _labelled("type", type_words(field))
     if field.unit:
         lines += _labelled("unit", field.unit)
-    lines += _labelled("default", _default(field))
+    lines += _labelled("default", default_words(field) or "that of its keys")
     lines += _labelled("change", f"{field.change}: {CHANGE_CLASSES[field.change]}")
     may = "may set it" if field.site else "may not set it"
     if not field.site and any(child.site for child in _below(field)):
@@ -53,13 +52,12 @@ def field_page(field: SchemaField) -> Page:
 
 def run_page() -> Page:
     """The spec itself: its top keys."""
-    top = [field for path, field in schema_fields().items() if "." not in path]
     doc = block_doc(RunSpec).splitlines()[0]
     return [
         "Run",
         *_wrapped(f"{doc} `runspec explain KEY` says more of each.", "  "),
         "",
-        *_keys(top),
+        *_keys(fields_in("")),
     ]
 
 
@@ -133,12 +131,8 @@ def index() -> Page:
 
 
 def _children(field: SchemaField) -> list[SchemaField]:
-    prefix = f"{field.path}.<name>." if named_item(field.annotation) else f"{field.path}."
-    return [
-        inner
-        for path, inner in schema_fields().items()
-        if path.startswith(prefix) and "." not in path[len(prefix) :]
-    ]
+    inside = f"{field.path}.<name>" if named_item(field.annotation) else field.path
+    return fields_in(inside)
 
 
 def _below(field: SchemaField) -> Iterator[SchemaField]:
@@ -153,29 +147,11 @@ def _parent_is_site(path: str) -> bool:
 def _keys(fields: Iterable[SchemaField]) -> Page:
     lines = ["keys"]
     for field in fields:
-        key = field.path.rpartition(".")[2]
-        unit = "" if not field.unit or "written with" in field.unit else f" ({field.unit})"
-        said = f"{key}: {type_words(field)}{unit}; {_default_words(field)}"
-        lines += _wrapped(said, "  ", "      ")
+        default = default_words(field) or "that of its keys"
+        said = default if field.required else f"default {default}"
+        lines += _wrapped(f"{field.key}: {counted_type(field)}; {said}", "  ", "      ")
         lines += _wrapped(field_doc(field.block, field.attribute), "      ")
     return lines
-
-
-def _default_words(field: SchemaField) -> str:
-    return "required" if field.required else f"default {_default(field)}"
-
-
-def _default(field: SchemaField) -> str:
-    if field.required:
-        return "none: it is required"
-    if field.default is None:
-        return "null"
-    if not is_leaf(field):
-        return "that of its keys" if block_in(field.annotation) else "[]"
-    value = default_value(field)
-    if isinstance(value, list):
-        return f"[{', '.join(yaml_scalar(item) for item in value)}]"
-    return "{}" if isinstance(value, dict) else yaml_scalar(value)
 
 
 def _joined(pages: Iterable[Page]) -> Page:

@@ -10,11 +10,10 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, bad_usage
 from runspec.core.files import temporary_name
 from runspec.core.spec.json_schema import json_schema
 
-EXIT_DONE, EXIT_USAGE = 0, 2
 SPEC, SCHEMA = "spec.yaml", "runspec.schema.json"
 # For JetBrains' editors and for those with yaml-language-server; the first wants its line first.
 MODELINES = f"# $schema: ./{SCHEMA}\n# yaml-language-server: $schema=./{SCHEMA}\n"
@@ -25,36 +24,23 @@ _TARGET = {
 SOURCES = ("laptop", *_TARGET)
 
 
+@bad_usage()
 def init_command(folder: Path, source: str, force: bool) -> int:
     """Writes the files; returns the exit code."""
-    try:
-        files = initial_files(source)
-        write_all(folder, files, force=force)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    files = initial_files(source)
+    write_all(folder, files, force=force)
     for name in files:
         print(folder / name)
     print(f"\nnext: runspec lint {folder / SPEC}", file=sys.stderr)
-    return EXIT_DONE
+    return 0
 
 
 def initial_files(source: str) -> dict[str, str]:
-    """The files of a new project by their names.
-
-    Raises:
-        UserError: there is no such source.
-    """
+    """The files of a new project by their names; `source` is one of `SOURCES`."""
     if source == "laptop":
         spec = _template("laptop.yaml")
-    elif source in _TARGET:
-        spec = Template(_template("target.yaml")).substitute(_TARGET[source], name=source)
     else:
-        raise UserError(
-            f"nothing to start from is called {source[:80]!r}",
-            place="--from",
-            remedy=f"choose one of: {', '.join(SOURCES)}",
-        )
+        spec = Template(_template("target.yaml")).substitute(_TARGET[source], name=source)
     return {
         SPEC: MODELINES + spec,
         SCHEMA: json.dumps(json_schema("07"), indent=1, ensure_ascii=False) + "\n",

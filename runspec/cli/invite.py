@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from runspec.cli.desk import LEAST_PREFIX, desk
-from runspec.cli.status import plain_table
+from runspec.cli.desk import begun_by, desk
+from runspec.cli.view import plain_table
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.hashing import is_digest
@@ -21,7 +21,6 @@ from runspec.core.join_link import parse_join_link
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.values import parse_duration
 from runspec.local.link import run_link
 from runspec.local.run_dir import find_run
 
@@ -41,7 +40,7 @@ class Made:
     expires: float
 
 
-def invite_command(run: str, pool: str | None, uses: int, expires: str, runs_dir: Path) -> int:
+def invite_command(run: str, pool: str | None, uses: int, valid_s: float, runs_dir: Path) -> int:
     """Prints the link; returns the exit code. The run need not be alive."""
     run_dir = find_run(run, runs_dir)
     spec = load_resolved(run_dir)
@@ -63,7 +62,6 @@ def invite_command(run: str, pool: str | None, uses: int, expires: str, runs_dir
             place=str(run_dir),
             remedy="start it with `runspec apply`",
         )
-    valid_s = _seconds(expires)
     text = make_invite(
         spec.name,
         pool=pool,
@@ -181,18 +179,4 @@ def _key_of(named: str, known: set[str]) -> str:
             raise UserError(
                 str(error), place="--revoke", remedy="copy the whole link of the invite"
             ) from error
-    found = sorted(key for key in known if key.startswith(named))
-    if len(named) < LEAST_PREFIX or len(found) != 1:
-        raise UserError(
-            f"{len(found)} known invites begin with it",
-            place=f"--revoke {named[:80]!r}",
-            remedy=f"give {LEAST_PREFIX} characters or more of one that --list shows, or its link",
-        )
-    return found[0]
-
-
-def _seconds(expires: str) -> float:
-    try:
-        return parse_duration(expires)
-    except ValueError as error:
-        raise UserError(str(error), place="--expires") from error
+    return begun_by(named, known, "--revoke", "one that --list shows, or its link")

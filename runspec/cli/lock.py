@@ -6,15 +6,16 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, bad_usage
 from runspec.core.spec.load import SpecFiles
 
 if TYPE_CHECKING:
     from runspec.core.spec.schema import RunSpec
 
-EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2
+EXIT_FINDINGS = 1
 
 
+@bad_usage()
 def lock_command(files: SpecFiles, check: bool) -> int:
     """Writes the lock beside the spec, or says what is stale in it; returns the exit code.
 
@@ -23,19 +24,15 @@ def lock_command(files: SpecFiles, check: bool) -> int:
     from runspec.core.spec.findings import format_finding
     from runspec.core.spec.load import load_layers
 
-    try:
-        layered = load_layers(files)
-        if layered.kind != "Run":
-            what = f"a file of kind {layered.kind} names nothing to pin"
-            raise UserError(what, place=str(files.path), remedy="lock a spec")
-        if layered.spec is None:
-            for finding in layered.findings:
-                print(format_finding(finding), file=sys.stderr)
-            return EXIT_FINDINGS
-        return _check(layered.spec, files) if check else _write(layered.spec, files)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_UNREADABLE
+    layered = load_layers(files)
+    if layered.kind != "Run":
+        what = f"a file of kind {layered.kind} names nothing to pin"
+        raise UserError(what, place=str(files.path), remedy="lock a spec")
+    if layered.spec is None:
+        for finding in layered.findings:
+            print(format_finding(finding), file=sys.stderr)
+        return EXIT_FINDINGS
+    return _check(layered.spec, files) if check else _write(layered.spec, files)
 
 
 def _check(spec: RunSpec, files: SpecFiles) -> int:

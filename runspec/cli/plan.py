@@ -89,7 +89,7 @@ def plan_json(
         "estimate": estimate.to_json(),
         "lacking": [asdict(item) for item in plan.lacking],
     }
-    return report if compiled is None else {**report, "aot": compiled.as_dict()}
+    return report if compiled is None else {**report, "aot": asdict(compiled)}
 
 
 def show_plan(plan: RunPlan, console: Console) -> None:

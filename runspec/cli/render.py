@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, bad_usage
 from runspec.core.spec.load import SpecFiles
 
-FORMATS = ("yaml", "json")
 EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2
 
 
+@bad_usage()
 def render_command(files: SpecFiles, show_origin: bool, output: str) -> int:
     """Prints the spec that the layers make, every default written out; returns the exit code.
 
@@ -22,16 +22,10 @@ def render_command(files: SpecFiles, show_origin: bool, output: str) -> int:
     from runspec.core.spec.yaml_text import to_yaml
     from runspec.lint.check import check_spec
 
-    try:
-        if output not in FORMATS:
-            raise UserError(f"no format {output!r}; there are: {', '.join(FORMATS)}")
-        checked = check_spec(files)
-        if checked.layered.kind != "Run":
-            what = f"a file of kind {checked.layered.kind} is no spec"
-            raise UserError(what, place=str(files.path), remedy="render a spec")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_UNREADABLE
+    checked = check_spec(files)
+    if checked.layered.kind != "Run":
+        what = f"a file of kind {checked.layered.kind} is no spec"
+        raise UserError(what, place=str(files.path), remedy="render a spec")
     errors = [finding for finding in checked.findings if finding.severity == "error"]
     if checked.spec is None or errors:
         for finding in errors:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from runspec.cli.apply import EXIT_FAILED, carry_out
+from runspec.cli.apply import carry_out
 from runspec.core.errors import UserError
 from runspec.core.spec.resolved import load_resolved
 from runspec.local.planning import make_plan
-from runspec.local.prepare import NotReady
 from runspec.local.run_dir import find_run, run_directory
 
 
@@ -24,8 +22,4 @@ def resume_command(run: str, detach: bool, runs_dir: Path) -> int:
             place=str(run_dir),
             remedy=f"rename the directory to {home}",
         )
-    try:
-        return carry_out(make_plan(spec, run_dir), detach=detach)
-    except NotReady as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    return carry_out(make_plan(spec, run_dir), detach=detach)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from runspec.core.errors import UserError
+from runspec.core.errors import BadUsage, UserError, bad_usage
 from runspec.core.spec.findings import format_finding
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.profile_files import with_profiles
@@ -14,12 +14,6 @@ from runspec.core.spec.source_files import whole_uri
 from runspec.lint.check import check_spec
 from runspec.lock.check import require_lock
 from runspec.plan.saved import read_plan
-
-
-class Unreadable(UserError):
-    """There is no spec to look at."""
-
-    exit_code = 2
 
 
 def located(spec: RunSpec, folder: Path) -> RunSpec:
@@ -61,14 +55,12 @@ def sound_spec(files: SpecFiles) -> RunSpec:
     """The spec, if it has no errors and is what its lock says, `located`; prints its warnings.
 
     Raises:
-        Unreadable: a file cannot be read, or bad usage.
+        BadUsage: a file cannot be read, or bad usage.
         UserError: listing every error with its place, or what the lock pins otherwise.
     """
     _refuse_plan(files.path)
-    try:
+    with bad_usage():
         checked = check_spec(files)
-    except UserError as error:
-        raise Unreadable(error.thing, place=error.place, remedy=error.remedy) from error
     spec = checked.require()
     require_lock(spec, files.path, files.profile)
     for warning in checked.findings:
@@ -83,6 +75,6 @@ def _refuse_plan(path: Path) -> None:
     except (OSError, UserError):
         return  # whatever it is, the loader says what is wrong with it
     if plan is not None:
-        raise Unreadable(
+        raise BadUsage(
             "a saved plan, not a spec", place=str(path), remedy=f"`runspec apply {path}`"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from runspec.cli.view import latency_line, step_line
+from runspec.cli.events import event_line
+from runspec.cli.view import clock, latency_line, plain_table, role_table, step_line
 from runspec.core.spec.schema import RunSpec
 from runspec.local.conditions import Condition, conditions
 from runspec.local.link import run_link
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
-from runspec.local.state import RoleRow
 from runspec.local.text import duration
 
 
@@ -72,8 +71,7 @@ def _show(seen: Snapshot) -> None:
     console.print(condition_table([each for each in conditions(seen) if each.status != "False"]))
     console.print(role_table(seen.roles))
     for event in seen.events:
-        at = time.strftime("%H:%M:%S", time.localtime(event.time))
-        print(f"{at} {event.role}: {event.text}")
+        print(event_line(event))
 
 
 def show_link(run_dir: Path, spec: RunSpec) -> None:
@@ -97,29 +95,4 @@ def condition_table(shown: Sequence[Condition]) -> Table:
     table = plain_table("condition", "status", "reason", "since", "message")
     for each in shown:
         table.add_row(each.type, each.status, each.reason, clock(each.since), each.message)
-    return table
-
-
-def role_table(roles: Sequence[RoleRow]) -> Table:
-    table = plain_table("role", "state", "restarts", "process", "since")
-    for role in roles:
-        process = str(role.pid or "")
-        table.add_row(role.name, role.state, str(role.restarts), process, clock(role.since))
-    return table
-
-
-def clock(at: float | None) -> str:
-    """The time of day, with the date where that is not today."""
-    if at is None:
-        return ""
-    then = time.localtime(at)
-    today = time.localtime()[:3] == then[:3]
-    return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", then)
-
-
-def plain_table(*columns: str) -> Table:
-    """A table without lines."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column)
     return table

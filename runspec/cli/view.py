@@ -1,4 +1,7 @@
-"""What `apply` shows while it runs: a live panel on a terminal, plain lines elsewhere."""
+"""What `apply` shows while it runs: a live panel on a terminal, plain lines elsewhere.
+
+Other commands print its lines and tables too.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.local.metrics import Row
-from runspec.local.supervisor import RoleView, Watcher
+from runspec.local.state import RoleRow
+from runspec.local.supervisor import Watcher
 from runspec.local.text import number, per_second, seconds, sparkline
 
 LINE_EVERY_S = 5.0
@@ -44,7 +48,7 @@ class PlainView:
     def event(self, role: str, text: str) -> None:
         self._print(f"{role}: {text}")
 
-    def show(self, rows: Sequence[Row], roles: Sequence[RoleView], note: str) -> None:
+    def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
         line = step_line(rows[-1], self._steps) if rows else note
         now = time.monotonic()
         last = bool(rows) and rows[-1]["step"] + 1 >= self._steps
@@ -68,7 +72,7 @@ class LiveView:
         self._events.append(f"{time.strftime('%H:%M:%S')} {role}: {text}")
         self._drawn_at = 0.0
 
-    def show(self, rows: Sequence[Row], roles: Sequence[RoleView], note: str) -> None:
+    def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
         now = time.monotonic()
         if now - self._drawn_at < FRAME_EVERY_S:
             return
@@ -77,7 +81,7 @@ class LiveView:
         parts: list[RenderableType] = [
             Text(f"{self._name}  {note}", style="bold", overflow="ellipsis", no_wrap=True),
             _run_table(rows, self._steps, width),
-            _role_table(roles),
+            role_table(roles),
             Text("\n".join(self._events), style="bright_black"),
         ]
         self._live.update(Group(*parts), refresh=True)
@@ -136,11 +140,26 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
     return table
 
 
-def _role_table(roles: Sequence[RoleView]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    for column in ("role", "state", "restarts", "process"):
-        table.add_column(column)
+def role_table(roles: Sequence[RoleRow]) -> Table:
+    table = plain_table("role", "state", "restarts", "process", "since")
     for role in roles:
-        state = Text(role.state, style=_COLOURS[role.state])
-        table.add_row(role.name, state, str(role.restarts or ""), str(role.pid or ""))
+        state, process = Text(role.state, style=_COLOURS[role.state]), str(role.pid or "")
+        table.add_row(role.name, state, str(role.restarts), process, clock(role.since))
+    return table
+
+
+def clock(at: float | None) -> str:
+    """The time of day, with the date where that is not today."""
+    if at is None:
+        return ""
+    then = time.localtime(at)
+    today = time.localtime()[:3] == then[:3]
+    return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", then)
+
+
+def plain_table(*columns: str) -> Table:
+    """A table without lines."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column)
     return table

@@ -1,4 +1,4 @@
-"""`runspec workers`: whose work a run takes, and what it has earned."""
+"""`runspec workers`, `ban` and `unban`: whose work a run takes, and what it has earned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from runspec.cli.desk import desk
-from runspec.cli.status import plain_table
+from runspec.cli.view import plain_table
+
+_SOURCES = {name: name for name in ("key", "pool", "standing", "reputation", "prefill_share")}
+_SOURCES |= {"credits": "accepted_tokens", "accepted": "accepted_submissions"}
+_SOURCES |= {"rejected": "rejected_submissions", "withheld": "withheld_leases"}
+_SOURCES |= {"alive": "alive", "reason": "reason"}
+"""What is told of a worker, and its name in the coordinator's status."""
+_NEVER_REGISTERED: dict[str, Any] = {**dict.fromkeys(_SOURCES, 0), "pool": None, "alive": False}
+_NEVER_REGISTERED |= {"standing": "banned", "reputation": 0.0, "prefill_share": 1.0}
 
 
 def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:
@@ -40,44 +48,15 @@ def worker_rows(status: dict[str, Any]) -> list[dict[str, Any]]:
         alive, reason.
     """
     rows = [
-        {
-            "key": worker["key"],
-            "pool": worker["pool"],
-            "standing": worker["standing"],
-            "reputation": worker["reputation"],
-            "prefill_share": worker["prefill_share"],
-            "credits": worker["accepted_tokens"],
-            "accepted": worker["accepted_submissions"],
-            "rejected": worker["rejected_submissions"],
-            "withheld": worker["withheld_leases"],
-            "alive": worker["alive"],
-            "reason": worker["reason"],
-        }
-        for worker in status["workers"]
+        {name: worker[source] for name, source in _SOURCES.items()} for worker in status["workers"]
     ]
     rows.sort(key=lambda row: (-row["credits"], row["key"]))
     registered = {row["key"] for row in rows}
     return rows + [
-        _never_registered(key, reason)
+        {**_NEVER_REGISTERED, "key": key, "reason": reason}
         for key, reason in sorted(status["banned"].items())
         if key not in registered
     ]
-
-
-def _never_registered(key: str, reason: str) -> dict[str, Any]:
-    return {
-        "key": key,
-        "pool": None,
-        "standing": "banned",
-        "reputation": 0.0,
-        "prefill_share": 1.0,
-        "credits": 0,
-        "accepted": 0,
-        "rejected": 0,
-        "withheld": 0,
-        "alive": False,
-        "reason": reason,
-    }
 
 
 def worker_table(rows: list[dict[str, Any]]) -> Table:
@@ -99,3 +78,25 @@ def worker_table(rows: list[dict[str, Any]]) -> Table:
 def _printable(text: str) -> str:
     """A reason may repeat what a stranger sent; terminals obey control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def ban_command(run: str, key: str, reason: str, runs_dir: Path) -> int:
+    """Bans a key; returns the exit code."""
+    whole = _order("ban", run, key, reason, runs_dir)
+    print(f"{whole} is banned: its requests are refused, and its open leases are over")
+    return 0
+
+
+def unban_command(run: str, key: str, reason: str, runs_dir: Path) -> int:
+    """Lifts a ban; returns the exit code."""
+    whole = _order("unban", run, key, reason, runs_dir)
+    print(f"{whole} may work again; all its work is recomputed until enough was accepted")
+    return 0
+
+
+def _order(verb: str, run: str, key: str, reason: str, runs_dir: Path) -> str:
+    """Sends an order about a key to the coordinator; returns the whole key."""
+    coordinator = desk(run, runs_dir)
+    whole = coordinator.find_key(key)
+    coordinator.post(f"/v1/operator/{verb}", {"key": whole, "reason": reason})
+    return whole

@@ -7,17 +7,12 @@ from typing import Annotated
 
 import typer
 
+from runspec.cli.options import RUN, RUNS, Json, Key, Reason, Run, RunsDir, duration
+
 app = typer.Typer()
 
-_PANEL = "Runs"
-_Run = Annotated[str, typer.Argument(help="A run's name, or the path of its directory.")]
-_RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Where runs lie.")]
-_Key = Annotated[str, typer.Argument(metavar="KEY", help="A public key, or how it begins.")]
-_Reason = Annotated[str, typer.Option("--reason", help="Why; the key's holder is told.")]
-_RUNS = Path("runs")
 
-
-@app.command(rich_help_panel=_PANEL)
+@app.command(rich_help_panel=RUN)
 def join(
     link: Annotated[str, typer.Argument(metavar="URL", help="The run's join link.")],
     key: Annotated[Path, typer.Option("--key", help="Yours; made where there is none.")],
@@ -46,16 +41,19 @@ def join(
     raise typer.Exit(join_command(options))
 
 
-@app.command(rich_help_panel=_PANEL)
+@app.command(rich_help_panel=RUN)
 def invite(
-    run: _Run,
+    run: Run,
     pool: Annotated[
         str | None, typer.Option("--pool", help="For one pool only.", show_default="any")
     ] = None,
     uses: Annotated[
         int, typer.Option("--uses", min=1, max=1_000_000, help="Keys that may come with it.")
     ] = 1,
-    expires: Annotated[str, typer.Option("--expires", help="For how long, like 12h or 7d.")] = "7d",
+    expires: Annotated[
+        float,
+        typer.Option(parser=duration, metavar="TIME", help="For how long.", show_default="7d"),
+    ] = 7 * 86400.0,
     listed: Annotated[
         bool, typer.Option("--list", help="Lists the invites instead; the run must be up.")
     ] = False,
@@ -72,7 +70,7 @@ def invite(
         str, typer.Option("--reason", help="Why it is revoked; who comes with it is told.")
     ] = "the link is no longer valid",
     as_json: Annotated[bool, typer.Option("--json", help="With --list, for programs.")] = False,
-    runs_dir: _RunsDir = _RUNS,
+    runs_dir: RunsDir = RUNS,
 ) -> None:
     """Prints a join link by which so many keys may register, lists such links, or revokes one."""
     from runspec.cli.invite import invite_command, list_invites, revoke_invite
@@ -84,11 +82,11 @@ def invite(
     raise typer.Exit(invite_command(run, pool, uses, expires, runs_dir))
 
 
-@app.command(rich_help_panel=_PANEL)
+@app.command(rich_help_panel=RUN)
 def workers(
-    run: _Run,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    runs_dir: _RunsDir = _RUNS,
+    run: Run,
+    as_json: Json = False,
+    runs_dir: RunsDir = RUNS,
 ) -> None:
     """Lists a run's workers: standing, reputation, credits."""
     from runspec.cli.workers import workers_command
@@ -96,17 +94,17 @@ def workers(
     raise typer.Exit(workers_command(run, as_json, runs_dir))
 
 
-@app.command(rich_help_panel=_PANEL)
-def ban(run: _Run, key: _Key, reason: _Reason, runs_dir: _RunsDir = _RUNS) -> None:
+@app.command(rich_help_panel=RUN)
+def ban(run: Run, key: Key, reason: Reason, runs_dir: RunsDir = RUNS) -> None:
     """Refuses a key's requests from now on, and ends its open leases."""
-    from runspec.cli.ban import ban_command
+    from runspec.cli.workers import ban_command
 
     raise typer.Exit(ban_command(run, key, reason, runs_dir))
 
 
-@app.command(rich_help_panel=_PANEL)
-def unban(run: _Run, key: _Key, reason: _Reason, runs_dir: _RunsDir = _RUNS) -> None:
+@app.command(rich_help_panel=RUN)
+def unban(run: Run, key: Key, reason: Reason, runs_dir: RunsDir = RUNS) -> None:
     """Grants an appeal: the key may work again, watched closely at first."""
-    from runspec.cli.ban import unban_command
+    from runspec.cli.workers import unban_command
 
     raise typer.Exit(unban_command(run, key, reason, runs_dir))

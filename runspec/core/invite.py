@@ -65,11 +65,9 @@ def invite_key(text: str) -> str:
     Raises:
         BadSignature: the text is no invite.
     """
-    try:
-        document = base64.b64decode(text.partition(".")[0], altchars=b"-_", validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise BadSignature(f"invite: not base64: {error}") from error
-    key = open_document(document, kind=KIND, keys=None, max_bytes=MAX_BYTES).payload.get("key")
+    key = open_document(
+        _document(text).encode(), kind=KIND, keys=None, max_bytes=MAX_BYTES
+    ).payload.get("key")
     if not is_digest(key):
         raise BadSignature("invite: its key is malformed")
     return str(key)
@@ -85,15 +83,18 @@ def use_invite(text: str, worker: str) -> dict[str, str]:
     Raises:
         BadSignature: the text is no invite.
     """
-    encoded, _, secret = text.partition(".")
-    try:
-        document = base64.b64decode(encoded, altchars=b"-_", validate=True).decode()
-    except (binascii.Error, ValueError) as error:
-        raise BadSignature(f"invite: not base64: {error}") from error
+    document, secret = _document(text), text.partition(".")[2]
     if len(text) > MAX_TEXT or not is_digest(secret):
         raise BadSignature("invite: no <document>.<secret>")
     proof = sign_document(PROOF_KIND, {"worker": worker}, SigningKey.from_secret(secret))
     return {"document": document, "proof": proof.decode()}
+
+
+def _document(text: str) -> str:
+    try:
+        return base64.b64decode(text.partition(".")[0], altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError) as error:
+        raise BadSignature(f"invite: not base64: {error}") from error
 
 
 def open_invite(

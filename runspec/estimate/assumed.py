@@ -35,6 +35,8 @@ CHANGED_SHARE = 0.01
 1 % (PULSE, arXiv 2602.03839)."""
 LORA_GAIN = 10.0
 """Best learning rate of adapters over that of all weights."""
+OURS = "runspec.estimate"
+"""Stands for: no field says it, the package's own figure is taken."""
 _SIGNIFICAND_BITS = {"float32": 24, "bfloat16": 8}
 
 
@@ -50,33 +52,23 @@ class Assumed:
 
 
 def learner_mfu(spec: RunSpec) -> Assumed:
-    return _first(
-        "learner mfu", spec.estimate.learner_mfu, LEARNER_MFU, "share", "estimate.learner_mfu"
-    )
+    return _said(spec, "learner_mfu") or Assumed("learner mfu", LEARNER_MFU, "share", OURS)
 
 
 def sampler_mfu(spec: RunSpec) -> Assumed:
-    return _first(
-        "sampler mfu", spec.estimate.sampler_mfu, SAMPLER_MFU, "share", "estimate.sampler_mfu"
-    )
+    return _said(spec, "sampler_mfu") or Assumed("sampler mfu", SAMPLER_MFU, "share", OURS)
 
 
 def sampler_bandwidth(spec: RunSpec) -> Assumed:
-    return _first(
-        "sampler bandwidth",
-        spec.estimate.sampler_bandwidth,
-        SAMPLER_BANDWIDTH,
-        "share",
-        "estimate.sampler_bandwidth",
-    )
+    said = _said(spec, "sampler_bandwidth")
+    return said or Assumed("sampler bandwidth", SAMPLER_BANDWIDTH, "share", OURS)
 
 
 def filtered_share(spec: RunSpec) -> Assumed:
     """0 where no filter is on, or nothing is said: a task that never ran is not known."""
     if not spec.algorithm.filters.zero_variance:
         return Assumed("filtered share", 0.0, "share", "algorithm.filters: none is on")
-    said = spec.estimate.filtered_share
-    return _first("filtered share", said, 0.0, "share", "estimate.filtered_share")
+    return _said(spec, "filtered_share") or Assumed("filtered share", 0.0, "share", OURS)
 
 
 def weight_move(spec: RunSpec, config: ModelConfig) -> float:
@@ -109,9 +101,8 @@ def changed_share(spec: RunSpec, config: ModelConfig) -> Assumed:
         spec: of the run.
         config: shape of the model, D its hidden size.
     """
-    said = spec.estimate.changed_share
-    if said is not None:
-        return Assumed("changed share", said, "share", "estimate.changed_share")
+    if said := _said(spec, "changed_share"):
+        return said
     bits = _SIGNIFICAND_BITS[spec.broadcast.dtype]
     moved = min(1.0, weight_move(spec, config) * config.hidden_size**0.5 * 2**bits)
     if moved > CHANGED_SHARE:
@@ -121,19 +112,16 @@ def changed_share(spec: RunSpec, config: ModelConfig) -> Assumed:
 
 def mean_prompt_tokens(spec: RunSpec) -> Assumed:
     """Of the spec, else a share of the longest that is allowed."""
-    if spec.estimate.mean_prompt_tokens is not None:
-        said = spec.estimate.mean_prompt_tokens
-        return Assumed("mean prompt tokens", said, "tokens", "estimate.mean_prompt_tokens")
     value = PROMPT_SHARE * spec.data.max_prompt_tokens
     source = f"{PROMPT_SHARE:g} of data.max_prompt_tokens"
-    return Assumed("mean prompt tokens", value, "tokens", source)
+    said = _said(spec, "mean_prompt_tokens", "tokens")
+    return said or Assumed("mean prompt tokens", value, "tokens", source)
 
 
 def mean_new_tokens(spec: RunSpec) -> Assumed:
     """Of the spec, else the mean of the target lengths, else half of the longest output."""
-    said = spec.estimate.mean_new_tokens
-    if said is not None:
-        return Assumed("mean new tokens", said, "tokens", "estimate.mean_new_tokens")
+    if said := _said(spec, "mean_new_tokens", "tokens"):
+        return said
     longest = max(pool.max_new_tokens for pool in spec.samplers)
     targets = [target for term in spec.reward for target in term.targets or []]
     if targets:
@@ -142,7 +130,9 @@ def mean_new_tokens(spec: RunSpec) -> Assumed:
     return Assumed("mean new tokens", longest / 2, "tokens", "half of max_new_tokens")
 
 
-def _first(name: str, said: float | None, default: float, unit: str, field: str) -> Assumed:
-    if said is None:
-        return Assumed(name, default, unit, "runspec.estimate")
-    return Assumed(name, said, unit, field)
+def _said(spec: RunSpec, field: str, unit: str = "share") -> Assumed | None:
+    """A figure that the spec itself gives under `estimate`."""
+    value = getattr(spec.estimate, field)
+    if value is None:
+        return None
+    return Assumed(field.replace("_", " "), value, unit, f"estimate.{field}")

@@ -12,9 +12,6 @@ from runspec.estimate.assumed import Assumed
 from runspec.estimate.sampler import MEMORY_UTILIZATION
 from runspec.estimate.speed import prefill_tokens_per_s
 
-_OURS = "runspec.estimate"
-"""Stands for: no field says it, the package's own figure is taken."""
-
 
 def check_tokens_per_s(spec: RunSpec, config: ModelConfig | None) -> Assumed | None:
     """A validator's rate; where nothing says its hardware, that of a replica of the first pool.
@@ -40,13 +37,13 @@ def inputs(spec: RunSpec, config: ModelConfig | None) -> tuple[Assumed, ...]:
     return (
         assumed.mean_prompt_tokens(spec),
         assumed.mean_new_tokens(spec),
-        Assumed("length spread", assumed.LENGTH_SPREAD, "of the mean", _OURS),
+        Assumed("length spread", assumed.LENGTH_SPREAD, "of the mean", assumed.OURS),
         assumed.filtered_share(spec),
         *_learner(spec),
         *(entry for pool in spec.samplers for entry in _pool(pool, spec)),
         *filter(None, [check_tokens_per_s(spec, config)]),
-        Assumed("publishing", assumed.PUBLISH_BYTES_S, "bytes/s", _OURS),
-        Assumed("loading", assumed.LOAD_BYTES_S, "bytes/s", _OURS),
+        Assumed("publishing", assumed.PUBLISH_BYTES_S, "bytes/s", assumed.OURS),
+        Assumed("loading", assumed.LOAD_BYTES_S, "bytes/s", assumed.OURS),
         *_deltas(spec, config),
         *_links(spec),
     )
@@ -88,8 +85,8 @@ def _hardware(hardware: Hardware, path: str, *fields: str) -> Iterator[Assumed]:
 def _deltas(spec: RunSpec, config: ModelConfig | None) -> Iterator[Assumed]:
     if spec.broadcast.format == "delta" and config is not None:
         yield assumed.changed_share(spec, config)
-        yield Assumed("finding what changed", assumed.DIFF_BYTES_S, "bytes/s", _OURS)
-        yield Assumed("rebuilding from a delta", assumed.REBUILD_BYTES_S, "bytes/s", _OURS)
+        yield Assumed("finding what changed", assumed.DIFF_BYTES_S, "bytes/s", assumed.OURS)
+        yield Assumed("rebuilding from a delta", assumed.REBUILD_BYTES_S, "bytes/s", assumed.OURS)
 
 
 def _links(spec: RunSpec) -> Iterator[Assumed]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -60,13 +60,24 @@ class Unreadable:
 class CheckedFiles:
     """What is wrong with several specs, in order of file, line and column."""
 
-    files: list[str]
+    files: Sequence[str]
     """The specs that were asked for."""
-    findings: list[Finding]
-    suppressed: list[Suppressed]
-    texts: Mapping[str, str]
+    findings: Sequence[Finding]
+    suppressed: Sequence[Suppressed] = ()
+    unreadable: Sequence[Unreadable] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
     """Every file that was read."""
-    unreadable: list[Unreadable]
+
+    def count(self, severity: str) -> int:
+        return sum(finding.severity == severity for finding in self.findings)
+
+    def only(self, codes: Container[str]) -> CheckedFiles:
+        """The findings of some rules, and those that leave no spec to be checked."""
+        return replace(
+            self,
+            findings=[f for f in self.findings if f.blocking or f.code in codes],
+            suppressed=[one for one in self.suppressed if one.finding.code in codes],
+        )
 
 
 def check_spec(files: SpecFiles, *, environ: Mapping[str, str] | None = None) -> CheckedSpec:
@@ -107,8 +118,8 @@ def check_files(specs: Sequence[SpecFiles]) -> CheckedFiles:
             {suppressed for one in looked for suppressed in one.applied.suppressed},
             key=lambda suppressed: _in_order(suppressed.finding),
         ),
-        {file: text for one in looked for file, text in one.layered.texts.items()},
         unreadable,
+        {file: text for one in looked for file, text in one.layered.texts.items()},
     )
 
 
@@ -177,6 +188,6 @@ def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:
             path=".".join(str(step) for step in violation.location),
             severity=violation.severity or rule.severity,
             numbers=violation.numbers,
-            requires=violation.requires,
+            requires=rule.summary,
             suggestion=violation.suggestion,
         )

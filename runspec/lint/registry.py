@@ -101,8 +101,6 @@ class Violation:
     message: str
     numbers: Mapping[str, Number] = field(default_factory=dict)
     """What was measured, by name."""
-    requires: str = ""
-    """What would have to hold, in the numbers' names."""
     suggestion: str = ""
     severity: Severity | None = None
     """The rule's own when None."""
@@ -140,6 +138,21 @@ def rule(code: str, group: Group, severity: Severity = "error") -> Callable[[Che
     def register(check: Check) -> Check:
         add(Rule(code, group, severity, inspect.cleandoc(check.__doc__ or ""), check))
         return check
+
+    return register
+
+
+def found_by_loader(
+    code: str, suggestion: str = "", *, group: Group = "file", severity: Severity = "error"
+) -> Callable[[Callable[[], None]], None]:
+    """Registers a rule whose findings the loader makes; the docstring of what follows is its page.
+
+    `suggestion` is for findings that have none of their own; `{path}` in it is the finding's.
+    """
+
+    def register(page: Callable[[], None]) -> None:
+        text = inspect.cleandoc(page.__doc__ or "")
+        add(Rule(code, group, severity, text, suggestion=suggestion))
 
     return register
 

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import get_args
 
 from runspec.core.errors import UserError
-from runspec.core.spec.findings import Finding
 from runspec.core.spec.schema_keys import close_match
 from runspec.lint.registry import RULES, Group
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Codes of the rules whose findings are shown."""
-
-    codes: frozenset[str]
-
-    def takes(self, finding: Finding) -> bool:
-        """Whether a finding is shown; one that leaves no spec to be checked always is."""
-        return finding.blocking or finding.code in self.codes
-
-
-def selection(select: Sequence[str], ignore: Sequence[str]) -> Selection:
-    """The rules of `--select` (all where it names none) without those of `--ignore`.
+def selection(select: Sequence[str], ignore: Sequence[str]) -> frozenset[str]:
+    """Codes of the rules of `--select` (all where it names none), less those of `--ignore`.
 
     Args:
         select: codes and groups, several in one text between commas.
@@ -34,7 +21,7 @@ def selection(select: Sequence[str], ignore: Sequence[str]) -> Selection:
         UserError: a word is neither a code nor a group.
     """
     chosen = _codes(select, "--select") if select else set(RULES)
-    return Selection(frozenset(chosen - _codes(ignore, "--ignore")))
+    return frozenset(chosen - _codes(ignore, "--ignore"))
 
 
 def _codes(texts: Iterable[str], option: str) -> set[str]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from runspec.core.errors import UserError
+from runspec.core.errors import BadUsage
 from runspec.local.conditions import TYPES, condition, conditions
 from runspec.local.snapshot import Snapshot
 
@@ -37,7 +37,7 @@ def parse_awaited(text: str) -> Awaited:
     """Reads Finished, condition=Ready, Ready=false, step=20 or version=3.
 
     Raises:
-        UserError: none of these.
+        BadUsage: none of these.
     """
     counted = _COUNTED.fullmatch(text)
     if counted:
@@ -49,7 +49,7 @@ def parse_awaited(text: str) -> Awaited:
         return Awaited("condition", by_name[named[1].lower()], status)
     close = get_close_matches(named[1].lower(), by_name) if named else []
     hint = f"; did you mean {by_name[close[0]]}?" if close else ""
-    raise UserError(
+    raise BadUsage(
         f"nothing that can be waited for: {text!r}{hint}",
         place="--for",
         remedy=f"one of {', '.join(TYPES)} (with =false: until it does not), step=N, version=N",

@@ -2,10 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from runspec.local.metrics import Row
 from runspec.local.plots import Curve, Figure
+
+_UP: Mapping[str, Any] = {"bottom": 0.0}
+_SHARE: Mapping[str, Any] = {"bottom": 0.0, "top": 1.0}
+_EXTREMES = ("rejected_rollouts", "lag_max", "verdict_latency_p99", "manifest_latency_p99")
+"""Keys of which means over steps would mean nothing."""
+
+
+@dataclass(frozen=True)
+class _Plot:
+    """A figure before its rows are known."""
+
+    title: str
+    caption: str
+    labels: Mapping[str, str]
+    """Label of the curve of each key."""
+    axis: Mapping[str, Any] = field(default_factory=dict)
+
+
+_SECTIONS = {
+    "Learning": (
+        _Plot("Task reward", "Mean over the graded rollouts.", {"task_reward": ""}, _SHARE),
+        _Plot("Length error", "Mean |target - length|, tokens.", {"length_error": ""}, _UP),
+        _Plot(
+            "Mean length by target",
+            "Tokens; the dashed lines are the targets.",
+            {"by_target": ""},
+            _UP,
+        ),
+        _Plot("Reward", "Task reward plus the length term.", {"reward": ""}),
+        _Plot(
+            "Rejected rollouts",
+            "A step; failed one of the validator's checks.",
+            {"rejected_rollouts": ""},
+            _SHARE,
+        ),
+    ),
+    "Policy and loss": (
+        _Plot(
+            "Lag",
+            "Training step minus the version that sampled.",
+            {"lag_mean": "mean", "lag_max": "largest"},
+            _SHARE,
+        ),
+        _Plot(
+            "Log-prob difference",
+            "Mean |log-prob|: sampler against the validator's prefill of the same version; "
+            "drift: the policy in training against the one that sampled.",
+            {"logprob_diff": "sampler - prefill", "policy_drift": "drift"},
+            {"log": True},
+        ),
+        _Plot(
+            "KL",
+            "Per token, by k3: the policy from the reference; the sampler from the policy in "
+            "training, and from the one that the step began with.",
+            {
+                "kl": "to the reference",
+                "kl_sampler": "sampler, in training",
+                "kl_sampler_old": "sampler, at the start",
+            },
+            {"log": True},
+        ),
+        _Plot(
+            "Ratio",
+            "pi_theta / pi_old of the trained tokens: quantiles.",
+            {"ratio_p01": "1 %", "ratio_p50": "median", "ratio_p99": "99 %"},
+        ),
+        _Plot(
+            "Clipped tokens",
+            "Share of tokens that each bound of the ratio acts on.",
+            {
+                "clip_fraction_low": "1 - eps_low",
+                "clip_fraction_high": "1 + eps_high",
+                "clip_fraction_delta": "delta",
+            },
+            _UP,
+        ),
+        _Plot("Entropy", "Nats a token.", {"entropy": ""}, _UP),
+        _Plot("Gradient norm", "Before clipping.", {"grad_norm": ""}, {"log": True}),
+    ),
+    "Time": (
+        _Plot(
+            "Busy share",
+            "Share of the time spent working, not waiting.",
+            {"learner_busy_fraction": "learner", "sampler_busy_fraction": "samplers"},
+            _SHARE,
+        ),
+        _Plot(
+            "Wait for a verdict and for training",
+            "Seconds from a submission to its verdict, and to the first batch that trains it.",
+            {
+                f"{key}_latency_{p}": f"{label}, {p}"
+                for key, label in (("verdict", "verdict"), ("manifest", "batch"))
+                for p in ("p50", "p99")
+            },
+            _UP,
+        ),
+        _Plot(
+            "The learner's seconds",
+            "A step: log-probs before the first update, updates, and waits by whom they were for.",
+            {"score_s": "log-probs", "update_s": "updates", "waits": ""},
+            _UP,
+        ),
+        _Plot(
+            "Learner's speed",
+            "Real tokens a second of its work, prompts included, padding not.",
+            {"tokens_per_s": ""},
+            _UP,
+        ),
+        _Plot(
+            "MFU",
+            "Useful FLOPs over what the devices could do in bfloat16: in all of the learner's "
+            "work, and in the updates alone.",
+            {"mfu": "all work", "mfu_update": "updates"},
+            _UP,
+        ),
+    ),
+}
 
 
 def figures(rows: Sequence[Row]) -> dict[str, list[Figure]]:
@@ -14,181 +133,38 @@ def figures(rows: Sequence[Row]) -> dict[str, list[Figure]]:
     Args:
         rows: metrics.jsonl, a row a step, in order.
     """
-    sections = {
-        "Learning": _learning(rows),
-        "Policy and loss": _policy(rows),
-        "Time": _time(rows),
-    }
-    drawn = {
+    drawn = {title: [_figure(plot, rows) for plot in plots] for title, plots in _SECTIONS.items()}
+    whole = {
         title: [figure for figure in section if any(curve.points for curve in figure.curves)]
-        for title, section in sections.items()
+        for title, section in drawn.items()
     }
-    return {title: section for title, section in drawn.items() if section}
+    return {title: section for title, section in whole.items() if section}
 
 
-def _learning(rows: Sequence[Row]) -> list[Figure]:
-    return [
-        Figure(
-            "Task reward",
-            "Mean over the graded rollouts.",
-            [_curve(rows, "task_reward")],
-            bottom=0.0,
-            top=1.0,
-        ),
-        Figure(
-            "Length error",
-            "Mean |target - length|, tokens.",
-            [_curve(rows, "length_error")],
-            bottom=0.0,
-        ),
-        Figure(
-            "Mean length by target",
-            "Tokens; the dashed lines are the targets.",
-            _length_curves(rows),
-            bottom=0.0,
-            levels=_targets(rows),
-        ),
-        Figure("Reward", "Task reward plus the length term.", [_curve(rows, "reward")]),
-        Figure(
-            "Rejected rollouts",
-            "A step; failed one of the validator's checks.",
-            [_curve(rows, "rejected_rollouts", averaged=False)],
-            bottom=0.0,
-            top=1.0,
-        ),
-    ]
+def _figure(plot: _Plot, rows: Sequence[Row]) -> Figure:
+    curves = [curve for key, label in plot.labels.items() for curve in _curves(rows, key, label)]
+    levels = [int(curve.label) for curve in curves] if "by_target" in plot.labels else []
+    return Figure(plot.title, plot.caption, curves, levels=levels, **plot.axis)
 
 
-def _policy(rows: Sequence[Row]) -> list[Figure]:
-    return [
-        Figure(
-            "Lag",
-            "Training step minus the version that sampled.",
-            [_curve(rows, "lag_mean", "mean"), _curve(rows, "lag_max", "largest", averaged=False)],
-            bottom=0.0,
-            top=1.0,
-        ),
-        Figure(
-            "Log-prob difference",
-            "Mean |log-prob|: sampler against the validator's prefill of the same version; "
-            "drift: the policy in training against the one that sampled.",
-            [
-                _curve(rows, "logprob_diff", "sampler - prefill"),
-                _curve(rows, "policy_drift", "drift"),
-            ],
-            log=True,
-        ),
-        Figure(
-            "KL",
-            "Per token, by k3: the policy from the reference; the sampler from the policy in "
-            "training, and from the one that the step began with.",
-            [
-                _curve(rows, "kl", "to the reference"),
-                _curve(rows, "kl_sampler", "sampler, in training"),
-                _curve(rows, "kl_sampler_old", "sampler, at the start"),
-            ],
-            log=True,
-        ),
-        Figure(
-            "Ratio",
-            "pi_theta / pi_old of the trained tokens: quantiles.",
-            [
-                _curve(rows, "ratio_p01", "1 %"),
-                _curve(rows, "ratio_p50", "median"),
-                _curve(rows, "ratio_p99", "99 %"),
-            ],
-        ),
-        Figure(
-            "Clipped tokens",
-            "Share of tokens that each bound of the ratio acts on.",
-            [
-                _curve(rows, "clip_fraction_low", "1 - eps_low"),
-                _curve(rows, "clip_fraction_high", "1 + eps_high"),
-                _curve(rows, "clip_fraction_delta", "delta"),
-            ],
-            bottom=0.0,
-        ),
-        Figure("Entropy", "Nats a token.", [_curve(rows, "entropy")], bottom=0.0),
-        Figure("Gradient norm", "Before clipping.", [_curve(rows, "grad_norm")], log=True),
-    ]
+def _curves(rows: Sequence[Row], key: str, label: str) -> list[Curve]:
+    """The curve of a key, or one for each target or for each role that was waited for."""
+    known = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    parts = {part for _, value in known if isinstance(value, dict) for part in value}
+    if key == "by_target":
+        return [
+            Curve(
+                target, [(step, mean) for step, mean in _lengths(known, target) if mean is not None]
+            )
+            for target in sorted(parts, key=int)
+        ]
+    if key == "waits":
+        return [
+            Curve(f"for the {role}", [(step, waits.get(role) or 0.0) for step, waits in known])
+            for role in sorted(parts)
+        ]
+    return [Curve(label, known, averaged=key not in _EXTREMES)]
 
 
-def _time(rows: Sequence[Row]) -> list[Figure]:
-    return [
-        Figure(
-            "Busy share",
-            "Share of the time spent working, not waiting.",
-            [
-                _curve(rows, "learner_busy_fraction", "learner"),
-                _curve(rows, "sampler_busy_fraction", "samplers"),
-            ],
-            bottom=0.0,
-            top=1.0,
-        ),
-        Figure(
-            "Wait for a verdict and for training",
-            "Seconds from a submission to its verdict, and to the first batch that trains it.",
-            [
-                _curve(rows, "verdict_latency_p50", "verdict, p50"),
-                _curve(rows, "verdict_latency_p99", "verdict, p99", averaged=False),
-                _curve(rows, "manifest_latency_p50", "batch, p50"),
-                _curve(rows, "manifest_latency_p99", "batch, p99", averaged=False),
-            ],
-            bottom=0.0,
-        ),
-        Figure(
-            "The learner's seconds",
-            "A step: log-probs before the first update, updates, and waits by whom they were for.",
-            [
-                _curve(rows, "score_s", "log-probs"),
-                _curve(rows, "update_s", "updates"),
-                *_wait_curves(rows),
-            ],
-            bottom=0.0,
-        ),
-        Figure(
-            "Learner's speed",
-            "Real tokens a second of its work, prompts included, padding not.",
-            [_curve(rows, "tokens_per_s")],
-            bottom=0.0,
-        ),
-        Figure(
-            "MFU",
-            "Useful FLOPs over what the devices could do in bfloat16: in all of the learner's "
-            "work, and in the updates alone.",
-            [_curve(rows, "mfu", "all work"), _curve(rows, "mfu_update", "updates")],
-            bottom=0.0,
-        ),
-    ]
-
-
-def _curve(rows: Sequence[Row], key: str, label: str = "", *, averaged: bool = True) -> Curve:
-    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-    return Curve(label, points, averaged)
-
-
-def _targets(rows: Sequence[Row]) -> list[int]:
-    return sorted({int(target) for row in rows for target in row.get("by_target") or {}})
-
-
-def _length_curves(rows: Sequence[Row]) -> list[Curve]:
-    return [
-        Curve(
-            str(target),
-            [
-                (row["step"], seen["length_mean"])
-                for row in rows
-                if (seen := (row.get("by_target") or {}).get(str(target)))
-                and seen.get("length_mean") is not None
-            ],
-        )
-        for target in _targets(rows)
-    ]
-
-
-def _wait_curves(rows: Sequence[Row]) -> list[Curve]:
-    timed = [(row["step"], row["waits"]) for row in rows if row.get("waits") is not None]
-    return [
-        Curve(f"for the {whom}", [(step, waits.get(whom) or 0.0) for step, waits in timed])
-        for whom in sorted({whom for _, waits in timed for whom in waits})
-    ]
+def _lengths(known: Sequence[tuple[int, Mapping]], target: str) -> list[tuple[int, float | None]]:
+    return [(step, (seen.get(target) or {}).get("length_mean")) for step, seen in known]

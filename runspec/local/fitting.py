@@ -85,10 +85,11 @@ def lacks(
         host: what was seen.
         data_bytes: of the problems' files that are still to be fetched.
     """
+    install = "install the package that offers it"
     return [
         *_devices(pool, host),
         *_build(pool, host),
-        *_plugins(spec),
+        *(Missing(path, thing, install) for path, thing in missing_plugins(spec).items()),
         *(_memory(pool, spec, config, host) if config is not None else ()),
         *(_disk(spec, config, host, data_bytes) if config is not None else ()),
     ]
@@ -163,12 +164,6 @@ def _build(pool: SamplerPool, host: Host) -> Iterator[Missing]:
     elif BUILDS[where] not in host.builds:
         others = ", ".join(host.builds) or "none that is known"
         yield Missing(path, f"vLLM for {kind} is {BUILDS[where]}; installed: {others}", install)
-
-
-def _plugins(spec: RunSpec) -> Iterator[Missing]:
-    for sentence in missing_plugins(spec):
-        path, thing = sentence.split(": ", 1)
-        yield Missing(path, thing, "install the package that offers it")
 
 
 def _memory(pool: SamplerPool, spec: RunSpec, config: ModelConfig, host: Host) -> Iterator[Missing]:

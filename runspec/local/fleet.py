@@ -1,7 +1,7 @@
-"""The supervisor's rules as a pure state machine: what to start, stop and give up, and when.
+"""The supervisor's rules: what to start, stop and give up, and when. No process and no clock.
 
 Invariants:
-- A role is started only by `Start`, and only while the run is up or draining.
+- A role is started only while the run is up or draining.
 - A role that dies is started again after a pause that doubles with each death in a row; a step
   trained while the role runs ends the row. One death more than `rules.restarts` in a row ends the
   run.
@@ -15,10 +15,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
+from typing import Literal
 
 from runspec.core.process import EXIT_FINAL
 
@@ -48,7 +48,7 @@ class Phase(StrEnum):
     KILLING = "killing"
 
 
-@dataclass(frozen=True)
+@dataclass
 class RoleState:
     """What is known of one role; times are seconds of one monotonic clock."""
 
@@ -97,77 +97,17 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Fleet:
-    """All roles of a run, and how far the run itself is."""
+class Reached:
+    """How far the run is."""
 
-    roles: Mapping[str, RoleState]
-    rules: Rules
-    phase: Phase = Phase.UP
-    since: float = 0.0
-    """When the phase began."""
-    servers_stopped: bool = False
+    stepped: bool = False
+    """A step was trained since the last look."""
     sampled: bool = False
+    """Every step has its rollouts."""
     trained: bool = False
+    """Every step is trained."""
     published: bool = False
-    renewing: str | None = None
-    """The role whose turn it is to be started again with a changed spec; until it runs again."""
-    to_renew: tuple[str, ...] = ()
-    """Those after it, in the order of their turns."""
-    outcome: Outcome | None = None
-
-    @property
-    def done(self) -> bool:
-        ending = self.phase in (Phase.STOPPING, Phase.KILLING)
-        return ending and not any(role.alive for role in self.roles.values())
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time has passed."""
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A role has shown a first sign of life: its port answers, or it has logged something."""
-
-    role: str
-
-
-@dataclass(frozen=True)
-class Exited:
-    role: str
-    code: int
-    """Exit code; negative: the signal that ended it."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """A step was trained."""
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """Every step of the run has its rollouts."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Every step of the run is trained."""
-
-
-@dataclass(frozen=True)
-class Published:
     """The last policy version is out."""
-
-
-@dataclass(frozen=True)
-class StopRequested:
-    """Ctrl-C or SIGTERM; the second one kills."""
-
-
-@dataclass(frozen=True)
-class PauseRequested:
-    """Stop as for Ctrl-C, but because someone wants the run to rest."""
 
 
 @dataclass(frozen=True)
@@ -181,191 +121,181 @@ class Changed:
     """Roles that must read the spec anew, in this order; names that are not known run elsewhere."""
 
 
-Event = (
-    Tick
-    | Ready
-    | Exited
-    | Progress
-    | Sampled
-    | Trained
-    | Published
-    | StopRequested
-    | PauseRequested
-    | Changed
-)
-
-
 @dataclass(frozen=True)
-class Start:
+class Action:
+    do: Literal["start", "stop", "kill"]
+    """`stop` is SIGTERM, `kill` is SIGKILL."""
     role: str
 
 
-@dataclass(frozen=True)
-class Stop:
-    """SIGTERM."""
+@dataclass
+class Fleet:
+    """All roles of a run, and how far the run itself is.
 
-    role: str
-
-
-@dataclass(frozen=True)
-class Kill:
-    """SIGKILL."""
-
-    role: str
-
-
-Action = Start | Stop | Kill
-
-
-def advance(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, list[Action]]:
-    """The one transition function.
-
-    Args:
-        fleet: the state before.
-        event: what happened.
-        now: seconds of the monotonic clock that the fleet's times are of.
-
-    Returns:
-        The state after, and what to do about it, in order.
+    Each method takes what has happened, and returns what to do about it, in order; nothing where it
+    returns nothing. `now` is in seconds of one monotonic clock, that of all times here.
     """
-    match event:
-        case Tick():
-            return _tick(fleet, now)
-        case Ready(role):
-            if fleet.roles[role].state is State.STARTING:
-                fleet = _with(fleet, role, state=State.RUNNING)
-        case Progress():
-            for name, known in fleet.roles.items():
-                if known.state is State.RUNNING:
-                    fleet = _with(fleet, name, deaths_in_a_row=0)
-        case Sampled():
-            fleet = replace(fleet, sampled=True)
-        case Trained():
-            fleet = replace(fleet, trained=True)
-        case Published():
-            fleet = replace(fleet, published=True)
-        case Changed(restarts, budget_ends_at, renew):
-            rules = replace(fleet.rules, restarts=restarts, budget_ends_at=budget_ends_at)
-            fleet = replace(fleet, rules=rules)
-            if fleet.phase is Phase.UP:
-                more = (r for r in renew if r in fleet.roles and r not in fleet.to_renew)
-                fleet = replace(fleet, to_renew=(*fleet.to_renew, *more))
-        case Exited(role, code):
-            return _exited(fleet, role, code, now)
-        case StopRequested():
-            if fleet.phase in (Phase.STOPPING, Phase.KILLING):
-                return _kill(fleet)
-            return _stop(fleet, Outcome("interrupted"), now)
-        case PauseRequested():
-            if fleet.phase not in (Phase.STOPPING, Phase.KILLING):
-                return _stop(fleet, Outcome("paused"), now)
-    return fleet, []
 
+    roles: dict[str, RoleState]
+    rules: Rules
+    phase: Phase = Phase.UP
+    since: float = 0.0
+    """When the phase began."""
+    servers_stopped: bool = False
+    sampled: bool = False
+    trained: bool = False
+    published: bool = False
+    renewing: str | None = None
+    """The role whose turn it is to be started again with a changed spec; until it runs again."""
+    to_renew: list[str] = field(default_factory=list)
+    """Those after it, in the order of their turns."""
+    outcome: Outcome | None = None
 
-def _tick(fleet: Fleet, now: float) -> tuple[Fleet, list[Action]]:
-    waited, rules = now - fleet.since, fleet.rules
-    match fleet.phase:
-        case Phase.STOPPING:
-            return _kill(fleet) if waited >= rules.stop_s else _stop_servers(fleet)
-        case Phase.KILLING:
-            return fleet, []
-        case Phase.DRAINING:
-            workers_left = any(fleet.roles[role].alive for role in rules.ends_when_sampled)
-            if fleet.published and (not workers_left or waited >= rules.drain_s):
-                return _stop(fleet, Outcome("finished"), now)
-            if waited >= rules.publish_s:
-                return _stop(fleet, Outcome("unpublished"), now)
-        case Phase.UP:
-            if rules.budget_ends_at is not None and now >= rules.budget_ends_at:
-                return _stop(fleet, Outcome("over_budget"), now)
-            fleet, actions = _renew(fleet, now)
-            return _start_due(fleet, now, actions)
-    return _start_due(fleet, now, [])
+    @property
+    def ending(self) -> bool:
+        return self.phase in (Phase.STOPPING, Phase.KILLING)
 
+    @property
+    def alive(self) -> list[str]:
+        """The roles with a process."""
+        return [name for name, role in self.roles.items() if role.alive]
 
-def _start_due(fleet: Fleet, now: float, actions: list[Action]) -> tuple[Fleet, list[Action]]:
-    for name, role in fleet.roles.items():
-        due = role.state is State.BACKOFF and now >= role.retry_at
-        if due or role.state is State.WAITING:
-            fleet = _with(
-                fleet, name, state=State.STARTING, restarts=role.restarts + (1 if due else 0)
-            )
-            actions = [*actions, Start(name)]
-    return fleet, actions
+    @property
+    def done(self) -> bool:
+        return self.ending and not self.alive
 
+    def ready(self, role: str, now: float) -> list[Action]:
+        """A role has shown a first sign of life: its port answers, or it has logged something."""
+        if self.roles[role].state is State.STARTING:
+            self.roles[role].state = State.RUNNING
+        return []
 
-def _renew(fleet: Fleet, now: float) -> tuple[Fleet, list[Action]]:
-    """Gives the next role its turn once the one before runs again."""
-    if fleet.renewing is not None:
-        role = fleet.roles[fleet.renewing]
-        if role.state is State.RENEWING and now >= role.retry_at:
-            return _with(fleet, fleet.renewing, retry_at=inf), [Kill(fleet.renewing)]
-        if role.state not in (State.RUNNING, State.FINISHED):
-            return fleet, []
-    if not fleet.to_renew:
-        return replace(fleet, renewing=None), []
-    name, *rest = fleet.to_renew
-    fleet = replace(fleet, renewing=name, to_renew=tuple(rest))
-    if not fleet.roles[name].alive:  # whenever it starts, it reads what is there by then
-        return fleet, []
-    fleet = _with(fleet, name, state=State.RENEWING, retry_at=now + fleet.rules.stop_s)
-    return fleet, [Stop(name)]
+    def reached(self, reached: Reached) -> None:
+        """The run was looked at."""
+        self.sampled |= reached.sampled
+        self.trained |= reached.trained
+        self.published |= reached.published
+        if reached.stepped:
+            for role in self.roles.values():
+                if role.state is State.RUNNING:
+                    role.deaths_in_a_row = 0
 
+    def changed(self, changed: Changed) -> None:
+        """The run has taken another spec."""
+        self.rules = replace(
+            self.rules, restarts=changed.restarts, budget_ends_at=changed.budget_ends_at
+        )
+        if self.phase is Phase.UP:
+            known = [role for role in changed.renew if role in self.roles]
+            self.to_renew = list(dict.fromkeys([*self.to_renew, *known]))
 
-def _exited(fleet: Fleet, role: str, code: int, now: float) -> tuple[Fleet, list[Action]]:
-    if fleet.phase in (Phase.STOPPING, Phase.KILLING):
-        return _with(fleet, role, state=_at_rest(fleet.outcome)), []
-    if code == 0 and role in fleet.rules.ends_run and fleet.trained:
-        fleet = _with(fleet, role, state=State.FINISHED)
-        drained = replace(fleet, phase=Phase.DRAINING, since=now, renewing=None, to_renew=())
-        return drained, []
-    draining = fleet.phase is Phase.DRAINING
-    if role in fleet.rules.ends_when_sampled and (draining or (code == 0 and fleet.sampled)):
-        return _with(fleet, role, state=State.FINISHED), []
-    # Any other exit 0 is a death too: someone sent it SIGTERM, and the run needs it.
-    if code == EXIT_FINAL:
-        fleet = _with(fleet, role, state=State.FAILED)
-        return _stop(fleet, Outcome("stopped", role, code), now)
-    if fleet.roles[role].state is State.RENEWING:
-        return _with(fleet, role, state=State.WAITING), []
-    deaths = fleet.roles[role].deaths_in_a_row + 1
-    if deaths > fleet.rules.restarts:
-        fleet = _with(fleet, role, state=State.FAILED, deaths_in_a_row=deaths)
-        return _stop(fleet, Outcome("failed", role, code), now)
-    pause = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (deaths - 1))
-    return _with(fleet, role, state=State.BACKOFF, deaths_in_a_row=deaths, retry_at=now + pause), []
+    def interrupted(self, now: float) -> list[Action]:
+        """Ctrl-C or SIGTERM; the second one kills."""
+        return self._kill() if self.ending else self._stop(Outcome("interrupted"), now)
 
+    def paused(self, now: float) -> list[Action]:
+        """Someone wants the run to rest: it stops as for Ctrl-C."""
+        return [] if self.ending else self._stop(Outcome("paused"), now)
 
-def _stop(fleet: Fleet, outcome: Outcome, now: float) -> tuple[Fleet, list[Action]]:
-    for name, role in fleet.roles.items():
-        if role.state is State.BACKOFF:
-            fleet = _with(fleet, name, state=_at_rest(outcome))
-    fleet = replace(
-        fleet, phase=Phase.STOPPING, outcome=outcome, since=now, renewing=None, to_renew=()
-    )
-    return fleet, [Stop(name) for name in _alive(fleet) if name not in fleet.rules.servers]
+    def exited(self, name: str, code: int, now: float) -> list[Action]:
+        """A role has ended, by an exit code or, negative, by a signal."""
+        role, rules = self.roles[name], self.rules
+        if self.ending:
+            role.state = self._at_rest()
+            return []
+        if code == 0 and name in rules.ends_run and self.trained:
+            role.state = State.FINISHED
+            self._begin(Phase.DRAINING, now)
+            return []
+        draining = self.phase is Phase.DRAINING
+        if name in rules.ends_when_sampled and (draining or (code == 0 and self.sampled)):
+            role.state = State.FINISHED
+            return []
+        # Any other exit 0 is a death too: someone sent it SIGTERM, and the run needs it.
+        if code == EXIT_FINAL:
+            role.state = State.FAILED
+            return self._stop(Outcome("stopped", name, code), now)
+        if role.state is State.RENEWING:
+            role.state = State.WAITING
+            return []
+        role.deaths_in_a_row += 1
+        if role.deaths_in_a_row > rules.restarts:
+            role.state = State.FAILED
+            return self._stop(Outcome("failed", name, code), now)
+        role.state = State.BACKOFF
+        pause = BACKOFF_FIRST_S * 2 ** (role.deaths_in_a_row - 1)
+        role.retry_at = now + min(BACKOFF_MAX_S, pause)
+        return []
 
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        waited, rules = now - self.since, self.rules
+        match self.phase:
+            case Phase.STOPPING:
+                return self._kill() if waited >= rules.stop_s else self._stop_servers()
+            case Phase.KILLING:
+                return []
+            case Phase.DRAINING:
+                workers_left = not rules.ends_when_sampled.isdisjoint(self.alive)
+                if self.published and (not workers_left or waited >= rules.drain_s):
+                    return self._stop(Outcome("finished"), now)
+                if waited >= rules.publish_s:
+                    return self._stop(Outcome("unpublished"), now)
+                return self._start_due(now)
+            case Phase.UP:
+                if rules.budget_ends_at is not None and now >= rules.budget_ends_at:
+                    return self._stop(Outcome("over_budget"), now)
+                return self._renew(now) + self._start_due(now)
 
-def _stop_servers(fleet: Fleet) -> tuple[Fleet, list[Action]]:
-    alive = _alive(fleet)
-    if fleet.servers_stopped or not fleet.rules.servers.issuperset(alive):
-        return fleet, []
-    return replace(fleet, servers_stopped=True), [Stop(name) for name in alive]
+    def _start_due(self, now: float) -> list[Action]:
+        actions = []
+        for name, role in self.roles.items():
+            due = role.state is State.BACKOFF and now >= role.retry_at
+            if due or role.state is State.WAITING:
+                role.state = State.STARTING
+                role.restarts += due
+                actions.append(Action("start", name))
+        return actions
 
+    def _renew(self, now: float) -> list[Action]:
+        """Gives the next role its turn once the one before runs again."""
+        if self.renewing is not None:
+            role = self.roles[self.renewing]
+            if role.state is State.RENEWING and now >= role.retry_at:
+                role.retry_at = inf
+                return [Action("kill", self.renewing)]
+            if role.state not in (State.RUNNING, State.FINISHED):
+                return []
+        self.renewing = self.to_renew.pop(0) if self.to_renew else None
+        if self.renewing is None or not self.roles[self.renewing].alive:
+            return []  # whenever a role starts, it reads what is there by then
+        role = self.roles[self.renewing]
+        role.state, role.retry_at = State.RENEWING, now + self.rules.stop_s
+        return [Action("stop", self.renewing)]
 
-def _at_rest(outcome: Outcome | None) -> State:
-    """What a role is that was stopped: finished with the run, or waiting for the next `apply`."""
-    return State.FINISHED if outcome and outcome.kind == "finished" else State.WAITING
+    def _begin(self, phase: Phase, now: float) -> None:
+        self.phase, self.since = phase, now
+        self.renewing, self.to_renew = None, []
 
+    def _stop(self, outcome: Outcome, now: float) -> list[Action]:
+        self._begin(Phase.STOPPING, now)
+        self.outcome = outcome
+        for role in self.roles.values():
+            if role.state is State.BACKOFF:
+                role.state = self._at_rest()
+        return [Action("stop", name) for name in self.alive if name not in self.rules.servers]
 
-def _kill(fleet: Fleet) -> tuple[Fleet, list[Action]]:
-    return replace(fleet, phase=Phase.KILLING), [Kill(name) for name in _alive(fleet)]
+    def _stop_servers(self) -> list[Action]:
+        if self.servers_stopped or not self.rules.servers.issuperset(self.alive):
+            return []
+        self.servers_stopped = True
+        return [Action("stop", name) for name in self.alive]
 
+    def _kill(self) -> list[Action]:
+        self.phase = Phase.KILLING
+        return [Action("kill", name) for name in self.alive]
 
-def _alive(fleet: Fleet) -> list[str]:
-    return [name for name, role in fleet.roles.items() if role.alive]
-
-
-def _with(fleet: Fleet, role: str, **changes: object) -> Fleet:
-    changed = replace(fleet.roles[role], **changes)  # type: ignore[arg-type]
-    return replace(fleet, roles={**fleet.roles, role: changed})
+    def _at_rest(self) -> State:
+        """What a role is that was stopped: finished with the run, or waiting for the next start."""
+        finished = self.outcome is not None and self.outcome.kind == "finished"
+        return State.FINISHED if finished else State.WAITING

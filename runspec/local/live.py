@@ -21,7 +21,7 @@ from runspec.core.spec.resolved import MAX_BYTES, dump_resolved, parse_resolved,
 from runspec.core.spec.role_names import elsewhere, validator_names, worker_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local import budget
-from runspec.local.fleet import Changed, Event, PauseRequested
+from runspec.local.fleet import Changed
 from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec
 from runspec.local.run_dir import EXIT_LOCKED, holder
@@ -46,7 +46,8 @@ class NotTaken(UserError):
 class Taken:
     """What a supervisor is to do about a request."""
 
-    event: Event
+    change: Changed | None
+    """None: the run is to pause."""
     roles: Mapping[str, RoleSpec]
     """How roles are started from now on."""
 
@@ -143,7 +144,7 @@ class LiveRun:
             UserError: it is refused; nothing has changed.
         """
         if request.kind == PAUSE:
-            return Taken(PauseRequested(), {})
+            return Taken(None, {})
         if request.kind != CHANGE:
             raise UserError(f"unknown request {request.kind!r}")
         try:
@@ -175,8 +176,8 @@ class LiveRun:
         if self._signed_roles() != signed_before:
             # A longer budget needs signatures that last as long; these two hand them out.
             renew = list(dict.fromkeys(["coordinator", "publisher", *renew]))
-        event = Changed(new.placement.restarts, self.budget_ends_at(), tuple(renew))
-        return Taken(event, {role.name: role for role in roles})
+        change = Changed(new.placement.restarts, self.budget_ends_at(), tuple(renew))
+        return Taken(change, {role.name: role for role in roles})
 
     def _signed_roles(self) -> bytes:
         path = self.run.identity.roles_file

@@ -102,7 +102,7 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
         *_devices(spec, facts),
         *_model(spec, found),
         *_tokenizer(spec, found),
-        *_plugins(spec),
+        *(Missing(path, thing) for path, thing in missing_plugins(spec).items()),
         *_data(spec),
         *_secrets(spec, facts),
         *_identity(spec, run_dir, facts),
@@ -191,13 +191,14 @@ def _groups_here(spec: RunSpec) -> Container[str]:
 
 
 def _model(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
-    if spec.model.hf is not None and found.model is None:
-        at = f" at {spec.model.revision}" if spec.model.revision else ""
-        yield Missing(
-            "model.hf",
-            f"no weights of {spec.model.hf}{at} on this machine",
-            f"hf download {spec.model.hf}",
-        )
+    model = spec.model
+    if model.hf is not None and found.model is None:
+        yield _not_here("model.hf", "weights", model.hf, model.revision)
+
+
+def _not_here(path: str, files: str, hf: str, revision: str | None) -> Missing:
+    at = f" at {revision}" if revision else ""
+    return Missing(path, f"no {files} of {hf}{at} on this machine", f"hf download {hf}")
 
 
 def _tokenizer(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
@@ -210,25 +211,13 @@ def _tokenizer(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
             "a model that the run makes has the tokenizer of its warm start",
             "leave it out, or name a model with model.hf",
         )
-        return
-    if found.tokenizer is None:
-        at = f" at {asked.revision}" if asked.revision else ""
-        yield Missing(
-            "model.tokenizer",
-            f"no tokenizer.json of {asked.hf}{at} on this machine",
-            f"hf download {asked.hf}",
-        )
+    elif found.tokenizer is None:
+        yield _not_here("model.tokenizer", "tokenizer.json", asked.hf, asked.revision)
     elif found.model is not None:
         try:
             require_fitting(found.tokenizer, found.model)
         except UserError as error:
             yield Missing("model.tokenizer", f"{error.place}: {error.thing}", error.remedy)
-
-
-def _plugins(spec: RunSpec) -> Iterator[Missing]:
-    for sentence in missing_plugins(spec):
-        path, thing = sentence.split(": ", 1)
-        yield Missing(path, thing)
 
 
 def _data(spec: RunSpec) -> Iterator[Missing]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.spec.role_names import elsewhere, learner_names, validator_names, worker_names
-from runspec.core.spec.schema import Mesh, RunSpec
+from runspec.core.spec.schema import RunSpec
 from runspec.local.cores import (
     assign_cores,
     jax_environment,
@@ -188,10 +188,6 @@ def _secrets(spec: RunSpec, machine: Machine) -> dict[str, str]:
     }
 
 
-def mesh_devices(mesh: Mesh) -> int:
-    return mesh.data * mesh.fsdp * mesh.context * mesh.tensor
-
-
 def _joining(endpoints: Endpoints, process: int) -> tuple[str, ...]:
     """How the processes of a learner find each other; nothing for a single one."""
     if endpoints.learner is None:
@@ -206,7 +202,7 @@ def _learner_env(
 ) -> dict[str, str]:
     """Environment of the learner's process `name`, one of `hosts`."""
     learner = run.spec.learner
-    kind, devices = learner.hardware.kind, mesh_devices(learner.mesh) // hosts
+    kind, devices = learner.hardware.kind, learner.mesh.devices // hosts
     return (
         thread_limits(cores)
         | jax_environment(run.machine.env, on_cpu=kind == "cpu", devices=devices)

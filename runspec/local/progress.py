@@ -13,7 +13,7 @@ from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import last_lines
 from runspec.local.endpoints import address
-from runspec.local.fleet import Event, Progress, Published, Sampled, Trained
+from runspec.local.fleet import Reached
 from runspec.local.metrics import FILE_NAME, JsonLines, Row, latest_by_step
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.layout import step_folder
@@ -52,24 +52,21 @@ class RunProgress:
         """What the coordinator waits for."""
         return self._note
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> Reached:
         now = time.monotonic()
         if now - self._asked_at >= ASK_EVERY_S:
             self._asked_at = now
             waiting_for = coordinator_status(self._coordinator).get("waiting_for")
             self._note = f"waiting for {waiting_for}" if waiting_for else ""
-        events: list[Event] = []
         new = self._lines.new_rows()
         if new:
             self._rows = latest_by_step([*self._rows, *new])
-            events.append(Progress())
-        if self._rows and self._rows[-1]["step"] >= self._steps - 1:
-            events.append(Trained())
-        if self._last_batch.exists():
-            events.append(Sampled())
-        if self._last_version.exists():
-            events.append(Published())
-        return events
+        return Reached(
+            stepped=bool(new),
+            sampled=self._last_batch.exists(),
+            trained=bool(self._rows) and self._rows[-1]["step"] >= self._steps - 1,
+            published=self._last_version.exists(),
+        )
 
 
 class StageProgress:
@@ -86,8 +83,9 @@ class StageProgress:
         """The last line that the stage has logged, without its time and level."""
         return re.sub(r"^\S+ \S+ [A-Z] ", "", "".join(last_lines(self._log, 1)))
 
-    def poll(self) -> list[Event]:
-        return [Sampled(), Trained(), Published()] if self._product.exists() else []
+    def poll(self) -> Reached:
+        there = self._product.exists()
+        return Reached(sampled=there, trained=there, published=there)
 
 
 def coordinator_status(url: str) -> dict[str, Any]:

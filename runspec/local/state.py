@@ -12,13 +12,14 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runspec.core.errors import UserError
 from verify.formats.layout import STATE_FILE
 
+T = TypeVar("T", "RunRow", "RoleRow", "EventRow", "SessionRow", "AppliedRow", "RequestRow")
 BUSY_S = 10.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (
@@ -158,13 +159,8 @@ class RunState:
             "UPDATE session SET seen = ? WHERE id = (SELECT max(id) FROM session)", (time.time(),)
         )
 
-    def set_role(
-        self, name: str, state: str, restarts: int, pid: int | None, born: int | None
-    ) -> None:
-        self._write(
-            "INSERT OR REPLACE INTO role VALUES (?, ?, ?, ?, ?, ?)",
-            (name, state, restarts, pid, born, time.time()),
-        )
+    def set_role(self, role: RoleRow) -> None:
+        self._write("INSERT OR REPLACE INTO role VALUES (?, ?, ?, ?, ?, ?)", astuple(role))
 
     def add_event(self, role: str, text: str) -> None:
         self._write(
@@ -173,23 +169,19 @@ class RunState:
 
     def add_applied(self, spec_digest: str, what: Sequence[str]) -> int:
         """Records a change of the run; returns its serial."""
-        with self._errors():
-            added = self._db.execute(
-                "INSERT INTO applied (time, spec_digest, what) VALUES (?, ?, ?)",
-                (time.time(), spec_digest, json.dumps(list(what))),
-            )
+        serial = self._write(
+            "INSERT INTO applied (time, spec_digest, what) VALUES (?, ?, ?)",
+            (time.time(), spec_digest, json.dumps(list(what))),
+        )
         self._write("UPDATE run SET spec_digest = ?", (spec_digest,))
-        return int(added.lastrowid or 0)
+        return serial
 
     def ask(self, kind: str, payload: Mapping[str, Any]) -> int:
         """Leaves a request for the supervisor; returns its id."""
-        with self._errors():
-            added = self._db.execute(
-                "INSERT INTO request (time, kind, payload, state, answer)"
-                " VALUES (?, ?, ?, 'asked', '')",
-                (time.time(), kind, json.dumps(payload)),
-            )
-        return int(added.lastrowid or 0)
+        return self._write(
+            "INSERT INTO request VALUES (NULL, ?, ?, ?, 'asked', '')",
+            (time.time(), kind, json.dumps(payload)),
+        )
 
     def answer(self, request: int, state: str, text: str) -> None:
         """Says what became of a request: taken, done or refused."""
@@ -197,65 +189,62 @@ class RunState:
 
     def asked(self) -> list[RequestRow]:
         """Requests that nobody has taken yet, oldest first."""
-        return self._requests("WHERE state = 'asked' ORDER BY id")
+        return self._rows(RequestRow, "FROM request WHERE state = 'asked' ORDER BY id")
 
     def request(self, request: int) -> RequestRow | None:
-        rows = self._requests("WHERE id = ?", (request,))
-        return rows[0] if rows else None
+        return self._row(RequestRow, "FROM request WHERE id = ?", request)
 
     def serial(self) -> int:
         """Of the newest change; 0 for a run that was never applied."""
-        return int(self._read("SELECT coalesce(max(serial), 0) FROM applied")[0][0])
+        return int(self._number("SELECT coalesce(max(serial), 0) FROM applied"))
 
     def applied(self) -> list[AppliedRow]:
         """Every change of the run, oldest first."""
-        rows = self._read("SELECT serial, time, spec_digest, what FROM applied ORDER BY serial")
-        return [
-            AppliedRow(serial, at, digest, json.loads(what)) for serial, at, digest, what in rows
-        ]
+        rows = self._rows(AppliedRow, "FROM applied ORDER BY serial")
+        return [replace(row, what=json.loads(str(row.what))) for row in rows]
 
     def run(self) -> RunRow | None:
-        rows = self._read(
-            "SELECT name, spec_digest, steps, state, reason, started, finished FROM run"
-        )
-        return RunRow(*rows[0]) if rows else None
+        return self._row(RunRow, "FROM run")
 
     def roles(self) -> list[RoleRow]:
-        rows = self._read("SELECT name, state, restarts, pid, born, since FROM role ORDER BY rowid")
-        return [RoleRow(*row) for row in rows]
+        return self._rows(RoleRow, "FROM role ORDER BY rowid")
 
     def events(self, limit: int | None = None, *, after: int = 0) -> list[EventRow]:
         """The newest `limit` events later than that of id `after`, oldest first."""
-        rows = self._read(
-            "SELECT time, role, text, id FROM event WHERE id > ? ORDER BY id DESC LIMIT ?",
-            (after, -1 if limit is None else limit),
-        )
-        return [EventRow(*row) for row in reversed(rows)]
+        most = -1 if limit is None else limit
+        newest = "FROM event WHERE id > ? ORDER BY id DESC LIMIT ?"
+        return self._rows(EventRow, newest, after, most)[::-1]
 
     def session(self) -> SessionRow | None:
         """The newest."""
-        rows = self._read("SELECT started, seen FROM session ORDER BY id DESC LIMIT 1")
-        return SessionRow(*rows[0]) if rows else None
+        return self._row(SessionRow, "FROM session ORDER BY id DESC LIMIT 1")
 
     def sessions(self) -> int:
         """How often the run was started."""
-        return int(self._read("SELECT count(*) FROM session")[0][0])
+        return int(self._number("SELECT count(*) FROM session"))
 
     def wall_s(self) -> float:
         """Seconds that the run was up, over all its sessions."""
-        return float(self._read("SELECT coalesce(sum(seen - started), 0) FROM session")[0][0])
+        return self._number("SELECT coalesce(sum(seen - started), 0) FROM session")
 
-    def _requests(self, where: str, values: tuple = ()) -> list[RequestRow]:
-        columns = "SELECT id, time, kind, payload, state, answer FROM request "
-        return [RequestRow(*row) for row in self._read(columns + where, values)]
-
-    def _write(self, statement: str, values: tuple = ()) -> None:
+    def _write(self, statement: str, values: tuple = ()) -> int:
+        """Returns the id of the row that was inserted, if one was."""
         with self._errors():
-            self._db.execute(statement, values)
+            return self._db.execute(statement, values).lastrowid or 0
 
-    def _read(self, statement: str, values: tuple = ()) -> list[tuple]:
+    def _number(self, statement: str) -> float:
         with self._errors():
-            return self._db.execute(statement, values).fetchall()
+            return float(self._db.execute(statement).fetchone()[0])
+
+    def _row(self, kind: type[T], where: str, *values: object) -> T | None:
+        return next(iter(self._rows(kind, where, *values)), None)
+
+    def _rows(self, kind: type[T], where: str, *values: object) -> list[T]:
+        """Rows as values of a dataclass, whose fields are columns."""
+        columns = ", ".join(kind.__dataclass_fields__)
+        with self._errors():
+            found = self._db.execute(f"SELECT {columns} {where}", values).fetchall()
+        return [kind(*row) for row in found]
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

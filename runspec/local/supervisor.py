@@ -1,4 +1,4 @@
-"""The thin rim around `fleet`: turns processes and files into events, and actions into signals."""
+"""The thin rim around `fleet`: tells it of processes and files, and turns actions into signals."""
 
 from __future__ import annotations
 
@@ -6,33 +6,18 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from runspec.core.errors import UserError
 from runspec.local.children import Child, birth, start_child, stop_children
 from runspec.local.conditions import alarm_text
-from runspec.local.fleet import (
-    Action,
-    Event,
-    Exited,
-    Fleet,
-    Kill,
-    Outcome,
-    Ready,
-    RoleState,
-    Rules,
-    Start,
-    State,
-    Stop,
-    StopRequested,
-    Tick,
-    advance,
-)
+from runspec.local.fleet import Action, Fleet, Outcome, Reached, RoleState, Rules, State
 from runspec.local.live import CHANGE, Taken
 from runspec.local.metrics import Row
 from runspec.local.processes import RoleSpec
-from runspec.local.state import RequestRow, RunState
+from runspec.local.state import RequestRow, RoleRow, RunState
 
 POLL_S = 0.1
 SEEN_EVERY_S = 2.0
@@ -50,18 +35,8 @@ class Progress(Protocol):
     def note(self) -> str:
         """One line on what the run is at; may be empty."""
 
-    def poll(self) -> list[Event]:
-        """What has happened since the last call."""
-
-
-@dataclass(frozen=True)
-class RoleView:
-    """One role, to be shown."""
-
-    name: str
-    state: str
-    restarts: int
-    pid: int | None
+    def poll(self) -> Reached:
+        """How far the run is."""
 
 
 class Watcher(Protocol):
@@ -70,7 +45,7 @@ class Watcher(Protocol):
     def event(self, role: str, text: str) -> None:
         """A role changed its state."""
 
-    def show(self, rows: Sequence[Row], roles: Sequence[RoleView], note: str) -> None:
+    def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
         """The state of things, several times a second."""
 
 
@@ -110,6 +85,7 @@ class Supervisor:
         self._open: dict[RequestRow, str] = {}
         self._stops_handled = 0
         self._children: dict[str, Child] = {}
+        self._told: dict[str, RoleRow] = {}
         self._seen = 0.0
         self._alarmed = False
         self._fleet = Fleet({role.name: RoleState() for role in roles}, rules)
@@ -123,12 +99,15 @@ class Supervisor:
         self._session.logs.mkdir(parents=True, exist_ok=True)
         try:
             while not self._fleet.done:
-                exits = self._exits_and_signs()
+                exits = {name: child.exit_code() for name, child in self._children.items()}
                 # Looked at after the exits and handled before them: a worker ends because the last
                 # step has its rollouts, so by then the file that says so is there.
-                for event in [*self._progress.poll(), *self._stops(), *self._asked(), *exits]:
-                    self._handle(event)
-                self._handle(Tick())
+                self._fleet.reached(self._progress.poll())
+                self._interrupt()
+                self._take()
+                for name, code in exits.items():
+                    self._look_at(name, code)
+                self._handle(self._fleet.tick)
                 self._answer()
                 self._report()
                 if not self._fleet.done:
@@ -139,24 +118,22 @@ class Supervisor:
         assert outcome is not None, "a fleet is done only by an outcome"
         return outcome
 
-    def _exits_and_signs(self) -> list[Event]:
-        events: list[Event] = []
-        for name, child in list(self._children.items()):
-            code = child.exit_code()
-            if code is not None:
-                events.append(Exited(name, code))
-            elif self._fleet.roles[name].state is State.STARTING and child.ready():
-                events.append(Ready(name))
-        return events
+    def _look_at(self, name: str, code: int | None) -> None:
+        starting = self._fleet.roles[name].state is State.STARTING
+        if code is not None:
+            del self._children[name]
+            self._handle(partial(self._fleet.exited, name, code), {name: code})
+        elif starting and self._children[name].ready():
+            self._handle(partial(self._fleet.ready, name))
 
-    def _stops(self) -> list[Event]:
+    def _interrupt(self) -> None:
         new = self._session.stop_requests() - self._stops_handled
         self._stops_handled += new
-        return [StopRequested()] * new
+        for _ in range(new):
+            self._handle(self._fleet.interrupted)
 
-    def _asked(self) -> list[Event]:
+    def _take(self) -> None:
         """Takes what others ask for; each request gets an answer, and no error ends the run."""
-        events: list[Event] = []
         for request in self._session.state.asked():
             try:
                 taken = self._session.take(request)
@@ -165,8 +142,10 @@ class Supervisor:
                 continue
             self._specs |= {name: taken.roles[name] for name in self._specs & taken.roles.keys()}
             self._open[request] = ""
-            events.append(taken.event)
-        return events
+            if taken.change is None:
+                self._handle(self._fleet.paused)
+            else:
+                self._fleet.changed(taken.change)
 
     def _answer(self) -> None:
         """Tells whoever asked what the roles are at, and what came of it."""
@@ -191,37 +170,37 @@ class Supervisor:
             return "refused", f"the run was ending by itself ({fleet.outcome.kind})"
         if fleet.done:
             return "done", "every role has ended"
-        alive = [name for name, role in fleet.roles.items() if role.alive]
-        return "taken", f"waits for {', '.join(alive)} to end"
+        return "taken", f"waits for {', '.join(fleet.alive)} to end"
 
-    def _handle(self, event: Event) -> None:
-        if isinstance(event, Exited):
-            del self._children[event.role]
-        before = self._fleet
-        self._fleet, actions = advance(before, event, time.monotonic())
-        for action in actions:
+    def _handle(
+        self, happened: Callable[[float], list[Action]], exits: Mapping[str, int] | None = None
+    ) -> None:
+        before = {name: role.state for name, role in self._fleet.roles.items()}
+        for action in happened(time.monotonic()):
             self._act(action)
         for name, role in self._fleet.roles.items():
-            if role.state is not before.roles[name].state:
-                self._tell(name, role, event)
+            if role.state is not before[name]:
+                # One role's end can stop the others too: only its own is told of it.
+                self._tell(name, role, (exits or {}).get(name))
 
     def _act(self, action: Action) -> None:
-        match action:
-            case Start(role):
-                self._children[role] = start_child(self._specs[role], self._session.logs)
-            case Stop(role):
-                self._children[role].send(signal.SIGTERM)
-            case Kill(role):
-                self._children[role].send(signal.SIGKILL)
+        match action.do:
+            case "start":
+                child = start_child(self._specs[action.role], self._session.logs)
+                self._children[action.role] = child
+            case "stop":
+                self._children[action.role].send(signal.SIGTERM)
+            case "kill":
+                self._children[action.role].send(signal.SIGKILL)
 
-    def _tell(self, name: str, role: RoleState, event: Event) -> None:
+    def _tell(self, name: str, role: RoleState, code: int | None) -> None:
         child = self._children.get(name)
         pid = child.pid if child else None
         born = birth(pid) if pid else None
-        self._session.state.set_role(name, role.state, role.restarts, pid, born)
-        # One role's end can stop the others too: only its own is told of it.
-        exited = event if isinstance(event, Exited) and event.role == name else None
-        self._event(name, _describe(role, pid, exited))
+        row = RoleRow(name, role.state, role.restarts, pid, born, time.time())
+        self._told[name] = row
+        self._session.state.set_role(row)
+        self._event(name, _describe(role, pid, code))
 
     def _event(self, name: str, text: str) -> None:
         self._session.state.add_event(name, text)
@@ -233,7 +212,8 @@ class Supervisor:
             self._session.state.seen()
             self._seen = now
         self._alarm()
-        self._session.watcher.show(self._progress.rows, self._views(), self._progress.note)
+        roles = list(self._told.values())
+        self._session.watcher.show(self._progress.rows, roles, self._progress.note)
 
     def _alarm(self) -> None:
         """Tells once that the samplers' log-probs are off, and again after they were not."""
@@ -242,18 +222,9 @@ class Supervisor:
             self._event("learner", text)
         self._alarmed = bool(text)
 
-    def _views(self) -> list[RoleView]:
-        children: Mapping[str, Child] = self._children
-        return [
-            RoleView(
-                name, role.state, role.restarts, children[name].pid if name in children else None
-            )
-            for name, role in self._fleet.roles.items()
-        ]
 
-
-def _describe(role: RoleState, pid: int | None, exited: Exited | None) -> str:
-    how = f"{describe_exit(exited.code)}, " if exited else ""
+def _describe(role: RoleState, pid: int | None, code: int | None) -> str:
+    how = "" if code is None else f"{describe_exit(code)}, "
     match role.state:
         case State.STARTING:
             again = f", restart {role.restarts}" if role.restarts else ""

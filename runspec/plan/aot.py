@@ -3,7 +3,6 @@ own, and what the compiler says of one device.
 
     report = compile_step(spec, config)
     report.fits                     # None where the device's memory is not known
-    report.as_dict()                # `aot` of `plan --json`
 
 The process is `python -m learner_jax aot`: TPUs need libtpu (`make aot`) and no chip, a CPU needs
 nothing, GPUs one that is present.
@@ -15,7 +14,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -70,10 +69,6 @@ class AotReport:
     `does_not_fit` the compiler's words."""
     resident: Mapping[str, int]
     """Bytes that the learner holds, by what they are."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return asdict(self)
 
 
 def compile_step(

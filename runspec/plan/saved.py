@@ -13,13 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from runspec.core import distribution
 from runspec.core.canonical import canonical_json, parse_object
-from runspec.core.errors import UserError
+from runspec.core.errors import BadUsage, UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.hashing import digest_bytes, is_digest
+from runspec.core.hashing import digest_bytes
 from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
 from runspec.core.spec.resolved import dump_resolved, parse_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
@@ -27,24 +29,10 @@ from runspec.core.spec.schema import RunSpec
 KIND = "Plan"
 MAX_BYTES = MAX_SPEC_BYTES + 64 * 1024
 _MARK = re.compile(rb'"kind"\s*:\s*"Plan"')
-_FIELDS = {
-    "kind": str,
-    "version": str,
-    "runspec": str,
-    "run": str,
-    "created": float,
-    "serial": int,
-    "state_digest": str | None,
-    "spec_digest": str,
-    "spec": dict,
-    "digest": str,
-}
 
 
-class BadPlan(UserError):
+class BadPlan(BadUsage):
     """A file that says it is a plan and is none that can be believed."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -65,6 +53,26 @@ class SavedPlan:
     seen: Seen
     created: float
     """Seconds since the epoch."""
+
+
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Document(BaseModel):
+    """The file's content."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    kind: Literal["Plan"]
+    version: str
+    runspec: str
+    run: str
+    created: float
+    serial: NonNegativeInt
+    state_digest: _Digest | None
+    spec_digest: str
+    spec: dict[str, Any]
+    digest: str
 
 
 def save_plan(path: Path, plan: SavedPlan) -> None:
@@ -115,18 +123,15 @@ def _parse(content: Mapping[str, Any], place: str) -> SavedPlan:
     made_by, ours = content.get("runspec"), version(distribution.NAME)
     if made_by != ours:
         raise ValueError(f"made by runspec {str(made_by)[:40]!r}, this is {ours!r}")
-    if content.keys() != _FIELDS.keys():
-        raise ValueError(f"keys {sorted(content.keys() ^ _FIELDS.keys())!r:.200}")
-    for name, kind in _FIELDS.items():
-        if not isinstance(content[name], kind) or isinstance(content[name], bool):
-            raise ValueError(f"{name} is no {getattr(kind, '__name__', kind)}")
+    try:
+        said = _Document.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{first['loc'][0]}: {first['msg']}") from error
     signed = {name: value for name, value in content.items() if name != "digest"}
-    if digest_bytes(canonical_json(signed)) != content["digest"]:
+    if digest_bytes(canonical_json(signed)) != said.digest:
         raise ValueError("its content was edited: the digest is another")
-    if content["state_digest"] is not None and not is_digest(content["state_digest"]):
-        raise ValueError("state_digest is no digest")
-    spec = parse_resolved(canonical_json(content["spec"]), place=place)
-    said, found = (content["run"], content["spec_digest"]), (spec.name, spec_digest(spec))
-    if said != found or content["serial"] < 0:
+    spec = parse_resolved(canonical_json(said.spec), place=place)
+    if (said.run, said.spec_digest) != (spec.name, spec_digest(spec)):
         raise ValueError("what it says of its spec does not fit the spec")
-    return SavedPlan(spec, Seen(content["serial"], content["state_digest"]), content["created"])
+    return SavedPlan(spec, Seen(said.serial, said.state_digest), said.created)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runspec.core.canonical import MalformedJson, parse_object
-from runspec.core.errors import UserError
-from runspec.core.files import read_bounded
-from runspec.core.models.config import MAX_BYTES, ModelConfig, parse_config
+from runspec.core.models.config import CONFIG_NAME, ModelConfig, load_config, parse_config
 from runspec.core.models.named_models import named_model
 from runspec.core.spec.schema import RunSpec
 
@@ -31,14 +29,10 @@ def model_config(spec: RunSpec, folder: Path = Path()) -> ModelConfig | None:
         return parse_config(fields, place="model.shape")
     if hf is None:
         return None
-    local = folder / hf / "config.json"
-    try:
-        if not local.is_file():
-            return _named(hf)
-        data = parse_object(read_bounded(local, MAX_BYTES), max_bytes=MAX_BYTES)
-    except (OSError, MalformedJson) as error:
-        raise UserError(f"no model config: {error}", place=str(local)) from error
-    return parse_config(data, place=str(local))
+    with suppress(OSError):  # a name that can be no path
+        if (folder / hf / CONFIG_NAME).is_file():
+            return load_config(folder / hf)
+    return _named(hf)
 
 
 @cache

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from runspec.core.files import write_atomic
 from runspec.core.spec.field_docs import block_doc, field_doc
-from runspec.core.spec.field_types import default_value, is_leaf, type_words
+from runspec.core.spec.field_types import counted_type, default_words
 from runspec.core.spec.schema import Block
-from runspec.core.spec.schema_fields import SchemaField, schema_fields
-from runspec.core.spec.yaml_text import yaml_scalar
+from runspec.core.spec.schema_fields import SchemaField, fields_in, schema_fields
 
 BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->\n"
 
@@ -37,35 +36,22 @@ def with_table(page: str) -> str:
 def _block(block: type[Block], homes: list[str]) -> str:
     first = homes[0]
     title = ", ".join(f"`{home}`" for home in homes) if first else "The spec"
-    fields = [f for path, f in schema_fields().items() if path.rpartition(".")[0] == first]
-    rows = [_row(field) for field in fields]
+    rows = [_row(field) for field in fields_in(first)]
     head = "| key | what it is | type | default | change |\n|---|---|---|---|---|\n"
     return f"### {title}\n{block_doc(block).splitlines()[0]}\n\n{head}{''.join(rows)}"
 
 
 def _row(field: SchemaField) -> str:
-    key = field.path.rpartition(".")[2]
-    unit = f" ({field.unit})" if field.unit and "written with" not in field.unit else ""
+    default = default_words(field)
     change = field.change + (", site" if field.site else "")
     cells = (
-        f"`{key}`",
+        f"`{field.key}`",
         field_doc(field.block, field.attribute),
-        f"{type_words(field)}{unit}",
-        _default(field),
+        counted_type(field),
+        default if default in ("", "required") else f"`{default}`",
         change,
     )
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
-
-
-def _default(field: SchemaField) -> str:
-    if field.required:
-        return "required"
-    if not is_leaf(field):
-        return "`null`" if field.default is None else ""
-    value = default_value(field)
-    if isinstance(value, list):
-        return f"`[{', '.join(yaml_scalar(item) for item in value)}]`"
-    return "`{}`" if isinstance(value, dict) else f"`{yaml_scalar(value)}`"
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ from pydantic import TypeAdapter
 
 from runspec.core.spec.schema_fields import SchemaField, schema_fields
 from runspec.core.spec.schema_keys import block_in, named_item
+from runspec.core.spec.values import DURATION, RATE, SIZE
+from runspec.core.spec.yaml_text import yaml_scalar
 
-_QUANTITIES = {
-    "(ms|s|m|h|d)$": "duration, like 500ms, 60s, 90m, 1.5h or 2d",
-    "(B|kB|KiB|MB|MiB|GB|GiB|TB|TiB)$": "size, like 80GB, 16MiB or 512B",
-    "(kbit/s|Mbit/s|Gbit/s|kB/s|MB/s|GB/s)$": "rate, like 590Mbit/s, 10Gbit/s or 50MB/s",
-}
+_QUANTITIES = {each.pattern: each for each in (DURATION, SIZE, RATE)}
 _NAMES = {"integer": "whole number", "number": "number", "boolean": "true or false"}
 
 
@@ -37,6 +35,24 @@ def default_value(field: SchemaField) -> Any:
     if field.required:
         return None
     return TypeAdapter(_annotated(field)).dump_python(field.default, mode="json")
+
+
+def default_words(field: SchemaField) -> str:
+    """A default as YAML writes it; `required` where there is none, empty for a block's keys."""
+    if field.required:
+        return "required"
+    if not is_leaf(field):
+        return "null" if field.default is None else ""
+    value = default_value(field)
+    if isinstance(value, list):
+        return f"[{', '.join(yaml_scalar(item) for item in value)}]"
+    return "{}" if isinstance(value, dict) else yaml_scalar(value)
+
+
+def counted_type(field: SchemaField) -> str:
+    """A field's type with what it counts, where the type does not say so."""
+    unit = f" ({field.unit})" if field.unit and "written with" not in field.unit else ""
+    return f"{type_words(field)}{unit}"
 
 
 def type_words(field: SchemaField) -> str:
@@ -74,9 +90,8 @@ def _words(schema: dict[str, Any]) -> str:
 
 def _text_words(schema: dict[str, Any]) -> str:
     pattern = schema.get("pattern")
-    for end, words in _QUANTITIES.items():
-        if pattern and pattern.endswith(end):
-            return words
+    if quantity := _QUANTITIES.get(pattern or ""):
+        return f"{quantity.kind}, like {quantity.examples}"
     return f"text that matches `{pattern}`" if pattern else "text"
 
 

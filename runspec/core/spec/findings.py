@@ -65,7 +65,7 @@ class Finding:
     numbers: Mapping[str, Number] = field(default_factory=dict, hash=False)
     """What was measured, by name."""
     requires: str = ""
-    """What would have to hold, like `max_prompt_tokens + max_new_tokens <= max_model_len`."""
+    """What would have to hold: the first line of a rule's page, or a bound like `seed >= 0`."""
     fix: Edit | None = None
     """What `lint --fix` would do in the place's file; safe: it says what the writer must have
     meant."""

@@ -14,7 +14,7 @@ from runspec.core.spec.field_types import default_value, value_schema
 from runspec.core.spec.fields import CHANGE_CLASSES
 from runspec.core.spec.placement_file import KIND
 from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.schema_fields import SchemaField, schema_fields
+from runspec.core.spec.schema_fields import SchemaField, fields_in
 from runspec.core.spec.schema_keys import block_in, named_item
 
 Draft = Literal["07", "2020-12"]
@@ -45,9 +45,7 @@ def json_schema(draft: Draft) -> dict[str, Any]:
     Args:
         draft: `07`, which editors read, or `2020-12`.
     """
-    fields = schema_fields()
-    properties: dict[str, Any] = {"extends": _EXTENDS}
-    properties |= {path: _property(field) for path, field in fields.items() if "." not in path}
+    properties = {"extends": _EXTENDS, **_map("")["properties"]}
     properties["kind"] |= {"anyOf": [{"enum": ["Run", KIND]}, {"type": "null"}]}
     schema = {
         "$schema": DRAFTS[draft],
@@ -70,9 +68,9 @@ def _property(field: SchemaField) -> dict[str, Any]:
         said["x-unit"] = field.unit
     said |= {"x-change": field.change, "x-site": field.site}
     if block_in(field.annotation) is not None:
-        return said | _map(f"{field.path}.")
+        return said | _map(field.path)
     if named_item(field.annotation) is not None:
-        return said | _named_list(f"{field.path}.<name>.")
+        return said | _named_list(f"{field.path}.<name>")
     if field.default is not None:
         said["default"] = default_value(field)
     branches = [*_branches(value_schema(field.path)), *_variable(field), {"type": "null"}]
@@ -101,45 +99,37 @@ def _variable(field: SchemaField) -> list[dict[str, Any]]:
     return [] if free else [_VARIABLE]
 
 
-def _children(prefix: str) -> dict[str, SchemaField]:
-    """The fields right below a path, by key."""
-    return {
-        path[len(prefix) :]: field
-        for path, field in schema_fields().items()
-        if path.startswith(prefix) and "." not in path[len(prefix) :]
-    }
-
-
-def _map(prefix: str) -> dict[str, Any]:
+def _map(path: str) -> dict[str, Any]:
     # Not `anyOf` a map and null: an editor would only say that none of them fits.
     return {
         "type": ["object", "null"],
         "additionalProperties": False,
-        "properties": {key: _property(field) for key, field in _children(prefix).items()},
+        "properties": {field.key: _property(field) for field in fields_in(path)},
     }
 
 
-def _named_list(prefix: str) -> dict[str, Any]:
+def _named_list(path: str) -> dict[str, Any]:
     """A list of maps with names, or a map by name: `items` is for the one, the rest the other."""
-    item = _map(prefix)
+    item = _map(path)
     return {
         "type": ["array", "object", "null"],
         "items": item | {"type": "object", "required": ["name"]},
-        "propertyNames": value_schema(f"{prefix}name"),
+        "propertyNames": value_schema(f"{path}.name"),
         "additionalProperties": item,
     }
 
 
-def _only_site(prefix: str, *, header: bool = False) -> dict[str, Any]:
+def _only_site(path: str, *, header: bool = False) -> dict[str, Any]:
     """What a placement file may not say, as properties that nothing satisfies."""
     properties: dict[str, Any] = {}
-    for key, field in _children(prefix).items():
+    for field in fields_in(path):
+        key = field.key
         if field.site or (header and key in ("version", "kind", "name")) or key == "name":
             continue
         if block_in(field.annotation) is not None:
-            properties[key] = _only_site(f"{field.path}.")
+            properties[key] = _only_site(field.path)
         elif named_item(field.annotation) is not None:
-            item = _only_site(f"{field.path}.<name>.")
+            item = _only_site(f"{field.path}.<name>")
             properties[key] = {"items": item, "additionalProperties": item}
         else:
             properties[key] = False

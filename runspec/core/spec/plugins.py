@@ -16,15 +16,15 @@ def installed_kinds(group: str) -> list[str]:
     return sorted({point.name for point in entry_points(group=group)})
 
 
-def missing_plugins(spec: RunSpec) -> list[str]:
-    """One sentence for each source and reward of the spec that no installed package offers."""
+def missing_plugins(spec: RunSpec) -> dict[str, str]:
+    """What no installed package offers, by the path of the source or reward that asks for it."""
     asked = [
         *((SOURCE_GROUP, f"data.sources.{s.name}", s.kind) for s in spec.data.sources),
         *((REWARD_GROUP, f"reward.{r.name}", r.kind) for r in spec.reward),
     ]
-    return [
-        f"{path}: no plug-in of {group} offers kind {kind!r}; "
+    return {
+        path: f"no plug-in of {group} offers kind {kind!r}; "
         f"installed: {', '.join(installed_kinds(group)) or 'none'}"
         for group, path, kind in asked
         if kind not in installed_kinds(group)
-    ]
+    }

@@ -33,6 +33,10 @@ class SchemaField:
     """Whether a placement file may set it."""
 
     @property
+    def key(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
     def required(self) -> bool:
         return self.block.model_fields[self.attribute].is_required()
 
@@ -47,6 +51,11 @@ class SchemaField:
 def schema_fields() -> dict[str, SchemaField]:
     """Every field by its path, in the order of the schema."""
     return {field.path: field for field in _fields(RunSpec, "", site=False)}
+
+
+def fields_in(path: str) -> list[SchemaField]:
+    """The fields right inside a block, by its path; `x.<name>` for an item, empty for the spec."""
+    return [each for below, each in schema_fields().items() if below.rpartition(".")[0] == path]
 
 
 def field_at(path: str) -> SchemaField | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, get_args, get_origin
 
-from runspec.core.spec.schema import Block, RunSpec
+from runspec.core.spec.schema import Block
 
 
 @cache
@@ -47,21 +47,8 @@ def suggest_key(key: str, block: type[Block]) -> str:
     """A hint for an unknown key: a near spelling, its proper home, or the keys that there are."""
     if match := close_match(key, keys_of(block)):
         return f"did you mean {match}?"
-    if homes := [path for path in all_paths() if path.rpartition(".")[2] == key]:
+    from runspec.core.spec.schema_fields import schema_fields  # it is made of what is here
+
+    if homes := [path for path in schema_fields() if path.rpartition(".")[2] == key]:
         return f"did you mean {homes[0]}?"
     return f"known here: {', '.join(keys_of(block))}"
-
-
-@cache
-def all_paths() -> list[str]:
-    """Every key of the schema by its path, `<name>` standing for the names in named lists."""
-    return list(_paths(RunSpec, ""))
-
-
-def _paths(block: type[Block], prefix: str) -> Iterator[str]:
-    for key, annotation in keys_of(block).items():
-        yield f"{prefix}{key}"
-        if inner := block_in(annotation):
-            yield from _paths(inner, f"{prefix}{key}.")
-        elif item := named_item(annotation):
-            yield from _paths(item, f"{prefix}{key}.<name>.")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from runspec.lint.report import Report
+from runspec.lint.check import CheckedFiles
 
 
-def render(report: Report) -> str:
-    return "\n".join(visible(str(finding)) for finding in report.findings)
+def render(checked: CheckedFiles) -> str:
+    return "\n".join(visible(str(finding)) for finding in checked.findings)
 
 
 def visible(text: str) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from runspec.core.spec.findings import SET_FILE, Finding, measured
+from runspec.lint.check import CheckedFiles
+from runspec.lint.formats import from_here
 from runspec.lint.formats.compact import visible
-from runspec.lint.report import Report, from_here
 
 
-def render(report: Report) -> str:
+def render(checked: CheckedFiles) -> str:
     """A command a line, unreadable files first."""
     lines = [
         f"::error {_properties(file=from_here(one.file).as_posix())}::{_data(one.error.thing)}"
-        for one in report.unreadable
+        for one in checked.unreadable
     ]
-    return "\n".join([*lines, *(_command(finding) for finding in report.findings)])
+    return "\n".join([*lines, *(_command(finding) for finding in checked.findings)])
 
 
 def _command(finding: Finding) -> str:

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 from runspec.core.spec.findings import Finding, Number
+from runspec.lint.check import CheckedFiles
 from runspec.lint.registry import RULES
-from runspec.lint.report import Report
 
 VERSION = 2
 
 
-def render(report: Report) -> str:
+def render(checked: CheckedFiles) -> str:
     """Keys: version, files, findings, suppressed (findings with a reason), unreadable,
     summary.
 
@@ -22,16 +22,16 @@ def render(report: Report) -> str:
     """
     content = {
         "version": VERSION,
-        "files": list(report.files),
-        "findings": [_finding(finding) for finding in report.findings],
+        "files": list(checked.files),
+        "findings": [_finding(finding) for finding in checked.findings],
         "suppressed": [
-            {**_finding(one.finding), "reason": one.reason} for one in report.suppressed
+            {**_finding(one.finding), "reason": one.reason} for one in checked.suppressed
         ],
         "unreadable": [
             {"file": one.file, "message": one.error.thing, "remedy": one.error.remedy}
-            for one in report.unreadable
+            for one in checked.unreadable
         ],
-        "summary": {"errors": report.count("error"), "warnings": report.count("warning")},
+        "summary": {"errors": checked.count("error"), "warnings": checked.count("warning")},
     }
     return json.dumps(content, indent=2, allow_nan=False)
 

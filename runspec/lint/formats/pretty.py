@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from runspec.core.spec.findings import Finding, excerpt, measured
+from runspec.lint.check import CheckedFiles
 from runspec.lint.formats.compact import visible
-from runspec.lint.report import Report
 
 _BOLD, _RED, _YELLOW, _CYAN, _GREEN = "1", "31;1", "33;1", "36", "32"
 _SEVERITY = {"error": _RED, "warning": _YELLOW}
 
 
-def render(report: Report, *, colour: bool = False) -> str:
+def render(checked: CheckedFiles, *, colour: bool = False) -> str:
     """All findings, an empty line between two."""
-    return "\n\n".join(_finding(finding, colour) for finding in report.findings)
+    return "\n\n".join(_finding(finding, colour) for finding in checked.findings)
 
 
 def _finding(finding: Finding, colour: bool) -> str:

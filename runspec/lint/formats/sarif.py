@@ -15,9 +15,10 @@ from urllib.parse import quote
 
 from runspec.core import distribution
 from runspec.core.spec.findings import SET_FILE, Edit, Finding
+from runspec.lint.check import CheckedFiles
+from runspec.lint.formats import from_here
 from runspec.lint.formats.json import finite
 from runspec.lint.registry import RULES, Rule
-from runspec.lint.report import Report, from_here
 
 SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -26,15 +27,15 @@ VERSION = "2.1.0"
 Json = dict[str, Any]
 
 
-def render(report: Report) -> str:
+def render(checked: CheckedFiles) -> str:
     """One log with one run."""
-    results = [_result(finding) for finding in report.findings]
-    for one in report.suppressed:
+    results = [_result(finding) for finding in checked.findings]
+    for one in checked.suppressed:
         suppression = {"kind": "inSource", "status": "accepted", "justification": one.reason}
         results.append({**_result(one.finding), "suppressions": [suppression]})
     run = {
         "tool": {"driver": _driver()},
-        "invocations": [_invocation(report)],
+        "invocations": [_invocation(checked)],
         "columnKind": "unicodeCodePoints",
         "results": results,
     }
@@ -61,16 +62,16 @@ def _rule(rule: Rule) -> Json:
     }
 
 
-def _invocation(report: Report) -> Json:
-    invocation: Json = {"executionSuccessful": not report.unreadable}
-    if report.unreadable:
+def _invocation(checked: CheckedFiles) -> Json:
+    invocation: Json = {"executionSuccessful": not checked.unreadable}
+    if checked.unreadable:
         invocation["toolExecutionNotifications"] = [
             {
                 "level": "error",
                 "message": {"text": one.error.thing},
                 "locations": [{"physicalLocation": {"artifactLocation": _artifact(one.file)}}],
             }
-            for one in report.unreadable
+            for one in checked.unreadable
         ]
     return invocation
 

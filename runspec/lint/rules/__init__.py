@@ -1,47 +1,7 @@
-"""The rules, one module a theme. Importing this package registers them all."""
+"""The rules, one module a theme. Importing this package registers them all, in order of modules."""
 
-from runspec.lint.rules import (
-    algorithm,
-    asynchrony,
-    budget,
-    data,
-    deltas,
-    file,
-    memory,
-    mesh,
-    model,
-    optimizer,
-    placement,
-    precision,
-    relays,
-    reproducibility,
-    reward,
-    samplers,
-    security,
-    sharding,
-    starting_model,
-    verification,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "algorithm",
-    "asynchrony",
-    "budget",
-    "data",
-    "deltas",
-    "file",
-    "memory",
-    "mesh",
-    "model",
-    "optimizer",
-    "placement",
-    "precision",
-    "relays",
-    "reproducibility",
-    "reward",
-    "samplers",
-    "security",
-    "sharding",
-    "starting_model",
-    "verification",
-]
+for module in iter_modules(__path__):
+    import_module(f"{__name__}.{module.name}")

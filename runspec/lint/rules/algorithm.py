@@ -30,7 +30,6 @@ def updates_divide_batch(context: Context) -> Iterator[Violation]:
                 "group_size": algorithm.group_size,
                 "updates_per_step": algorithm.updates_per_step,
             },
-            requires="prompts_per_step x group_size mod updates_per_step = 0",
             suggestion=f"{divisors(algorithm.prompts_per_step, algorithm.updates_per_step)[-1]} "
             "does, in whole groups",
         )
@@ -58,7 +57,6 @@ def whole_groups(context: Context) -> Iterator[Violation]:
         else f"{groups} groups in {updates} updates: some train {groups // updates} groups, "
         f"others {groups // updates + 1}",
         numbers={"prompts_per_step": groups, "updates_per_step": updates},
-        requires="prompts_per_step mod updates_per_step = 0",
         suggestion=f"{divisors(groups, updates)[-1]} updates get whole groups alike",
         severity="error" if few else "warning",
     )
@@ -79,7 +77,6 @@ def group_size(context: Context) -> Iterator[Violation]:
             ("algorithm", "group_size"),
             f"{size} rollout a group has nothing to be compared with",
             numbers={"group_size": size},
-            requires="group_size >= 2",
             suggestion="8 and 16 are usual",
         )
 
@@ -106,7 +103,6 @@ def clip_bounds(context: Context) -> Iterator[Violation]:
         ("algorithm", "clip", "delta"),
         f"{clip.delta:g} must be greater than 1 + eps_high = {1 + clip.eps_high:g}",
         numbers={"delta": clip.delta, "eps_high": clip.eps_high},
-        requires="delta > 1 + eps_high",
         suggestion="4.0 is INTELLECT-2's; null is off",
     )
 
@@ -127,7 +123,6 @@ def clip_lower(context: Context) -> Iterator[Violation]:
             ("algorithm", "clip", "eps_low"),
             f"{algorithm.clip.eps_low:g} must be less than 1: no ratio is below 0",
             numbers={"eps_low": algorithm.clip.eps_low},
-            requires="eps_low < 1",
             suggestion="0.2 is usual",
         )
 
@@ -148,7 +143,6 @@ def cispo(context: Context) -> Iterator[Violation]:
         yield Violation(
             ("algorithm", "ratio"),
             "surrogate: cispo weighs each token by its own ratio: it goes with ratio: token",
-            requires="ratio = token",
             suggestion="token",
         )
     if algorithm.clip.delta is not None:
@@ -157,7 +151,6 @@ def cispo(context: Context) -> Iterator[Violation]:
             f"{algorithm.clip.delta:g} has no part in surrogate: cispo, whose weight 1 + eps_high "
             "bounds",
             numbers={"delta": algorithm.clip.delta},
-            requires="delta = null",
             suggestion="null",
         )
 
@@ -182,8 +175,6 @@ def stale_pi_old(context: Context) -> Iterator[Violation]:
             "in the only update of a step the recomputed ratio is 1: no clip acts, and nothing "
             f"corrects a lag of up to {algorithm.async_level}",
             numbers={"updates_per_step": 1, "async_level": algorithm.async_level},
-            requires="updates_per_step > 1, or async_level = 0, or old_logprobs = sampler, "
-            "or importance.cap set",
             suggestion="old_logprobs: sampler, or importance: {cap: 2.0}",
         )
 
@@ -203,7 +194,6 @@ def importance_cap(context: Context) -> Iterator[Violation]:
             ("algorithm", "importance", "cap"),
             "with old_logprobs: sampler the weight pi_old / mu is 1 everywhere",
             numbers={"cap": algorithm.importance.cap},
-            requires="cap = null, or old_logprobs = recompute",
             suggestion="null, or old_logprobs: recompute",
         )
 
@@ -228,7 +218,6 @@ def one_temperature(context: Context) -> Iterator[Violation]:
                     "temperature": pool.sampling.temperature,
                     f"{first.name}.temperature": first.sampling.temperature,
                 },
-                requires=f"temperature = {first.name}.temperature",
                 suggestion=f"{first.sampling.temperature:g}",
             )
 
@@ -247,8 +236,6 @@ def kl_reference(context: Context) -> Iterator[Violation]:
         yield Violation(
             ("algorithm", "kl", "reference"),
             f"none, but coef = {kl.coef:g} weighs the distance from a reference",
-            numbers={"coef": kl.coef},
-            requires="coef = 0, or reference = initial",
             suggestion="reference: initial, or coef: 0",
         )
 
@@ -267,8 +254,6 @@ def kl_unused(context: Context) -> Iterator[Violation]:
         yield Violation(
             ("algorithm", "kl", "reference"),
             "initial, but coef = 0: no penalty is computed, and no reference is held",
-            numbers={"coef": 0},
-            requires="coef > 0, or reference != initial",
             suggestion="a coef such as 1e-3, or reference: none",
         )
 
@@ -297,7 +282,6 @@ def std_without_filter(context: Context) -> Iterator[Violation]:
             if has_length
             else "groups without any advantage are trained on"
         ),
-        requires="zero_variance = true, or normalize != std",
         suggestion="zero_variance: true, or advantage: {normalize: task}",
         severity="error" if has_length else "warning",
     )

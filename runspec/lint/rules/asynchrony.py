@@ -29,7 +29,6 @@ def versions_kept(context: Context) -> Iterator[Violation]:
             f"{kept} is less than async_level + 2 = {needed}: a version would be removed while "
             "rollouts of it are sampled and checked",
             numbers={"keep_versions": kept, "async_level": context.spec.algorithm.async_level},
-            requires="keep_versions >= async_level + 2",
             suggestion=f"keep_versions: {needed}",
         )
 
@@ -54,7 +53,6 @@ def lease_outlasts_step(context: Context) -> Iterator[Violation]:
             f"{timeout:g} s is not less than fill.deadline = {deadline:g} s: a worker that "
             "vanishes holds up its step to the end",
             numbers={"lease_timeout_s": timeout, "deadline_s": deadline},
-            requires="lease_timeout < deadline",
             suggestion="a little more than the longest submission takes",
         )
 
@@ -97,7 +95,6 @@ def broadcast_time(context: Context) -> Iterator[Violation]:
             "async_level": level,
             "step_s": float(f"{step_s:.4g}"),
         },
-        requires="broadcast_s <= async_level x step_s",
         suggestion=("broadcast.format: delta, " if helps else "")
         + "a faster link, more relays, or a higher async_level",
     )

@@ -26,7 +26,6 @@ def no_budget(context: Context) -> Iterator[Violation]:
             ("budget",),
             f"the hardware costs {price:g} an hour, and nothing ends that",
             numbers={"price_per_hour": price},
-            requires="max_hours or max_cost is given, or price_per_hour = 0",
             suggestion=f"max_cost: {price * 24:g} is a day",
         )
 
@@ -59,6 +58,5 @@ def over_budget(context: Context) -> Iterator[Violation]:
                 "cost": round(cost, 2),
                 "max_cost": spec.budget.max_cost,
             },
-            requires="cost <= max_cost",
             suggestion=f"it pays {floor(affordable)} steps",
         )

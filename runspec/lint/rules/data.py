@@ -29,7 +29,6 @@ def source_fields(context: Context) -> Iterator[Violation]:
                 yield Violation(
                     ("data", "sources", source.name),
                     f"kind {source.kind} needs {field}",
-                    requires=f"{field} given",
                     suggestion=f"such as {field}: {examples[field]}",
                 )
 
@@ -52,7 +51,6 @@ def source_columns(context: Context) -> Iterator[Violation]:
                 yield Violation(
                     ("data", "sources", source.name, "params", key),
                     f"{key[:80]} is no column that kind {source.kind} maps",
-                    requires=f"one of {', '.join(allowed) or 'none'}",
                     suggestion=", ".join(allowed) or "take it out",
                 )
 
@@ -76,7 +74,6 @@ def found_files(context: Context) -> Iterator[Violation]:
             yield Violation(
                 ("data", "sources", source.name, "uri"),
                 error.thing,
-                requires="files that this machine can read",
                 suggestion=error.remedy or "name a file, or a folder that has any",
             )
 
@@ -99,7 +96,6 @@ def solve_rate(context: Context) -> Iterator[Violation]:
             yield Violation(
                 where,
                 "kind reasoning_gym makes problems, of which no solve rate is recorded",
-                requires="a kind that reads rows",
                 suggestion="measure them with `python -m sampler solve-rates`, and read its file",
             )
         elif rate is not None and rate.min > rate.max:
@@ -107,7 +103,6 @@ def solve_rate(context: Context) -> Iterator[Violation]:
                 (*where, "min"),
                 f"{rate.min:g} is above max = {rate.max:g}: no problem is kept",
                 numbers={"min": rate.min, "max": rate.max},
-                requires="min <= max",
                 suggestion=f"{{min: {rate.max:g}, max: {rate.min:g}}}",
             )
 
@@ -128,6 +123,5 @@ def think_prefill(context: Context) -> Iterator[Violation]:
         yield Violation(
             ("data", "think_prefill"),
             "the chat template opens the thinking itself; nothing is added",
-            requires="think_prefill = false, or a template that leaves the turn empty",
             suggestion="take it out",
         )

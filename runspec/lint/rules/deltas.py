@@ -40,7 +40,6 @@ def delta_gain(context: Context) -> Iterator[Violation]:
                 "version_bytes": size.whole,
                 "lr": spec.optimizer.lr,
             },
-            requires="delta_bytes <= version_bytes / 2",
             suggestion="format: full"
             + (", or a run with dtype: bfloat16" if spec.broadcast.dtype == "float32" else ""),
         )
@@ -74,7 +73,6 @@ def anchor_distance(context: Context) -> Iterator[Violation]:
             "version_bytes": size.whole,
             "joiner_bytes": round(size.joiner),
         },
-        requires="(anchor_every - 1) x delta_bytes <= version_bytes",
         suggestion=f"anchor_every: {most} or less",
     )
 
@@ -114,6 +112,5 @@ def whole_versions(context: Context) -> Iterator[Violation]:
             "delta_s": float(f"{with_deltas[-1].seconds:.4g}"),
             "step_s": float(f"{step_s:.4g}"),
         },
-        requires="broadcast_s <= step_s, or format = delta",
         suggestion="format: delta",
     )

@@ -2,191 +2,200 @@
 
 from __future__ import annotations
 
-from runspec.core.spec.findings import Severity
-from runspec.lint.registry import Rule, add
-
-SUGGESTIONS = {
-    "yaml": "mend the text at the caret",
-    "extends": "name .yaml files that are there, relative to this one",
-    "duplicate-key": "keep one of the two",
-    "duplicate-name": "keep one of the two, or give this one another name",
-    "unknown-name": "take the line out",
-    "missing-key": "`runspec explain {path}` says what belongs there",
-    "wrong-type": "`runspec explain {path}` says what belongs there",
-    "bad-value": "`runspec explain {path}` says what is allowed",
-    "unit": "write the unit behind the number",
-    "variable": "set the variable, or write $ in another way",
-    "secret-value": "name the variable under secrets alone",
-    "placement-scope": "say it in the recipe",
-    "malformed-suppression": '# runspec: ignore[CODE] reason="..."',
-    "suppression-reason": 'write reason="..." behind it',
-    "unknown-rule": "`runspec explain --list` names the rules",
-    "unused-suppression": "take it out",
-}
+from runspec.lint.registry import found_by_loader
 
 
-def _page(code: str, page: str, severity: Severity = "error") -> None:
-    add(Rule(code, "file", severity, page, suggestion=SUGGESTIONS.get(code, "")))
-
-
-_page(
-    "yaml",
+@found_by_loader("yaml", "mend the text at the caret")
+def yaml() -> None:
     """A file is one YAML document that holds a map.
 
-It is read by YAML 1.2's core schema. Tags, several documents, keys that are no words, characters
-that YAML forbids and an empty file are refused, and so is too much of anything: 256 KiB of text,
-32 levels, 20,000 nodes with aliases expanded, numbers of 64 characters.
+    It is read by YAML 1.2's core schema. Tags, several documents, keys that are no words,
+    characters that YAML forbids and an empty file are refused, and so is too much of anything: 256
+    KiB of text, 32 levels, 20,000 nodes with aliases expanded, numbers of 64 characters.
 
-    characters <= 262144, depth <= 32, nodes <= 20000
+        characters <= 262144, depth <= 32, nodes <= 20000
 
-Nothing else is said of a spec with a broken file, it cannot be suppressed, and no later layer
-hides it.
-Source: YAML 1.2.2, section 10.3.2.""",
-)
-_page(
-    "extends",
+    Nothing else is said of a spec with a broken file, it cannot be suppressed, and no later layer
+    hides it.
+    Source: YAML 1.2.2, section 10.3.2.
+    """
+
+
+@found_by_loader("extends", "name .yaml files that are there, relative to this one")
+def extends() -> None:
     """Every file of `extends` is there, and no file extends itself.
 
-`extends: [a.yaml, b.yaml]` names files relative to the one that says it. Each must be readable
-UTF-8, none may lead back to a file that is being read, and a spec is made of 32 files at most.
-What the missing file would have said is unknown, so nothing that needs it is looked at.""",
-)
-_page(
-    "duplicate-key",
+    `extends: [a.yaml, b.yaml]` names files relative to the one that says it. Each must be readable
+    UTF-8, none may lead back to a file that is being read, and a spec is made of 32 files at most.
+    What the missing file would have said is unknown, so nothing that needs it is looked at.
+    """
+
+
+@found_by_loader("duplicate-key", "keep one of the two")
+def duplicate_key() -> None:
     """A map says each key once.
 
-Most YAML readers take the last of two equal keys in silence. Here the first counts, and the
-second is an error: one of the two is not what the run does.""",
-)
-_page(
-    "duplicate-name",
+    Most YAML readers take the last of two equal keys in silence. Here the first counts, and the
+    second is an error: one of the two is not what the run does.
+    """
+
+
+@found_by_loader("duplicate-name", "keep one of the two, or give this one another name")
+def duplicate_name() -> None:
     """A list of named objects says each name once.
 
-Layers merge `data.sources`, `reward`, `samplers`, `broadcast.relays` and `secrets` by name, so
-within one layer a name stands for one object.""",
-)
-_page(
-    "unknown-name",
+    Layers merge `data.sources`, `reward`, `samplers`, `broadcast.relays` and `secrets` by name, so
+    within one layer a name stands for one object.
+    """
+
+
+@found_by_loader("unknown-name", "take the line out")
+def unknown_name() -> None:
     """What a null deletes from a named list is there.
 
-`samplers: {volunteers: null}` takes away a pool of a lower layer. Where no such name is below,
-the null is a misspelling, and the object that it was meant for stays.""",
-)
-_page(
-    "unknown-key",
+    `samplers: {volunteers: null}` takes away a pool of a lower layer. Where no such name is below,
+    the null is a misspelling, and the object that it was meant for stays.
+    """
+
+
+@found_by_loader("unknown-key")
+def unknown_key() -> None:
     """Every key is one of the schema's.
 
-A misspelt key would leave the default in force without a word. It is looked for in every layer,
-so that no later layer and no null hides it. The nearest known key of the same map is suggested,
-and `--fix` writes it where that map does not have it already; a key that belongs elsewhere is
-named with its home.""",
-)
-_page(
-    "missing-key",
+    A misspelt key would leave the default in force without a word. It is looked for in every layer,
+    so that no later layer and no null hides it. The nearest known key of the same map is suggested,
+    and `--fix` writes it where that map does not have it already; a key that belongs elsewhere is
+    named with its home.
+    """
+
+
+@found_by_loader("missing-key", "`runspec explain {path}` says what belongs there")
+def missing_key() -> None:
     """Every required key has a value.
 
-Required are the keys without a default; `runspec explain` says which. A null deletes what a
-lower layer said, and then the default counts, if there is one.""",
-)
-_page(
-    "wrong-type",
+    Required are the keys without a default; `runspec explain` says which. A null deletes what a
+    lower layer said, and then the default counts, if there is one.
+    """
+
+
+@found_by_loader("wrong-type", "`runspec explain {path}` says what belongs there")
+def wrong_type() -> None:
     """Every value has the type of its key.
 
-A number in quotes is text, and a number where text belongs is a number: nothing is converted in
-silence. Where the same characters with or without quotes have the right type, `--fix` writes
-them.""",
-)
-_page(
-    "bad-value",
+    A number in quotes is text, and a number where text belongs is a number: nothing is converted in
+    silence. Where the same characters with or without quotes have the right type, `--fix` writes
+    them.
+    """
+
+
+@found_by_loader("bad-value", "`runspec explain {path}` says what is allowed")
+def bad_value() -> None:
     """Every value lies in the range of its key.
 
-Bounds and choices are the schema's; `runspec explain` shows them. The finding says what was
-measured and the bound, for example
+    Bounds and choices are the schema's; `runspec explain` shows them. The finding says what was
+    measured and the bound, for example
 
-    seed >= 0
+        seed >= 0
 
-and of a choice the nearest that there is.""",
-)
-_page(
-    "unit",
+    and of a choice the nearest that there is.
+    """
+
+
+@found_by_loader("unit", "write the unit behind the number")
+def unit() -> None:
     """Times, sizes and rates carry their unit.
 
-`90m`, `80GB`, `590Mbit/s`: a bare number would leave its unit to a guess, and a wrong guess is a
-factor of 60 or 1000. Decimal and binary units are what they say: GB is 10^9 bytes, GiB is 2^30.
-Bits are written with a small b, bytes with a capital one.""",
-)
-_page(
-    "ambiguous-scalar",
+    `90m`, `80GB`, `590Mbit/s`: a bare number would leave its unit to a guess, and a wrong guess is
+    a factor of 60 or 1000. Decimal and binary units are what they say: GB is 10^9 bytes, GiB is
+    2^30. Bits are written with a small b, bytes with a capital one.
+    """
+
+
+@found_by_loader("ambiguous-scalar", severity="warning")
+def ambiguous_scalar() -> None:
     """A plain scalar reads the same in YAML 1.1 and YAML 1.2.
 
-Specs are YAML 1.2; most other tools, and many people, read YAML 1.1. There `on`, `off`, `yes`,
-`no`, `y` and `n` are booleans, `010` is eight, `12:30` is 750, `1_000` is a thousand and
-`2026-01-31` is a date, and here the first is text, the second ten and the others text. Where the
-value does not fit its key it is an error, elsewhere a warning. `--fix` writes what reads the
-same everywhere: `true`, `1000`, or quotes. A number in a numeric field is never a finding.
-Source: https://yaml.org/type/bool.html, int.html and timestamp.html beside it; YAML 1.2.2,
-10.3.2.""",
-    "warning",
-)
-_page(
-    "variable",
+    Specs are YAML 1.2; most other tools, and many people, read YAML 1.1. There `on`, `off`, `yes`,
+    `no`, `y` and `n` are booleans, `010` is eight, `12:30` is 750, `1_000` is a thousand and
+    `2026-01-31` is a date, and here the first is text, the second ten and the others text. Where
+    the value does not fit its key it is an error, elsewhere a warning. `--fix` writes what reads
+    the same everywhere: `true`, `1000`, or quotes. A number in a numeric field is never a finding.
+    Source: https://yaml.org/type/bool.html, int.html and timestamp.html beside it; YAML 1.2.2,
+    10.3.2.
+    """
+
+
+@found_by_loader("variable", "set the variable, or write $ in another way")
+def variable() -> None:
     """Every `${VAR}` that is used is set.
 
-Variables are filled in from the environment once the layers are merged, so one that a later
-layer hides is not read. `${VAR:?what it is for}` refuses an empty one too and says why it is
-needed. A `${` that is no variable is an error.""",
-)
-_page(
-    "secret-value",
+    Variables are filled in from the environment once the layers are merged, so one that a later
+    layer hides is not read. `${VAR:?what it is for}` refuses an empty one too and says why it is
+    needed. A `${` that is no variable is an error.
+    """
+
+
+@found_by_loader("secret-value", "name the variable under secrets alone")
+def secret_value() -> None:
     """No value of the spec is a secret's.
 
-`secrets` names environment variables that only the process that needs one sees. A `${VAR}` of
-the same variable would write its value into the resolved spec, and from there into plans, states
-and logs. It cannot be suppressed.""",
-)
-_page(
-    "placement-scope",
+    `secrets` names environment variables that only the process that needs one sees. A `${VAR}` of
+    the same variable would write its value into the resolved spec, and from there into plans,
+    states and logs. It cannot be suppressed.
+    """
+
+
+@found_by_loader("placement-scope", "say it in the recipe")
+def placement_scope() -> None:
     """A placement says what is a site's to say, of what its recipe has.
 
-A file of kind Placement may set hardware, mesh, relays, folders, secrets, budget and measured
-figures: the fields that `runspec explain` marks as a site's. What is learned, how workers are
-checked and which pools there are is the recipe's, so that the same recipe learns the same at
-every site.""",
+    A file of kind Placement may set hardware, mesh, relays, folders, secrets, budget and measured
+    figures: the fields that `runspec explain` marks as a site's. What is learned, how workers are
+    checked and which pools there are is the recipe's, so that the same recipe learns the same at
+    every site.
+    """
+
+
+@found_by_loader(
+    "malformed-suppression", '# runspec: ignore[CODE] reason="..."', severity="warning"
 )
-_page(
-    "malformed-suppression",
+def malformed_suppression() -> None:
     """A comment that begins with `# runspec:` is a suppression.
 
-It reads
+    It reads
 
-    # runspec: ignore[CODE, ...] reason="..."
+        # runspec: ignore[CODE, ...] reason="..."
 
-behind the value or key that it is about, or alone on the line above. Behind or above a key that
-holds a block it is about the whole block.""",
-    "warning",
-)
-_page(
-    "suppression-reason",
+    behind the value or key that it is about, or alone on the line above. Behind or above a key that
+    holds a block it is about the whole block.
+    """
+
+
+@found_by_loader("suppression-reason", 'write reason="..." behind it')
+def suppression_reason() -> None:
     """A suppression says why.
 
-Whoever reads the spec next must be able to tell whether the reason still holds. Without one, or
-with an empty one, the suppression counts for nothing.""",
-)
-_page(
-    "unknown-rule",
+    Whoever reads the spec next must be able to tell whether the reason still holds. Without one, or
+    with an empty one, the suppression counts for nothing.
+    """
+
+
+@found_by_loader("unknown-rule", "`runspec explain --list` names the rules")
+def unknown_rule() -> None:
     """A suppression names rules that there are.
 
-`runspec explain --list` lists them. A misspelt code suppresses nothing; the nearest is
-suggested, and `--fix` writes it.""",
-)
-_page(
-    "unused-suppression",
+    `runspec explain --list` lists them. A misspelt code suppresses nothing; the nearest is
+    suggested, and `--fix` writes it.
+    """
+
+
+@found_by_loader("unused-suppression", "take it out", severity="warning")
+def unused_suppression() -> None:
     """A suppression takes a finding away.
 
-One that does not is left over from a spec that has changed, and would hide the same finding when
-it comes back for another reason. It is looked for in the topmost file of a spec, and not with
-`--set`: in a layer under others a suppression may serve other specs. Of several specs that are
-linted at once none may need it. `--fix` removes it, or of several codes those that are of no
-use.""",
-    "warning",
-)
+    One that does not is left over from a spec that has changed, and would hide the same finding
+    when it comes back for another reason. It is looked for in the topmost file of a spec, and not
+    with `--set`: in a layer under others a suppression may serve other specs. Of several specs that
+    are linted at once none may need it. `--fix` removes it, or of several codes those that are of
+    no use.
+    """

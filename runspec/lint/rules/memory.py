@@ -51,7 +51,6 @@ def unknown_hardware(context: Context) -> Iterator[Violation]:
         yield Violation(
             (*where, "hardware", "kind"),
             f"{hardware.kind[:80]!r} is not known: what needs its memory is not checked",
-            requires="a kind of the table, or memory given",
             suggestion=f"did you mean {close}?" if close else "give its memory, like 80GB",
         )
 
@@ -82,7 +81,6 @@ def train_state_fits(context: Context) -> Iterator[Violation]:
                 "moments": round(needs.moments),
                 "memory": round(memory),
             },
-            requires="masters + moments <= 0.9 x memory",
             suggestion="more fsdp or tensor, optimizer: {offload: true}, or learner.lora",
         )
 
@@ -118,7 +116,6 @@ def step_fits(context: Context) -> Iterator[Violation]:
         f"a step needs {_gb(needs.total)} a device, which has {_gb(memory)}: "
         + ", ".join(f"{name} {_gb(size)}" for name, size in held.items()),
         numbers={**held, "memory": round(memory)},
-        requires=" + ".join(held) + " <= memory",
         suggestion=_relief(spec, max(held, key=held.__getitem__)),
     )
 
@@ -164,7 +161,6 @@ def logits_chunk_fits(context: Context) -> Iterator[Violation]:
                 "vocab_size": config.vocab_size,
                 "limit": MAX_LOGITS,
             },
-            requires="positions x vocab_size <= limit",
             suggestion=f"at most {MAX_LOGITS // config.vocab_size}, or null",
         )
 
@@ -195,7 +191,6 @@ def bf16_master(context: Context) -> Iterator[Violation]:
             f"bfloat16 rounds updates of {move:g} away: a weight of "
             f"{1 / sqrt(width):.2g} moves only by more than {floor:.2g}",
             numbers={"move": move, "floor": floor, "hidden_size": width},
-            requires="move > floor = 2^-9 / sqrt(hidden_size)",
             suggestion="float32",
         )
 
@@ -226,7 +221,6 @@ def sampler_weights_fit(context: Context) -> Iterator[Violation]:
                 "activations": round(needs.activations),
                 "memory": round(needs.memory),
             },
-            requires=f"weights + activations < {MEMORY_UTILIZATION:g} x memory",
             suggestion="more parallel.tensor, or hardware with more memory",
         )
 
@@ -258,6 +252,5 @@ def kv_cache_fits(context: Context) -> Iterator[Violation]:
                 "kv_bytes_per_token": round(needs.kv_token),
                 "room": round(needs.room),
             },
-            requires="max_model_len x kv_bytes_per_token <= room",
             suggestion=f"at most {fits}, or more parallel.tensor",
         )

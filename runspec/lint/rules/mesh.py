@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import lcm, prod
 
 from runspec.core.models.hardware import device_count
-from runspec.core.spec.schema import Hardware, Mesh, RunSpec
+from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.lint.divisors import divisors
 from runspec.lint.registry import Context, Violation, rule
 
@@ -17,11 +17,6 @@ _SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 CUBE = 4
 LARGEST = {"tpu-v4": 4096, "tpu-v5p": 6144}
 """Chips of the largest slice."""
-
-
-def mesh_devices(mesh: Mesh) -> int:
-    """Devices that the mesh needs."""
-    return mesh.data * mesh.fsdp * mesh.context * mesh.tensor
 
 
 def _all_hardware(spec: RunSpec) -> Iterator[tuple[tuple[str, ...], Hardware]]:
@@ -43,7 +38,6 @@ def topology_form(context: Context) -> Iterator[Violation]:
             yield Violation(
                 (*where, "topology"),
                 f"{hardware.topology!r} is not of the form 4x4x4",
-                requires="topology = AxB or AxBxC, in chips",
                 suggestion="4x4x4",
             )
 
@@ -67,10 +61,6 @@ def tpu_topology(context: Context) -> Iterator[Violation]:
         yield Violation(
             (*where, "topology"),
             f"{hardware.kind} has no slice {shape}",
-            numbers={"topology": shape},
-            requires=f"one of {', '.join(_SQUARES)}"
-            if flat
-            else f"one of {', '.join(_SMALL_CUBES)}, or sides in multiples of 4, in order",
             suggestion=_nearest(shape, flat=flat),
         )
 
@@ -115,7 +105,6 @@ def topology_count(context: Context) -> Iterator[Violation]:
             (*where, "count"),
             f"{hardware.count}, but {of}topology {hardware.topology} has {devices} devices",
             numbers={"count": hardware.count or 0, "devices": devices},
-            requires="count = devices",
             suggestion=f"{devices}, or leave count out",
         )
 
@@ -130,7 +119,7 @@ def mesh_fits(context: Context) -> Iterator[Violation]:
     """
     spec = context.spec
     mesh = spec.learner.mesh
-    product, devices = mesh_devices(mesh), device_count(spec.learner.hardware, mesh.slices)
+    product, devices = mesh.devices, device_count(spec.learner.hardware, mesh.slices)
     if devices is None or product == devices:
         return
     others = product // mesh.fsdp
@@ -144,7 +133,6 @@ def mesh_fits(context: Context) -> Iterator[Violation]:
             "tensor": mesh.tensor,
             "devices": devices,
         },
-        requires="data x fsdp x context x tensor = devices",
         suggestion=f"fsdp: {devices // others}" if devices % others == 0 else "",
     )
 
@@ -157,13 +145,12 @@ def hosts_divide(context: Context) -> Iterator[Violation]:
 
     `jax.distributed` joins `hosts` processes into one program; the mesh is made of equal blocks.
     """
-    product, hosts = mesh_devices(context.spec.learner.mesh), context.spec.learner.hosts
+    product, hosts = context.spec.learner.mesh.devices, context.spec.learner.hosts
     if product % hosts:
         yield Violation(
             ("learner", "hosts"),
             f"{hosts} does not divide the {product} devices",
             numbers={"hosts": hosts, "devices": product},
-            requires="devices mod hosts = 0",
             suggestion=f"{divisors(product, hosts)[-1]}",
         )
 
@@ -184,6 +171,5 @@ def slices_divide(context: Context) -> Iterator[Violation]:
             ("learner", "mesh", "slices"),
             f"{mesh.slices} does not divide {mesh.slice_axis} = {size}",
             numbers={"slices": mesh.slices, mesh.slice_axis: size},
-            requires=f"{mesh.slice_axis} mod slices = 0",
             suggestion=f"{mesh.slice_axis}: {lcm(size, mesh.slices)}, or another slice_axis",
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from math import prod
 
 from runspec.core.spec.role_names import (
     elsewhere,
@@ -39,8 +38,6 @@ def reserved_names(context: Context) -> Iterator[Violation]:
             yield Violation(
                 ("samplers", pool.name),
                 "is the name of a role; call the pool something else",
-                numbers={"name": pool.name},
-                requires=f"name is none of {', '.join(RESERVED)}",
                 suggestion=f"{pool.name}-pool, say",
             )
     for relay in context.spec.broadcast.relays:
@@ -48,8 +45,6 @@ def reserved_names(context: Context) -> Iterator[Violation]:
             yield Violation(
                 ("broadcast", "relays", relay.name),
                 "origin is the publisher's own server, not a relay",
-                numbers={"name": relay.name},
-                requires="name is not origin",
                 suggestion="call it something else",
             )
 
@@ -76,8 +71,6 @@ def role_clash(context: Context) -> Iterator[Violation]:
         yield Violation(
             ("samplers", pool),
             f"{counts[name]} roles would be called {name}",
-            numbers={"roles": counts[name]},
-            requires="roles = 1 of each name",
             suggestion="give the pool or the relay another name",
         )
 
@@ -98,8 +91,6 @@ def unknown_role(context: Context) -> Iterator[Violation]:
         yield Violation(
             ("placement", "roles"),
             f"no role {', '.join(unknown)}; there is {', '.join(startable)}",
-            numbers={"unknown": len(unknown)},
-            requires="unknown = 0",
             suggestion="learner, publisher, origin and coordinator are started without being named",
         )
     processes = role_names(spec)
@@ -108,8 +99,6 @@ def unknown_role(context: Context) -> Iterator[Violation]:
             yield Violation(
                 ("placement", "devices", name),
                 f"no process {name}; there is {_some(processes)}",
-                numbers={"processes": len(processes)},
-                requires="every key is the name of a process",
                 suggestion="workers are <pool>-<i>, validators validator-<i>",
             )
 
@@ -136,8 +125,6 @@ def shared_device(context: Context) -> Iterator[Violation]:
             yield Violation(
                 ("placement", "devices", names[-1]),
                 f"accelerator {number} is given to {' and '.join(names)}",
-                numbers={"device": number, "processes": len(names)},
-                requires="processes = 1 for each device",
                 suggestion="give each process devices of its own",
             )
 
@@ -155,9 +142,8 @@ def too_few_devices(context: Context) -> Iterator[Violation]:
     spec = context.spec
     needed: dict[str, int] = {}
     if spec.learner.hardware.kind != "cpu":
-        mesh = spec.learner.mesh
-        product = prod((mesh.data, mesh.fsdp, mesh.context, mesh.tensor))
-        needed |= dict.fromkeys(learner_names(spec), -(-product // spec.learner.hosts))
+        share = -(-spec.learner.mesh.devices // spec.learner.hosts)
+        needed |= dict.fromkeys(learner_names(spec), share)
     pools = {pool.name: pool for pool in spec.samplers if pool.hardware.kind != "cpu"}
     for worker, name in worker_names(spec).items():
         if name in pools:
@@ -169,7 +155,6 @@ def too_few_devices(context: Context) -> Iterator[Violation]:
                 ("placement", "devices", name),
                 f"{seen} of the {needed[name]} accelerators that it divides its model over",
                 numbers={"devices": seen, "needed": needed[name]},
-                requires="devices >= needed",
                 suggestion=f"name {needed[name]} devices",
             )
 
@@ -191,7 +176,6 @@ def local_storage(context: Context) -> Iterator[Violation]:
             ("storage", "shared"),
             f"{spec.learner.hosts} hosts would each write checkpoints to a {folder} of their own",
             numbers={"hosts": spec.learner.hosts},
-            requires="hosts = 1, or storage.shared",
             suggestion="put storage.dir on a network file system and say shared: true",
         )
 
@@ -208,7 +192,6 @@ def server_url(context: Context) -> Iterator[Violation]:
             yield Violation(
                 (*where, "url"),
                 f"{text[:80]!r} is no http or https URL with a host",
-                requires="url is http(s)://HOST[:PORT]",
                 suggestion="https://relay.example.org, say",
             )
 
@@ -230,8 +213,6 @@ def port_clash(context: Context) -> Iterator[Violation]:
             yield Violation(
                 where,
                 f"{role} and {other} would both listen at {host}:{port}",
-                numbers={"port": port},
-                requires="one server an address",
                 suggestion="choose another port",
             )
 

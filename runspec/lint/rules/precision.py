@@ -45,8 +45,6 @@ def uncalibrated_precision(context: Context) -> Iterator[Violation]:
                     "validator": validator,
                     "prefill_share": spec.verify.prefill_share,
                 },
-                requires="(sampler, validator) is calibrated, or verify.profiles has one for the "
-                "pool, or verify.thresholds has sampler, or prefill_share = 0",
                 suggestion="measure honest rollouts with `python -m verify calibrate` and name the "
                 f"profile in verify.profiles, or limits in verify.thresholds, {sampler}",
             )
@@ -71,7 +69,6 @@ def calibration_profile(context: Context) -> Iterator[Violation]:
             yield Violation(
                 where,
                 profile,
-                requires="a file that the root key signed and that has not expired",
                 suggestion="calibrate again, or have the root sign it with `python -m verify "
                 "sign-profile`",
             )
@@ -90,8 +87,6 @@ def _misplaced(
         yield Violation(
             where,
             f"covers no pool; for {nearest} it was measured with {differences[nearest][0]}",
-            numbers={"pools": 0},
-            requires="pools >= 1",
             suggestion="calibrate with the pool as it is, or take it out",
             severity="warning",
         )
@@ -100,7 +95,6 @@ def _misplaced(
             yield Violation(
                 where,
                 f"covers pool {name}, as {covered[name]} does",
-                requires="one profile a pool",
                 suggestion="take one of them out",
             )
         covered.setdefault(name, where[-1])
@@ -110,8 +104,6 @@ def _misplaced(
             yield Violation(
                 where,
                 f"was measured on a model with {what} {measured}; this one has {here}",
-                numbers={"measured": measured, what: here},
-                requires=f"measured = {what}",
                 suggestion="calibrate with the run's model",
             )
 
@@ -153,8 +145,6 @@ def unused_thresholds(context: Context) -> Iterator[Violation]:
             yield Violation(
                 ("verify", "thresholds", limits.name),
                 f"no pool computes in {limits.name}; there is {', '.join(sorted(present))}",
-                numbers={"pools": 0},
-                requires="pools >= 1",
                 suggestion="take it out, or rename it to a precision that a pool has",
             )
 
@@ -181,7 +171,6 @@ def thresholds_order(context: Context) -> Iterator[Violation]:
                     ("verify", "thresholds", limits.name, low),
                     f"{below:g} is above {high} = {above:g}",
                     numbers={low: below, high: above},
-                    requires=f"{low} <= {high}",
                     suggestion="exchange them, or measure again",
                 )
 
@@ -200,15 +189,11 @@ def quantized_pool(context: Context) -> Iterator[Violation]:
             yield Violation(
                 (*where, "quantization"),
                 f"vLLM does not quantise to {pool.quantization} on CPUs",
-                numbers={"quantization": pool.quantization, "kind": pool.hardware.kind},
-                requires="kind is not cpu",
                 suggestion="set it to null",
             )
         if pool.quantization is not None and pool.dtype != "bfloat16":
             yield Violation(
                 (*where, "dtype"),
                 f"{pool.quantization} matrices go with bfloat16 beside them, not {pool.dtype}",
-                numbers={"quantization": pool.quantization, "dtype": pool.dtype},
-                requires="dtype = bfloat16",
                 suggestion="dtype: bfloat16",
             )

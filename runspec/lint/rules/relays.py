@@ -27,8 +27,6 @@ def relay_upstream(context: Context) -> Iterator[Violation]:
             yield Violation(
                 ("broadcast", "relays", name, "upstream"),
                 f"no relay {', '.join(unknown)}; known: {', '.join((ORIGIN, *relays))}",
-                numbers={"unknown": len(unknown)},
-                requires="every upstream is origin or the name of a relay",
                 suggestion="name a relay of broadcast.relays, or origin",
             )
 
@@ -48,7 +46,6 @@ def relay_cycle(context: Context) -> Iterator[Violation]:
             ("broadcast", "relays", cycle[0], "upstream"),
             f"fetches from itself: {' from '.join(cycle)}",
             numbers={"relays_in_cycle": len(cycle) - 1},
-            requires="no relay is above itself",
             suggestion="let one of them fetch from origin alone",
         )
 
@@ -72,8 +69,6 @@ def relay_path(context: Context) -> Iterator[Violation]:
             yield Violation(
                 ("broadcast", "relays", name, "upstream"),
                 f"fetches from {', '.join(above) or 'nobody'}: no path leads to the origin",
-                numbers={"relays_below_origin": len(reached)},
-                requires="some upstream is origin, or has a path to it",
                 suggestion="add origin",
             )
 
@@ -96,16 +91,12 @@ def pool_relays(context: Context) -> Iterator[Violation]:
             yield Violation(
                 where,
                 f"no relay {', '.join(unknown)}; known: {', '.join(known) or 'none'}{origin}",
-                numbers={"unknown": len(unknown)},
-                requires="every name is in broadcast.relays",
                 suggestion="name relays of broadcast.relays",
             )
         if twice:
             yield Violation(
                 where,
                 f"names {', '.join(twice)} more than once",
-                numbers={"named_again": len(wanted) - len(set(wanted))},
-                requires="every relay is named once",
                 suggestion="name each once",
             )
 

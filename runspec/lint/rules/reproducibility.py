@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from runspec.lint.registry import Context, Rule, Violation, add, rule
+from runspec.lint.registry import Context, Violation, found_by_loader, rule
 from runspec.lock.cache import is_on_hub
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -28,8 +28,6 @@ def unpinned_revision(context: Context) -> Iterator[Violation]:
             yield Violation(
                 (*path, "revision"),
                 f"{name} is pinned to {said}",
-                numbers={"revision": revision or "null"},
-                requires="revision has 40 hexadecimal digits, or a lock names the commit",
                 suggestion="set revision to the commit, or run `runspec lock`",
             )
 
@@ -52,16 +50,12 @@ def _hub_names(context: Context) -> Iterator[tuple[tuple[str, ...], str, str | N
             yield ("data", "sources", source.name), source.uri, source.revision
 
 
-NO_SEED = Rule(
-    "no-seed",
-    "reproducibility",
-    "error",
+@found_by_loader("no-seed", "seed: 42, or any number you like", group="reproducibility")
+def no_seed() -> None:
     """A spec must have a seed.
 
-Problems, target lengths, the warm start and the learner's draws follow from `seed`. A default
-would make runs of different people secretly alike; a random one would make no run repeatable. The
-noise of untrusted pools does not follow from it alone: the coordinator mixes in a nonce of each
-step, which workers must not be able to foresee (docs/coordinator.md).""",
-    suggestion="seed: 42, or any number you like",
-)
-add(NO_SEED)
+    Problems, target lengths, the warm start and the learner's draws follow from `seed`. A default
+    would make runs of different people secretly alike; a random one would make no run repeatable.
+    The noise of untrusted pools does not follow from it alone: the coordinator mixes in a nonce of
+    each step, which workers must not be able to foresee (docs/coordinator.md).
+    """

@@ -29,7 +29,6 @@ def task_advantage(context: Context) -> Iterator[Violation]:
     yield Violation(
         ("algorithm", "advantage", "normalize"),
         f"task needs a length term that is added to the task reward: form exact, not {term.form}",
-        requires="form = exact, or normalize != task",
         suggestion=f"normalize: std, or reward: {{{term.name}: {{form: exact}}}}",
     )
 
@@ -53,7 +52,6 @@ def target_length(context: Context) -> Iterator[Violation]:
                 yield Violation(
                     ("reward", term.name),
                     f"kind target_length needs {field}",
-                    requires=f"{field} given",
                     suggestion={"form": "exact", "alpha": "3e-4", "targets": "[1000, 2000]"}[field],
                 )
 
@@ -69,7 +67,6 @@ def task_reward(context: Context) -> Iterator[Violation]:
         yield Violation(
             ("reward",),
             "no term grades the task itself",
-            requires="a term of another kind than target_length",
             suggestion="add one such as {name: math, kind: math}",
         )
 
@@ -86,7 +83,6 @@ def length_prompt(context: Context) -> Iterator[Violation]:
         yield Violation(
             ("data", "length_prompt"),
             "must say {target}, the length asked for",
-            requires="{target} in length_prompt",
             suggestion="Think for {target} tokens before giving a response.",
         )
 
@@ -104,7 +100,6 @@ def one_term_a_kind(context: Context) -> Iterator[Violation]:
             yield Violation(
                 ("reward", term.name, "kind"),
                 f"a second term of kind {term.kind}; {first[term.kind]} is the first",
-                requires=f"kind != {term.kind}",
                 suggestion=f"change {first[term.kind]} instead",
             )
         first.setdefault(term.kind, term.name)
@@ -129,7 +124,6 @@ def targets_reachable(context: Context) -> Iterator[Violation]:
                 f"{longest} must be less than max_new_tokens = {pool.max_new_tokens} "
                 f"of pool {pool.name}",
                 numbers={"target": longest, "max_new_tokens": pool.max_new_tokens},
-                requires="target < max_new_tokens",
                 suggestion="leave room for the answer after the thinking",
             )
 
@@ -158,6 +152,5 @@ def length_swamps_task(context: Context) -> Iterator[Violation]:
             f"{term.alpha:g} x {distance} tokens = {term.alpha * distance:.3g}: an output at the "
             "limit can lose more than a right answer gives",
             numbers={"alpha": term.alpha, "distance": distance, "max_new_tokens": limit},
-            requires="alpha x distance <= 1",
             suggestion=f"alpha <= {1 / distance:.2g}, or a lower max_new_tokens",
         )

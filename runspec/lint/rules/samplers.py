@@ -33,7 +33,6 @@ def context_fits(context: Context) -> Iterator[Violation]:
                     "max_new_tokens": pool.max_new_tokens,
                     "max_model_len": pool.max_model_len,
                 },
-                requires="max_prompt_tokens + max_new_tokens <= max_model_len",
                 suggestion=f"{longest}, or fewer new tokens",
             )
 
@@ -54,7 +53,6 @@ def model_len(context: Context) -> Iterator[Violation]:
                 ("samplers", pool.name, "max_model_len"),
                 f"{pool.max_model_len} is more than model.max_context = {positions}",
                 numbers={"max_model_len": pool.max_model_len, "max_context": positions},
-                requires="max_model_len <= max_context",
                 suggestion=f"at most {positions}",
             )
 
@@ -79,7 +77,6 @@ def model_positions(context: Context) -> Iterator[Violation]:
             f"{spec.model.max_context} is more than the {covered} positions that the model's "
             "config.json covers",
             numbers={"max_context": spec.model.max_context, "positions": covered},
-            requires="max_context <= positions",
             suggestion=f"at most {covered}",
         )
 
@@ -115,7 +112,6 @@ def packing_holds(context: Context) -> Iterator[Violation]:
                     "max_new_tokens": pool.max_new_tokens,
                     "packing.tokens": packed,
                 },
-                requires="max_prompt_tokens + max_new_tokens <= packing.tokens",
                 suggestion=f"at least {longest}",
             )
 
@@ -138,7 +134,6 @@ def attention_window(context: Context) -> Iterator[Violation]:
             f"{packed}, but the model's attention window or dynamic RoPE begins to tell above "
             f"{limit}",
             numbers={"packing.tokens": packed, "limit": limit},
-            requires="packing.tokens <= limit",
             suggestion=f"at most {limit}",
         )
 
@@ -166,7 +161,6 @@ def neutral_sampling(context: Context) -> Iterator[Violation]:
                     ("samplers", pool.name, "sampling", field),
                     f"{value} cuts the distribution that the learner's ratios are of",
                     numbers={field: value},
-                    requires=f"{field} = {neutral}",
                     suggestion=neutral,
                 )
 
@@ -197,7 +191,6 @@ def pool_devices(context: Context) -> Iterator[Violation]:
                 "data": pool.parallel.data,
                 "devices": devices,
             },
-            requires="tensor x data = devices",
             suggestion=f"hardware: {{count: {ranks}}}, or parallel: "
             f"{{tensor: {max(1, devices // pool.parallel.data)}}}",
             severity="error" if short else "warning",
@@ -231,7 +224,5 @@ def pool_heads(context: Context) -> Iterator[Violation]:
                 "num_attention_heads": heads,
                 "num_key_value_heads": kv_heads,
             },
-            requires="num_attention_heads mod tensor = 0, and one of tensor and "
-            "num_key_value_heads divides the other",
             suggestion=f"one of {', '.join(map(str, fitting))}",
         )

@@ -28,8 +28,6 @@ def plain_http(context: Context) -> Iterator[Violation]:
             yield Violation(
                 (*where, "url"),
                 f"{url.shown} is plain HTTP, and pool {pools[0].name} is untrusted",
-                numbers={"url": url.shown, "untrusted_pools": len(pools)},
-                requires="url begins with https://, or its host is this machine",
                 suggestion="https:// for a server elsewhere; one that is started here listens on "
                 "127.0.0.1, behind a proxy with TLS",
             )
@@ -54,8 +52,6 @@ def unsigned_weights(context: Context) -> Iterator[Violation]:
             ("identity", "root_public_key"),
             f"is null, and pool {elsewhere[0]} is untrusted and on other machines: it could not "
             "tell these weights from another's",
-            numbers={"untrusted_pools_elsewhere": len(elsewhere)},
-            requires="root_public_key is given, or untrusted_pools_elsewhere = 0",
             suggestion="give the root's public key; a pool that does run here belongs into "
             "placement.roles",
         )
@@ -77,8 +73,6 @@ def inline_secret(context: Context) -> Iterator[Violation]:
             yield Violation(
                 location,
                 f"holds what looks like {kind}",
-                numbers={"characters": len(text)},
-                requires="no value has the form of a credential",
                 suggestion="take it out, revoke it, and name its environment variable under "
                 "secrets",
                 secret=True,

@@ -40,7 +40,6 @@ def rows_divide(context: Context) -> Iterator[Violation]:
             ("learner", "packing", "rows"),
             f"{rows} is not divisible by data x fsdp = {shards}",
             numbers={"rows": rows, "data": learner.mesh.data, "fsdp": learner.mesh.fsdp},
-            requires="rows mod (data x fsdp) = 0",
             suggestion=f"{-(-rows // shards) * shards}",
         )
 
@@ -68,7 +67,6 @@ def context_divides(context: Context) -> Iterator[Violation]:
         else f"{tokens} is not divisible by 2 x context = {2 * cut}: each of {cut} shards computes "
         "attention over whole rows",
         numbers={"tokens": tokens, "context": cut},
-        requires="tokens mod (2 x context) = 0",
         suggestion=f"{-(-tokens // (2 * cut)) * 2 * cut}",
         severity="error" if refused else "warning",
     )
@@ -92,7 +90,6 @@ def idle_shards(context: Context) -> Iterator[Violation]:
             f"{sequences} sequences an update on data x fsdp = {shards} shards: "
             f"{shards - sequences} have none",
             numbers={"sequences_per_update": sequences, "data": mesh.data, "fsdp": mesh.fsdp},
-            requires="sequences_per_update >= data x fsdp",
             suggestion="fewer updates a step, or more context or tensor in the place of fsdp",
         )
 
@@ -128,7 +125,6 @@ def padded_microbatch(context: Context) -> Iterator[Violation]:
             "fsdp": mesh.fsdp,
             "microbatch": packing.rows // shards,
         },
-        requires="sequences_per_update mod (data x fsdp x microbatch) = 0",
         suggestion=_rows_that_divide(sequences, shards, packing.rows),
     )
 
@@ -155,7 +151,6 @@ def tensor_heads(context: Context) -> Iterator[Violation]:
         ("learner", "mesh", "tensor"),
         f"{tensor} does not divide {heads} heads: attention would be computed {tensor} times over",
         numbers={"tensor": tensor, "num_attention_heads": heads},
-        requires="num_attention_heads mod tensor = 0",
         suggestion=f"one of {', '.join(map(str, divisors(heads, heads)))}",
     )
 
@@ -182,7 +177,6 @@ def tensor_kv_heads(context: Context) -> Iterator[Violation]:
         f"{tensor} does not divide {kv_heads} key/value heads: they are held whole on each device "
         f"and repeated to {repeated}",
         numbers={"tensor": tensor, "num_key_value_heads": kv_heads, "repeated": repeated},
-        requires="num_key_value_heads mod tensor = 0",
         suggestion=f"at most {kv_heads}, the rest in fsdp or context",
     )
 
@@ -210,7 +204,6 @@ def sharded_widths(context: Context) -> Iterator[Violation]:
                 f"{cut} does not divide {name} = {size}: what has that dimension is whole on "
                 f"each of {cut} devices",
                 numbers={axis: cut, name: size},
-                requires=f"{name} mod {axis} = 0",
                 suggestion="a power of two divides most widths",
             )
 
@@ -247,9 +240,5 @@ def attention_kernel(context: Context) -> Iterator[Violation]:
     yield Violation(
         ("learner", "attention"),
         f"{name} {reason}",
-        numbers={"hardware.kind": kind, "context": learner.mesh.context},
-        requires="a TPU"
-        if name == "splash"
-        else "an NVIDIA GPU, compute_dtype = bfloat16, context = 1, head size = 8 n <= 256",
         suggestion="auto",
     )

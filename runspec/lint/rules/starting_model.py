@@ -22,16 +22,12 @@ def one_model(context: Context) -> Iterator[Violation]:
             ("model",),
             f"exactly one of hf and shape is needed, {'both were' if given else 'neither was'} "
             "given",
-            numbers={"given": len(given)},
-            requires="given = 1",
             suggestion="null takes one away" if given else "name a Hugging Face repository in hf",
         )
     if model.revision is not None and model.hf is None:
         yield Violation(
             ("model", "revision"),
             "is the commit of model.hf, which is not given",
-            numbers={"revision": model.revision},
-            requires="revision is null, or hf is given",
             suggestion="set it to null",
         )
 
@@ -49,15 +45,11 @@ def warm_start(context: Context) -> Iterator[Violation]:
         yield Violation(
             ("model", "shape"),
             "has no weights: warm_start must make them",
-            numbers={"warm_start": "null"},
-            requires="model.shape goes with warm_start",
             suggestion="warm_start: {} takes the defaults",
         )
     if spec.model.shape is None and spec.warm_start is not None:
         yield Violation(
             ("warm_start",),
             "makes the weights of a model.shape, and none is given",
-            numbers={"shape": "null"},
-            requires="model.shape goes with warm_start",
             suggestion="set it to null",
         )

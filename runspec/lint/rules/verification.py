@@ -28,8 +28,6 @@ def no_validators(context: Context) -> Iterator[Violation]:
         yield Violation(
             ("verify", "validators"),
             "nobody would check and grade what workers send",
-            numbers={"validators": 0},
-            requires="validators >= 1",
             suggestion="validators: 1",
         )
 
@@ -50,8 +48,6 @@ def untrusted_unseeded(context: Context) -> Iterator[Violation]:
                 ("samplers", pool.name, "sampling", "seeded"),
                 "an untrusted pool must sample by the lease's seed: without it best-of-n cannot "
                 "be told from honest work",
-                numbers={"seeded": "false"},
-                requires="seeded, where trust is untrusted",
                 suggestion="seeded: true, or trust: trusted for machines of your own",
             )
 
@@ -78,7 +74,6 @@ def untrusted_unproven(context: Context) -> Iterator[Violation]:
                 ("verify", name),
                 f"{who} of the untrusted pool {pools[0].name} would ever be recomputed",
                 numbers={name: share, "untrusted_pools": len(pools)},
-                requires=f"{name} > 0, where a pool is untrusted",
                 suggestion=f"{name}: {1.0 if name == 'prefill_share' else 0.1}",
             )
 
@@ -98,7 +93,6 @@ def prefill_floor(context: Context) -> Iterator[Violation]:
             ("verify", "prefill_floor"),
             "the share that is recomputed would grow with reputation",
             numbers={"prefill_floor": floor, "prefill_share": share},
-            requires="prefill_floor <= prefill_share",
             suggestion=f"prefill_floor: {share}",
         )
 
@@ -122,8 +116,6 @@ def unsandboxed_grading(context: Context) -> Iterator[Violation]:
             yield Violation(
                 ("reward", term.name, "sandboxed"),
                 f"kind {term.kind} would run, unconfined, what {author} wrote",
-                numbers={"untrusted_pools": len(pools)},
-                requires="sandboxed",
                 suggestion="sandboxed: true",
                 severity="error" if pools else "warning",
             )
@@ -144,8 +136,6 @@ def in_flight_updates(context: Context) -> Iterator[Violation]:
             yield Violation(
                 ("samplers", pool.name, "in_flight_updates"),
                 "a validator could not reproduce a rollout that spans two versions",
-                numbers={"trust": pool.trust},
-                requires="not in_flight_updates",
                 suggestion="in_flight_updates: false",
             )
 
@@ -168,16 +158,12 @@ def engine_hardware(context: Context) -> Iterator[Violation]:
         yield Violation(
             ("verify", "engine"),
             f"torch runs on CPUs and GPUs, not on {kind}",
-            numbers={"engine": verify.engine, "kind": kind},
-            requires="kind is no TPU, or engine = jax",
             suggestion="engine: jax",
         )
     elif kind != "cpu" and count is not None and count > 1:
         yield Violation(
             ("verify", "hardware", "count"),
             f"a validator with engine torch uses 1 of {count} GPUs",
-            numbers={"engine": verify.engine, "count": count},
-            requires="count = 1, or engine = jax",
             suggestion=f"count: 1, and validators: {verify.validators * count}",
         )
 
@@ -210,6 +196,5 @@ def validator_capacity(context: Context) -> Iterator[Violation]:
                 "arriving_tokens_s": round(arriving, 1),
                 "step_s": float(f"{step_s:.4g}"),
             },
-            requires="validators x tokens_per_s >= arriving_tokens_s",
             suggestion=f"{needed} would do, or a smaller prefill_share",
         )

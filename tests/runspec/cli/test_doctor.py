@@ -11,17 +11,11 @@ from runspec.cli.doctor import check_spec_here, doctor_command
 from runspec.core.spec.load import SpecFiles
 from runspec.local.checkup import check_machine
 from runspec.local.machine import Machine
-from runspec.local.preflight import GIB, Facts
+from runspec.local.preflight import Facts
+from tests.runspec.local import test_preflight
 from tests.runspec.local.fake_run import TARGET_SHORT
 
-HERE = Facts(
-    machine=Machine("python", (0, 1), {}),
-    gpus=("NVIDIA L4",),
-    tpus=0,
-    free_bytes=lambda folder: 100 * GIB,
-    has_module=lambda name: True,
-    prefill_engines=("jax",),
-)
+HERE = replace(test_preflight.LAPTOP, gpus=("NVIDIA L4",))
 LAPTOP = SpecFiles(TARGET_SHORT, profile="laptop")
 
 
@@ -59,15 +53,6 @@ def test_what_some_roles_need_is_a_warning_and_what_all_need_a_failure(tmp_path:
     assert verdicts(HERE, tmp_path)["accelerators"] == "ok"
     # and each says what to do
     assert all(check.remedy for check in check_machine(poor, tmp_path) if check.verdict != "ok")
-
-
-def test_models_in_the_cache_are_counted_and_the_first_named(tmp_path: Path) -> None:
-    for number in range(7):
-        (tmp_path / f"models--org--m{number}").mkdir()
-    machine = Machine("python", (0, 1), {"HF_HUB_CACHE": str(tmp_path)})
-    models = check_machine(replace(HERE, machine=machine), tmp_path)[-1]
-    assert models.found.startswith(f"7 in {tmp_path}: org/m0, org/m1")
-    assert models.found.endswith("and 2 more")
 
 
 def test_what_a_spec_lacks_here_fails_with_its_remedy(tmp_path: Path) -> None:

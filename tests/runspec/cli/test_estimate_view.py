@@ -43,15 +43,6 @@ def test_it_says_what_the_issue_asks_for() -> None:
         assert any(role in line and "idle" in line for line in text.splitlines()), role
 
 
-def test_deltas_are_said_with_what_a_joiner_fetches() -> None:
-    text = " ".join(shown(*FLEET, "broadcast.format=delta", width=120).split())
-
-    assert "as a delta of 986 MB, 66 times smaller" in text
-    assert "who joins fetches up to 84.3 GB, in 19 min 3 s at the slowest" in text
-    assert "changed share 0.01 share PULSE, arXiv 2602.03839" in text
-    assert "as a delta" not in shown(*FLEET, "broadcast={format: delta, dtype: float32}")
-
-
 def test_what_is_missing_is_named_by_field() -> None:
     text = shown(
         "learner.hardware.peak_flops=null",

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
-from typer.testing import CliRunner, Result
 
-from runspec.cli import app
 from runspec.cli.init import MODELINES, SOURCES, initial_files
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema_fields import schema_fields
@@ -22,6 +16,7 @@ from runspec.core.spec.validate import to_python
 from runspec.core.spec.yaml_nodes import parse_yaml
 from runspec.lint.check import check_spec
 from tests.harness import ROOT
+from tests.runspec.cli.in_process import runspec
 from tests.runspec.core.spec.spec_files import SPECS
 
 FILES = [
@@ -30,10 +25,6 @@ FILES = [
     "runspec.schema.json",
     "spec.yaml",
 ]
-
-
-def init(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["init", *map(str, arguments)])
 
 
 def written(folder: Path) -> list[str]:
@@ -50,8 +41,8 @@ def yaml(path: Path) -> object:
 @pytest.mark.parametrize("source", SOURCES)
 def test_what_it_writes_is_clean_and_fits_its_schema(tmp_path: Path, source: str) -> None:
     # given a new project
-    done = init(tmp_path, "--from", source)
-    assert (done.exit_code, written(tmp_path)) == (0, FILES)
+    done = runspec("init", tmp_path, "--from", source)
+    assert (done.returncode, written(tmp_path)) == (0, FILES)
     # then its spec has no finding, and is what editors expect by the schema that it names
     spec = tmp_path / "spec.yaml"
     checked = check_spec(SpecFiles(spec))
@@ -76,7 +67,7 @@ def test_it_learns_what_the_shipped_spec_learns(
     source: str, shipped: str, profile: str | None, tmp_path: Path
 ) -> None:
     # given what init writes, and the shipped spec that it is made after
-    init(tmp_path, "--from", source)
+    runspec("init", tmp_path, "--from", source)
     ours = check_spec(SpecFiles(tmp_path / "spec.yaml")).require()
     theirs = check_spec(SpecFiles(SPECS / f"{shipped}.yaml", profile)).require()
     # then every field that another run would be needed for is the same
@@ -88,26 +79,26 @@ def test_it_learns_what_the_shipped_spec_learns(
 def test_files_that_are_there_stay_unless_forced(tmp_path: Path) -> None:
     # given one file of the four
     (tmp_path / "spec.yaml").write_text("mine\n")
-    done = init(tmp_path)
-    assert done.exit_code == 2
+    done = runspec("init", tmp_path)
+    assert done.returncode == 2
     assert "already there: spec.yaml" in done.stderr
     assert "--force" in done.stderr
     assert (written(tmp_path), (tmp_path / "spec.yaml").read_text()) == (["spec.yaml"], "mine\n")
     # when it is forced, then all are written
-    assert init(tmp_path, "--force").exit_code == 0
+    assert runspec("init", tmp_path, "--force").returncode == 0
     assert written(tmp_path) == FILES
 
 
 def test_the_workflow_runs_the_command_on_the_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    init(tmp_path)
+    runspec("init", tmp_path)
     workflow = yaml(tmp_path / ".github/workflows/runspec.yaml")
     steps = workflow["jobs"]["lint"]["steps"]  # type: ignore[index]
     command = shlex.split(steps[-1]["run"])
     assert command[0] == "runspec"
     monkeypatch.chdir(tmp_path)
-    assert CliRunner().invoke(app, command[1:]).exit_code == 0
+    assert runspec(*command[1:]).returncode == 0
 
 
 def hooks() -> list[tuple[str, dict[str, str]]]:
@@ -124,15 +115,13 @@ def test_the_hook_runs_as_pre_commit_runs_it(
     tmp_path: Path, name: str, hook: dict[str, str]
 ) -> None:
     # given the entry of a hook, with the files of a commit as arguments
-    init(tmp_path)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    runspec("init", tmp_path)
     program, *arguments = shlex.split(hook["entry"])
-    command = [str(shutil.which(program, path=path)), *arguments, "spec.yaml"]
-    assert hook["id"] == "runspec-lint"
+    assert (program, hook["id"]) == ("runspec", "runspec-lint")
     # when the spec is right it passes, and when it is not it fails and says where
     for text, code in (("", 0), ("stepz: 3\n", 1)):
         with (tmp_path / "spec.yaml").open("a") as spec:
             spec.write(text)
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = runspec(*arguments, tmp_path / "spec.yaml")
         assert done.returncode == code, done.stderr
         assert ("unknown-key" in done.stdout) == bool(code)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from contextlib import suppress
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from runspec.cli.join import Progress, fetch_data, progress_line
 from runspec.core.errors import UserError
+from runspec.core.http_client import NoAnswer
 from runspec.core.join_link import JoinLink, parse_join_link, reachable
 from runspec.core.models.of_spec import model_config
 from runspec.core.spec.schema import RunSpec, SamplerPool
@@ -161,40 +158,21 @@ def test_a_volunteer_reads_version_speed_and_credit():
     )
 
 
-class Answers(BaseHTTPRequestHandler):
-    """A coordinator's answer without an end, a byte now and then; or one that is nonsense."""
-
-    whole: bytes | None = None
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        if self.whole is not None:
-            self.wfile.write(self.whole)
-        with suppress(OSError):
-            while self.whole is None:
-                self.wfile.write(b" ")
-                time.sleep(0.01)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-
 @pytest.mark.parametrize(
-    "whole", [None, b'{"workers": [{"key": "me", "state": []}]}', b"[]", b'{"workers": 3}']
+    "answer", [{"workers": [{"key": "me", "state": []}]}, {"workers": 3}, {}, NoAnswer("too late")]
 )
 def test_a_volunteer_is_not_stopped_by_what_a_coordinator_answers(
-    whole: bytes | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    answer: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    # given a coordinator whose answer does not end, or is no status
-    monkeypatch.setattr("runspec.cli.join._STATUS_TIMEOUT_S", 0.2)
-    handler = type("Handler", (Answers,), {"whole": whole})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        link = JoinLink(f"http://127.0.0.1:{server.server_port}", "some", ROOT_KEY)
-        # when it is asked for our progress
-        Progress(link, "me").look()
-        server.shutdown()
+    # given a coordinator that does not answer, or with no status
+    def status(url: str) -> object:
+        if isinstance(answer, NoAnswer):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("runspec.cli.join._status", status)
+    # when it is asked for our progress
+    Progress(LINK, "me").look()
     # then that is said, and the command goes on
     assert "the coordinator does not answer" in capsys.readouterr().out
 

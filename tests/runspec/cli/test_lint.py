@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,19 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from runspec.cli import app, main
+from runspec.cli import main
 from runspec.lint.registry import RULES, Context
-from tests.harness import ROOT, TARGET_SHORT, runspec
+from tests.harness import ROOT, TARGET_SHORT
+from tests.runspec.cli.in_process import runspec
 from tests.runspec.core.spec.spec_files import small_spec, write
 
 BAD = "stepss: 4\nname: no\n"
 """An error and a warning, each with a fix."""
-
-
-def lint(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["lint", *map(str, arguments)])
 
 
 @pytest.fixture
@@ -31,8 +26,8 @@ def bad(tmp_path: Path) -> Path:
 
 
 def test_findings_go_to_standard_output_and_their_count_to_the_other(bad: Path) -> None:
-    done = lint(bad)
-    assert done.exit_code == 1
+    done = runspec("lint", bad)
+    assert done.returncode == 1
     assert f"{bad}:2:1" in done.stdout
     assert "stepss" in done.stdout
     assert done.stderr == "1 error, 1 warning\n"
@@ -43,16 +38,16 @@ def test_findings_go_to_standard_output_and_their_count_to_the_other(bad: Path) 
     [("error", BAD, 1), ("error", "name: no", 0), ("warning", "name: no", 1), ("never", BAD, 0)],
 )
 def test_the_fail_level_decides(tmp_path: Path, level: str, overlay: str, code: int) -> None:
-    done = lint(small_spec(tmp_path, overlay), "--fail-level", level)
-    assert done.exit_code == code
+    done = runspec("lint", small_spec(tmp_path, overlay), "--fail-level", level)
+    assert done.returncode == code
     assert "ambiguous-scalar" in done.stdout
 
 
 def test_a_file_that_cannot_be_read_keeps_no_other_from_being_checked(bad: Path) -> None:
     # given a spec with findings between two that are not there
-    done = lint("gone.yaml", bad, bad.parent, "--format", "compact")
+    done = runspec("lint", "gone.yaml", bad, bad.parent, "--format", "compact")
     # then its findings are shown, and the exit code is that of the others
-    assert done.exit_code == 2
+    assert done.returncode == 2
     assert len(done.stdout.splitlines()) == 2
     assert "gone.yaml" in done.stderr
 
@@ -73,8 +68,8 @@ def test_a_file_that_cannot_be_read_keeps_no_other_from_being_checked(bad: Path)
     ],
 )
 def test_what_cannot_be_read_and_bad_usage_exit_2(arguments: list[str | Path]) -> None:
-    done = lint(*arguments)
-    assert done.exit_code == 2, done.output
+    done = runspec("lint", *arguments)
+    assert done.returncode == 2, done
     assert done.stderr
     assert done.stdout == ""
 
@@ -82,14 +77,14 @@ def test_what_cannot_be_read_and_bad_usage_exit_2(arguments: list[str | Path]) -
 def test_fix_mends_says_so_and_checks_again(bad: Path) -> None:
     # given a misspelt key whose value is of the wrong type, which shows once the key is right
     write(bad, 'extends: [base.yaml]\nstepss: "4" # four\nname: no\nseed: -1\n')
-    done = lint(bad, "--fix", "--format", "compact")
+    done = runspec("lint", bad, "--fix", "--format", "compact")
     # then all that can be mended is, and the rest is shown
     assert bad.read_text() == 'extends: [base.yaml]\nsteps: 4 # four\nname: "no"\nseed: -1\n'
     assert done.stderr.count("mended: ") == 3
     assert [line.split()[2] for line in done.stdout.splitlines()] == ["bad-value:"]
-    assert done.exit_code == 1
+    assert done.returncode == 1
     write(bad, bad.read_text().replace("-1", "1"))
-    assert lint(bad, "--fix").exit_code == 0
+    assert runspec("lint", bad, "--fix").returncode == 0
 
 
 def test_a_crash_is_no_finding(
@@ -126,38 +121,3 @@ def test_colour_on_a_terminal_only(bad: Path, environ: dict[str, str], coloured:
     # then there is colour, unless the person wants none
     assert "stepss" in shown
     assert ("\x1b[" in shown) == coloured
-
-
-def test_checking_pulls_in_nothing_heavy() -> None:
-    # given a process that checks the shipped specs as the command does
-    program = (
-        "import json, sys\nfrom runspec.cli import main\n"
-        f"sys.argv = ['runspec', 'lint', {str(TARGET_SHORT)!r}]\n"
-        "try:\n    main()\nexcept SystemExit:\n    print(json.dumps(sorted(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    # then it has imported neither arrays nor engines, nor what only draws, logs or fetches
-    modules = {name.partition(".")[0] for name in json.loads(done.stdout)}
-    heavy = {
-        "jax",
-        "torch",
-        "vllm",
-        "ray",
-        "numpy",
-        "pyarrow",
-        "httpx",
-        "rich",
-        "logging",
-        "ctypes",
-    }
-    assert heavy & modules == set()
-
-
-def test_a_process_has_the_same_exit_codes(bad: Path) -> None:
-    for arguments, code in (([bad], 1), ([bad, "--fail-level", "never"], 0), (["gone.yaml"], 2)):
-        done = runspec("lint", *arguments)
-        assert done.returncode == code, done
-        assert "Traceback" not in done.stderr
-        assert "\x1b" not in done.stdout
-    assert runspec("apply", "nowhere.yaml").returncode == 2
-    assert runspec("brew").returncode == 2

@@ -57,13 +57,6 @@ def test_what_no_lock_can_hold_is_a_warning(
     assert "warning: data.sources.web: https://example.org" in capsys.readouterr().err
 
 
-def test_a_damaged_lock_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = small_spec(tmp_path)
-    write(tmp_path / "spec.lock.yaml", "version: 1")
-    assert lock_command(SpecFiles(path), check=True) == 2
-    assert "make it again" in capsys.readouterr().err
-
-
 def test_apply_refuses_what_is_not_what_was_locked(tmp_path: Path) -> None:
     # given a lock of the laptop's data, and another data set than it has
     spec = write(

@@ -74,16 +74,3 @@ def test_json_with_and_without_origins(tmp_path: Path, capsys: pytest.CaptureFix
     assert both["spec"] == plain and plain["algorithm"]["fill"]["deadline"] == "90m"
     assert both["origin"]["samplers.pool.replicas"] == "default"
     assert both["origin"]["reward.length.alpha"] == f"{tmp_path}/base.yaml:{line_of('alpha')}"
-
-
-def test_a_secret_is_there_by_name_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TOKEN", "hunter2-canary")
-    spec = small_spec(tmp_path, "secrets: [{name: TOKEN, from: {env: TOKEN}}]")
-    text = rendered(SpecFiles(spec), capsys, origin=True)
-    assert "- name: TOKEN" in text and "env: TOKEN" in text
-    assert "hunter2" not in text
-    # and not where somebody pastes it in
-    assert render_command(SpecFiles(spec, overrides=["model.hf=${TOKEN}"]), True, "yaml") == 1
-    assert "hunter2" not in "".join(capsys.readouterr())

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.plan import plan_command
-from runspec.cli.spec_files import Unreadable, sound_spec
+from runspec.cli.spec_files import sound_spec
+from runspec.core.errors import BadUsage
 from runspec.core.spec.load import SpecFiles
 from tests.runspec.core.spec.spec_files import SPECS, small_spec
 
@@ -35,6 +36,6 @@ def test_a_saved_plan_is_no_spec(tmp_path: Path) -> None:
         == 0
     )
     # then it is named as what it is, with what takes it
-    with pytest.raises(Unreadable, match="a saved plan") as error:
+    with pytest.raises(BadUsage, match="a saved plan") as error:
         sound_spec(SpecFiles(plan))
     assert error.value.remedy == f"`runspec apply {plan}`"

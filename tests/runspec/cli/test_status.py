@@ -63,10 +63,3 @@ def test_a_run_is_watched_read_and_deleted(alive: Path) -> None:
     assert (alive / "small").exists()
     assert runspec("delete", "small", "--yes", *runs).returncode == 0
     assert list(alive.iterdir()) == []
-
-
-def test_a_run_that_is_not_there_exits_1_with_what_is(tmp_path: Path) -> None:
-    for command in (["status"], ["logs"], ["delete", "--yes"]):
-        done = runspec(*command, "small", "--runs-dir", tmp_path)
-        assert done.returncode == 1
-        assert "no run 'small'" in done.stderr

@@ -7,8 +7,8 @@ import io
 from rich.console import Console
 from rich.live import Live
 
-from runspec.cli.view import LiveView, PlainView, step_line
-from runspec.local.supervisor import RoleView
+from runspec.cli.view import LiveView, PlainView
+from runspec.local.state import RoleRow
 
 ROW = {
     "step": 11,
@@ -20,7 +20,10 @@ ROW = {
     "tokens_per_s": 4000.0,
     "sampler_tokens_per_s": 8123.4,
 }
-ROLES = [RoleView("learner", "running", 0, 41), RoleView("relay-eu", "backoff", 3, None)]
+ROLES = [
+    RoleRow("learner", "running", 0, 41, 7, 0.0),
+    RoleRow("relay-eu", "backoff", 3, None, None, 0.0),
+]
 
 
 def test_plain_lines_say_every_change_but_not_every_step() -> None:
@@ -34,12 +37,6 @@ def test_plain_lines_say_every_change_but_not_every_step() -> None:
     assert len(lines) == 2, "forty steps at once are one line"
     view.show([{**ROW, "step": 149}], ROLES, "")
     assert "step 150/150" in out.getvalue(), "the last step is always said"
-
-
-def test_a_step_in_one_line() -> None:
-    assert step_line(ROW, 150) == (
-        "step 12/150  task 0.457  reward -0.2  length error 7.89  lag 1.2  8,123 tok/s"
-    )
 
 
 def test_the_live_panel_shows_the_run_and_each_role() -> None:

@@ -56,14 +56,6 @@ def test_the_published_broadcast_of_intellect_2() -> None:
     assert broadcast_times(spec, 62e9)["pool-0"] / 60 == pytest.approx(14.0, rel=0.01)
 
 
-def test_what_a_slow_child_cannot_take_goes_to_the_others() -> None:
-    slow, fast = relay("slow", download=1e6), relay("fast")
-
-    times = broadcast_times(links(slow, fast, origin=9e6, replicas=0), SIZE)
-
-    assert times == {"relay-slow": 64.0, "relay-fast": 8.0}
-
-
 def test_a_chain_is_as_slow_as_its_slowest_link_and_a_chunk_for_each_hop() -> None:
     eu = relay("eu", download=2e6)
     spec = links(eu, relay("far", "eu", download=1e6), download=4e6, replicas=1)

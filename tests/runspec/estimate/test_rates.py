@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-import runspec.lint
 from runspec.core.models.of_spec import model_config
-from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.rates import (
     rollouts_per_step,
@@ -17,13 +13,11 @@ from runspec.estimate.rates import (
     tokens_to_check,
 )
 from runspec.estimate.speed import learner_seconds
-from runspec.lint.check import check_spec
-
-FLEET = Path(runspec.lint.__file__).parent / "examples" / "fleet.yaml"
+from tests.runspec.core.spec.spec_files import FLEET, load
 
 
 def fleet(*overrides: str) -> RunSpec:
-    spec = check_spec(SpecFiles(FLEET, overrides=overrides), environ={}).spec
+    spec = load(FLEET, *overrides).spec
     assert spec is not None
     return spec
 

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 
 from benchmarks.reference_run import (
-    LONG,
-    SHORT,
-    VARIED,
-    WHY,
     Inputs,
     Published,
     broadcast,
     error,
     flops,
-    load,
     predict,
-    targets_of,
 )
 
 PUBLISHED = Published()
@@ -42,13 +34,3 @@ def test_compute_held_for_inference_is_near_the_published_share() -> None:
     held = flops(Inputs(), fit, PUBLISHED)["held"]
 
     assert held == pytest.approx(PUBLISHED.inference_flops, rel=0.15)
-
-
-def test_every_assumed_input_is_explained_and_its_effect_shown() -> None:
-    assert set(WHY) == set(asdict(Inputs()))
-    assert set(asdict(Inputs())) - set(VARIED) == {"sampler_bandwidth", "learner_mfu"}
-
-
-def test_the_lengths_are_those_of_the_shipped_specs() -> None:
-    assert targets_of(load("target_short")) == SHORT
-    assert targets_of(load("target_long")) == LONG

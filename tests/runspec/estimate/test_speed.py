@@ -24,12 +24,6 @@ DECODES = st.builds(
 )
 
 
-def test_few_sequences_read_the_weights_once_a_token() -> None:
-    decode = Decode(weights_s=0.01, context_s=0.0, token_s=1e-6, sequences=64)
-
-    assert decode.lease_seconds([100.0, 50.0], prompt=0.0) == pytest.approx(100 * 0.01)
-
-
 def test_keys_and_values_are_read_at_the_mean_context() -> None:
     decode = Decode(weights_s=0.0, context_s=1e-6, token_s=0.0, sequences=64)
 
@@ -70,17 +64,6 @@ def test_a_roofline_by_hand() -> None:
     assert decode.context_s == 65536 / (3.35e12 / 2)
     # 32.0e9 parameters in matrices and the head, on four devices of 989 TFLOP/s.
     assert decode.token_s == pytest.approx(2 * 31.98e9 / (4 * 989e12 / 2), rel=1e-3)
-
-
-def test_unknown_hardware_has_no_speed() -> None:
-    spec, config = shipped(
-        "samplers.volunteers.hardware.kind=abacus", "learner.hardware.kind=abacus"
-    )
-
-    assert decode_speed(spec.samplers[0], spec, config) is None
-    assert decode_speed(spec.samplers[0], spec, None) is None
-    assert learner_seconds(spec, config) is None
-    assert validator_tokens_per_s(spec, config) is None
 
 
 def test_the_learner_takes_its_flops_at_its_mfu() -> None:

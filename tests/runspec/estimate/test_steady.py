@@ -10,34 +10,28 @@ from runspec.estimate.timeline import Model
 from tests.runspec.estimate.test_timeline import model, models, replica
 
 
-def test_a_learner_that_never_waits_is_the_bottleneck() -> None:
-    run = timeline(model(replica(token_s=1.0), async_level=2, train_s=10.0))
-
-    assert run.step_s == pytest.approx(10.0)
-    assert run.idle["learner"] == pytest.approx(0.0)
-    assert run.idle["pool"] == pytest.approx(0.9)
-    assert run.bottleneck == "learner"
-    assert run.gains["learner"] == pytest.approx(0.1)
-    assert run.gains["pool"] == pytest.approx(0.0)
-
-
-def test_samplers_that_never_wait_are_the_bottleneck() -> None:
-    run = timeline(model(replica(token_s=40.0), async_level=2, train_s=10.0))
-
-    assert run.step_s == pytest.approx(40.0)
-    assert run.idle["pool"] == pytest.approx(0.0)
-    assert run.idle["learner"] == pytest.approx(0.75)
-    assert run.bottleneck == "pool"
-
-
-def test_in_step_everybody_waits_for_everybody() -> None:
-    run = timeline(model(replica(token_s=30.0), async_level=0, train_s=10.0))
-
-    assert run.step_s == pytest.approx(40.0)
-    assert run.idle["learner"] == pytest.approx(0.75)
-    assert run.idle["pool"] == pytest.approx(0.25)
-    assert run.lag == 0.0
-    assert run.full_s == pytest.approx(30.0)
+@pytest.mark.parametrize(
+    ("token_s", "lag", "step_s", "learner_idle", "pool_idle", "bottleneck"),
+    [
+        (1.0, 2, 10.0, 0.0, 0.9, "learner"),
+        (40.0, 2, 40.0, 0.75, 0.0, "pool"),
+        # in step everybody waits for everybody
+        (30.0, 0, 40.0, 0.75, 0.25, "pool"),
+    ],
+)
+def test_who_never_waits_is_the_bottleneck(
+    token_s: float, lag: int, step_s: float, learner_idle: float, pool_idle: float, bottleneck: str
+) -> None:
+    run = timeline(model(replica(token_s=token_s), async_level=lag, train_s=10.0))
+    assert run.step_s == pytest.approx(step_s)
+    assert run.idle["learner"] == pytest.approx(learner_idle)
+    assert run.idle["pool"] == pytest.approx(pool_idle)
+    assert run.bottleneck == bottleneck
+    if lag == 0:
+        assert (run.lag, run.full_s) == (0.0, pytest.approx(token_s))
+    else:
+        assert run.gains[bottleneck] > 0
+        assert sum(run.gains.values()) == pytest.approx(run.gains[bottleneck])
 
 
 @settings(max_examples=20, deadline=None)

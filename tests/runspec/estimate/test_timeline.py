@@ -107,9 +107,20 @@ def busy(run: Simulated) -> dict[tuple[str, int], list[Interval]]:
 
 @settings(deadline=None)
 @given(models())
-def test_what_is_leased_is_checked_and_trained_or_filtered(model: Model) -> None:
+def test_what_holds_of_any_run(model: Model) -> None:
     run = simulate(model)
+    what_is_leased_is_checked_and_trained_or_filtered(run, model)
+    causes_come_before_their_effects(run, model)
+    a_version_is_published_fetched_and_loaded_before_it_samples(run)
+    # no step trains on more lag than it may
+    assert all(0 <= step.lag <= model.async_level for step in run.steps)
+    # and nobody does two things at once
+    for mine in busy(run).values():
+        for before, after in pairwise(mine):
+            assert before.end <= after.start + EXACT
 
+
+def what_is_leased_is_checked_and_trained_or_filtered(run: Simulated, model: Model) -> None:
     for step in run.steps:
         assert step.leased == step.checked == step.kept + step.filtered
         assert step.kept <= model.groups
@@ -122,17 +133,7 @@ def test_what_is_leased_is_checked_and_trained_or_filtered(model: Model) -> None
         assert step.tokens == pytest.approx(tokens)
 
 
-@settings(deadline=None)
-@given(models())
-def test_no_step_trains_on_more_lag_than_it_may(model: Model) -> None:
-    assert all(0 <= step.lag <= model.async_level for step in simulate(model).steps)
-
-
-@settings(deadline=None)
-@given(models())
-def test_causes_come_before_their_effects(model: Model) -> None:
-    run = simulate(model)
-
+def causes_come_before_their_effects(run: Simulated, model: Model) -> None:
     for step in run.steps:
         assert step.opened is not None and step.full is not None
         assert step.first_rollouts is not None
@@ -148,20 +149,8 @@ def test_causes_come_before_their_effects(model: Model) -> None:
         assert step.opened >= allowed - EXACT
 
 
-@settings(deadline=None)
-@given(models())
-def test_nobody_does_two_things_at_once(model: Model) -> None:
-    for mine in busy(simulate(model)).values():
-        for before, after in pairwise(mine):
-            assert before.end <= after.start + EXACT
-
-
-@settings(deadline=None)
-@given(models())
-def test_a_version_is_published_fetched_and_loaded_before_it_samples(model: Model) -> None:
-    run = simulate(model)
+def a_version_is_published_fetched_and_loaded_before_it_samples(run: Simulated) -> None:
     published = {0: 0.0} | {i.step: i.end for i in run.intervals if i.role == PUBLISHER}
-
     for (role, _), mine in busy(run).items():
         loads = [i for i in mine if i.what == "load"]
         assert [i.step for i in loads] == sorted({i.step for i in loads})

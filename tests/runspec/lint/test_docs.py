@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import get_args
 
 import runspec.lint.rules  # noqa: F401
-from runspec.lint.formats import FORMATS
 from runspec.lint.registry import RULES, Group
 from tests.harness import ROOT
 
@@ -35,22 +33,3 @@ def test_the_table_of_rules_is_the_rules() -> None:
     assert PAGE.read_text(encoding="utf-8").partition(HEADING)[2] == table(), (
         'python -c "from tests.runspec.lint.test_docs import write; write()"'
     )
-
-
-def test_the_page_names_every_format() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert [name for name in FORMATS if f"`{name}`" not in text] == []
-
-
-def test_every_code_that_the_loader_gives_is_a_rule() -> None:
-    # given the sources that make findings, when their codes are looked for
-    found = set()
-    for path in (ROOT / "runspec" / "core" / "spec").rglob("*.py"):
-        source = path.read_text(encoding="utf-8")
-        found |= set(re.findall(r'Finding\(\s*[\w. ]+,\s*"([a-z-]+)"', source))
-        found |= set(re.findall(r'\bcode="([a-z-]+)"', source))
-        found |= set(re.findall(r'^[A-Z_]*(?:CODE|SCOPE) = "([a-z-]+)"', source, re.MULTILINE))
-        found |= set(re.findall(r'_report\(\s*[\w.]+,\s*"([a-z-]+)",', source))
-    # then each has its page
-    assert {"yaml", "unknown-key", "ambiguous-scalar", "placement-scope"} <= found
-    assert found - set(RULES) == set()

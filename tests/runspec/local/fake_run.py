@@ -87,4 +87,4 @@ if __name__ == "__main__":
         sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))
     except UserError as error:
         print(error, file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 1))
+        sys.exit(error.exit_code)

@@ -28,7 +28,7 @@ from runspec.local.live import (
     readers_names,
 )
 from runspec.local.prepared import PreparedRun
-from runspec.local.run_dir import hold
+from runspec.local.run_dir import RunLocked, hold
 from runspec.local.state import RequestRow, RunState
 from tests.runspec.local.fake_run import (
     TARGET_SHORT,
@@ -81,7 +81,7 @@ def test_a_change_is_on_disk_and_in_the_history_before_any_role_is_told(
     taken = live.take(request(change_request(new, serial=1)))
     # then it is true of the run, and the readers are to be renewed in their order
     assert live.run.spec == load_resolved(run.directory) == new
-    assert taken.event == Changed(5, 2.0, ("coordinator", "validator-0", "volunteers-0"))
+    assert taken.change == Changed(5, 2.0, ("coordinator", "validator-0", "volunteers-0"))
     assert [row.serial for row in state.applied()] == [1, 2]
     assert state.applied()[-1].spec_digest == spec_digest(new)
     assert state.applied()[-1].what == [
@@ -119,7 +119,7 @@ def test_a_longer_budget_is_signed_for_and_whoever_hands_signatures_out_is_renew
     # given a run whose keys are signed for a day, when it gets a hundred hours
     taken = live_run(run, state).take(request(change_request(changed("budget.max_hours=100.0"), 1)))
     # then those who serve roles.json read the new one
-    assert taken.event == Changed(5, 100.0, ("coordinator", "publisher"))
+    assert taken.change == Changed(5, 100.0, ("coordinator", "publisher"))
 
 
 def test_nobody_there_is_said_at_once(run: PreparedRun) -> None:
@@ -214,27 +214,28 @@ def test_apply_hands_hot_and_rolling_changes_to_a_live_run(
 
 @pytest.mark.slow
 def test_changes_that_need_a_stop_are_left_to_whoever_pauses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     watch = Asking(lambda: apply(tmp_path, "samplers.volunteers.replicas=2"))
     with prepared(SPEC, tmp_path) as run:
         drive_named(run, watch)
-    assert watch.result is not None and watch.result.result() == 5
-    said = capsys.readouterr().err
-    assert "samplers.volunteers.replicas: 1 there, 2 now" in said
-    assert f"runspec pause {run.directory}" in said
+    assert watch.result is not None
+    with pytest.raises(
+        NotTaken, match=r"samplers\.volunteers\.replicas: 1 there, 2 now"
+    ) as refused:
+        watch.result.result()
+    assert refused.value.exit_code == 5
+    assert f"runspec pause {run.directory}" in str(refused.value)
     assert load_resolved(run.directory) == SPEC
 
 
-def test_of_two_who_start_a_run_at_once_one_exits_5(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_two_who_start_a_run_at_once_one_is_refused(tmp_path: Path) -> None:
     # given someone who has the lock of a run, and has not written its spec yet
     (tmp_path / "small").mkdir()
-    with hold(tmp_path / "small"):
-        # when another one applies
-        assert apply(tmp_path) == 5
-    assert "the run is alive: held by process" in capsys.readouterr().err
+    # when another one applies
+    held = pytest.raises(RunLocked, match="the run is alive: held by process")
+    with hold(tmp_path / "small"), held:
+        apply(tmp_path)
     assert not (tmp_path / "small" / "spec.json").exists()
 
 
@@ -245,23 +246,6 @@ def test_a_change_that_this_machine_cannot_run_is_never_handed_over(
         assert apply(run.directory.parent, "verify.engine=abacus") == 1
     assert "no prefill engine 'abacus'" in capsys.readouterr().err
     assert state.asked() == []
-
-
-@pytest.mark.slow
-def test_a_paused_run_says_so_and_goes_on(tmp_path: Path) -> None:
-    # given a run that someone asks to rest
-    watch = Asking(lambda: ask(tmp_path / "small", PAUSE, {}))
-    with prepared(SPEC, tmp_path) as run:
-        outcome = drive_roles(run, usual_roles(run), watch)
-    # then every role has ended, and the run is known to be paused
-    assert outcome == Outcome("paused")
-    assert watch.result is not None and watch.result.result() == "every role has ended"
-    with closing(RunState(run.directory)) as state:
-        row = state.run()
-        assert row is not None and row.state == "paused"
-    # and it can be opened again as it is
-    with prepared(SPEC, tmp_path) as again, closing(RunState(again.directory)) as state:
-        assert state.serial() == 1
 
 
 def test_roles_of_other_machines_are_not_renewed_here() -> None:

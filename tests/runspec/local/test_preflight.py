@@ -84,13 +84,6 @@ def test_several_hosts_are_a_rehearsal_on_a_cpu_and_machines_elsewhere(
     assert missing(small_spec("small", 5, "learner.hosts=2"), tmp_path, LAPTOP) == []
 
 
-def test_missing_packages_are_named_with_their_remedy(tmp_path: Path) -> None:
-    facts = replace(LAPTOP, has_module=lambda name: name != "vllm")
-    (item,) = missing(small_spec(), tmp_path, facts)
-    assert "vllm (sampler)" in item.thing
-    assert item.remedy == "make install"
-
-
 def test_a_disk_too_small_is_named_with_both_figures(tmp_path: Path) -> None:
     (item,) = missing(small_spec(), tmp_path, replace(LAPTOP, free_bytes=lambda folder: GIB // 4))
     assert item.thing == "about 0.5 GiB of disk needed, 0.2 free"

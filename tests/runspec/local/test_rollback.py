@@ -167,7 +167,7 @@ def test_every_command_works_on_a_run_that_was_taken_back(
     assert rollback_command("small", 2, True, tmp_path) == 0
     status = read_status(run_dir)
     assert (status["state"], status["step"], status["published"]) == ("paused", 2, None)
-    assert wait_command("small", "Paused", "1s", tmp_path) == 0
+    assert wait_command("small", "Paused", 1.0, tmp_path) == 0
     assert pause_command("small", tmp_path) == 0
     assert events_command("small", False, False, tmp_path) == 0
     assert logs_command("small", None, False, None, tmp_path) == 0

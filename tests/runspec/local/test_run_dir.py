@@ -32,20 +32,6 @@ def test_what_differs_is_listed_with_both_values(tmp_path: Path) -> None:
     assert "--set name=NAME, or `runspec delete" in text
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "steps=6",
-        "placement.restarts=9",
-        "placement.base_port=9000",
-        "samplers.volunteers.replicas=2",
-    ],
-)
-def test_what_decides_only_where_and_how_long_may_change(tmp_path: Path, change: str) -> None:
-    old, new = small_spec("small", 5), small_spec("small", 5, change)
-    refuse_another_run(difference(old, new), tmp_path)
-
-
 def test_a_held_run_names_its_holder_and_is_free_afterwards(tmp_path: Path) -> None:
     assert holder(tmp_path) is None
     with hold(tmp_path):

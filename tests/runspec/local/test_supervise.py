@@ -24,8 +24,7 @@ from runspec.local.apply import RunFailed, supervise
 from runspec.local.children import birth
 from runspec.local.planning import make_plan
 from runspec.local.run_dir import RunLocked, holder
-from runspec.local.state import RunState
-from runspec.local.supervisor import RoleView
+from runspec.local.state import RoleRow, RunState
 from tests.runspec.local.fake_run import (
     ROOT,
     drive_roles,
@@ -47,14 +46,14 @@ class Watch:
     def __init__(self, act: Callable[[Watch], None] = lambda watch: None) -> None:
         self.act = act
         self.rows: Sequence[Any] = ()
-        self.roles: dict[str, RoleView] = {}
+        self.roles: dict[str, RoleRow] = {}
         self.notes: list[str] = []
         self.events: list[tuple[str, str]] = []
 
     def event(self, role: str, text: str) -> None:
         self.events.append((role, text))
 
-    def show(self, rows: Sequence[Any], roles: Sequence[RoleView], note: str) -> None:
+    def show(self, rows: Sequence[Any], roles: Sequence[RoleRow], note: str) -> None:
         self.rows, self.roles = rows, {role.name: role for role in roles}
         self.notes.append(note)
         self.act(self)

@@ -15,7 +15,7 @@ from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.lock_file import LOCK_VERSION, Lock, lock_path, read_lock, write_lock
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
-from runspec.lock.check import check_lock, require_lock
+from runspec.lock.check import check_lock
 from runspec.lock.pins import look
 from tests.runspec.core.spec.spec_files import small_spec, write
 from tests.runspec.lock.repository import COMMIT, OTHER, cache, write_model, write_weights
@@ -206,18 +206,6 @@ def test_what_is_neither_here_nor_in_the_spec_is_left_open(tmp_path: Path) -> No
     assert list(seen.open) == ["data.sources.web"]
     assert list(seen.unknown) == []
     assert list(look(resolved(path, "model.hf=some/model"), tmp_path, {}).unknown) == ["model"]
-
-
-def test_a_stale_lock_stops_a_run_with_the_list(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "policy")
-    path = small_spec(tmp_path, LOCAL)
-    lock(path)
-    require_lock(resolved(path), path)
-    (folder / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="what is here is not what was locked") as raised:
-        require_lock(resolved(path), path)
-    assert "model: config.json is not the file of the lock: 2 bytes, 23" in str(raised.value)
-    assert raised.value.place == str(tmp_path / "spec.lock.yaml")
 
 
 def test_the_rule_on_revisions_takes_the_locks_commit(tmp_path: Path) -> None:

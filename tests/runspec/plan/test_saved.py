@@ -53,19 +53,6 @@ def test_an_edited_plan_is_refused(
     assert "runspec plan -o" in str(refused.value)
 
 
-FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
-    "another run": lambda plan: plan.update(run="other"),
-    "another spec's digest": lambda plan: plan.update(spec_digest="0" * 64),
-    "no digest": lambda plan: plan.update(state_digest="../../etc"),
-    "a serial below zero": lambda plan: plan.update(serial=-1),
-    "an unknown key of the spec": lambda plan: plan["spec"].update(sede=1),
-    "a name that is a path": lambda plan: (
-        plan["spec"].update(name="../up"),
-        plan.update(run="../up"),
-    ),
-}
-
-
 @pytest.mark.parametrize(
     "text",
     [

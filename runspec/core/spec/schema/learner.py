@@ -60,6 +60,11 @@ class Mesh(Block):
     slice_axis: Literal["data", "fsdp"] = "data"
     """The axis that crosses from slice to slice; `slices` divides its size."""
 
+    @property
+    def devices(self) -> int:
+        """Of the learner."""
+        return self.data * self.fsdp * self.context * self.tensor
+
 
 class Packing(Block):
     """The fixed shape of a microbatch."""

@@ -14,6 +14,7 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig, parse_config
 from runspec.core.models.decoder import hf_config
 from runspec.core.models.named_models import model_names, named_model
+from runspec.core.models.parameters import parameter_count
 from runspec.core.models.rope_scaling import Dynamic, Linear, Llama3, Scaling, Yarn
 
 PUBLISHED_PARAMETERS = {
@@ -51,11 +52,18 @@ def test_a_named_model_has_its_published_parameters(name: str) -> None:
     fields = named_model(name)
     assert fields is not None and set(model_names()) == PUBLISHED_PARAMETERS.keys()
     # when its tensors are listed
-    shapes = dict(hf_shapes(parse_config(fields, place=name)))
+    config = parse_config(fields, place=name)
+    shapes = dict(hf_shapes(config))
     # then they are those of transformers, and as many numbers as were published
     theirs = {key: tuple(value.shape) for key, value in in_transformers(fields).named_parameters()}
     assert shapes == theirs
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == PUBLISHED_PARAMETERS[name]
+    assert parameter_count(config) == PUBLISHED_PARAMETERS[name]
+
+
+def test_a_name_is_no_path() -> None:
+    for name in ("Qwen/None", "../models/Qwen--QwQ-32B", "Qwen--QwQ-32B", ""):
+        assert named_model(name) is None, name
 
 
 @pytest.mark.parametrize(

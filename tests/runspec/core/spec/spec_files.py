@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
 
+from runspec.core.spec.findings import Finding
 from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import CheckedSpec, check_spec
 
 SPECS = Path(__file__).parents[4] / "specs"
+EXAMPLES = SPECS.parent / "runspec" / "lint" / "examples"
+"""Of the rules, a folder each."""
+BASE, FLEET = EXAMPLES / "base.yaml", EXAMPLES / "fleet.yaml"
+"""What the examples extend."""
 
 SMALL = """\
 version: runspec/v1
@@ -54,6 +59,11 @@ def load(path: Path, *overrides: str, profile: str | None = None, **environ: str
 
 def codes(loaded: CheckedSpec) -> list[str]:
     return [finding.code for finding in loaded.findings]
+
+
+def find(spec: Path, *overrides: str) -> Sequence[Finding]:
+    """What is found in a spec with values laid over it."""
+    return load(spec, *overrides).findings
 
 
 def lines(loaded: CheckedSpec, folder: Path) -> Sequence[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.spec.findings import format_finding
 from tests.runspec.core.spec.spec_files import lines, load, small_spec, write
 
 
@@ -95,25 +94,6 @@ def test_a_misspelt_key_is_found_even_where_null_or_a_later_layer_hides_it(tmp_p
         "spec.yaml:2:1",
         "profiles/p.yaml:1:1",
     ]
-
-
-def test_names_twice_in_one_list_are_found(tmp_path: Path) -> None:
-    loaded = load(small_spec(tmp_path, "reward:\n- {name: a, kind: x}\n- {name: a, kind: y}"))
-    assert (
-        "spec.yaml:4:3: error duplicate-name: reward: the name 'a' twice, first in line 3 "
-        "(keep one of the two, or give this one another name)"
-    ) in lines(loaded, tmp_path)
-
-
-def test_a_finding_shows_its_line_and_a_caret(tmp_path: Path) -> None:
-    loaded = load(small_spec(tmp_path, "\nalgorithm:\n  grop_size: 8\n"))
-    shown = format_finding(loaded.findings[0]).replace(f"{tmp_path}/", "")
-    assert shown == (
-        "spec.yaml:4:3: error unknown-key: algorithm.grop_size: "
-        "unknown key (did you mean group_size?)\n"
-        " 4 |   grop_size: 8\n"
-        "   |   ^^^^^^^^^"
-    )
 
 
 def test_require_lists_every_error_with_its_place(tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ import pytest
 from runspec.core.spec.json_schema import DRAFTS, json_schema
 from runspec.core.spec.validate import to_python
 from runspec.core.spec.yaml_nodes import parse_yaml
-from tests.runspec.core.spec.spec_files import SMALL, SPECS
+from tests.runspec.core.spec.spec_files import EXAMPLES, SMALL, SPECS
 
 VALIDATORS = {"07": jsonschema.Draft7Validator, "2020-12": jsonschema.Draft202012Validator}
-EXAMPLES = SPECS.parent / "runspec" / "lint" / "examples"
 SHIPPED = [*sorted(SPECS.rglob("*.yaml")), *sorted(EXAMPLES.rglob("good.yaml"))]
 
 

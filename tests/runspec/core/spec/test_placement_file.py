@@ -123,16 +123,3 @@ def test_shipped_placements_are_clean_alone_and_over_every_recipe(placement: Pat
     for recipe in RECIPES:
         checked = check_spec(SpecFiles(recipe, placement=placement), environ={})
         assert [str(f) for f in checked.findings] == []
-
-
-def test_two_sites_learn_the_same() -> None:
-    assert len(PLACEMENTS) > 1
-    learnt = []
-    for placement in PLACEMENTS:
-        files = SpecFiles(SPECS / "target_long.yaml", placement=placement)
-        spec = check_spec(files, environ={}).require()
-        pool = spec.samplers[0]
-        learnt.append(
-            (spec.model, spec.data, spec.algorithm, spec.reward, pool.sampling, spec.seed)
-        )
-    assert all(one == learnt[0] for one in learnt)

@@ -128,13 +128,6 @@ def test_a_document_too_long_is_not_parsed() -> None:
     assert "longer than" in finding.message
 
 
-@given(st.text(max_size=200))
-def test_any_text_gives_a_root_or_a_finding_and_never_raises(text: str) -> None:
-    document = parse_yaml(text, "f")
-    if document.root is not None:
-        to_python(document.root)
-
-
 # Control characters are broken YAML wherever they stand.
 TEXT = st.characters(exclude_categories=("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"))
 

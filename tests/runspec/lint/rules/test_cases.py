@@ -10,14 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.spec.findings import Finding
-from runspec.core.spec.load import SpecFiles
-from runspec.lint.check import check_spec
-from tests.runspec.core.spec.spec_files import write
-from tests.runspec.lint.rules.test_examples import EXAMPLES
+from tests.runspec.core.spec.spec_files import BASE, EXAMPLES, FLEET, find, write
+from tests.runspec.lint.rules import test_operations as operations
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
-BASE, FLEET = EXAMPLES / "base.yaml", EXAMPLES / "fleet.yaml"
 # spec, overrides, what is found: code, path, severity
 BREACHES = [
     (BASE, ["algorithm.updates_per_step=16"],
@@ -106,17 +102,16 @@ SILENT = [
 ]  # fmt: skip
 
 
-def find(spec: Path, *overrides: str) -> list[Finding]:
-    return check_spec(SpecFiles(spec, overrides=overrides), environ={}).findings
-
-
-@pytest.mark.parametrize(("spec", "overrides", "code", "path", "severity"), BREACHES)
+@pytest.mark.parametrize(
+    ("spec", "overrides", "code", "path", "severity"), [*BREACHES, *operations.BREACHES]
+)
 def test_a_breach(spec: Path, overrides: list[str], code: str, path: str, severity: str) -> None:
     found = find(spec, *overrides)
     assert [(f.code, f.path, f.severity) for f in found] == [(code, path, severity)]
+    assert found[0].requires and found[0].suggestion
 
 
-@pytest.mark.parametrize(("spec", "overrides"), SILENT)
+@pytest.mark.parametrize(("spec", "overrides"), [*SILENT, *operations.SILENT])
 def test_what_is_right(spec: Path, overrides: list[str]) -> None:
     assert find(spec, *overrides) == []
 
@@ -124,7 +119,6 @@ def test_what_is_right(spec: Path, overrides: list[str]) -> None:
 def test_numbers_are_those_of_the_inequality() -> None:
     [found] = find(BASE, "samplers.pool.max_model_len=79")
     assert found.numbers == {"max_prompt_tokens": 32, "max_new_tokens": 48, "max_model_len": 79}
-    assert found.requires == "max_prompt_tokens + max_new_tokens <= max_model_len"
 
 
 def test_the_rounding_floor_is_what_bfloat16_does() -> None:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-import runspec.lint
-from runspec.core.spec.findings import Finding
-from runspec.core.spec.load import SpecFiles
-from runspec.lint.check import check_spec
 from runspec.lint.registry import RULES
+from tests.runspec.core.spec.spec_files import EXAMPLES, load
 
-EXAMPLES = Path(runspec.lint.__file__).parent / "examples"
 MODELS = "models"  # what some examples point at
-
-
-def findings(example: Path) -> list[Finding]:
-    return check_spec(SpecFiles(example), environ={}).findings
 
 
 @pytest.mark.parametrize("code", RULES)
 def test_only_the_rule_finds_its_bad_example(code: str) -> None:
-    found = findings(EXAMPLES / code / "bad.yaml")
+    found = load(EXAMPLES / code / "bad.yaml").findings
     assert {finding.code for finding in found} == {code}
     assert all(finding.message and finding.line for finding in found)
     if RULES[code].check:
@@ -31,12 +21,12 @@ def test_only_the_rule_finds_its_bad_example(code: str) -> None:
 
 @pytest.mark.parametrize("code", RULES)
 def test_nothing_finds_the_good_example(code: str) -> None:
-    assert findings(EXAMPLES / code / "good.yaml") == []
+    assert load(EXAMPLES / code / "good.yaml").findings == []
 
 
 @pytest.mark.parametrize("base", ["base", "fleet"])
 def test_what_examples_extend_is_clean(base: str) -> None:
-    assert findings(EXAMPLES / f"{base}.yaml") == []
+    assert load(EXAMPLES / f"{base}.yaml").findings == []
 
 
 def test_every_example_is_a_rules() -> None:

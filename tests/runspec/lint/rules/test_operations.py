@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 
 from runspec.core.spec.findings import format_finding
-from runspec.core.spec.load import SpecFiles
-from runspec.lint.check import check_spec
 from runspec.lint.secrets import secret_kind
-from tests.runspec.core.spec.spec_files import write
-from tests.runspec.lint.rules.test_cases import BASE, FLEET, find
+from tests.runspec.core.spec.spec_files import BASE, FLEET, find, write
 
 COMMIT = "89abcdef" * 5
 ROOM = "max_model_len: 96, max_new_tokens: 48, dtype: float32, trust: trusted"
@@ -126,18 +123,6 @@ SILENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("spec", "overrides", "code", "path", "severity"), BREACHES)
-def test_a_breach(spec: Path, overrides: list[str], code: str, path: str, severity: str) -> None:
-    found = find(spec, *overrides)
-    assert [(f.code, f.path, f.severity) for f in found] == [(code, path, severity)]
-    assert found[0].requires and found[0].suggestion
-
-
-@pytest.mark.parametrize(("spec", "overrides"), SILENT)
-def test_what_is_right(spec: Path, overrides: list[str]) -> None:
-    assert find(spec, *overrides) == []
-
-
 def test_each_relay_without_a_way_to_the_origin_is_told_once() -> None:
     # a and b fetch from each other, c below them from b, d from a relay that is not there
     relays = "[{name: a, upstream: [b]}, {name: b, upstream: [a]}, {name: c, upstream: [b]}, "
@@ -224,7 +209,7 @@ def test_a_secret_is_not_shown(tmp_path: Path) -> None:
         tmp_path / "spec.yaml",
         f"extends: [{BASE}]\ndata: {{sources: [{{name: words, params: {{auth: {token}}}}}]}}\n",
     )
-    [found] = check_spec(SpecFiles(spec), environ={}).findings
+    [found] = find(spec)
     assert (found.code, found.path) == ("inline-secret", "data.sources.words.params.auth")
     assert "a Hugging Face token" in found.message
     assert token not in format_finding(found)
@@ -262,9 +247,7 @@ def test_what_looks_like_a_secret(text: str, key: str, kind: str) -> None:
 def test_a_secret_in_the_place_of_a_name_is_quoted_by_no_rule() -> None:
     # given a token where other rules would name what they found
     token = "hf_" + "aB3" * 12
-    found = check_spec(
-        SpecFiles(FLEET, overrides=[f"model.hf={token}", "model.revision="])
-    ).findings
+    found = find(FLEET, f"model.hf={token}", "model.revision=")
     # then the secret is found, and nothing that is printed holds it
     assert "inline-secret" in {finding.code for finding in found}
     assert not [finding for finding in found if token in format_finding(finding)]

@@ -12,11 +12,9 @@ from runspec.cli.plan import plan_command
 from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
-from runspec.core.spec.findings import Finding
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.profile_files import MAX_BYTES
-from runspec.lint.check import check_spec
-from tests.runspec.lint.rules.test_examples import EXAMPLES
+from tests.runspec.core.spec.spec_files import EXAMPLES, find
 from tests.verify.calibration.profiles import ROOT, document, made_profile
 from verify.calibration.lookup import limits_by_pool
 from verify.calibration.profile import Profile
@@ -44,12 +42,8 @@ def spec_with(folder: Path, text: str | bytes, more: str = "") -> Path:
     return path
 
 
-def findings(path: Path, *overrides: str) -> list[Finding]:
-    return check_spec(SpecFiles(path, overrides=overrides), environ={}).findings
-
-
 def test_a_signed_profile_of_the_pool_is_clean(tmp_path: Path) -> None:
-    assert findings(spec_with(tmp_path, document(made_profile()))) == []
+    assert find(spec_with(tmp_path, document(made_profile()))) == []
 
 
 @pytest.mark.parametrize(
@@ -69,7 +63,7 @@ def test_a_signed_profile_of_the_pool_is_clean(tmp_path: Path) -> None:
 def test_what_is_not_to_be_believed_is_an_error_at_the_profile(
     tmp_path: Path, text: str | bytes, words: str
 ) -> None:
-    (finding,) = findings(spec_with(tmp_path, text))
+    (finding,) = find(spec_with(tmp_path, text))
     assert (finding.code, finding.severity) == ("calibration-profile", "error")
     assert (finding.line, finding.path) == (5, "verify.profiles.measured")
     assert words in finding.message
@@ -93,7 +87,7 @@ def test_what_is_not_to_be_believed_is_an_error_at_the_profile(
 def test_a_profile_of_another_pool_or_model(
     tmp_path: Path, profile: Profile, severity: str, words: str
 ) -> None:
-    (finding,) = findings(spec_with(tmp_path, document(profile)))
+    (finding,) = find(spec_with(tmp_path, document(profile)))
     assert (finding.code, finding.severity) == ("calibration-profile", severity)
     assert words in finding.message
 
@@ -102,8 +96,8 @@ def test_a_profile_satisfies_the_rule_on_uncalibrated_precisions(tmp_path: Path)
     # given a pair of which nothing was published: float32 judged by bfloat16
     profile = made_profile(validator={"precision": "bfloat16"})
     path = spec_with(tmp_path, document(profile))
-    assert findings(path, "learner.compute_dtype=bfloat16") == []
-    codes = {f.code for f in findings(path, "learner.compute_dtype=bfloat16", "verify.profiles=[]")}
+    assert find(path, "learner.compute_dtype=bfloat16") == []
+    codes = {f.code for f in find(path, "learner.compute_dtype=bfloat16", "verify.profiles=[]")}
     assert codes == {"uncalibrated-precision"}
 
 

@@ -1,0 +1,42 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SPEC, RUN = "Specs", "Runs"
+"""Panels of the help."""
+RUNS = Path("runs")
+
+File = Annotated[Path, typer.Argument(help="The spec.")]
+Profile = Annotated[
+    str | None, typer.Option("--profile", "-p", help="Overlay in profiles/ beside the spec.")
+]
+Placement = Annotated[
+    Path | None, typer.Option("--placement", help="A file of kind Placement: one site's part.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Changes one value.")
+]
+RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Where runs lie.")]
+SpecRunsDir = Annotated[
+    Path | None,
+    typer.Option("--runs-dir", help="Where runs lie.", show_default="storage.dir, or runs"),
+]
+Run = Annotated[str, typer.Argument(help="A run's name, or the path of its directory.")]
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Does not ask.")]
+Detach = Annotated[bool, typer.Option("--detach", "-d", help="Goes on in the background.")]
+Follow = Annotated[bool, typer.Option("-f", "--follow", help="Goes on as it grows.")]
+Key = Annotated[str, typer.Argument(metavar="KEY", help="A public key, or how it begins.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why; the key's holder is told.")]
+
+
+def duration(value: str | float) -> float:
+    """Seconds of a text such as 30s or 7d, or of a default."""
+    from runspec.core.spec.values import DURATION
+
+    return value if isinstance(value, float) else DURATION.parse(value)
