@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,6 @@ from .model_versions import ModelVersions
 from .processes import Processes, broadcast
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    started = Processes(tmp_path)
-    yield started
-    started.end()
 
 
 def test_keygen_publish_origin_relay_fetch(tmp_path: Path, processes: Processes) -> None:
@@ -145,7 +137,7 @@ def test_a_client_killed_while_it_applies_deltas_goes_on_from_there(
     assert again.returncode == 0, again.stderr
     assert contents(out / "v2") == versions.files(2)
     assert ("what a killed fetch left" in again.stderr) == damaged
-    assert server.chunk_requests() == (21 if damaged else 0)
+    assert server.asked() == (21 if damaged else 0)
     assert sorted(path.name for path in out.glob(".[pd]*")) == []
 
 

@@ -16,9 +16,11 @@ from broadcast.manifest import WeightsManifest, read_manifest
 from broadcast.recent import Recent
 from broadcast.relay import run_relay, to_rebuild
 from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
 from tests.waiting import eventually
 
-from .conftest import Run, contents, weights
+from .conftest import CHUNK_BYTES, Run, contents, weights
+from .fake_relay import held_until, silent
 
 OLD = "versions/0/manifest.json"
 
@@ -87,20 +89,17 @@ def test_a_newer_version_ends_the_transfer_of_the_one_before(run: Run) -> None:
     run.publish(0, weights(30_000))
     old = manifest(run, 0).chunks().keys()
     upstream = run.static()
-    release = threading.Event()
-    upstream.before = lambda path: release.wait(30) if path.rpartition("/")[2] in old else None  # type: ignore[assignment]
+    for digest in old:
+        upstream.answer(digest, silent)
     run.relay(upstream.url)
-    try:
-        eventually(lambda: upstream.chunk_requests() >= 1, "version 0 is on its way")
-        # when version 1 comes out, then the relay has it while version 0 still hangs
-        run.publish(1, {"model.safetensors": weights(seed=1)["model.safetensors"]})
-        new = manifest(run, 1).chunks().keys()
-        eventually(lambda: held(run) >= new, "version 1 is at the relay")
-        assert not held(run) & old
-        leftovers = list((run.folder / "relay/demo/chunks").glob(".tmp-*"))
-        assert leftovers == [], "the transfers of version 0 have ended"
-    finally:
-        release.set()
+    eventually(lambda: upstream.asked() >= 1, "version 0 is on its way")
+    # when version 1 comes out, then the relay has it while version 0 still hangs
+    run.publish(1, {"model.safetensors": weights(seed=1)["model.safetensors"]})
+    new = manifest(run, 1).chunks().keys()
+    eventually(lambda: held(run) >= new, "version 1 is at the relay")
+    assert not held(run) & old
+    leftovers = list((run.folder / "relay/demo/chunks").glob(".tmp-*"))
+    assert leftovers == [], "the transfers of version 0 have ended"
 
 
 def test_a_reader_keeps_the_transfer_that_it_waits_for(run: Run) -> None:
@@ -109,22 +108,19 @@ def test_a_reader_keeps_the_transfer_that_it_waits_for(run: Run) -> None:
     (chunk, *_) = manifest(run, 0).chunks()
     upstream = run.static()
     release = threading.Event()
-    upstream.before = lambda path: release.wait(30) if path.endswith(chunk) else None  # type: ignore[assignment]
+    upstream.answer(chunk, held_until(release))
     relay = run.relay(upstream.url)
-    try:
-        eventually(lambda: f"/demo/chunks/{chunk}" in upstream.paths, "the chunk is on its way")
-        with ThreadPoolExecutor(1) as pool:
-            reader = pool.submit(httpx.get, f"{relay.url}/demo/chunks/{chunk}", timeout=30)
-            eventually(lambda: waiting_for(relay.url) >= 1, "the reader waits")
-            # when version 1 takes over
-            run.publish(1, {"model.safetensors": weights(seed=1)["model.safetensors"]})
-            new = manifest(run, 1).chunks().keys()
-            eventually(lambda: held(run) >= new, "version 1 is at the relay")
-            release.set()
-            # then the reader gets its chunk all the same
-            assert reader.result().status_code == 200
-    finally:
+    eventually(lambda: upstream.asked(chunk) >= 1, "the chunk is on its way")
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(httpx.get, f"{relay.url}/demo/chunks/{chunk}", timeout=30)
+        eventually(lambda: waiting_for(relay.url) >= 1, "the reader waits")
+        # when version 1 takes over
+        run.publish(1, {"model.safetensors": weights(seed=1)["model.safetensors"]})
+        new = manifest(run, 1).chunks().keys()
+        eventually(lambda: held(run) >= new, "version 1 is at the relay")
         release.set()
+        # then the reader gets its chunk all the same
+        assert reader.result().status_code == 200
 
 
 def waiting_for(url: str) -> int:
@@ -138,14 +134,10 @@ def test_who_waits_for_a_chunk_of_which_nothing_comes_is_sent_away(run: Run) -> 
     run.publish(0, weights())
     (chunk, *_) = manifest(run, 0).chunks()
     upstream = run.static()
-    release = threading.Event()
-    upstream.before = lambda path: release.wait(60) if "/chunks/" in path else None  # type: ignore[assignment]
+    upstream.answer("/chunks/", silent)
     relay = run.relay(upstream.url)
-    try:
-        eventually(lambda: upstream.chunk_requests() >= 1, "the manifest is at the relay")
-        assert httpx.get(f"{relay.url}/demo/chunks/{chunk}", timeout=30).status_code == 404
-    finally:
-        release.set()
+    eventually(lambda: upstream.asked() >= 1, "the manifest is at the relay")
+    assert httpx.get(f"{relay.url}/demo/chunks/{chunk}", timeout=30).status_code == 404
 
 
 def test_a_version_that_nobody_has_is_asked_for_once(run: Run) -> None:
@@ -260,15 +252,14 @@ def test_how_much_of_each_version_is_here_is_measured(run: Run) -> None:
 
     eventually(lambda: metrics().get(metric % 0) == 1.0, "all of version 0 is here")
     release = threading.Event()
-    run.publish(1, weights(20_000, seed=1))
-    last = manifest(run, 1).objects["model.safetensors"].chunks[-1].blake3
-    upstream.before = lambda path: release.wait(30) if path.endswith(last) else None  # type: ignore[assignment]
-    try:
-        eventually(lambda: 0.9 < metrics().get(metric % 1, 0.0) < 1.0, "most of version 1 is here")
-        behind = 'broadcast_behind_seconds{run="demo"}'
-        assert metrics()[behind] > 0
-    finally:
-        release.set()
+    newer = weights(20_000, seed=1)
+    last = digest_bytes(newer["model.safetensors"][-CHUNK_BYTES:])
+    upstream.answer(last, held_until(release))
+    run.publish(1, newer)
+    eventually(lambda: 0.9 < metrics().get(metric % 1, 0.0) < 1.0, "most of version 1 is here")
+    behind = 'broadcast_behind_seconds{run="demo"}'
+    assert metrics()[behind] > 0
+    release.set()
     eventually(lambda: metrics().get(metric % 1) == 1.0, "all of version 1 is here")
     eventually(lambda: metric % 0 not in metrics(), "version 0 has gone")
     assert metrics()[behind] == 0

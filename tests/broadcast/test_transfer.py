@@ -15,6 +15,7 @@ from runspec.core.errors import UserError
 from tests.waiting import eventually
 
 from .conftest import Run, contents, weights
+from .fake_relay import held_until
 
 
 def test_a_version_arrives_through_a_relay(run: Run) -> None:
@@ -66,14 +67,12 @@ def test_a_relay_passes_chunks_on_while_later_ones_are_still_coming(run: Run) ->
     plain = run.static()
     release = threading.Event()
     last = last_chunk(run)
-    plain.before = lambda path: release.wait(20) if path.endswith(last) else None  # type: ignore[assignment]
+    plain.answer(last, held_until(release))
     relay = run.relay(plain.url)
-    try:
-        eventually(lambda: plain.chunk_requests() >= 7, "the relay asks for every chunk")
-        early = httpx.get(f"{relay.url}/demo/chunks/{first_chunk(run)}")
-        assert early.status_code == 200 and len(early.content) == 1000
-    finally:
-        release.set()
+    eventually(lambda: plain.asked() >= 7, "the relay asks for every chunk")
+    early = httpx.get(f"{relay.url}/demo/chunks/{first_chunk(run)}")
+    assert early.status_code == 200 and len(early.content) == 1000
+    release.set()
 
     path = run.client(relay.url).fetch(0, manifest_digest=None, deadline_s=10)
     assert contents(path) == weights()
