@@ -145,16 +145,10 @@ OK = f"HTTP/1.1 200 OK\nContent-Length: {len(BODY)}\n"
     [
         (saying(f"{OK}\n", BODY[:-1] + b"?"), Lie, "not the chunk's"),
         (saying("HTTP/1.1 200 OK\nContent-Length: 9\n\n"), Lie, "9 bytes that are not"),
-        (saying(f"HTTP/1.1 200 OK\nContent-Length: {10**14}\n\n"), Lie, "bytes that are not"),
         (saying("HTTP/1.1 200 OK\n\n", BODY), Fault, "does not tell the length"),
         (saying("HTTP/1.1 404 Not Found\nContent-Length: 0\n\n"), NotThere, "404"),
-        (saying("HTTP/1.1 500 Oh\nContent-Length: 0\n\n"), Fault, "status 500"),
-        (saying("HTTP/1.1 302 Found\nLocation: http://127.0.0.1/\n\n"), Fault, "status 302"),
-        (saying("HTTP/1.1 200 OK\nTransfer-Encoding: chunked\n\n"), Fault, "does not tell"),
         (saying(f"{OK}Transfer-Encoding: chunked\n\n"), Fault, "Transfer-Encoding can't be"),
-        (saying(f"{OK}X: {'y' * 20_000}\n\n"), Fault, "more than 8190 bytes"),
         (saying(OK + "".join(f"X-{i}: y\n" for i in range(5000)) + "\n"), Fault, "many headers"),
-        (saying("SSH-2.0-OpenSSH_9.9\n\n"), Fault, "Bad status line"),
     ],
 )
 async def test_a_bad_answer_is_refused(

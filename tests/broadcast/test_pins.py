@@ -7,8 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
-from broadcast.pins import TOUCH_EVERY_S, VALID_S, Pins, owners
+from broadcast.pins import TOUCH_EVERY_S, VALID_S, Pins
 from broadcast.stored_manifests import StoredManifests
 from runspec.core.files import write_atomic
 
@@ -23,15 +22,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def test_what_one_process_touches_another_sees_latest_interest_first(tmp_path: Path) -> None:
-    clock = Clock()
-    origin, publisher = (Pins(tmp_path, "demo", clock=clock) for _ in range(2))
-    for version in (3, 1, 2):
-        clock.now += 1
-        origin.touch(version)
-    assert publisher.newest_first() == [2, 1, 3]
 
 
 def test_interest_ends_after_ten_minutes_without_any(tmp_path: Path) -> None:
@@ -72,18 +62,6 @@ def test_where_nothing_can_be_noted_readers_are_served_all_the_same(tmp_path: Pa
     pins = Pins(tmp_path, "demo")
     pins.touch(1)
     assert pins.newest_first() == []
-
-
-def test_a_chunk_that_versions_share_tells_of_none() -> None:
-    def version(number: int, *digests: str) -> WeightsManifest:
-        chunks = tuple(Chunk(digest, 1) for digest in digests)
-        whole = {"w": ObjectInfo(len(chunks), "0" * 64, chunks)}
-        return WeightsManifest("demo", number, None, None, {}, ("w",), whole, {})
-
-    assert owners([version(1, "a", "s"), version(2, "b", "s", "b"), version(3, "s")]) == {
-        "a": 1,
-        "b": 2,
-    }
 
 
 # -- The origin notes what is read, so that the publisher does not prune it ------------------------

@@ -130,6 +130,13 @@ def waiting_for(url: str) -> int:
     return int(float(value.split()[1])) - 1
 
 
+@pytest.fixture
+def short_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers at a relay wait half a second for the first byte of a chunk."""
+    monkeypatch.setattr("broadcast.transfers.STALL_S", 0.5)
+
+
+@pytest.mark.usefixtures("short_stall")
 def test_who_waits_for_a_chunk_of_which_nothing_comes_is_sent_away(run: Run) -> None:
     run.publish(0, weights())
     (chunk, *_) = manifest(run, 0).chunks()
@@ -168,6 +175,7 @@ def test_memory_of_misses_is_bounded_and_short() -> None:
     assert 9999 not in missed
 
 
+@pytest.mark.usefixtures("short_stall")
 @pytest.mark.timeout(120)
 def test_relays_in_a_ring_do_not_wait_for_each_other(run: Run) -> None:
     # given two relays that know the newest manifest, and nobody who has its chunks or version 0

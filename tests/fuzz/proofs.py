@@ -6,7 +6,7 @@ import base64
 import math
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,7 +25,6 @@ from verify.toploc import (
     MalformedProof,
     build_proofs,
     parse_proof,
-    parse_proofs,
     verify_proofs,
 )
 from verify.toploc.field import PRIME
@@ -121,17 +120,6 @@ def check_proof(data: bytes, k: int) -> bool:
     return True
 
 
-def check_proofs_together(sent: Sequence[bytes], ks: Sequence[int]) -> bool:
-    """Those of a submission: each as it is alone."""
-    with bounded(MEMORY):
-        found = parse_proofs(sent, ks)
-    assert len(found) == len(sent)
-    for data, k, proof in zip(sent, ks, found, strict=True):
-        assert (proof is not None) == well_formed(data, k)
-        assert proof is None or proof.to_bytes() == data
-    return None not in found
-
-
 def check_lines(folder: Path, rng: random.Random) -> bool:
     """What `python -m verify check` reads: a verdict with a reason, whatever the lines are."""
     lines = b"".join(
@@ -209,16 +197,6 @@ _KS = (1, 2, 16, 127, TOP_K, TOP_K)
 def proof() -> Case:
     """One proof."""
     return lambda rng: check_proof(a_proof(rng), rng.choice(_KS))
-
-
-def proofs_together() -> Case:
-    """Up to four of a submission."""
-
-    def case(rng: random.Random) -> bool:
-        sent = [a_proof(rng) for _ in range(rng.choice((0, 1, 2, 3, 4)))]
-        return check_proofs_together(sent, [rng.choice(_KS) for _ in sent])
-
-    return case
 
 
 def proofs_of_a_rollout() -> Case:

@@ -156,14 +156,24 @@ def test_what_is_damaged_on_a_relays_disk_is_mended_from_its_upstream(
     assert all(digest_bytes(path.read_bytes()) == path.name for path in run.chunks("relay"))
 
 
-def test_a_relay_never_passes_on_what_its_upstream_damaged(run: Run) -> None:
-    # given a relay behind a server on whose disk every chunk is damaged
+def test_a_relay_never_passes_on_what_its_upstream_damaged(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given a relay behind a server on whose disk every chunk is damaged, and a good one
     run.publish(0, weights())
+    good = run.folder / "good"
+    shutil.copytree(run.store, good)
     for path in run.chunks():
         flip_a_bit(path)
-    relay = run.relay(run.static().url)
+    bad_server, good_server = run.static(), run.static(good)
+    relay = run.relay(bad_server.url)
     # when a client asks for them, then it gets none and nothing wrong lies in the relay's store
     with pytest.raises(UserError):
         run.client(relay.url).fetch(0, manifest_digest=None, deadline_s=1)
     named = [p for p in run.chunks("relay") if not p.name.startswith(".")]
     assert all(digest_bytes(path.read_bytes()) == path.name for path in named)
+    # and a relay that knows the good one too fetches there, and names the other
+    relay = run.relay(bad_server.url, good_server.url, name="both")
+    path = run.client(relay.url, cache="both").fetch(0, manifest_digest=None, deadline_s=10)
+    assert contents(path) == weights()
+    assert any(r.getMessage().startswith(bad_server.url) for r in caplog.records)

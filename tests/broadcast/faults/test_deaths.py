@@ -17,7 +17,7 @@ from runspec.core.hashing import digest_bytes, is_digest
 from tests.waiting import eventually
 
 from ..conftest import CHUNK_BYTES, Run, contents, weights
-from ..fake_relay import held_until, honest, only
+from ..fake_relay import FakeRelay, held_until, honest, only
 from ..processes import Processes, broadcast
 from .conftest import within
 

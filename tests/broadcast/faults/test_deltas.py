@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 
 import pytest
 
@@ -14,22 +13,8 @@ from .. import fake_relay as lies
 from ..conftest import Run, contents
 from ..fake_relay import Answer, instead, only
 from ..model_versions import ModelVersions
-from ..processes import Processes, broadcast
 
 pytestmark = pytest.mark.slow
-
-DYING = (
-    "import os, sys; import bridge.delta; from runspec.core.errors import UserError; "
-    "from broadcast.__main__ import main; real = bridge.delta.apply_deltas\n"
-    "def die_after_the_first(directory, deltas, tensors):\n"
-    "    try:\n"
-    "        real(directory, deltas[:1], tensors)\n"
-    "    except UserError:\n"
-    "        os._exit(9)\n"
-    "bridge.delta.apply_deltas = die_after_the_first\n"
-    "sys.exit(main(sys.argv[1:]))"
-)
-"""`python -m broadcast` that dies once the first of several deltas is applied in place."""
 
 
 @pytest.fixture
@@ -110,27 +95,3 @@ def test_a_missing_link_is_found_elsewhere_or_named(
     # and with a second server, it has it
     both = run.client(relay.url, run.static().url)
     assert contents(both.fetch(2, manifest_digest=None, deadline_s=10)) == versions.files(2)
-
-
-@pytest.mark.parametrize("joiner", [False, True], ids=["follower", "joiner"])
-def test_a_client_that_dies_between_two_deltas_leaves_nothing_wrong(
-    run: Run, versions: ModelVersions, processes: Processes, joiner: bool
-) -> None:
-    # given a client process, which holds version 0 or nothing
-    server = run.static()
-    out = run.folder / "out"
-    fetch = ("fetch", server.url, "--run", "demo", "--out", out, "--public-key", run.root)
-    if not joiner:
-        assert broadcast(*fetch, "--version", 0).returncode == 0
-    # when it dies with the first of two deltas applied in place
-    dying = processes.start(*fetch, "--version", 2, command=(sys.executable, "-c", DYING))
-    assert dying.wait(30) == 9, processes.said(dying)
-    assert not (out / "v2").exists()
-    # then the next one makes version 2, bit for bit, and the base is what it was
-    done = broadcast(*fetch, "--version", 2, "--deadline", 20)
-    assert done.returncode == 0, done.stderr
-    assert contents(out / "v2") == versions.files(2)
-    if not joiner:
-        assert contents(out / "v0") == versions.files(0)
-    # and no chunk had to come twice
-    assert {p.name: server.asked(p.name) for p in run.chunks() if server.asked(p.name) > 1} == {}
