@@ -15,6 +15,8 @@ from typing import TypeVar
 from runspec.core.errors import UserError
 
 T = TypeVar("T")
+Identity = tuple[int, int, int]
+"""Of a file: inode, size, time of its last change."""
 _COPY_STEP = 64 * 1024 * 1024
 _NO_COPY_RANGE = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP}
 
@@ -70,6 +72,15 @@ def copy_file(source: Path, target: Path, patience: Patience) -> None:
         if error.errno not in _NO_COPY_RANGE:
             raise
         shutil.copyfile(source, target)
+
+
+def identity(path: Path) -> Identity | None:
+    """What is another when a file is replaced or written; None where there is no file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def allocated(path: Path) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client import (
@@ -63,8 +63,8 @@ class Metrics:
             registry=registry,
         )
         self.connections = Gauge("broadcast_connections", "Connections open.", registry=registry)
-        self._polls = Gauge("broadcast_polls_waiting", "Long polls held.", registry=registry)
-        self._transfers = Gauge(
+        self.polls = Gauge("broadcast_polls_waiting", "Long polls held.", registry=registry)
+        self.transfers = Gauge(
             "broadcast_transfers", "Bodies of files being sent.", registry=registry
         )
         self._newest = Gauge(
@@ -95,16 +95,6 @@ class Metrics:
     def malformed(self, status: int) -> None:
         """Counts a malformed request with the status of its answer."""
         self.answered("malformed", status)
-
-    @contextmanager
-    def poll(self) -> Iterator[None]:
-        with self._polls.track_inprogress():
-            yield
-
-    @contextmanager
-    def transfer(self) -> Iterator[None]:
-        with self._transfers.track_inprogress():
-            yield
 
     def announced(self, run: str, version: int) -> None:
         """The newest version that this server has announced."""

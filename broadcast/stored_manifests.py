@@ -6,16 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from broadcast import layout
+from broadcast.disk import Identity, identity
 from broadcast.manifest import MAX_BYTES, WeightsManifest, open_manifest
 from broadcast.pins import owners
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.signed import BadSignature
-
-_Identity = tuple[int, int]
 
 
 class StoredManifests:
@@ -45,7 +45,7 @@ class StoredManifests:
         self._clock = clock
         self._looked_at = -every_s
         self._looking = asyncio.Lock()
-        self._parsed: dict[int, tuple[_Identity, WeightsManifest | None]] = {}
+        self._parsed: dict[int, tuple[Identity, WeightsManifest | None]] = {}
         self._owners: dict[str, int] = {}
 
     async def current(self) -> Mapping[int, WeightsManifest]:
@@ -66,15 +66,14 @@ class StoredManifests:
         parsed = {}
         for version in layout.stored_versions(self._store, self._run):
             path = self._store / layout.manifest_name(self._run, version)
-            try:
-                status = path.stat()
-                identity = (status.st_ino, status.st_mtime_ns)
-                known = self._parsed.get(version)
-                parsed[version] = (
-                    known if known and known[0] == identity else (identity, self._parse(path))
-                )
-            except FileNotFoundError:  # pruned meanwhile
+            found, known = identity(path), self._parsed.get(version)
+            if found is None:  # pruned meanwhile
                 continue
+            if known and known[0] == found:
+                parsed[version] = known
+                continue
+            with suppress(FileNotFoundError):
+                parsed[version] = found, self._parse(path)
         if parsed != self._parsed:
             self._parsed = parsed
             self._owners = owners(m for _, m in parsed.values() if m is not None)

@@ -122,16 +122,9 @@ class Run:
             whole=whole,
         )
 
-    def origin(self, port: int = 0, options: ServerOptions = DEFAULT_OPTIONS) -> Served:
+    def origin(self, options: ServerOptions = DEFAULT_OPTIONS) -> Served:
         served = Served(
-            lambda started: run_origin(
-                self.store,
-                host="127.0.0.1",
-                port=port,
-                log=LOG,
-                started=started,
-                options=options,
-            )
+            lambda started: run_origin(self.store, log=LOG, started=started, options=options)
         )
         self._stack.callback(served.stop)
         return served
@@ -141,8 +134,6 @@ class Run:
         *upstreams: str,
         name: str = "relay",
         keep_versions: int = 5,
-        port: int = 0,
-        options: ServerOptions = DEFAULT_OPTIONS,
         **more: Any,
     ) -> Served:
         """A relay; `more` are other arguments of `run_relay`."""
@@ -153,11 +144,8 @@ class Run:
                 upstreams=upstreams,
                 root_public_key=self.root,
                 keep_versions=keep_versions,
-                host="127.0.0.1",
-                port=port,
                 log=LOG,
                 started=started,
-                options=options,
                 **more,
             )
         )

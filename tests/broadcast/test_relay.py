@@ -15,6 +15,7 @@ import pytest
 from broadcast.manifest import WeightsManifest, read_manifest
 from broadcast.recent import Recent
 from broadcast.relay import run_relay, to_rebuild
+from broadcast.server import ServerOptions
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from tests.waiting import eventually
@@ -188,8 +189,9 @@ def test_relays_in_a_ring_do_not_wait_for_each_other(run: Run) -> None:
     source = run.static(documents)
     ports = free_port(), free_port()
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    run.relay(urls[1], source.url, name="first", port=ports[0])
-    run.relay(urls[0], source.url, name="second", port=ports[1])
+    for number, port in enumerate(ports):
+        listen = ServerOptions(listen=("127.0.0.1", port))
+        run.relay(urls[1 - number], source.url, name=f"relay-{number}", options=listen)
     for url in urls:
         eventually(lambda u=url: ask(f"{u}/demo/versions/1/manifest.json") == 200, "it is known")
 
@@ -291,8 +293,6 @@ async def test_two_relays_do_not_share_a_folder(run: Run) -> None:
             upstreams=["http://127.0.0.1:1"],
             root_public_key=run.root,
             keep_versions=1,
-            host="127.0.0.1",
-            port=0,
             log=logging.getLogger("second"),
         )
     assert contents(client.fetch(0, manifest_digest=None, deadline_s=10)) == weights()

@@ -109,9 +109,7 @@ def test_a_damaged_latest_is_said_once_and_the_next_one_is_served(
 
 def test_who_knows_its_address_may_end_it_at_once(run: Run) -> None:
     log = logging.getLogger("ended at once")
-    assert hears_sigterm_at_once(
-        lambda started: run_origin(run.store, host="127.0.0.1", port=0, log=log, started=started)
-    )
+    assert hears_sigterm_at_once(lambda started: run_origin(run.store, log=log, started=started))
 
 
 # -- What Prometheus reads from a server -----------------------------------------------------------
