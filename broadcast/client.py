@@ -18,7 +18,6 @@ from broadcast.disk import Patience
 from broadcast.download import download
 from broadcast.fetcher import NO_TOKEN, Fetcher
 from broadcast.manifest import WeightsManifest
-from broadcast.progress import EVERY_S
 from broadcast.transport import Access
 from runspec.core.errors import UserError
 from runspec.core.latest import Latest
@@ -39,7 +38,6 @@ class WeightsClient:
         root_public_key: pinned; all trust starts there.
         cache_dir: versions appear here as `v<N>`; partial downloads are kept here and resumed.
         access: token and certificates for the servers.
-        report_every_s: seconds between two lines in the log on how far a fetch is.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class WeightsClient:
         root_public_key: str,
         cache_dir: Path,
         access: Access = NO_TOKEN,
-        report_every_s: float = EVERY_S,
     ) -> None:
         runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = runner.get_loop()
@@ -75,7 +72,6 @@ class WeightsClient:
             raise
         self._distrusted: set[int] = set()
         """Held versions that deltas did not turn into what they should."""
-        self._report_every_s = report_every_s
 
     def latest(self, after: int | None, wait_s: float) -> Latest | None:
         """The newest version where it is newer than `after` (any, where None), else None.
@@ -190,7 +186,6 @@ class WeightsClient:
                     _applier(recipe),
                     patience=patience,
                     deadline=deadline,
-                    report_every_s=self._report_every_s,
                 )
                 break
             except BadBase as error:

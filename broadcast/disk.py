@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from runspec.core.errors import UserError
 
@@ -48,10 +48,25 @@ async def in_thread(work: Callable[[], T], patience: Patience) -> T:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         patience.over = True
-        while not running.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([running])
+        await ended(running)
         raise
+
+
+async def ended(work: asyncio.Future[Any]) -> None:
+    """Waits until `work` has ended, and is cancelled only then.
+
+    A thread that was started goes on to the end of its write. Until then the file is its own.
+    """
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            cancelled = True
+    with suppress(asyncio.CancelledError):
+        work.exception()  # retrieved, or asyncio would log it
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 def copy_file(source: Path, target: Path, patience: Patience) -> None:

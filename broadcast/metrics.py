@@ -35,12 +35,10 @@ class Metrics:
 
     Args:
         store: the folder that keeps `served.json`.
-        clock: seconds since the epoch.
     """
 
-    def __init__(self, store: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: Path) -> None:
         self._path = store / SERVED_NAME
-        self._clock = clock
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self._requests = Counter(
@@ -114,9 +112,8 @@ class Metrics:
 
         None: it is whole.
         """
-        clock = self._clock
         self._behind.labels(run).set_function(
-            lambda: 0.0 if since is None else max(0.0, clock() - since)
+            lambda: 0.0 if since is None else max(0.0, time.time() - since)
         )
 
     def text(self) -> bytes:

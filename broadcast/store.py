@@ -44,6 +44,7 @@ TENSORS_NAME = "tensors.json"
 DELTA_NAME = "delta"
 """Sub-folder of a version's directory that holds its delta."""
 LOCK_DEADLINE_S = 30.0
+"""How long to wait for another process that publishes or prunes."""
 
 
 def publish(
@@ -57,7 +58,6 @@ def publish(
     chunk_bytes: int = CHUNK_BYTES,
     base: int | None = None,
     whole: bool = True,
-    lock_deadline_s: float = LOCK_DEADLINE_S,
 ) -> str:
     """Publishes the files of `directory` as a version and moves latest.json forward.
 
@@ -76,7 +76,6 @@ def publish(
         chunk_bytes: size of the pieces that files are cut into.
         base: the published version from which `directory/delta/` makes this one.
         whole: False leaves out the files that hold the tensors: the delta must do.
-        lock_deadline_s: how long to wait for another process that publishes or prunes.
 
     Returns:
         The manifest digest.
@@ -95,7 +94,7 @@ def publish(
     model_digest, tensors, files = _tensors(directory / TENSORS_NAME)
     if base is not None or not whole:
         _check_delta(directory, version, files, base)
-    with locked(store, run, lock_deadline_s):
+    with locked(store, run, LOCK_DEADLINE_S):
         check_newest(store / layout.roles_name(run), roles)
         if base is not None:
             _check_base(store, run, base, version, files, publishers)

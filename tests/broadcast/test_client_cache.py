@@ -208,10 +208,14 @@ def intact_bytes(run: Run, file: Path) -> int:
 
 
 def test_a_long_fetch_says_how_far_it_is_and_who_sends(
-    run: Run, counted: Counted, caplog: pytest.LogCaptureFixture
+    run: Run,
+    counted: Counted,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run.publish(0, weights())
-    client = run.client(counted.url, report_every_s=0.01)
+    monkeypatch.setattr("broadcast.progress.EVERY_S", 0.01)
+    client = run.client(counted.url)
     server = counted.server
     half = threading.Event()
     server.answer("/chunks/", only(3, honest, then=held_until(half)))

@@ -104,34 +104,37 @@ def test_a_chunk_that_is_asked_for_pins_the_version_that_alone_has_it(run: Run) 
     assert pinned(run) == [1]
 
 
+@pytest.fixture
+def always_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of manifests is looked at for each question."""
+    monkeypatch.setattr("broadcast.stored_manifests.EVERY_S", 0.0)
+
+
+@pytest.mark.usefixtures("always_looked_at")
 async def test_manifests_are_parsed_once_for_each_file(run: Run) -> None:
     # given what is known of a store with a version
-    now = 0.0
     run.publish(0, weights())
-    manifests = StoredManifests(run.store, run.name, LOG, clock=lambda: now)
+    manifests = StoredManifests(run.store, run.name, LOG)
     first = await manifests.current()
-    # when another is published, then it is known a second later, and the first not read again
+    # when another is published, then it is known, and the first not read again
     own = only_in(run, 1)
-    assert await manifests.owner(own.name) is None
-    now = 1.0
     assert await manifests.owner(own.name) == 1
     second = await manifests.current()
     assert second[0] is first[0]
     assert sorted(second) == [0, 1]
 
 
+@pytest.mark.usefixtures("always_looked_at")
 async def test_a_damaged_manifest_is_left_out_and_said_once(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    now = 0.0
     for version in range(2):
         run.publish(version, weights(seed=version))
     damaged = run.store / "demo" / "versions" / "0" / "manifest.json"
     write_atomic(damaged, damaged.read_bytes()[:-1])
-    manifests = StoredManifests(run.store, run.name, LOG, clock=lambda: now)
+    manifests = StoredManifests(run.store, run.name, LOG)
 
-    for second in range(3):
-        now = float(second)
+    for _ in range(3):
         assert list(await manifests.current()) == [1]
 
     errors = [record.getMessage() for record in caplog.records]
