@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -157,16 +158,11 @@ def read_slice(info: TensorInfo, index: tuple[slice, ...]) -> np.ndarray:
         return out
     first = sum(start * stride for (start, _), stride in zip(bounds, strides, strict=True))
     target = out.reshape(-1).view(np.uint8).data
-    try:
-        with info.file.open("rb", buffering=0) as file:
-            for number, outer in enumerate(np.ndindex(out.shape[:last_cut])):
-                element = first + sum(map(operator.mul, outer, strides))
-                where = info.offset + element * info.dtype.itemsize
-                _read_into(file.fileno(), target[number * run : (number + 1) * run], where, info)
-    except OSError as error:
-        raise UserError(
-            f"tensor {info.name}: cannot read: {error.strerror}", place=str(info.file)
-        ) from error
+    with _opened(info) as descriptor:
+        for number, outer in enumerate(np.ndindex(out.shape[:last_cut])):
+            element = first + sum(map(operator.mul, outer, strides))
+            where = info.offset + element * info.dtype.itemsize
+            _read_into(descriptor, target[number * run : (number + 1) * run], where, info)
     return out
 
 
@@ -177,17 +173,24 @@ def stored_digest(info: TensorInfo) -> str:
         UserError: the file is gone, unreadable or shorter than its header said.
     """
     digest, buffer = blake3(), memoryview(bytearray(min(_READ_BYTES, info.nbytes)))
+    with _opened(info) as descriptor:
+        for at in range(0, info.nbytes, _READ_BYTES):
+            part = buffer[: info.nbytes - at]
+            _read_into(descriptor, part, info.offset + at, info)
+            digest.update(part)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _opened(info: TensorInfo) -> Iterator[int]:
+    """The descriptor of a tensor's file; a failed read in the block names the tensor."""
     try:
         with info.file.open("rb", buffering=0) as file:
-            for at in range(0, info.nbytes, _READ_BYTES):
-                part = buffer[: info.nbytes - at]
-                _read_into(file.fileno(), part, info.offset + at, info)
-                digest.update(part)
+            yield file.fileno()
     except OSError as error:
         raise UserError(
             f"tensor {info.name}: cannot read: {error.strerror}", place=str(info.file)
         ) from error
-    return digest.hexdigest()
 
 
 def _read_into(descriptor: int, target: memoryview, offset: int, info: TensorInfo) -> None:

@@ -202,11 +202,8 @@ def _origin(arguments: argparse.Namespace, log: logging.Logger) -> None:
     import asyncio
 
     from broadcast.origin import run_origin
-    from runspec.core.address import parse_address
 
-    host, port = parse_address(arguments.listen)
-    options = _server_options(arguments)
-    asyncio.run(run_origin(arguments.store, host=host, port=port, log=log, options=options))
+    asyncio.run(run_origin(arguments.store, log=log, options=_server_options(arguments)))
 
 
 def _relay(arguments: argparse.Namespace, log: logging.Logger) -> None:
@@ -214,9 +211,7 @@ def _relay(arguments: argparse.Namespace, log: logging.Logger) -> None:
 
     from broadcast.relay import run_relay
     from broadcast.transport import Access
-    from runspec.core.address import parse_address
 
-    host, port = parse_address(arguments.listen)
     asyncio.run(
         run_relay(
             arguments.store,
@@ -226,8 +221,6 @@ def _relay(arguments: argparse.Namespace, log: logging.Logger) -> None:
             keep_versions=arguments.keep_versions,
             max_bytes=arguments.max_bytes,
             access=Access.read(arguments.upstream_token_file, arguments.upstream_ca_file),
-            host=host,
-            port=port,
             log=log,
             options=_server_options(arguments),
         )
@@ -262,8 +255,10 @@ def _fetch(arguments: argparse.Namespace, log: logging.Logger) -> None:
 
 def _server_options(arguments: argparse.Namespace) -> ServerOptions:
     from broadcast.server import ServerOptions
+    from runspec.core.address import parse_address
 
     return ServerOptions(
+        listen=parse_address(arguments.listen),
         tokens_file=arguments.token_file,
         tls_cert=arguments.tls_cert,
         tls_key=arguments.tls_key,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiohttp import web
@@ -24,7 +24,6 @@ class Admission:
         rate: bytes for each client; None: no limit.
         requests_per_client: answered for one client at once: polls that wait, files being sent.
         metrics: counts who is turned away.
-        clock: seconds, never going back.
     """
 
     def __init__(
@@ -34,13 +33,11 @@ class Admission:
         *,
         requests_per_client: int,
         metrics: Metrics,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokens = tokens
         self._rate = rate
         self._requests_per_client = requests_per_client
         self._metrics = metrics
-        self._clock = clock
         self._under_way: Counter[str] = Counter()
 
     def client(self, request: web.Request) -> str:
@@ -85,7 +82,7 @@ class Admission:
         """
         if self._rate is None:
             return
-        wait_s = self._rate.take(client, size, self._clock())
+        wait_s = self._rate.take(client, size, time.monotonic())
         if wait_s > 0:
             raise self._later(wait_s, "more than your bytes per second\n")
 

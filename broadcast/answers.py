@@ -110,7 +110,7 @@ class FileAnswers:
         if transport is None:
             return
         over_tls = transport.get_extra_info("sslcontext") is not None
-        with self._metrics.transfer():
+        with self._metrics.transfers.track_inprogress():
             try:
                 await response.prepare(request)
                 for start in range(wanted.start, wanted.stop, _PIECE_BYTES):

@@ -81,7 +81,7 @@ def build_app(
 
     async def latest(request: web.Request) -> web.StreamResponse:
         after, wait_s = _poll_parameters(request)
-        with metrics.poll():
+        with metrics.polls.track_inprogress():
             data = await source.latest(request.match_info["run"], after, wait_s)
         if data is None:
             raise web.HTTPNotFound(text="nothing published yet\n")

@@ -68,9 +68,7 @@ class Cache:
         if not whole.exists():
             return None
         try:
-            data = read_bounded(whole / FILE_NAME, MAX_BYTES)
-            open_manifest(data, run=self._run, publishers=None)
-            return digest_bytes(data)
+            return digest_bytes(self._read(version)[0])
         except (OSError, BadSignature) as error:
             said = error.strerror if isinstance(error, OSError) else None
             raise UserError(
@@ -156,11 +154,14 @@ class Cache:
 
     def _manifest(self, version: int) -> WeightsManifest | None:
         try:
-            data = read_bounded(self.whole(version) / FILE_NAME, MAX_BYTES)
-            manifest = open_manifest(data, run=self._run, publishers=None)
+            _, manifest = self._read(version)
         except (BadSignature, UserError, OSError):
             return None  # another run's, or a folder that we did not make: nothing to build on
         return manifest if manifest.version == version else None
+
+    def _read(self, version: int) -> tuple[bytes, WeightsManifest]:
+        data = read_bounded(self.whole(version) / FILE_NAME, MAX_BYTES)
+        return data, open_manifest(data, run=self._run, publishers=None)
 
     def _lock_path(self, version: int) -> Path:
         return self.folder / f"{_LOCK}v{version}"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from broadcast.disk import Identity, identity
 from broadcast.manifest import Chunk, ObjectInfo
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name
@@ -23,8 +24,6 @@ from runspec.core.hashing import digest_bytes
 
 _READ_BYTES = 1024 * 1024
 _MAX_KNOWN = 2**18
-
-_Identity = tuple[int, int, int]
 
 
 class ChunkWriter:
@@ -83,7 +82,7 @@ class ProvenChunks:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[_Identity, bool]] = {}
+        self._known: dict[Path, tuple[Identity, bool]] = {}
         self._hashing: dict[Path, asyncio.Task[bool]] = {}
 
     def __contains__(self, path: Path) -> bool:
@@ -92,9 +91,9 @@ class ProvenChunks:
 
     def add(self, path: Path) -> None:
         """The caller has checked every byte on its way into this file."""
-        identity = _identity(path)
-        if identity is not None:
-            self._note(path, identity, True)
+        found = identity(path)
+        if found is not None:
+            self._note(path, found, True)
 
     async def prove(self, path: Path) -> bool:
         """Whether the file is there and right; hashed once, however many ask."""
@@ -109,33 +108,25 @@ class ProvenChunks:
 
     def _verdict(self, path: Path) -> bool | None:
         """None: it must be hashed."""
-        identity = _identity(path)
-        if identity is None:
+        found = identity(path)
+        if found is None:
             return False
         known = self._known.get(path)
-        return known[1] if known is not None and known[0] == identity else None
+        return known[1] if known is not None and known[0] == found else None
 
     async def _hash(self, path: Path) -> bool:
-        identity = _identity(path)
+        found = identity(path)
         digest = await asyncio.to_thread(_digest, path)
         right = digest == path.name
         # What could not be read may be read the next time: too many files may be open just now.
-        if identity is not None and digest is not None:
-            self._note(path, identity, right)
+        if found is not None and digest is not None:
+            self._note(path, found, right)
         return right
 
-    def _note(self, path: Path, identity: _Identity, right: bool) -> None:
+    def _note(self, path: Path, found: Identity, right: bool) -> None:
         if len(self._known) >= _MAX_KNOWN:  # what is still served is hashed once more
             self._known.clear()
-        self._known[path] = (identity, right)
-
-
-def _identity(path: Path) -> _Identity | None:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+        self._known[path] = (found, right)
 
 
 def _digest(path: Path) -> str | None:

@@ -14,7 +14,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 import aiohttp
 from blake3 import blake3
 
+from broadcast.disk import ended
 from broadcast.manifest import Chunk
 from broadcast.transport import Fault, Lie, TooSlow, faults, refusal
 from runspec.core.http_client import AS_IT_IS, CONNECT_S, translated_errors
@@ -75,7 +75,7 @@ async def fetch_chunk(
         raise Fault(f"{_so_far(transfer)} within {timeout_s:.1f} s") from error
     finally:
         receiving.cancel()
-        await _ended(receiving)
+        await ended(receiving)
 
 
 def _so_far(transfer: Transfer) -> str:
@@ -114,7 +114,7 @@ async def _receive(session: aiohttp.ClientSession, url: str, transfer: Transfer)
                     await asyncio.shield(writing)
             finally:
                 if writing is not None:
-                    await _ended(writing)
+                    await ended(writing)
                 os.close(descriptor)
     if hasher.hexdigest() != chunk.blake3:
         raise Lie(f"{chunk.size} bytes that are not the chunk's")
@@ -127,20 +127,3 @@ def _store(hasher: blake3, descriptor: int, pieces: Sequence[bytes], offset: int
         while rest:
             written = os.pwrite(descriptor, rest, offset)
             rest, offset = rest[written:], offset + written
-
-
-async def _ended(work: asyncio.Future[None]) -> None:
-    """Waits until `work` has ended, and is cancelled only then.
-
-    A thread that was started goes on to the end of its write. Until then the file is its own.
-    """
-    cancelled = False
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError:
-            cancelled = True
-    with suppress(asyncio.CancelledError):
-        work.exception()  # retrieved, or asyncio would log it
-    if cancelled:
-        raise asyncio.CancelledError

@@ -16,9 +16,8 @@ from broadcast.cache import Cache
 from broadcast.chain import Link, Unknown, cheapest
 from broadcast.disk import Patience
 from broadcast.download import download
-from broadcast.fetcher import Fetcher
+from broadcast.fetcher import NO_TOKEN, Fetcher
 from broadcast.manifest import WeightsManifest
-from broadcast.progress import EVERY_S
 from broadcast.transport import Access
 from runspec.core.errors import UserError
 from runspec.core.latest import Latest
@@ -30,8 +29,16 @@ DETOUR_S = 3.0
 _LOG = logging.getLogger(__name__)
 
 
-class AsyncWeightsClient:
-    """The client for use inside an event loop; `WeightsClient` explains the methods."""
+class WeightsClient:
+    """Synchronous client of origins and relays; any thread may call it.
+
+    Args:
+        urls: base URLs of relays or origins, any of which may be down, slow or lying.
+        run: the run's id.
+        root_public_key: pinned; all trust starts there.
+        cache_dir: versions appear here as `v<N>`; partial downloads are kept here and resumed.
+        access: token and certificates for the servers.
+    """
 
     def __init__(
         self,
@@ -40,25 +47,102 @@ class AsyncWeightsClient:
         run: str,
         root_public_key: str,
         cache_dir: Path,
-        access: Access | None = None,
-        report_every_s: float = EVERY_S,
+        access: Access = NO_TOKEN,
     ) -> None:
-        self._cache = Cache(cache_dir, run=run)
-        self._fetcher = Fetcher(
-            urls,
-            run=run,
-            root_public_key=root_public_key,
-            folder=cache_dir,
-            access=access or Access(),
-        )
+        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = runner.get_loop()
+
+        def serve() -> None:
+            with runner:  # at its end what is still under way is cancelled
+                self._loop.run_forever()
+
+        self._thread = threading.Thread(target=serve, name="weights-client", daemon=True)
+        self._thread.start()
+
+        async def make() -> Fetcher:
+            return Fetcher(
+                urls, run=run, root_public_key=root_public_key, folder=cache_dir, access=access
+            )
+
+        try:
+            self._cache = Cache(cache_dir, run=run)
+            self._fetcher = self._run(make())
+        except BaseException:
+            self._stop()
+            raise
         self._distrusted: set[int] = set()
         """Held versions that deltas did not turn into what they should."""
-        self._report_every_s = report_every_s
 
-    async def latest(self, after: int | None, wait_s: float) -> Latest | None:
-        return await self._fetcher.latest(after, wait_s)
+    def latest(self, after: int | None, wait_s: float) -> Latest | None:
+        """The newest version where it is newer than `after` (any, where None), else None.
 
-    async def fetch(self, version: int, *, manifest_digest: str | None, deadline_s: float) -> Path:
+        Waits up to `wait_s` for one to be announced. Never goes back behind what was seen before,
+        but where the key that called that the newest is revoked: then any version is news.
+
+        Raises:
+            UserError: within `wait_s` no URL gave an answer that could be believed.
+        """
+        return self._run(self._fetcher.latest(after, wait_s))
+
+    def fetch(self, version: int, *, manifest_digest: str | None, deadline_s: float) -> Path:
+        """Fetches a version: `cache_dir/v<N>`, whole and checked; at once where it is there.
+
+        Of all ways the one that moves the fewest bytes: the files of an anchor, or deltas on the
+        files of a version that is here or of an older anchor.
+
+        Args:
+            version: which.
+            manifest_digest: the only manifest accepted (of a lease or latest.json); None accepts
+                any that a publisher of the run signed.
+            deadline_s: seconds to give up after. Deltas that have all come are still applied.
+
+        Returns:
+            The directory: the published files and `manifest.json`.
+
+        Raises:
+            UserError: not there in time; names the relays and what was wrong with each.
+        """
+        return self._run(self._fetch(version, manifest_digest, deadline_s))
+
+    def prune(self, keep: set[int]) -> None:
+        """Removes versions other than `keep`, partial ones too, but none that a fetch works on."""
+        self._cache.prune(keep)
+
+    def cancel(self) -> None:
+        """Ends what other threads have under way: they get a `CancelledError`."""
+
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        self._run(end())
+
+    def close(self) -> None:
+        """Closes the connections; no other thread may have anything under way."""
+        self._run(self._fetcher.close())
+        self._stop()
+
+    def __enter__(self) -> WeightsClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # an interrupted caller must not leave the work behind
+            future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def _fetch(self, version: int, manifest_digest: str | None, deadline_s: float) -> Path:
         deadline = time.monotonic() + deadline_s
         if manifest_digest is None and version == self._fetcher.seen_version:
             manifest_digest = self._fetcher.seen_digest
@@ -74,12 +158,6 @@ class AsyncWeightsClient:
                 self._distrusted.discard(version)
             with self._cache.reading() as versions:
                 return await self._obtain(version, manifest_digest, versions, deadline)
-
-    def prune(self, keep: set[int]) -> None:
-        self._cache.prune(keep)
-
-    async def close(self) -> None:
-        await self._fetcher.close()
 
     def _held(self, version: int, digest: str | None) -> Path | None:
         """Where a version lies that may be handed out."""
@@ -108,7 +186,6 @@ class AsyncWeightsClient:
                     _applier(recipe),
                     patience=patience,
                     deadline=deadline,
-                    report_every_s=self._report_every_s,
                 )
                 break
             except BadBase as error:
@@ -197,123 +274,3 @@ def _way(recipe: Recipe) -> str:
     start = "held" if recipe.base is not None else "fetched"
     numbers = ", ".join(str(delta.version) for delta in recipe.deltas)
     return f" from {start} version {recipe.start.version} and deltas {numbers}"
-
-
-class WeightsClient:
-    """Synchronous client of origins and relays; any thread may call it.
-
-    Args:
-        urls: base URLs of relays or origins, any of which may be down, slow or lying.
-        run: the run's id.
-        root_public_key: pinned; all trust starts there.
-        cache_dir: versions appear here as `v<N>`; partial downloads are kept here and resumed.
-        access: token and certificates for the servers.
-        report_every_s: seconds between two lines in the log on how far a fetch is.
-    """
-
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        run: str,
-        root_public_key: str,
-        cache_dir: Path,
-        access: Access | None = None,
-        report_every_s: float = EVERY_S,
-    ) -> None:
-        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self._loop = runner.get_loop()
-
-        def serve() -> None:
-            with runner:  # at its end what is still under way is cancelled
-                self._loop.run_forever()
-
-        self._thread = threading.Thread(target=serve, name="weights-client", daemon=True)
-        self._thread.start()
-
-        async def make() -> AsyncWeightsClient:
-            return AsyncWeightsClient(
-                urls,
-                run=run,
-                root_public_key=root_public_key,
-                cache_dir=cache_dir,
-                access=access,
-                report_every_s=report_every_s,
-            )
-
-        try:
-            self._client = self._run(make())
-        except BaseException:
-            self._stop()
-            raise
-
-    def latest(self, after: int | None, wait_s: float) -> Latest | None:
-        """The newest version where it is newer than `after` (any, where None), else None.
-
-        Waits up to `wait_s` for one to be announced. Never goes back behind what was seen before,
-        but where the key that called that the newest is revoked: then any version is news.
-
-        Raises:
-            UserError: within `wait_s` no URL gave an answer that could be believed.
-        """
-        return self._run(self._client.latest(after, wait_s))
-
-    def fetch(self, version: int, *, manifest_digest: str | None, deadline_s: float) -> Path:
-        """Fetches a version: `cache_dir/v<N>`, whole and checked; at once where it is there.
-
-        Of all ways the one that moves the fewest bytes: the files of an anchor, or deltas on the
-        files of a version that is here or of an older anchor.
-
-        Args:
-            version: which.
-            manifest_digest: the only manifest accepted (of a lease or latest.json); None accepts
-                any that a publisher of the run signed.
-            deadline_s: seconds to give up after. Deltas that have all come are still applied.
-
-        Returns:
-            The directory: the published files and `manifest.json`.
-
-        Raises:
-            UserError: not there in time; names the relays and what was wrong with each.
-        """
-        return self._run(
-            self._client.fetch(version, manifest_digest=manifest_digest, deadline_s=deadline_s)
-        )
-
-    def prune(self, keep: set[int]) -> None:
-        """Removes versions other than `keep`, partial ones too, but none that a fetch works on."""
-        self._client.prune(keep)
-
-    def cancel(self) -> None:
-        """Ends what other threads have under way: they get a `CancelledError`."""
-
-        async def end() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-
-        self._run(end())
-
-    def close(self) -> None:
-        """Closes the connections; no other thread may have anything under way."""
-        self._run(self._client.close())
-        self._stop()
-
-    def __enter__(self) -> WeightsClient:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:  # an interrupted caller must not leave the work behind
-            future.cancel()
-            raise
-
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()

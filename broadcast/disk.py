@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from runspec.core.errors import UserError
 
 T = TypeVar("T")
+Identity = tuple[int, int, int]
+"""Of a file: inode, size, time of its last change."""
 _COPY_STEP = 64 * 1024 * 1024
 _NO_COPY_RANGE = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP}
 
@@ -46,10 +48,25 @@ async def in_thread(work: Callable[[], T], patience: Patience) -> T:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         patience.over = True
-        while not running.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([running])
+        await ended(running)
         raise
+
+
+async def ended(work: asyncio.Future[Any]) -> None:
+    """Waits until `work` has ended, and is cancelled only then.
+
+    A thread that was started goes on to the end of its write. Until then the file is its own.
+    """
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            cancelled = True
+    with suppress(asyncio.CancelledError):
+        work.exception()  # retrieved, or asyncio would log it
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 def copy_file(source: Path, target: Path, patience: Patience) -> None:
@@ -70,6 +87,15 @@ def copy_file(source: Path, target: Path, patience: Patience) -> None:
         if error.errno not in _NO_COPY_RANGE:
             raise
         shutil.copyfile(source, target)
+
+
+def identity(path: Path) -> Identity | None:
+    """What is another when a file is replaced or written; None where there is no file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def allocated(path: Path) -> int:

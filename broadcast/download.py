@@ -25,7 +25,6 @@ async def download(
     *,
     patience: Patience,
     deadline: float,
-    report_every_s: float,
 ) -> int:
     """Makes a version whole and gives it its final name.
 
@@ -36,7 +35,6 @@ async def download(
         apply_deltas: what applies the recipe's deltas; None where it has none.
         patience: the assembly's.
         deadline: of the monotonic clock.
-        report_every_s: seconds between two lines in the log.
 
     Returns:
         Bytes that came over the network.
@@ -50,7 +48,7 @@ async def download(
         pieces = await in_thread(assembly.missing, patience)
         jobs = [
             partial(in_thread, assembly.copy_base, patience),
-            partial(_fetch_all, fetcher, pieces, assembly.name, deadline, report_every_s),
+            partial(_fetch_all, fetcher, pieces, assembly.name, deadline),
         ]
         await for_each(jobs, lambda job: job(), parallel=len(jobs))
         if apply_deltas is not None:
@@ -65,9 +63,7 @@ async def download(
     return sum(piece.chunk.size for piece in pieces)
 
 
-async def _fetch_all(
-    fetcher: Fetcher, pieces: Sequence[Piece], name: str, deadline: float, every_s: float
-) -> None:
+async def _fetch_all(fetcher: Fetcher, pieces: Sequence[Piece], name: str, deadline: float) -> None:
     progress = Progress(
         name,
         sum(piece.chunk.size for piece in pieces),
@@ -80,7 +76,7 @@ async def _fetch_all(
         await fetcher.chunk(piece.chunk, what, deadline, into=piece.path, offset=piece.offset)
         progress.add(piece.chunk.size)
 
-    reporting = asyncio.create_task(progress.report(every_s))
+    reporting = asyncio.create_task(progress.report())
     try:
         await for_each(pieces, fetch, parallel=PARALLEL_CHUNKS)
     finally:

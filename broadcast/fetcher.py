@@ -238,10 +238,11 @@ class Fetcher:
                 upstream.noted(time.monotonic(), fault, "latest.json", _LOG)
                 pause_s = pause_after(fault, failures)
                 failures += 1
-            if time.monotonic() + pause_s >= deadline:
-                await asyncio.sleep(max(0.0, deadline - time.monotonic()))
+            if failures and time.monotonic() + pause_s >= deadline:
+                return None  # it cannot be asked again in time
+            await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+            if time.monotonic() >= deadline:
                 return None
-            await asyncio.sleep(pause_s)
 
     async def _latest_of(
         self, upstream: Upstream, floor: int, hold_s: float, deadline: float

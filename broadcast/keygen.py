@@ -61,7 +61,7 @@ def make_keys(directory: Path, *, run: str, validators: int = 1, valid_s: float 
     return root.public_hex
 
 
-def renew_keys(directory: Path, names: Sequence[str], *, valid_s: float = VALID_S) -> None:
+def renew_keys(directory: Path, names: Sequence[str]) -> None:
     """Replaces role keys and signs a newer roles.json: the old keys are revoked.
 
     Nothing else is needed where a publisher's key was stolen, lost or is due: its next `publish`
@@ -72,7 +72,6 @@ def renew_keys(directory: Path, names: Sequence[str], *, valid_s: float = VALID_
         directory: of `make_keys`; only root.key and roles.json need to be there still.
         names: of the keys to replace: `publisher`, `coordinator`, `validator-<i>`. None: roles.json
             is only signed again, to expire later.
-        valid_s: seconds until the new roles.json expires.
 
     Raises:
         UserError: root.key or its roles.json is missing, or there is no key of that name.
@@ -103,6 +102,6 @@ def renew_keys(directory: Path, names: Sequence[str], *, valid_s: float = VALID_
         waiting.unlink(missing_ok=True)  # of one that was cut short
         key.save(waiting)
     issued = max(time.time(), payload["issued"] + 1.0)  # later, whatever the clock says
-    write_atomic(path, sign_roles(payload["run"], named, root, valid_s=valid_s, now=issued))
+    write_atomic(path, sign_roles(payload["run"], named, root, valid_s=VALID_S, now=issued))
     for name in new:
         (directory / f"{name}.new").rename(directory / f"{name}.key")

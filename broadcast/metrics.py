@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client import (
@@ -35,12 +35,10 @@ class Metrics:
 
     Args:
         store: the folder that keeps `served.json`.
-        clock: seconds since the epoch.
     """
 
-    def __init__(self, store: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: Path) -> None:
         self._path = store / SERVED_NAME
-        self._clock = clock
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self._requests = Counter(
@@ -63,8 +61,8 @@ class Metrics:
             registry=registry,
         )
         self.connections = Gauge("broadcast_connections", "Connections open.", registry=registry)
-        self._polls = Gauge("broadcast_polls_waiting", "Long polls held.", registry=registry)
-        self._transfers = Gauge(
+        self.polls = Gauge("broadcast_polls_waiting", "Long polls held.", registry=registry)
+        self.transfers = Gauge(
             "broadcast_transfers", "Bodies of files being sent.", registry=registry
         )
         self._newest = Gauge(
@@ -96,16 +94,6 @@ class Metrics:
         """Counts a malformed request with the status of its answer."""
         self.answered("malformed", status)
 
-    @contextmanager
-    def poll(self) -> Iterator[None]:
-        with self._polls.track_inprogress():
-            yield
-
-    @contextmanager
-    def transfer(self) -> Iterator[None]:
-        with self._transfers.track_inprogress():
-            yield
-
     def announced(self, run: str, version: int) -> None:
         """The newest version that this server has announced."""
         self._newest.labels(run).set(version)
@@ -124,9 +112,8 @@ class Metrics:
 
         None: it is whole.
         """
-        clock = self._clock
         self._behind.labels(run).set_function(
-            lambda: 0.0 if since is None else max(0.0, clock() - since)
+            lambda: 0.0 if since is None else max(0.0, time.time() - since)
         )
 
     def text(self) -> bytes:

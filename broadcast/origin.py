@@ -10,6 +10,7 @@ from pathlib import Path
 from broadcast import layout
 from broadcast.announcement import Announcement
 from broadcast.chunk_files import ProvenChunks
+from broadcast.disk import Identity, identity
 from broadcast.manifest import WeightsManifest
 from broadcast.metrics import Metrics
 from broadcast.pins import Pins
@@ -32,8 +33,8 @@ class _StoredRun:
         self.announced = Announcement()
         self.manifests = StoredManifests(store, run, log)
         self.pins = Pins(store, run)
-        self.seen: tuple[int, int] | None = None
-        """The latest.json that was read last: inode and time."""
+        self.seen: Identity | None = None
+        """The latest.json that was read last."""
 
 
 class StoreSource:
@@ -117,15 +118,12 @@ class StoreSource:
         """Reads latest.json where it is another file than the last time."""
         path = self._store / layout.latest_name(run)
         try:
-            status = path.stat()
-            seen = (status.st_ino, status.st_mtime_ns)
-            if stored.seen == seen:
+            seen = identity(path)
+            if seen is None or stored.seen == seen:
                 return
             data = read_bounded(path, MAX_BYTES)
             stored.seen = seen
             version = latest_version(data, place=path)
-        except FileNotFoundError:
-            return
         except OSError as error:  # too many open files, say: the next look may be luckier
             if path not in self._said:
                 self._said.note(path)
@@ -142,8 +140,6 @@ class StoreSource:
 async def run_origin(
     store: Path,
     *,
-    host: str,
-    port: int,
     log: logging.Logger,
     started: Callable[[int], None] = lambda port: None,
     options: ServerOptions = DEFAULT_OPTIONS,
@@ -152,10 +148,9 @@ async def run_origin(
 
     Args:
         store: the store's directory.
-        host, port: to listen on.
         log: of this process.
         started: called with the port once connections are accepted.
-        options: who may read what, how fast, and over what.
+        options: where to listen, who may read what, how fast, and over what.
 
     Raises:
         UserError: the address is taken; options that cannot be.
@@ -163,4 +158,4 @@ async def run_origin(
     store.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(store)
     source = StoreSource(store, metrics, log)
-    await serve(source, metrics, host=host, port=port, log=log, started=started, options=options)
+    await serve(source, metrics, log, options, started)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 EVERY_S = 5.0
+"""Seconds between two lines in the log."""
 
 
 class Progress:
@@ -35,10 +36,10 @@ class Progress:
     def add(self, size: int) -> None:
         self._done += size
 
-    async def report(self, every_s: float) -> None:
+    async def report(self) -> None:
         """Says it again and again until it is cancelled."""
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(EVERY_S)
             self._log.info("%s", self.line())
 
     def line(self) -> str:

@@ -24,11 +24,6 @@ class RateLimit:
         self._max_clients = max_clients
         self._full_at: OrderedDict[str, float] = OrderedDict()
 
-    @property
-    def clients(self) -> int:
-        """How many are remembered."""
-        return len(self._full_at)
-
     def take(self, client: str, size: int, now: float) -> float:
         """Takes `size` bytes for a client, or says in how many seconds it may ask again.
 

@@ -257,8 +257,6 @@ async def run_relay(
     upstreams: Sequence[str],
     root_public_key: str,
     keep_versions: int,
-    host: str,
-    port: int,
     log: logging.Logger,
     started: Callable[[int], None] = lambda port: None,
     max_bytes: int | None = None,
@@ -272,23 +270,18 @@ async def run_relay(
         run: the run's id.
         upstreams: base URLs of origins or relays; several for failover.
         root_public_key: pinned.
-        keep_versions: how many of the newest versions, and what those are based on, stay here.
-        host, port: to listen on.
+        keep_versions: how many of the newest versions, at least 1, and their bases stay here.
         log: of this process.
         started: called with the port once connections are accepted.
         max_bytes: of manifests and chunks on disk, never exceeded; None: no bound.
         access: token and certificates for the upstreams.
-        options: who may read what, how fast, and over what.
+        options: where to listen, who may read what, how fast, and over what.
 
     Raises:
-        UserError: `run` names none, nothing would be kept, or another relay has the folder.
+        UserError: `run` names none, or another relay has the folder.
     """
     if not layout.is_run(run):
         raise UserError(f"{run!r} is not the name of a run")
-    if keep_versions < 1:
-        raise UserError(f"--keep-versions {keep_versions}: at least 1 is needed")
-    if max_bytes is not None and max_bytes < 1:
-        raise UserError(f"--max-bytes {max_bytes}: at least 1 is needed")
     with locked(store, run, _LOCK_DEADLINE_S):
         metrics = Metrics(store)
         fetcher = Fetcher(
@@ -299,15 +292,7 @@ async def run_relay(
         mirror = Mirror(fetcher, metrics, shelf, run=run, log=log)
         try:
             await mirror.recall()
-            await serve(
-                mirror,
-                metrics,
-                host=host,
-                port=port,
-                log=log,
-                started=started,
-                options=options,
-            )
+            await serve(mirror, metrics, log, options, started)
         finally:
             await mirror.close()
             await fetcher.close()

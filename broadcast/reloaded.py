@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from broadcast.disk import Identity, identity
 from runspec.core.errors import UserError
 
 Value = TypeVar("Value")
-_Identity = tuple[int, int, int]
 
 
 class Reloaded(Generic[Value]):
@@ -46,16 +46,8 @@ class Reloaded(Generic[Value]):
                 self._log.error("what was read before stays in use: %s", error)
         return self._value
 
-    def _identities(self) -> list[_Identity | None]:
-        return [_identity(path) for path in self._paths]
-
-
-def _identity(path: Path) -> _Identity | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
+    def _identities(self) -> list[Identity | None]:
+        return [identity(path) for path in self._paths]
 
 
 def warn_if_open(path: Path, log: logging.Logger) -> None:

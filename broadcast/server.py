@@ -60,6 +60,8 @@ class Limits:
 class ServerOptions:
     """What a person may set of an origin or a relay."""
 
+    listen: tuple[str, int] = ("127.0.0.1", 0)
+    """Interface and port; port 0 picks a free one."""
     tokens_file: Path | None = None
     """A line `NAME TOKEN` for each client that may read; None: everyone may."""
     tls_cert: Path | None = None
@@ -78,27 +80,23 @@ DEFAULT_OPTIONS = ServerOptions()
 async def serve(
     source: Source,
     metrics: Metrics,
-    *,
-    host: str,
-    port: int,
     log: logging.Logger,
-    started: Callable[[int], None] = lambda port: None,
-    options: ServerOptions = DEFAULT_OPTIONS,
+    options: ServerOptions,
+    started: Callable[[int], None],
 ) -> None:
     """Serves until SIGTERM or SIGINT (or cancellation), then says good-bye within a second.
 
     Args:
         source: what to serve.
         metrics: of this server.
-        host: interface to listen on.
-        port: 0 picks a free one.
         log: gets the address.
+        options: where to listen, who may read what, how fast, and over what.
         started: called with the port once connections are accepted.
-        options: who may read what, how fast, and over what.
 
     Raises:
         UserError: the address is taken or not this machine's; options that cannot be.
     """
+    host, port = options.listen
     stop = stop_event_of_loop()
     try:
         async with _limited(source, metrics, options, log) as limiter:
@@ -136,7 +134,6 @@ async def _limited(
 ) -> AsyncIterator[ConnectionLimiter]:
     """Yields what accepts connections and answers from the source, as the options say."""
     limits = options.limits
-    _check(options)
     connections = possible_connections(
         options.max_connections, log, files_each=_FILES_EACH, files_beside=_FILES_BESIDE
     )
@@ -187,13 +184,6 @@ def _certificate(options: ServerOptions, log: logging.Logger) -> Reloaded[ssl.SS
     if cert is None or key is None:
         raise UserError("--tls-cert and --tls-key belong together", remedy="give both or none")
     return Reloaded([cert, key], functools.partial(server_context, cert, key, log), log)
-
-
-def _check(options: ServerOptions) -> None:
-    if options.rate_limit is not None and options.rate_limit < 1:
-        raise UserError(f"--rate-limit {options.rate_limit}: at least 1 byte per second is needed")
-    if options.max_connections < 1:
-        raise UserError(f"--max-connections {options.max_connections}: at least 1 is needed")
 
 
 def _listen(host: str, port: int) -> socket.socket:

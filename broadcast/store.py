@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from broadcast import layout
 from broadcast.chunk_files import new_chunks
+from broadcast.disk import Identity, identity
 from broadcast.given_roles import check_newest, publishers_of
 from broadcast.lock import locked
 from broadcast.manifest import (
@@ -44,6 +44,7 @@ TENSORS_NAME = "tensors.json"
 DELTA_NAME = "delta"
 """Sub-folder of a version's directory that holds its delta."""
 LOCK_DEADLINE_S = 30.0
+"""How long to wait for another process that publishes or prunes."""
 
 
 def publish(
@@ -57,7 +58,6 @@ def publish(
     chunk_bytes: int = CHUNK_BYTES,
     base: int | None = None,
     whole: bool = True,
-    lock_deadline_s: float = LOCK_DEADLINE_S,
 ) -> str:
     """Publishes the files of `directory` as a version and moves latest.json forward.
 
@@ -76,7 +76,6 @@ def publish(
         chunk_bytes: size of the pieces that files are cut into.
         base: the published version from which `directory/delta/` makes this one.
         whole: False leaves out the files that hold the tensors: the delta must do.
-        lock_deadline_s: how long to wait for another process that publishes or prunes.
 
     Returns:
         The manifest digest.
@@ -95,7 +94,7 @@ def publish(
     model_digest, tensors, files = _tensors(directory / TENSORS_NAME)
     if base is not None or not whole:
         _check_delta(directory, version, files, base)
-    with locked(store, run, lock_deadline_s):
+    with locked(store, run, LOCK_DEADLINE_S):
         check_newest(store / layout.roles_name(run), roles)
         if base is not None:
             _check_base(store, run, base, version, files, publishers)
@@ -169,22 +168,23 @@ def prune(store: Path, *, run: str, keep_versions: int) -> None:
         stored = [
             path for path in (store / layout.chunks_name(run)).glob("*") if is_digest(path.name)
         ]
-        needs = {
-            version: _needs_of(store / layout.manifest_name(run, version), run)
+        paths = {
+            version: store / layout.manifest_name(run, version)
             for version in layout.stored_versions(store, run)
         }
+        manifests = {v: _stored(path, run, identity(path)) for v, path in paths.items()}
         pins = Pins(store, run)
         remaining = kept(
-            {version: need.base for version, need in needs.items()},
-            {version for version, need in needs.items() if need.is_anchor},
+            {version: manifest.base for version, manifest in manifests.items()},
+            {version for version, manifest in manifests.items() if manifest.is_anchor},
             newest,
             keep_versions,
             pins.newest_first(),
         )
         # Manifests go first: a chunk is never removed while a manifest still names it.
-        for version in needs.keys() - remaining:
-            shutil.rmtree((store / layout.manifest_name(run, version)).parent)
-        needed = {digest for version in remaining for digest in needs[version].chunks}
+        for version in manifests.keys() - remaining:
+            shutil.rmtree(paths[version].parent)
+        needed = {digest for version in remaining for digest in manifests[version].chunks()}
         for path in stored:
             if path.name not in needed:
                 path.unlink(missing_ok=True)
@@ -214,30 +214,15 @@ def latest_version(data: bytes, *, place: Path) -> int:
     return payload["version"]
 
 
-@dataclass(frozen=True)
-class _Needs:
-    """What a stored version stands on."""
-
-    base: int | None
-    is_anchor: bool
-    chunks: frozenset[str]
-
-
-def _needs_of(path: Path, run: str) -> _Needs:
-    found = path.stat()
-    return _read_needs(path, run, (found.st_ino, found.st_mtime_ns, found.st_size))
-
-
-@lru_cache(maxsize=256)  # a manifest is written once, and pruning looks at all of them each time
-def _read_needs(path: Path, run: str, identity: tuple[int, int, int]) -> _Needs:
-    """What a manifest says; `identity` tells a file from one that was there before."""
+@lru_cache(maxsize=64)  # a manifest is written once, and pruning looks at all of them each time
+def _stored(path: Path, run: str, identity: Identity | None) -> WeightsManifest:
+    """A manifest of the store; `identity` tells its file from one that was there before."""
     try:
-        manifest = open_manifest(read_bounded(path, MAX_BYTES), run=run, publishers=None)
+        return open_manifest(read_bounded(path, MAX_BYTES), run=run, publishers=None)
     except BadSignature as error:
         raise UserError(
             f"damaged: {error}", place=str(path), remedy="remove the version's folder"
         ) from error
-    return _Needs(manifest.base, manifest.is_anchor, frozenset(manifest.chunks()))
 
 
 def _check_delta(directory: Path, version: int, files: Collection[str], base: int | None) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from broadcast import layout
+from broadcast.disk import Identity, identity
 from broadcast.manifest import MAX_BYTES, WeightsManifest, open_manifest
 from broadcast.pins import owners
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.signed import BadSignature
 
-_Identity = tuple[int, int]
+EVERY_S = 1.0
+"""The folder is looked at no more often than this."""
 
 
 class StoredManifests:
@@ -25,35 +29,23 @@ class StoredManifests:
         store: the store's directory.
         run: the run's id.
         log: gets what is damaged, once for each file.
-        every_s: the folder is looked at no more often than this.
-        clock: seconds, never going back.
     """
 
-    def __init__(
-        self,
-        store: Path,
-        run: str,
-        log: logging.Logger,
-        *,
-        every_s: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, store: Path, run: str, log: logging.Logger) -> None:
         self._store = store
         self._run = run
         self._log = log
-        self._every_s = every_s
-        self._clock = clock
-        self._looked_at = -every_s
+        self._looked_at = -math.inf
         self._looking = asyncio.Lock()
-        self._parsed: dict[int, tuple[_Identity, WeightsManifest | None]] = {}
+        self._parsed: dict[int, tuple[Identity, WeightsManifest | None]] = {}
         self._owners: dict[str, int] = {}
 
     async def current(self) -> Mapping[int, WeightsManifest]:
-        """The manifests by version, as they were at most `every_s` ago."""
+        """The manifests by version, as they were at most `EVERY_S` ago."""
         async with self._looking:
-            if self._clock() - self._looked_at >= self._every_s:
+            if time.monotonic() - self._looked_at >= EVERY_S:
                 await asyncio.to_thread(self._look)
-                self._looked_at = self._clock()
+                self._looked_at = time.monotonic()
         return {v: manifest for v, (_, manifest) in self._parsed.items() if manifest is not None}
 
     async def owner(self, digest: str) -> int | None:
@@ -66,15 +58,14 @@ class StoredManifests:
         parsed = {}
         for version in layout.stored_versions(self._store, self._run):
             path = self._store / layout.manifest_name(self._run, version)
-            try:
-                status = path.stat()
-                identity = (status.st_ino, status.st_mtime_ns)
-                known = self._parsed.get(version)
-                parsed[version] = (
-                    known if known and known[0] == identity else (identity, self._parse(path))
-                )
-            except FileNotFoundError:  # pruned meanwhile
+            found, known = identity(path), self._parsed.get(version)
+            if found is None:  # pruned meanwhile
                 continue
+            if known and known[0] == found:
+                parsed[version] = known
+                continue
+            with suppress(FileNotFoundError):
+                parsed[version] = found, self._parse(path)
         if parsed != self._parsed:
             self._parsed = parsed
             self._owners = owners(m for _, m in parsed.values() if m is not None)

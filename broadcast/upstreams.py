@@ -59,7 +59,7 @@ class Upstream:
 
     url: str
     failures: int = 0
-    """In a row."""
+    """In a row; those that come during the pause after one count as that one."""
     retry_at: float = 0.0
     distrusted_until: float = 0.0
     last_fault: str = "not asked yet"
@@ -113,10 +113,11 @@ class Upstream:
         self.noted(now, fault, what, log)
         if isinstance(fault, NotThere):
             return
-        if not isinstance(fault, TooSlow):
+        pausing = now < self.retry_at  # requests that were under way together fail together
+        if isinstance(fault, Busy) or not (pausing or isinstance(fault, TooSlow)):
             self.retry_at = max(self.retry_at, now + pause_after(fault, self.failures))
         if not isinstance(fault, Busy):
-            self.failures += 1
+            self.failures += not pausing
             self.success = max(self.success / 2, _LEAST_SUCCESS)
 
     def noted(self, now: float, fault: Fault, what: str, log: logging.Logger) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import http.server
 import json
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -26,6 +23,8 @@ from broadcast.server import DEFAULT_OPTIONS, ServerOptions
 from broadcast.store import publish
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
+from tests.broadcast.fake_relay import FakeRelay
+from tests.broadcast.processes import Processes
 from tests.broadcast.scripted import Peer, Scripted, Serve
 
 CHUNK_BYTES = 1000
@@ -63,50 +62,6 @@ class Served:
             self._thread.join()
 
 
-class _Listener(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # a client may go when it likes
-            super().handle_error(request, client_address)
-
-
-class StaticServer:
-    """Python's own file server over a folder: what any bucket or CDN would do."""
-
-    def __init__(self, folder: Path) -> None:
-        self.paths: list[str] = []
-        """Paths asked for, in order."""
-        self.before: Callable[[str], None] = lambda path: None
-        """Called with each path before it is answered; may block."""
-        outer = self
-
-        class Handler(http.server.SimpleHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                outer.paths.append(self.path)
-                outer.before(self.path)
-                super().do_GET()
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                pass
-
-        handler = functools.partial(Handler, directory=str(folder))
-        self._server = _Listener(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-
-    def chunk_requests(self) -> int:
-        return sum("/chunks/" in path for path in list(self.paths))
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
 class Run:
     """A run's keys, its origin store, and whatever serves or fetches it in a test."""
 
@@ -131,6 +86,7 @@ class Run:
         *,
         delta: dict[str, bytes] | None = None,
         whole: bool = True,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> str:
         """Publishes a version.
 
@@ -141,6 +97,7 @@ class Run:
             base: what the delta is from.
             delta: the files of the directory's `delta` folder: any bytes, for store and relay.
             whole: False leaves the files of the tensors out.
+            chunk_bytes: size of the pieces.
         """
         directory = self.folder / "versions" / f"{version}-{time.monotonic_ns()}"
         directory.mkdir(parents=True)
@@ -160,21 +117,14 @@ class Run:
             version=version,
             key=self.key,
             roles=self.roles,
-            chunk_bytes=CHUNK_BYTES,
+            chunk_bytes=chunk_bytes,
             base=base,
             whole=whole,
         )
 
-    def origin(self, port: int = 0, options: ServerOptions = DEFAULT_OPTIONS) -> Served:
+    def origin(self, options: ServerOptions = DEFAULT_OPTIONS) -> Served:
         served = Served(
-            lambda started: run_origin(
-                self.store,
-                host="127.0.0.1",
-                port=port,
-                log=LOG,
-                started=started,
-                options=options,
-            )
+            lambda started: run_origin(self.store, log=LOG, started=started, options=options)
         )
         self._stack.callback(served.stop)
         return served
@@ -184,8 +134,6 @@ class Run:
         *upstreams: str,
         name: str = "relay",
         keep_versions: int = 5,
-        port: int = 0,
-        options: ServerOptions = DEFAULT_OPTIONS,
         **more: Any,
     ) -> Served:
         """A relay; `more` are other arguments of `run_relay`."""
@@ -196,19 +144,17 @@ class Run:
                 upstreams=upstreams,
                 root_public_key=self.root,
                 keep_versions=keep_versions,
-                host="127.0.0.1",
-                port=port,
                 log=LOG,
                 started=started,
-                options=options,
                 **more,
             )
         )
         self._stack.callback(served.stop)
         return served
 
-    def static(self, folder: Path | None = None) -> StaticServer:
-        server = StaticServer(folder or self.store)
+    def static(self, folder: Path | None = None) -> FakeRelay:
+        """A plain file server of the run's store, or of another folder."""
+        server = FakeRelay(folder or self.store)
         self._stack.callback(server.stop)
         return server
 
@@ -247,6 +193,13 @@ def serve() -> Iterator[Serve]:
 def run(tmp_path: Path) -> Iterator[Run]:
     with ExitStack() as stack:
         yield Run(tmp_path / "run", stack)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    started = Processes(tmp_path)
+    yield started
+    started.end()
 
 
 @pytest.fixture

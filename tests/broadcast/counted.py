@@ -10,7 +10,8 @@ import pytest
 
 from broadcast.client import WeightsClient
 
-from .conftest import Run, StaticServer
+from .conftest import Run
+from .fake_relay import FakeRelay, Request, held_until
 from .model_versions import ModelVersions
 
 
@@ -19,7 +20,7 @@ class Counted:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.server: StaticServer = run.static()
+        self.server: FakeRelay = run.static()
         self.url = self.server.url
 
     def moved(self) -> int:
@@ -39,16 +40,15 @@ def small_files(versions: ModelVersions, version: int) -> int:
     return whole - versions.weights_bytes(version)
 
 
-def hold_chunks(server: StaticServer) -> tuple[threading.Event, threading.Event]:
+def hold_chunks(server: FakeRelay) -> tuple[threading.Event, threading.Event]:
     """Holds every chunk back: (set when one is asked for, to be set to let them go)."""
     asked, go_on = threading.Event(), threading.Event()
 
-    def before(path: str) -> None:
-        if "/chunks/" in path:
-            asked.set()
-            go_on.wait(20)
+    def answer(request: Request) -> None:
+        asked.set()
+        held_until(go_on)(request)
 
-    server.before = before
+    server.answer("/chunks/", answer)
     return asked, go_on
 
 

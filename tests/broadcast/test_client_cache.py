@@ -29,6 +29,7 @@ from tests.waiting import eventually
 
 from .conftest import Run, contents, weights
 from .counted import Counted, fetch, hold_chunks, small_files, warnings
+from .fake_relay import held_until, honest, only
 from .model_versions import ModelVersions
 
 
@@ -172,7 +173,7 @@ def test_a_joiner_that_is_overtaken_goes_on_with_the_anchor(run: Run, counted: C
     versions.publish(1, base=0)
     client = run.client(counted.url)
     server, go_on = counted.server, threading.Event()
-    server.before = lambda path: go_on.wait(20) if server.chunk_requests() > 12 else None  # type: ignore[assignment]
+    server.answer("/chunks/", only(12, honest, then=held_until(go_on)))
     with ThreadPoolExecutor(1) as pool:
         fetching = pool.submit(fetch, client, 1)
         partial = run.folder / "cache" / ".partial-v1" / "model.safetensors"
@@ -207,13 +208,17 @@ def intact_bytes(run: Run, file: Path) -> int:
 
 
 def test_a_long_fetch_says_how_far_it_is_and_who_sends(
-    run: Run, counted: Counted, caplog: pytest.LogCaptureFixture
+    run: Run,
+    counted: Counted,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run.publish(0, weights())
-    client = run.client(counted.url, report_every_s=0.01)
+    monkeypatch.setattr("broadcast.progress.EVERY_S", 0.01)
+    client = run.client(counted.url)
     server = counted.server
     half = threading.Event()
-    server.before = lambda path: half.wait(20) if server.chunk_requests() > 3 else None  # type: ignore[assignment]
+    server.answer("/chunks/", only(3, honest, then=held_until(half)))
 
     with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as pool:
         fetching = pool.submit(fetch, client, 0)

@@ -15,7 +15,6 @@ from broadcast.fetcher import Fetcher, for_each
 from broadcast.manifest import Chunk
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
-from tests.waiting import eventually
 
 from .conftest import Run, weights
 from .scripted import Peer, Serve
@@ -75,21 +74,6 @@ def honest(peer: Peer) -> None:
         peer.answer(BY_DIGEST[digest])
 
 
-def lying(peer: Peer) -> None:
-    while digest := digest_asked_for(peer):
-        peer.answer(BY_DIGEST[digest][:-1] + b"?")
-
-
-def failing(peer: Peer) -> None:
-    while peer.read_request():
-        peer.answer(b"", "500 Oh")
-
-
-def missing(peer: Peer) -> None:
-    while peer.read_request():
-        peer.answer(b"", "404 Not Found")
-
-
 def silent(peer: Peer) -> None:
     peer.wait_for_the_end()
 
@@ -104,21 +88,6 @@ async def test_chunks_come_from_everyone_who_has_them(
 
     assert all(server.connections for server in servers)
     assert sum(upstream.received for upstream in fetcher.upstreams.all) == 12 * 50_000
-
-
-async def test_the_only_server_may_mend_its_ways(
-    serve: Serve, fetcher_of: MakeFetcher, file: Path
-) -> None:
-    ways = iter(["500 Oh", "404 Not Found", "429 Slow down", "503 Soon"])
-
-    def mending(peer: Peer) -> None:
-        while digest := digest_asked_for(peer):
-            if (way := next(ways, None)) is not None:
-                peer.answer(b"", way, "Retry-After: 0")
-            else:
-                peer.answer(BY_DIGEST[digest])
-
-    await fetch(fetcher_of(serve(mending).url), file)
 
 
 async def test_chunks_are_asked_for_in_the_order_in_which_they_were_wanted() -> None:
@@ -140,19 +109,6 @@ async def test_chunks_are_asked_for_in_the_order_in_which_they_were_wanted() -> 
     assert asked == list(range(30))
 
 
-async def test_what_nobody_has_in_time_names_everyone_and_the_chunk(
-    serve: Serve, fetcher_of: MakeFetcher, file: Path
-) -> None:
-    servers = [serve(script) for script in (failing, missing, silent)]
-
-    with pytest.raises(UserError, match=f"no file 0, chunk {CHUNKS[0].blake3[:16]}") as raised:
-        await fetch(fetcher_of(*(server.url for server in servers)), file, deadline_s=0.5)
-
-    text = str(raised.value)
-    assert all(server.url in text for server in servers)
-    assert all(said in text for said in ("status 500", "404", "0 of 50000 bytes within"))
-
-
 async def test_the_deadline_holds_for_those_who_wait_their_turn(
     serve: Serve, fetcher_of: MakeFetcher, file: Path
 ) -> None:
@@ -165,27 +121,6 @@ async def test_the_deadline_holds_for_those_who_wait_their_turn(
     )
 
     assert all(isinstance(error, UserError) for error in ended)
-
-
-async def test_who_is_much_slower_than_another_is_given_up(
-    serve: Serve, fetcher_of: MakeFetcher, file: Path
-) -> None:
-    """Long before the timeout of the attempt, and after what is hopeless was seen to be so."""
-
-    def stuck(peer: Peer) -> None:
-        peer.read_request()
-        peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: 50000\r\n\r\n")
-        peer.drip(b"x")
-
-    slow, good = serve(stuck), serve(honest)
-    fetcher = fetcher_of(slow.url, good.url)
-
-    await fetch(fetcher, file, range(12), deadline_s=9)  # an attempt may take ten seconds
-
-    by_url = {upstream.url: upstream for upstream in fetcher.upstreams.all}
-    assert by_url[good.url].received == 12 * 50_000
-    assert " of 50000 bytes so far" in by_url[slow.url].last_fault
-    eventually(lambda: slow.ended == slow.connections, "its connections end")
 
 
 async def test_a_relay_that_lags_still_gives_chunks(

@@ -8,8 +8,6 @@ from multiprocessing import get_context
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from broadcast.manifest import (
     KIND,
@@ -126,15 +124,6 @@ def test_unsafe_names_are_refused(name: str) -> None:
         opened(changed)
 
 
-@settings(deadline=None)
-@given(at=st.integers(0, 10**6), bit=st.integers(0, 7))
-def test_a_flipped_bit_is_refused(at: int, bit: int) -> None:
-    data = bytearray(sign_document(KIND, payload(), KEY))
-    data[at % len(data)] ^= 1 << bit
-    with pytest.raises(BadSignature):
-        open_manifest(bytes(data), run="demo", publishers={KEY.public_hex})
-
-
 def dense(unit: bytes, values: int, around: bytes = b"[]") -> bytes:
     """An envelope full of numbered copies of a value that counts as so many."""
     count = min((MAX_BYTES - 1000) // (len(unit % 0) + 5), (MAX_VALUES - 100) // values)
@@ -146,9 +135,7 @@ def dense(unit: bytes, values: int, around: bytes = b"[]") -> bytes:
 DENSE = {
     "keys of one object": (b'"%017d":0', 1, b"{}"),
     "objects of one key": (b'{"%08d":0}', 2),
-    "strings": (b'"%020d"', 1),
     "nested lists": (b"[" * 20 + b"%d" + b"]" * 20, 21),
-    "one long string": (b'"' + b"x" * 15_000_000 + b'%d"', 1),
     "numbers": (b"%d.1234567890123", 1),
 }
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
-from broadcast.pins import TOUCH_EVERY_S, VALID_S, Pins, owners
+from broadcast.pins import TOUCH_EVERY_S, VALID_S, Pins
 from broadcast.stored_manifests import StoredManifests
 from runspec.core.files import write_atomic
 
@@ -23,15 +22,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def test_what_one_process_touches_another_sees_latest_interest_first(tmp_path: Path) -> None:
-    clock = Clock()
-    origin, publisher = (Pins(tmp_path, "demo", clock=clock) for _ in range(2))
-    for version in (3, 1, 2):
-        clock.now += 1
-        origin.touch(version)
-    assert publisher.newest_first() == [2, 1, 3]
 
 
 def test_interest_ends_after_ten_minutes_without_any(tmp_path: Path) -> None:
@@ -74,18 +64,6 @@ def test_where_nothing_can_be_noted_readers_are_served_all_the_same(tmp_path: Pa
     assert pins.newest_first() == []
 
 
-def test_a_chunk_that_versions_share_tells_of_none() -> None:
-    def version(number: int, *digests: str) -> WeightsManifest:
-        chunks = tuple(Chunk(digest, 1) for digest in digests)
-        whole = {"w": ObjectInfo(len(chunks), "0" * 64, chunks)}
-        return WeightsManifest("demo", number, None, None, {}, ("w",), whole, {})
-
-    assert owners([version(1, "a", "s"), version(2, "b", "s", "b"), version(3, "s")]) == {
-        "a": 1,
-        "b": 2,
-    }
-
-
 # -- The origin notes what is read, so that the publisher does not prune it ------------------------
 
 
@@ -126,34 +104,37 @@ def test_a_chunk_that_is_asked_for_pins_the_version_that_alone_has_it(run: Run) 
     assert pinned(run) == [1]
 
 
+@pytest.fixture
+def always_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of manifests is looked at for each question."""
+    monkeypatch.setattr("broadcast.stored_manifests.EVERY_S", 0.0)
+
+
+@pytest.mark.usefixtures("always_looked_at")
 async def test_manifests_are_parsed_once_for_each_file(run: Run) -> None:
     # given what is known of a store with a version
-    now = 0.0
     run.publish(0, weights())
-    manifests = StoredManifests(run.store, run.name, LOG, clock=lambda: now)
+    manifests = StoredManifests(run.store, run.name, LOG)
     first = await manifests.current()
-    # when another is published, then it is known a second later, and the first not read again
+    # when another is published, then it is known, and the first not read again
     own = only_in(run, 1)
-    assert await manifests.owner(own.name) is None
-    now = 1.0
     assert await manifests.owner(own.name) == 1
     second = await manifests.current()
     assert second[0] is first[0]
     assert sorted(second) == [0, 1]
 
 
+@pytest.mark.usefixtures("always_looked_at")
 async def test_a_damaged_manifest_is_left_out_and_said_once(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    now = 0.0
     for version in range(2):
         run.publish(version, weights(seed=version))
     damaged = run.store / "demo" / "versions" / "0" / "manifest.json"
     write_atomic(damaged, damaged.read_bytes()[:-1])
-    manifests = StoredManifests(run.store, run.name, LOG, clock=lambda: now)
+    manifests = StoredManifests(run.store, run.name, LOG)
 
-    for second in range(3):
-        now = float(second)
+    for _ in range(3):
         assert list(await manifests.current()) == [1]
 
     errors = [record.getMessage() for record in caplog.records]

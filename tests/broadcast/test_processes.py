@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,6 @@ from .model_versions import ModelVersions
 from .processes import Processes, broadcast
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    started = Processes(tmp_path)
-    yield started
-    started.end()
 
 
 def test_keygen_publish_origin_relay_fetch(tmp_path: Path, processes: Processes) -> None:
@@ -119,18 +111,22 @@ sys.exit(main(sys.argv[1:]))
 """`python -m broadcast`, killed when the deltas are in one half of the weights."""
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize(
+    ("joiner", "damaged"), [(True, False), (True, True), (False, False)], ids=str
+)
 def test_a_client_killed_while_it_applies_deltas_goes_on_from_there(
-    run: Run, processes: Processes, damaged: bool
+    run: Run, processes: Processes, joiner: bool, damaged: bool
 ) -> None:
-    # given a joiner that was killed with an anchor's files half turned into version 2
+    # given a client that was killed with the files of version 0 half turned into version 2
     versions = ModelVersions(run)
     versions.publish(0)
     versions.publish(1, base=0)
     versions.publish(2, base=1)
     server, out = run.static(), run.folder / "out"
     fetch = ("fetch", server.url, "--run", "demo", "--out", out, "--public-key", run.root)
-    client = processes.start(*fetch, command=(sys.executable, "-c", HALF_APPLIED))
+    if not joiner:
+        assert broadcast(*fetch, "--version", 0).returncode == 0
+    client = processes.start(*fetch, "--version", 2, command=(sys.executable, "-c", HALF_APPLIED))
     assert client.wait(30) == -signal.SIGKILL
     left = out / ".partial-v2" / "model.safetensors"
     assert left.read_bytes() != versions.files(2)["model.safetensors"]
@@ -145,7 +141,8 @@ def test_a_client_killed_while_it_applies_deltas_goes_on_from_there(
     assert again.returncode == 0, again.stderr
     assert contents(out / "v2") == versions.files(2)
     assert ("what a killed fetch left" in again.stderr) == damaged
-    assert server.chunk_requests() == (21 if damaged else 0)
+    assert server.asked() == (21 if damaged else 0)
+    assert joiner or contents(out / "v0") == versions.files(0)
     assert sorted(path.name for path in out.glob(".[pd]*")) == []
 
 

@@ -15,10 +15,13 @@ import pytest
 from broadcast.manifest import WeightsManifest, read_manifest
 from broadcast.recent import Recent
 from broadcast.relay import run_relay, to_rebuild
+from broadcast.server import ServerOptions
 from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
 from tests.waiting import eventually
 
-from .conftest import Run, contents, weights
+from .conftest import CHUNK_BYTES, Run, contents, weights
+from .fake_relay import held_until, silent
 
 OLD = "versions/0/manifest.json"
 
@@ -87,20 +90,17 @@ def test_a_newer_version_ends_the_transfer_of_the_one_before(run: Run) -> None:
     run.publish(0, weights(30_000))
     old = manifest(run, 0).chunks().keys()
     upstream = run.static()
-    release = threading.Event()
-    upstream.before = lambda path: release.wait(30) if path.rpartition("/")[2] in old else None  # type: ignore[assignment]
+    for digest in old:
+        upstream.answer(digest, silent)
     run.relay(upstream.url)
-    try:
-        eventually(lambda: upstream.chunk_requests() >= 1, "version 0 is on its way")
-        # when version 1 comes out, then the relay has it while version 0 still hangs
-        run.publish(1, {"model.safetensors": weights(seed=1)["model.safetensors"]})
-        new = manifest(run, 1).chunks().keys()
-        eventually(lambda: held(run) >= new, "version 1 is at the relay")
-        assert not held(run) & old
-        leftovers = list((run.folder / "relay/demo/chunks").glob(".tmp-*"))
-        assert leftovers == [], "the transfers of version 0 have ended"
-    finally:
-        release.set()
+    eventually(lambda: upstream.asked() >= 1, "version 0 is on its way")
+    # when version 1 comes out, then the relay has it while version 0 still hangs
+    run.publish(1, {"model.safetensors": weights(seed=1)["model.safetensors"]})
+    new = manifest(run, 1).chunks().keys()
+    eventually(lambda: held(run) >= new, "version 1 is at the relay")
+    assert not held(run) & old
+    leftovers = list((run.folder / "relay/demo/chunks").glob(".tmp-*"))
+    assert leftovers == [], "the transfers of version 0 have ended"
 
 
 def test_a_reader_keeps_the_transfer_that_it_waits_for(run: Run) -> None:
@@ -109,22 +109,19 @@ def test_a_reader_keeps_the_transfer_that_it_waits_for(run: Run) -> None:
     (chunk, *_) = manifest(run, 0).chunks()
     upstream = run.static()
     release = threading.Event()
-    upstream.before = lambda path: release.wait(30) if path.endswith(chunk) else None  # type: ignore[assignment]
+    upstream.answer(chunk, held_until(release))
     relay = run.relay(upstream.url)
-    try:
-        eventually(lambda: f"/demo/chunks/{chunk}" in upstream.paths, "the chunk is on its way")
-        with ThreadPoolExecutor(1) as pool:
-            reader = pool.submit(httpx.get, f"{relay.url}/demo/chunks/{chunk}", timeout=30)
-            eventually(lambda: waiting_for(relay.url) >= 1, "the reader waits")
-            # when version 1 takes over
-            run.publish(1, {"model.safetensors": weights(seed=1)["model.safetensors"]})
-            new = manifest(run, 1).chunks().keys()
-            eventually(lambda: held(run) >= new, "version 1 is at the relay")
-            release.set()
-            # then the reader gets its chunk all the same
-            assert reader.result().status_code == 200
-    finally:
+    eventually(lambda: upstream.asked(chunk) >= 1, "the chunk is on its way")
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(httpx.get, f"{relay.url}/demo/chunks/{chunk}", timeout=30)
+        eventually(lambda: waiting_for(relay.url) >= 1, "the reader waits")
+        # when version 1 takes over
+        run.publish(1, {"model.safetensors": weights(seed=1)["model.safetensors"]})
+        new = manifest(run, 1).chunks().keys()
+        eventually(lambda: held(run) >= new, "version 1 is at the relay")
         release.set()
+        # then the reader gets its chunk all the same
+        assert reader.result().status_code == 200
 
 
 def waiting_for(url: str) -> int:
@@ -134,18 +131,21 @@ def waiting_for(url: str) -> int:
     return int(float(value.split()[1])) - 1
 
 
+@pytest.fixture
+def short_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers at a relay wait half a second for the first byte of a chunk."""
+    monkeypatch.setattr("broadcast.transfers.STALL_S", 0.5)
+
+
+@pytest.mark.usefixtures("short_stall")
 def test_who_waits_for_a_chunk_of_which_nothing_comes_is_sent_away(run: Run) -> None:
     run.publish(0, weights())
     (chunk, *_) = manifest(run, 0).chunks()
     upstream = run.static()
-    release = threading.Event()
-    upstream.before = lambda path: release.wait(60) if "/chunks/" in path else None  # type: ignore[assignment]
+    upstream.answer("/chunks/", silent)
     relay = run.relay(upstream.url)
-    try:
-        eventually(lambda: upstream.chunk_requests() >= 1, "the manifest is at the relay")
-        assert httpx.get(f"{relay.url}/demo/chunks/{chunk}", timeout=30).status_code == 404
-    finally:
-        release.set()
+    eventually(lambda: upstream.asked() >= 1, "the manifest is at the relay")
+    assert httpx.get(f"{relay.url}/demo/chunks/{chunk}", timeout=30).status_code == 404
 
 
 def test_a_version_that_nobody_has_is_asked_for_once(run: Run) -> None:
@@ -176,6 +176,7 @@ def test_memory_of_misses_is_bounded_and_short() -> None:
     assert 9999 not in missed
 
 
+@pytest.mark.usefixtures("short_stall")
 @pytest.mark.timeout(120)
 def test_relays_in_a_ring_do_not_wait_for_each_other(run: Run) -> None:
     # given two relays that know the newest manifest, and nobody who has its chunks or version 0
@@ -188,8 +189,9 @@ def test_relays_in_a_ring_do_not_wait_for_each_other(run: Run) -> None:
     source = run.static(documents)
     ports = free_port(), free_port()
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    run.relay(urls[1], source.url, name="first", port=ports[0])
-    run.relay(urls[0], source.url, name="second", port=ports[1])
+    for number, port in enumerate(ports):
+        listen = ServerOptions(listen=("127.0.0.1", port))
+        run.relay(urls[1 - number], source.url, name=f"relay-{number}", options=listen)
     for url in urls:
         eventually(lambda u=url: ask(f"{u}/demo/versions/1/manifest.json") == 200, "it is known")
 
@@ -260,15 +262,14 @@ def test_how_much_of_each_version_is_here_is_measured(run: Run) -> None:
 
     eventually(lambda: metrics().get(metric % 0) == 1.0, "all of version 0 is here")
     release = threading.Event()
-    run.publish(1, weights(20_000, seed=1))
-    last = manifest(run, 1).objects["model.safetensors"].chunks[-1].blake3
-    upstream.before = lambda path: release.wait(30) if path.endswith(last) else None  # type: ignore[assignment]
-    try:
-        eventually(lambda: 0.9 < metrics().get(metric % 1, 0.0) < 1.0, "most of version 1 is here")
-        behind = 'broadcast_behind_seconds{run="demo"}'
-        assert metrics()[behind] > 0
-    finally:
-        release.set()
+    newer = weights(20_000, seed=1)
+    last = digest_bytes(newer["model.safetensors"][-CHUNK_BYTES:])
+    upstream.answer(last, held_until(release))
+    run.publish(1, newer)
+    eventually(lambda: 0.9 < metrics().get(metric % 1, 0.0) < 1.0, "most of version 1 is here")
+    behind = 'broadcast_behind_seconds{run="demo"}'
+    assert metrics()[behind] > 0
+    release.set()
     eventually(lambda: metrics().get(metric % 1) == 1.0, "all of version 1 is here")
     eventually(lambda: metric % 0 not in metrics(), "version 0 has gone")
     assert metrics()[behind] == 0
@@ -292,8 +293,6 @@ async def test_two_relays_do_not_share_a_folder(run: Run) -> None:
             upstreams=["http://127.0.0.1:1"],
             root_public_key=run.root,
             keep_versions=1,
-            host="127.0.0.1",
-            port=0,
             log=logging.getLogger("second"),
         )
     assert contents(client.fetch(0, manifest_digest=None, deadline_s=10)) == weights()

@@ -13,8 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from broadcast.metrics import Metrics
 from broadcast.origin import run_origin
-from broadcast.store import prune, refresh_latest
-from runspec.core.errors import UserError
+from broadcast.store import refresh_latest
 from runspec.core.files import write_atomic
 from runspec.core.latest import sign_latest
 from tests.ended_at_once import hears_sigterm_at_once
@@ -88,18 +87,6 @@ def test_a_poll_is_held_until_there_is_news(run: Run) -> None:
         assert httpx.get(url, params=bad).status_code == 400
 
 
-def test_a_fresh_signature_is_served(run: Run) -> None:
-    run.publish(0, weights())
-    url = f"{run.origin().url}/demo/latest.json"
-    before = httpx.get(url).json()["payload"]
-
-    refresh_latest(run.store, run="demo", key=run.key)
-
-    after = httpx.get(url).json()["payload"]
-    assert after["expires"] > before["expires"]
-    assert after["manifest_digest"] == before["manifest_digest"]
-
-
 def test_a_damaged_latest_is_said_once_and_the_next_one_is_served(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,24 +107,9 @@ def test_a_damaged_latest_is_said_once_and_the_next_one_is_served(
     assert httpx.get(url, params={"after": 0, "wait": 10}).content == refreshed
 
 
-def test_prune_names_a_damaged_manifest_and_removes_nothing(run: Run) -> None:
-    for version in range(3):
-        run.publish(version, weights(seed=version))
-    before = run.chunks()
-    manifest = run.store / "demo" / "versions" / "1" / "manifest.json"
-    write_atomic(manifest, manifest.read_bytes()[:-1])
-
-    with pytest.raises(UserError, match=r"versions/1/manifest\.json: damaged"):
-        prune(run.store, run="demo", keep_versions=1)
-
-    assert run.chunks() == before
-
-
 def test_who_knows_its_address_may_end_it_at_once(run: Run) -> None:
     log = logging.getLogger("ended at once")
-    assert hears_sigterm_at_once(
-        lambda started: run_origin(run.store, host="127.0.0.1", port=0, log=log, started=started)
-    )
+    assert hears_sigterm_at_once(lambda started: run_origin(run.store, log=log, started=started))
 
 
 # -- What Prometheus reads from a server -----------------------------------------------------------
@@ -198,24 +170,6 @@ def test_what_a_server_has_done(run: Run) -> None:
     assert value(values, "connections") == 1
     assert value(values, "polls_waiting") == value(values, "transfers") == 0
     assert value(values, "rate_limited_total") == value(values, "auth_failures_total") == 0
-
-
-def test_versions_and_delay(tmp_path: Path) -> None:
-    now = 1000.0
-    metrics = Metrics(tmp_path, clock=lambda: now)
-
-    shares = {1: 0.25, 2: 1.0}
-    metrics.report_versions("demo", lambda: shares)
-    metrics.text()
-    del shares[2]
-    metrics.behind_since("demo", 970.0)
-    values = parsed(metrics.text().decode())
-
-    assert value(values, "version_complete_ratio", run="demo", version="1") == 0.25
-    assert ("broadcast_version_complete_ratio", (("run", "demo"), ("version", "2"))) not in values
-    assert value(values, "behind_seconds", run="demo") == 30.0
-    metrics.behind_since("demo", None)
-    assert value(parsed(metrics.text().decode()), "behind_seconds", run="demo") == 0.0
 
 
 def test_the_total_of_chunk_bytes_survives_a_restart_and_damage(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 from contextlib import suppress
@@ -195,21 +194,3 @@ async def test_a_full_disk_lets_the_oldest_go(tmp_path: Path) -> None:
     assert set(shelf.manifests) == {1, 2} and not said
     assert all([await shelf.has(digest) for v in (1, 2) for digest in whole(v).chunks()])
     assert on_disk(tmp_path) <= room
-
-
-async def test_a_disk_that_is_full_of_other_things_is_named(tmp_path: Path) -> None:
-    # given a disk on which a version is and nothing more has room
-    shelf = shelf_of(tmp_path, None)
-    put(shelf, whole(5))
-    older = whole(1)
-    shelf.adopt(older, sign_manifest(older, KEY))
-    fetcher = Disk(tmp_path, on_disk(tmp_path), 1, 5)
-    said: list[str] = []
-    transfers = Transfers(fetcher, shelf, complain=lambda error: said.append(str(error)))  # type: ignore[arg-type]
-
-    # when an older version's chunk is asked for, then it does not come, and the message says why
-    digest = next(iter(older.chunks()))
-    assert not await asyncio.wait_for(transfers.arrives(digest), 10)
-    assert len(said) == 1
-    assert "cannot store a chunk of version 1: No space left" in said[0] and digest in said[0]
-    assert all([await shelf.has(digest) for digest in whole(5).chunks()])

@@ -131,7 +131,10 @@ def test_a_full_disk_leaves_the_store_as_it_was(run: Run, tmp_path: Path) -> Non
     assert tree(run.store) == before
 
 
-def test_a_second_publisher_waits_and_then_says_who_is_in_the_way(run: Run, tmp_path: Path) -> None:
+def test_a_second_publisher_waits_and_then_says_who_is_in_the_way(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broadcast.store.LOCK_DEADLINE_S", 0.1)
     run.publish(0, weights())
     directory = files_in(tmp_path / "files", weights(seed=1))
     with (run.store / "demo" / ".lock").open() as lock:
@@ -144,7 +147,6 @@ def test_a_second_publisher_waits_and_then_says_who_is_in_the_way(run: Run, tmp_
                 version=1,
                 key=run.key,
                 roles=run.roles,
-                lock_deadline_s=0.1,
             )
     assert newest_version(run.store, run="demo") == 0
 

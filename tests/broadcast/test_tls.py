@@ -168,4 +168,4 @@ def test_a_certificate_without_its_key_is_refused(run: Run, authority: Authority
     half = ServerOptions(tls_cert=cert)
 
     with pytest.raises(UserError, match="--tls-cert and --tls-key belong together"):
-        asyncio.run(run_origin(run.store, host="127.0.0.1", port=0, log=LOG, options=half))
+        asyncio.run(run_origin(run.store, log=LOG, options=half))

@@ -159,16 +159,6 @@ async def test_small_answers_that_are_none(client: Client) -> None:
     assert raised.value.retry_after_s == 3
 
 
-async def test_a_small_answer_that_drips_ends_at_the_timeout(client: Client) -> None:
-    def drip(peer: Peer) -> None:
-        peer.read_request()
-        peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n")
-        peer.drip(b"x")
-
-    with Scripted(drip) as server, pytest.raises(Fault, match=r"no whole answer within 0\.3 s"):
-        await client.small(server.url, timeout_s=0.3)
-
-
 async def test_nobody_is_sent_elsewhere_with_our_token(client: Client) -> None:
     with Scripted(honest) as elsewhere:
         for line in ("302 Found", "307 Temporary", "308 Permanent"):

@@ -84,7 +84,8 @@ def test_after_a_failure_a_server_is_left_alone_for_longer_and_longer() -> None:
 
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0])
     only.succeeded()
-    only.failed(now, Fault("refused"), "chunk", LOG)
+    for _ in range(8):  # requests that were under way together
+        only.failed(now, Fault("refused"), "chunk", LOG)
     assert upstreams.choose(now, Wanted()).pause_s == pytest.approx(0.1)
 
 
@@ -223,11 +224,6 @@ def test_a_late_answer_does_not_hide_the_fault_just_before_it() -> None:
 
 
 # -- The work that each server gets in time, played through with a clock of the test's own ---------
-
-
-LOG = logging.getLogger("test")
-MB = 10**6
-CHUNK = 16 * MB
 
 
 @dataclass

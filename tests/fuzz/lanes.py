@@ -35,7 +35,7 @@ def _of(module: str, *names: str, cheap: bool = False) -> list[Lane]:
 _DOCUMENTS = ("submission", "lease", "verdict", "latest", "roles", "invite", "batch", "site")
 _EVERY = [
     *_of("text", "chunk range", "forwarded", "poll parameters", "bearer", "join link"),
-    *_of("requests", "heartbeat", "request body", "json object", "request headers"),
+    *_of("requests", "heartbeat", "request body", "request headers"),
     *_of("served", "requests"),
     *(Lane(name, "documents", "payloads", (name,), cheap=True) for name in _DOCUMENTS),
     *_of("documents", "envelope"),

@@ -170,22 +170,6 @@ def _asked(body: dict[str, Any]) -> bool:
     return True
 
 
-def json_object() -> Case:
-    """Objects of every kind, and objects with damage."""
-    draw = Changer([{"a": [INFO, [INFO, 1.5, "é"]], "b": {"c": {"d": [[], {}]}}}, *BODIES.values()])
-    sound = [text.encode() for text in draw.texts]
-
-    def case(rng: Random) -> bool:
-        if rng.random() < 0.7:
-            return check_json(damaged_json(rng, rng.choice(sound), sound)) is not None
-        value = draw(rng)
-        found = check_json(canonical_json(value), max_bytes=1 << 18)
-        assert found is None or found == value
-        return found is not None
-
-    return case
-
-
 def _signed(number: int) -> dict[str, str]:
     """As a worker signs a request, but for the nonce, which is the same each time."""
     headers = {**signed_headers(), NONCE: f"{number:032x}"}

@@ -11,7 +11,6 @@ import pytest
 
 from ..conftest import Run, contents, weights
 from ..processes import COMMAND, Processes
-from .conftest import publish_in_chunks_of
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +46,7 @@ def test_a_thousand_idle_connections_keep_nobody_waiting(
 ) -> None:
     # given a server process, and a version whose chunks are larger than any socket's buffer
     big = weights(24_000_000)
-    publish_in_chunks_of(12_000_000, run, 0, big)
+    run.publish(0, big, chunk_bytes=12_000_000)
     server = processes.start("origin", run.store, "--listen", "127.0.0.1:0", command=AS_USUAL)
     url = processes.url(server)
     if role == "relay":

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,9 @@ from runspec.core.hashing import digest_bytes, is_digest
 from tests.waiting import eventually
 
 from ..conftest import CHUNK_BYTES, Run, contents, weights
+from ..fake_relay import FakeRelay, held_until, honest, only
 from ..processes import Processes, broadcast
-from .fake_relay import FakeRelay, held_until, honest
+from .conftest import within
 
 pytestmark = pytest.mark.slow
 
@@ -70,26 +70,19 @@ def address_of(url: str) -> str:
     return url.removeprefix("http://")
 
 
-def stops_after_ten(fake: FakeRelay) -> threading.Event:
+def stops_after_ten(server: FakeRelay) -> threading.Event:
     """Ten chunks are answered, the rest only once the event is set."""
     going_on = threading.Event()
-    held, left, lock = held_until(going_on), iter(range(10)), threading.Lock()
-
-    def answer(request) -> None:
-        with lock:
-            first_ten = next(left, None) is not None
-        (honest if first_ten else held)(request)
-
-    fake.answer("/chunks/", answer)
+    server.answer("/chunks/", only(10, honest, then=held_until(going_on)))
     return going_on
 
 
 def test_a_client_killed_at_ten_of_22_chunks_fetches_the_other_twelve(
-    run: Run, fake: Callable[..., FakeRelay], processes: Processes
+    run: Run, processes: Processes
 ) -> None:
     # given a client process with ten chunks on disk (one may be config.json's)
     run.publish(0, FILES)
-    server = fake()
+    server = run.static()
     going_on = stops_after_ten(server)
     out = run.folder / "out"
     what = ("--run", "demo", "--out", out, "--public-key", run.root)
@@ -100,7 +93,7 @@ def test_a_client_killed_at_ten_of_22_chunks_fetches_the_other_twelve(
     had = held_by_client(run, out)
     assert not (out / "v0").exists()
     going_on.set()
-    other = fake()  # the first may still be reading what the dead client asked of it
+    other = run.static()  # the first may still be reading what the dead client asked of it
     again = broadcast("fetch", other.url, *what, "--deadline", 20)
     # then that one asks for what is missing, once, and for nothing else
     assert again.returncode == 0, again.stderr
@@ -113,11 +106,11 @@ def test_a_client_killed_at_ten_of_22_chunks_fetches_the_other_twelve(
 
 
 def test_a_relay_killed_at_ten_of_22_chunks_is_passed_over_and_resumes(
-    run: Run, fake: Callable[..., FakeRelay], processes: Processes
+    run: Run, processes: Processes
 ) -> None:
     # given a relay process with ten chunks, and a client that knows it and another server
     run.publish(0, FILES)
-    upstream = fake()
+    upstream = run.static()
     going_on = stops_after_ten(upstream)
     first = processes.start(*relay_arguments(run, upstream.url, "relay"))
     client = run.client(processes.url(first), run.static().url)
@@ -140,9 +133,7 @@ def test_a_relay_killed_at_ten_of_22_chunks_is_passed_over_and_resumes(
     }
 
 
-def test_all_relays_die_and_come_back_while_a_client_waits(
-    run: Run, processes: Processes, within: Callable
-) -> None:
+def test_all_relays_die_and_come_back_while_a_client_waits(run: Run, processes: Processes) -> None:
     # given two relay processes behind slow links, and a client with a part of the version
     run.publish(0, FILES)
     origin = run.origin()

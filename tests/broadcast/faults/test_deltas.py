@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable
 
 import pytest
 
 from broadcast.manifest import read_manifest
 from runspec.core.errors import UserError
 
+from .. import fake_relay as lies
 from ..conftest import Run, contents
+from ..fake_relay import Answer, instead, only
 from ..model_versions import ModelVersions
-from ..processes import Processes, broadcast
-from . import fake_relay as lies
-from .fake_relay import Answer, FakeRelay, instead, only
 
 pytestmark = pytest.mark.slow
-
-Fake = Callable[..., FakeRelay]
-DYING = (
-    "import os, sys; import bridge.delta; from runspec.core.errors import UserError; "
-    "from broadcast.__main__ import main; real = bridge.delta.apply_deltas\n"
-    "def die_after_the_first(directory, deltas, tensors):\n"
-    "    try:\n"
-    "        real(directory, deltas[:1], tensors)\n"
-    "    except UserError:\n"
-    "        os._exit(9)\n"
-    "bridge.delta.apply_deltas = die_after_the_first\n"
-    "sys.exit(main(sys.argv[1:]))"
-)
-"""`python -m broadcast` that dies once the first of several deltas is applied in place."""
 
 
 @pytest.fixture
@@ -55,10 +38,10 @@ def not_there(request: lies.Request) -> None:
 
 @pytest.mark.parametrize("lie", [lies.flipped, lies.truncated, lies.cut_off, instead(b"x" * 300)])
 def test_a_bad_chunk_of_a_delta_is_blamed_and_fetched_again_alone(
-    run: Run, versions: ModelVersions, fake: Fake, lie: Answer, caplog: pytest.LogCaptureFixture
+    run: Run, versions: ModelVersions, lie: Answer, caplog: pytest.LogCaptureFixture
 ) -> None:
     # given a follower with version 0, and a server that sends a chunk of a delta wrong, once
-    server = fake()
+    server = run.static()
     client = run.client(server.url)
     client.fetch(0, manifest_digest=None, deadline_s=10)
     bad = delta_chunk(run, 1)
@@ -75,10 +58,10 @@ def test_a_bad_chunk_of_a_delta_is_blamed_and_fetched_again_alone(
 
 
 def test_another_versions_delta_does_not_pass_for_this_one(
-    run: Run, versions: ModelVersions, fake: Fake
+    run: Run, versions: ModelVersions
 ) -> None:
     # given a relay that serves version 2's delta, which is real, for version 1's
-    liar = fake()
+    liar = run.static()
     client = run.client(liar.url)
     base = client.fetch(0, manifest_digest=None, deadline_s=10)
     other = (run.store / "demo" / "chunks" / delta_chunk(run, 2)).read_bytes()
@@ -96,10 +79,10 @@ def test_another_versions_delta_does_not_pass_for_this_one(
 
 @pytest.mark.parametrize("missing", ["manifest", "chunk"])
 def test_a_missing_link_is_found_elsewhere_or_named(
-    run: Run, versions: ModelVersions, fake: Fake, missing: str
+    run: Run, versions: ModelVersions, missing: str
 ) -> None:
     # given a relay that has lost version 1, on which version 2 is built
-    relay = fake()
+    relay = run.static()
     relay.answer("versions/1/" if missing == "manifest" else delta_chunk(run, 1), not_there)
     # when a joiner fetches version 2 from it alone, then it is told what is missing, and where
     with pytest.raises(UserError) as failure:
@@ -112,27 +95,3 @@ def test_a_missing_link_is_found_elsewhere_or_named(
     # and with a second server, it has it
     both = run.client(relay.url, run.static().url)
     assert contents(both.fetch(2, manifest_digest=None, deadline_s=10)) == versions.files(2)
-
-
-@pytest.mark.parametrize("joiner", [False, True], ids=["follower", "joiner"])
-def test_a_client_that_dies_between_two_deltas_leaves_nothing_wrong(
-    run: Run, versions: ModelVersions, fake: Fake, processes: Processes, joiner: bool
-) -> None:
-    # given a client process, which holds version 0 or nothing
-    server = fake()
-    out = run.folder / "out"
-    fetch = ("fetch", server.url, "--run", "demo", "--out", out, "--public-key", run.root)
-    if not joiner:
-        assert broadcast(*fetch, "--version", 0).returncode == 0
-    # when it dies with the first of two deltas applied in place
-    dying = processes.start(*fetch, "--version", 2, command=(sys.executable, "-c", DYING))
-    assert dying.wait(30) == 9, processes.said(dying)
-    assert not (out / "v2").exists()
-    # then the next one makes version 2, bit for bit, and the base is what it was
-    done = broadcast(*fetch, "--version", 2, "--deadline", 20)
-    assert done.returncode == 0, done.stderr
-    assert contents(out / "v2") == versions.files(2)
-    if not joiner:
-        assert contents(out / "v0") == versions.files(0)
-    # and no chunk had to come twice
-    assert {p.name: server.asked(p.name) for p in run.chunks() if server.asked(p.name) > 1} == {}

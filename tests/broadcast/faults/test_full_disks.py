@@ -15,7 +15,6 @@ from tests.waiting import eventually
 
 from ..conftest import Run, contents, weights
 from ..processes import Processes, broadcast
-from .conftest import publish_in_chunks_of
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +60,7 @@ def test_a_relay_on_a_full_disk_says_so_and_goes_on_when_there_is_room(
 ) -> None:
     # given a relay process on a disk with room for documents, and for half a chunk
     files = weights(100_000)
-    publish_in_chunks_of(20_000, run, 0, files)
+    run.publish(0, files, chunk_bytes=20_000)
     origin = run.origin()
     relay = processes.start(
         *("relay", "--run", "demo", "--upstream", origin.url, "--store", run.folder / "relay"),

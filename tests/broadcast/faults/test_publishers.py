@@ -10,7 +10,7 @@ from broadcast.manifest import read_manifest
 from runspec.core.hashing import digest_bytes
 
 from ..conftest import Run, contents, weights
-from ..processes import Processes, broadcast
+from ..processes import Processes
 
 
 def directory_of(folder: Path, files: dict[str, bytes]) -> Path:
@@ -31,27 +31,6 @@ def fetched(run: Run, version: int) -> dict[str, bytes]:
     assert all(digest_bytes(p.read_bytes()) == p.name for p in run.chunks())
     assert read_manifest(path).version == version
     return contents(path)
-
-
-def test_the_same_contents_twice_are_one_version(run: Run, tmp_path: Path) -> None:
-    # given a version that was published
-    directory = directory_of(tmp_path / "a", weights())
-    first = broadcast(*publish_arguments(run, directory, 0))
-    # when it is published again, then nothing changes, and both name the same manifest
-    again = broadcast(*publish_arguments(run, directory, 0))
-    assert (first.returncode, again.returncode) == (0, 0), again.stderr
-    assert first.stdout == again.stdout
-    assert fetched(run, 0) == weights()
-
-
-def test_other_contents_under_a_published_number_are_refused(run: Run, tmp_path: Path) -> None:
-    broadcast(*publish_arguments(run, directory_of(tmp_path / "a", weights()), 0))
-
-    other = broadcast(*publish_arguments(run, directory_of(tmp_path / "b", weights(seed=1)), 0))
-
-    assert other.returncode == 1
-    assert "published already" in other.stderr and "Traceback" not in other.stderr
-    assert fetched(run, 0) == weights()
 
 
 @pytest.mark.parametrize("seeds", [(0, 0), (0, 1)], ids=["same contents", "different contents"])

@@ -14,9 +14,7 @@ from broadcast.layout import MAX_VERSION
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
-from runspec.core.latest import KIND
 from runspec.core.roles import sign_roles
-from runspec.core.signed import sign_document
 from tests.waiting import eventually
 
 from ..conftest import Run, contents, weights
@@ -30,17 +28,6 @@ def sign_new_roles(
     root = SigningKey.load(run.keys / "root.key")
     roles = sign_roles(run.name, keys, root, valid_s=valid_s, now=time.time() - ago_s)
     (run.keys / "roles.json").write_bytes(roles)
-
-
-def test_an_expired_latest_is_refused(run: Run) -> None:
-    digest = run.publish(0, weights())
-    now = time.time()
-    payload = {"run": "demo", "version": 0, "manifest_digest": digest}
-    expired = sign_document(KIND, payload | {"issued": now - 2000, "expires": now - 1000}, run.key)
-    (run.store / "demo" / "latest.json").write_bytes(expired)
-
-    with pytest.raises(UserError, match=r"expired 100\d s ago"):
-        run.client(run.static().url).latest(None, 0.7)
 
 
 def test_another_runs_files_are_refused(run: Run, other_run: Run) -> None:

@@ -1,4 +1,4 @@
-"""A relay that lies to order: it serves a store as it is, except where its script says otherwise.
+"""A plain file server over a store, which lies where its script says so.
 
 fake = FakeRelay(store)
 fake.answer("/chunks/", flipped)              # every path that contains it; the last one wins
@@ -7,6 +7,7 @@ fake.answer(digest, only(1, cut_off))         # the first time, and truly after 
 
 from __future__ import annotations
 
+import functools
 import gzip
 import http.server
 import socket
@@ -36,7 +37,7 @@ Answer = Callable[[Request], None]
 
 
 class FakeRelay:
-    """A server in threads, one a connection; keeps connections alive as a real one does."""
+    """Python's own file server, as any bucket or CDN would be, but for what `answer` says."""
 
     def __init__(self, folder: Path) -> None:
         self.paths: list[str] = []
@@ -47,7 +48,7 @@ class FakeRelay:
         self._open: set[socket.socket] = set()
         outer = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class Handler(http.server.SimpleHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def setup(self) -> None:
@@ -55,9 +56,9 @@ class FakeRelay:
                 outer._open.add(self.connection)
 
             def do_GET(self) -> None:
-                self.close_connection = False
                 outer.paths.append(self.path)
-                outer._answer(self)
+                if not outer._answer(self):
+                    super().do_GET()
 
             def finish(self) -> None:
                 outer._open.discard(self.connection)
@@ -72,7 +73,8 @@ class FakeRelay:
             def handle_error(self, request: object, client_address: object) -> None:
                 pass  # the other side has had enough
 
-        self._server = Server(("127.0.0.1", 0), Handler)
+        handler = functools.partial(Handler, directory=str(folder))
+        self._server = Server(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
@@ -96,7 +98,11 @@ class FakeRelay:
         self._server.server_close()
         self._thread.join()
 
-    def _answer(self, handler: http.server.BaseHTTPRequestHandler) -> None:
+    def _answer(self, handler: http.server.BaseHTTPRequestHandler) -> bool:
+        """Whether the script has an answer to this request, which is sent then."""
+        chosen = [answer for part, answer in self._script if part in handler.path]
+        if not chosen:
+            return False
         path = self._folder / handler.path.partition("?")[0].lstrip("/")
         request = Request(
             path=handler.path,
@@ -105,8 +111,8 @@ class FakeRelay:
             hang_up=lambda: setattr(handler, "close_connection", True),
             stopping=self._stopping,
         )
-        chosen = [answer for part, answer in self._script if part in handler.path]
-        (chosen[-1] if chosen else honest)(request)
+        chosen[-1](request)
+        return True
 
 
 def head(status: str, length: int | None, *more: str) -> bytes:
