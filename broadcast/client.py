@@ -274,7 +274,7 @@ class WeightsClient:
         self._client.prune(keep)
 
     def cancel(self) -> None:
-        """Ends what other threads have under way: they get a `CancelledError`."""
+        """Cancels what other threads have under way: they get a `NoAnswer`."""
 
         async def end() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
