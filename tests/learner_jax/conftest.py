@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-# Before the first import of JAX: the sharded path is the only path, on virtual devices too.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path

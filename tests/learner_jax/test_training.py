@@ -220,4 +220,5 @@ def test_adapters_are_trained_and_the_base_is_not() -> None:
     trained_leaves = HostLeaves(result.state.params)
     assert len(trained_leaves) == 4
     for path, leaf in trained_leaves.items():
-        assert (leaf == leaf_at(drawn, path)).all() == (path[-1] == "a")
+        moved = np.abs(leaf - leaf_at(drawn, path)).max() > 1e-6  # the draw's rounding
+        assert moved == (path[-1] == "b")
