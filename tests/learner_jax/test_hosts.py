@@ -19,7 +19,8 @@ from learner_jax.checkpoint import state_steps
 from learner_jax.layout import params_folder, state_folder, versions_in
 from runspec.core.process import EXIT_USER_ERROR
 from runspec.core.spec.resolved import dump_resolved
-from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
+from runspec.core.spec.schema import Mesh
+from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model
 from tests.learner_jax.test_runner import assert_same_weights, lines, train_to_the_end, weights
 from tests.waiting import eventually, one_ended
 
@@ -35,9 +36,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled-programs")
 
 
-def ready(
-    path: Path, compiled: Path, *, hosts: int, batches: int = STEPS, **changes: Any
-) -> Run:
+def ready(path: Path, compiled: Path, *, hosts: int, batches: int = STEPS, **changes: Any) -> Run:
     """A run over eight devices, the first batches of its steps filed."""
     block: dict[str, Any] = {
         "hardware": {"kind": "cpu", "count": DEVICES},
@@ -207,10 +206,7 @@ def test_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_elsewhere(
     states, params = state_folder(run.path, run.spec), params_folder(run.path)
     assert state_steps(states) == [2]
     run.add_step(3, version=2)
-    learner_block = run.spec.learner.model_copy(
-        update={"hosts": 1, "mesh": type(run.spec.learner.mesh)(fsdp=2)}
-    )
-    run.spec = run.spec.model_copy(update={"learner": learner_block})
+    run.spec = changed(run.spec, learner={"hosts": 1, "mesh": Mesh(fsdp=2)})
     (run.path / "spec.json").write_bytes(dump_resolved(run.spec))
     train_to_the_end(run)
     # then it trains what two would have, up to rounding
