@@ -23,6 +23,8 @@ POWERS = (0.5, 0.75, 0.875, 1.125, 1.25, 1.5)
 """Exponents a: a policy at temperature T / a."""
 HEADS = (1.0, 0.1, 0.01)
 """Shares c of the largest probability: sampling that cuts what is less probable. 1 is greedy."""
+_ROUNDING = 1e-5
+"""Nats: a compiler may compute the largest logit twice, with other last bits."""
 _TINY = 1e-38
 """In place of an underflow to 0, whose logarithm would warn."""
 
@@ -114,7 +116,8 @@ def _log_powers(xp: Any, weights: Any, log_total: Any) -> Any:
 
 def _log_heads(xp: Any, shifted: Any, weights: Any, log_total: Any) -> Any:
     """[n, len(HEADS)]."""
-    heads = [xp.where(shifted >= math.log(c), weights, 0.0).sum(-1) for c in HEADS]
+    limits = [math.log(c) - _ROUNDING for c in HEADS]
+    heads = [xp.where(shifted >= limit, weights, 0.0).sum(-1) for limit in limits]
     return xp.stack([xp.log(head) - log_total for head in heads], -1)
 
 

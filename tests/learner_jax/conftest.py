@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
-# Before the first import of JAX: the sharded path is the only path, on virtual devices too.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +93,15 @@ def tiny_spec(**changes: Any) -> RunSpec:
         "checkpoints": {"every": 2, "keep": 2},
     }
     return RunSpec.model_validate({**blocks, **changes})
+
+
+def changed(spec: RunSpec, **blocks: Mapping[str, Any]) -> RunSpec:
+    """The spec with fields of its blocks replaced."""
+    return spec.model_copy(
+        update={
+            name: getattr(spec, name).model_copy(update=fields) for name, fields in blocks.items()
+        }
+    )
 
 
 def updates_made(state: TrainState) -> int:

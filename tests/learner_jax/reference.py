@@ -19,6 +19,9 @@ import numpy as np
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import Algorithm, Clip
 
+MAX_NEW_TOKENS = 16
+"""Of `tiny_spec`'s pool."""
+
 
 @dataclass(frozen=True)
 class Rollout:

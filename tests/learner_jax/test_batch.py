@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from learner_jax.agreement import alarm_limit
-from learner_jax.batch import BatchReader
+from learner_jax.batch import Batch, BatchReader
 from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from verify.formats.batch import BatchGroup
 from verify.formats.layout import submission_files
@@ -29,6 +30,16 @@ def reader_of(run: Any) -> BatchReader:
     return BatchReader(run.path, run.spec, run.root.public_hex)
 
 
+def read(run: Any) -> Batch:
+    """Step 0, by a reader of its own."""
+    reader = reader_of(run)
+    return reader.read(reader.manifest(0))
+
+
+def verdicts_on(run: Any, named: list[BatchGroup]) -> bytes:
+    return submission_files(run.path, 0, named[0].submission).verdict.read_bytes()
+
+
 def test_tokens_come_from_the_submission_rewards_and_mu_from_the_verdict(run: Any) -> None:
     # given a step whose verdicts disagree with the worker's claims
     named = run.add_step(0, version=0)
@@ -36,8 +47,7 @@ def test_tokens_come_from_the_submission_rewards_and_mu_from_the_verdict(run: An
     rows = decode_rollouts(files.submission.read_bytes(), max_rows=99, max_bytes=10**6)
     verdicts = decode_verdicts(files.verdict.read_bytes())
     # when the learner reads it
-    reader = reader_of(run)
-    batch = reader.read(reader.manifest(0))
+    batch = read(run)
     # then every rollout has the submission's tokens and the verdict's numbers, in order
     assert [len(group) for group in batch.groups] == [4, 4, 4, 4]
     for rollout, row, verdict in zip(batch.rollouts, rows, verdicts, strict=True):
@@ -53,21 +63,18 @@ def test_tokens_come_from_the_submission_rewards_and_mu_from_the_verdict(run: An
 def test_the_order_is_the_manifests_not_the_files(run: Any) -> None:
     named = run.add_step(0, version=0)
     run.add_batch(0, [named[3], named[1]])
-    reader = reader_of(run)
-    batch = reader.read(reader.manifest(0))
-    assert [group[0].problem_id for group in batch.groups] == ["p3", "p1"]
+    assert [group[0].problem_id for group in read(run).groups] == ["p3", "p1"]
 
 
 def test_a_submission_that_no_manifest_names_is_not_opened(run: Any) -> None:
     # given a step, and beside its files a submission and a verdict of garbage
     run.add_step(0, version=0)
-    reader = reader_of(run)
-    alone = reader.read(reader.manifest(0))
+    alone = read(run)
     stranger = submission_files(run.path, 0, "ab" * 32)
     for path in (stranger.submission, stranger.submission_envelope, stranger.verdict):
         path.write_bytes(b"not a submission")
     # when the step is read, then it is what it was without them
-    batch = reader_of(run).read(reader.manifest(0))
+    batch = read(run)
     assert [len(group) for group in batch.groups] == [4, 4, 4, 4]
     for found, expected in zip(batch.rollouts, alone.rollouts, strict=True):
         np.testing.assert_array_equal(found.output_tokens, expected.output_tokens)
@@ -77,39 +84,28 @@ def test_a_submission_that_no_manifest_names_is_not_opened(run: Any) -> None:
 
 def test_rollouts_that_were_not_prefilled_carry_the_workers_mu(run: Any) -> None:
     named = run.add_step(0, version=0)
-    files = submission_files(run.path, 0, named[0].submission)
-    verdicts = decode_verdicts(files.verdict.read_bytes())
-    without = [type(v)(**{**vars(v), "logprobs": None, "logprob_diff": None}) for v in verdicts]
+    verdicts = decode_verdicts(verdicts_on(run, named))
+    without = [replace(verdict, logprobs=None, logprob_diff=None) for verdict in verdicts]
     refile_verdict(run, named, encode_verdicts(without))
-    reader = reader_of(run)
-    assert reader.read(reader.manifest(0)).rollouts[0].mu[0] == np.float32(-3.5)
+    batch = read(run)
+    assert batch.rollouts[0].mu[0] == np.float32(-3.5)
+    # and there is nothing to compare it with
+    assert batch.agreement is None
 
 
 def test_falsified_log_probs_show_as_the_distance_from_those_recomputed(run: Any) -> None:
     # given a step whose workers claim -3.5 for every token
     named = run.add_step(0, version=0)
-    files = submission_files(run.path, 0, named[0].submission)
-    verdicts = decode_verdicts(files.verdict.read_bytes())
+    verdicts = decode_verdicts(verdicts_on(run, named))
     ours = np.concatenate([verdict.logprobs for verdict in verdicts])
     # when the learner reads it
-    reader = reader_of(run)
-    found = reader.read(reader.manifest(0)).agreement
+    found = read(run).agreement
     # then it has the mean and the largest distance on the same tokens
     assert found is not None
     assert found.tokens == len(ours)
     assert found.mean == pytest.approx(np.abs(-3.5 - ours).mean())
     assert found.largest == pytest.approx(np.abs(-3.5 - ours).max())
     assert found.mean > alarm_limit(run.spec)
-
-
-def test_nothing_is_compared_where_nothing_was_prefilled(run: Any) -> None:
-    named = run.add_step(0, version=0)
-    files = submission_files(run.path, 0, named[0].submission)
-    verdicts = decode_verdicts(files.verdict.read_bytes())
-    without = [type(v)(**{**vars(v), "logprobs": None, "logprob_diff": None}) for v in verdicts]
-    refile_verdict(run, named, encode_verdicts(without))
-    reader = reader_of(run)
-    assert reader.read(reader.manifest(0)).agreement is None
 
 
 def test_whatever_a_pool_may_hand_in_is_read(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +124,7 @@ def test_whatever_a_pool_may_hand_in_is_read(run: Any, monkeypatch: pytest.Monke
     assert 60_000 < len(table) <= most
     run.accept(0, named, table)
     # then it trains
-    reader = reader_of(run)
-    assert len(reader.read(reader.manifest(0)).rollouts) == 16
+    assert len(read(run).rollouts) == 16
 
 
 def test_a_run_of_an_older_version_is_refused(run: Any) -> None:
@@ -142,13 +137,8 @@ def test_a_run_of_an_older_version_is_refused(run: Any) -> None:
 
 def refile_verdict(run: Any, named: list[BatchGroup], table: bytes, **how: Any) -> None:
     """Files another verdict on the same submission and signs a manifest that names it."""
-    from runspec.core.hashing import digest_bytes
-
     run.file_verdict(0, named[0].submission, table, **how)
-    groups = [
-        BatchGroup(g.submission, digest_bytes(table), g.group, g.step, g.version) for g in named
-    ]
-    run.add_batch(0, groups)
+    run.add_batch(0, [replace(group, verdict=digest_bytes(table)) for group in named])
 
 
 def flip_a_byte(path: Path) -> None:
@@ -166,13 +156,11 @@ def edited_verdict(run: Any, named: list[BatchGroup]) -> None:
 
 
 def rejected(run: Any, named: list[BatchGroup]) -> None:
-    table = submission_files(run.path, 0, named[0].submission).verdict.read_bytes()
-    refile_verdict(run, named, table, accepted=False)
+    refile_verdict(run, named, verdicts_on(run, named), accepted=False)
 
 
 def signed_by_a_worker(run: Any, named: list[BatchGroup]) -> None:
-    table = submission_files(run.path, 0, named[0].submission).verdict.read_bytes()
-    refile_verdict(run, named, table, key=run.worker)
+    refile_verdict(run, named, verdicts_on(run, named), key=run.worker)
 
 
 def verdict_on_another(run: Any, named: list[BatchGroup]) -> None:
@@ -185,23 +173,20 @@ def verdict_on_another(run: Any, named: list[BatchGroup]) -> None:
 def other_rollouts(run: Any, named: list[BatchGroup]) -> list[Any]:
     files = submission_files(run.path, 0, named[0].submission)
     rows = decode_rollouts(files.submission.read_bytes(), max_rows=99, max_bytes=10**6)
-    return [type(r)(**{**vars(r), "problem_id": "another"}) for r in rows]
+    return [replace(row, problem_id="another") for row in rows]
 
 
 def half_a_group(run: Any, named: list[BatchGroup]) -> None:
-    table = submission_files(run.path, 0, named[0].submission).verdict.read_bytes()
-    refile_verdict(run, named, encode_verdicts(decode_verdicts(table)[1:]))
+    refile_verdict(run, named, encode_verdicts(decode_verdicts(verdicts_on(run, named))[1:]))
 
 
 def sample_twice(run: Any, named: list[BatchGroup]) -> None:
-    table = submission_files(run.path, 0, named[0].submission).verdict.read_bytes()
-    first, _, *rest = decode_verdicts(table)
+    first, _, *rest = decode_verdicts(verdicts_on(run, named))
     refile_verdict(run, named, encode_verdicts([first, first, *rest]))
 
 
 def no_number(run: Any, named: list[BatchGroup]) -> None:
-    table = submission_files(run.path, 0, named[0].submission).verdict.read_bytes()
-    first, *rest = decode_verdicts(table)
+    first, *rest = decode_verdicts(verdicts_on(run, named))
     refile_verdict(run, named, encode_verdicts([replace(first, length_penalty=np.nan), *rest]))
 
 
@@ -239,10 +224,9 @@ def test_files_that_are_not_what_the_manifest_names_are_refused(
 ) -> None:
     # given a good step, one thing of it damaged
     damage(run, run.add_step(0, version=0))
-    reader = reader_of(run)
     # when it is read, then the error names the submission and what is wrong with it
     with pytest.raises(UserError, match=word) as caught:
-        reader.read(reader.manifest(0))
+        read(run)
     assert "rollouts/step_0/" in caught.value.place
 
 
@@ -252,8 +236,7 @@ def test_a_validator_that_was_named_after_the_learner_began_counts(run: Any) -> 
     # when the root names another validator, and that one judges
     run.validator = SigningKey.generate()
     run.sign_roles()
-    table = submission_files(run.path, 0, named[0].submission).verdict.read_bytes()
-    refile_verdict(run, named, table)
+    refile_verdict(run, named, verdicts_on(run, named))
     # then what it judged is trained
     assert len(reader.read(reader.manifest(0)).rollouts) == 16
 
@@ -262,9 +245,8 @@ def test_a_verdict_whose_validator_is_named_no_more_says_so(run: Any) -> None:
     run.add_step(0, version=0)
     run.validator = SigningKey.generate()
     run.sign_roles()
-    reader = reader_of(run)
     with pytest.raises(UserError, match="may not sign") as caught:
-        reader.read(reader.manifest(0))
+        read(run)
     assert caught.value.place.endswith(".verdict.json")
     assert "keys/roles.json" in caught.value.remedy
 
@@ -277,11 +259,7 @@ def test_a_manifest_counts_only_with_the_coordinators_signature(run: Any) -> Non
 
 @pytest.mark.parametrize("version", [0, 5])
 def test_lag_beyond_the_async_level_or_below_zero_is_refused(run: Any, version: int) -> None:
-    named = [
-        BatchGroup(g.submission, g.verdict, g.group, g.step, version)
-        for g in run.add_step(4, version=4)
-    ]
-    run.add_batch(4, named)
+    run.add_batch(4, [replace(group, version=version) for group in run.add_step(4, version=4)])
     with pytest.raises(UserError, match="lag"):
         reader_of(run).manifest(4)
 

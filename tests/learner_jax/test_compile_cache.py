@@ -12,7 +12,7 @@ import pytest
 
 from learner_jax.compile_cache import UNUSED_DAYS, ProgramCache, cache_folder, keep_compiled
 from runspec.core.errors import UserError
-from tests.learner_jax.conftest import tiny_spec
+from tests.learner_jax.conftest import changed, tiny_spec
 
 PROGRAM = """
 import logging, sys
@@ -120,8 +120,7 @@ def test_the_cache_is_the_users_own_or_where_the_spec_says(
     spec = tiny_spec()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder(spec) == tmp_path / "runspec" / "compiled"
-    learner = spec.learner.model_copy(update={"compile_cache": "/elsewhere"})
-    elsewhere = spec.model_copy(update={"learner": learner})
+    elsewhere = changed(spec, learner={"compile_cache": "/elsewhere"})
     assert cache_folder(elsewhere) == Path("/elsewhere")
 
 

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from learner_jax.execution import full_float32
-
-
-@pytest.fixture(autouse=True)
-def as_in_a_new_process() -> Iterator[None]:
-    before = jax.config.values["jax_default_matmul_precision"]
-    jax.config.update("jax_default_matmul_precision", None)
-    yield
-    jax.config.update("jax_default_matmul_precision", before)
 
 
 @pytest.mark.parametrize(("compute", "asked"), [("float32", True), ("bfloat16", False)])

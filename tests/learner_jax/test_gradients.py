@@ -10,22 +10,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner_jax.arrays import LossInputs, TokenBatch
+from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution
-from learner_jax.loss import grpo_loss, token_weights
+from learner_jax.loss import grpo_loss
 from learner_jax.model import abstract_params, bind
 from learner_jax.packing import Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import build_programs, policy_logprobs
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import Algorithm, Learner, Mesh, RunSpec
-from tests.learner_jax.conftest import tiny_spec
-from tests.learner_jax.reference import Rollout, loss_of, make_rollouts, relative_errors
+from runspec.core.spec.schema import Algorithm, Mesh, Packing, RunSpec
+from tests.learner_jax.conftest import changed, tiny_spec
+from tests.learner_jax.packed_inputs import inputs_of
+from tests.learner_jax.reference import (
+    MAX_NEW_TOKENS,
+    Rollout,
+    loss_of,
+    make_rollouts,
+    relative_errors,
+)
 
 pytestmark = pytest.mark.slow  # many programs to compile
 
 CONFIG = ModelConfig("qwen2", 24, 16, 24, 2, 4, 2, 8, 64, 10000.0, 1e-6, False, True)
-MAX_NEW_TOKENS = 16  # of tiny_spec's pool
 TEMPERATURE = 0.7
 SWITCHES = {  # the rest of them in test_switches
     "clip": {"kl": {"coef": 0.1}, "entropy_coef": 0.3, "importance": {"cap": 1.5}},
@@ -46,18 +52,6 @@ def params_of(dtype: Any) -> Any:
             s.initial.mean + rng.normal(size=s.shape) * (s.initial.std or 0.1), dtype
         ),
         abstract_params(CONFIG),
-    )
-
-
-def inputs_of(packed: Any, rollouts: list[Rollout], algorithm: Algorithm) -> LossInputs:
-    lengths = [len(rollout.output) for rollout in rollouts]
-    weights = token_weights(lengths, algorithm.loss_normalizer, max_new_tokens=MAX_NEW_TOKENS)
-    return LossInputs(
-        weights=packed.scatter([np.full(n, w) for n, w in zip(lengths, weights, strict=True)]),
-        advantages=packed.scatter([np.full(len(r.output), r.advantage) for r in rollouts]),
-        old_logprobs=packed.scatter([r.old for r in rollouts]),
-        sampler_logprobs=packed.scatter([r.mu for r in rollouts]),
-        ref_logprobs=packed.scatter([r.ref for r in rollouts]),
     )
 
 
@@ -130,19 +124,12 @@ def test_gradient_does_not_depend_on_the_packing_in_float64() -> None:
 
 
 def spec_of(mesh: dict[str, int], tokens: int, rows: int, remat: str = "full") -> RunSpec:
-    spec = tiny_spec()
-    learner = Learner(
-        hardware=spec.learner.hardware,
-        mesh=Mesh(**mesh),
-        packing={"tokens": tokens, "rows": rows},
-        compute_dtype="float32",
-        remat=remat,
-    )
+    packing = Packing(tokens=tokens, rows=rows)
+    learner = {"mesh": Mesh(**mesh), "packing": packing, "remat": remat}
+    spec = changed(tiny_spec(), learner=learner)
     sampling = spec.samplers[0].sampling.model_copy(update={"temperature": TEMPERATURE})
     pool = spec.samplers[0].model_copy(update={"sampling": sampling})
-    return spec.model_copy(
-        update={"learner": learner, "samplers": [pool], "algorithm": Algorithm(kl={"coef": 0.1})}
-    )
+    return spec.model_copy(update={"samplers": [pool], "algorithm": Algorithm(kl={"coef": 0.1})})
 
 
 def program_gradient(spec: RunSpec, rollouts: list[Rollout]) -> tuple[Any, dict[str, float]]:

@@ -19,7 +19,8 @@ from learner_jax.checkpoint import state_steps
 from learner_jax.layout import params_folder, state_folder, versions_in
 from runspec.core.process import EXIT_USER_ERROR
 from runspec.core.spec.resolved import dump_resolved
-from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
+from runspec.core.spec.schema import Mesh
+from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model
 from tests.learner_jax.test_runner import assert_same_weights, lines, train_to_the_end, weights
 from tests.waiting import eventually, one_ended
 
@@ -35,8 +36,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled-programs")
 
 
-def ready(path: Path, compiled: Path, *, hosts: int, batches: int = STEPS) -> Run:
-    """A run over eight devices, the batches of its steps filed."""
+def ready(path: Path, compiled: Path, *, hosts: int, batches: int = STEPS, **changes: Any) -> Run:
+    """A run over eight devices, the first batches of its steps filed."""
     block: dict[str, Any] = {
         "hardware": {"kind": "cpu", "count": DEVICES},
         "hosts": hosts,
@@ -45,7 +46,7 @@ def ready(path: Path, compiled: Path, *, hosts: int, batches: int = STEPS) -> Ru
         "compute_dtype": "float32",
         "compile_cache": str(compiled),
     }
-    run = Run(path, tiny_spec(learner=block, steps=STEPS))
+    run = Run(path, tiny_spec(learner=block, **{"steps": STEPS, **changes}))
     write_initial_model(run)
     for step in range(batches):
         run.add_step(step, version=max(0, step - 1))
@@ -62,8 +63,8 @@ def free_port() -> int:
 def learner(run: Run, *options: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The run's learner, as many processes as its spec says; none outlives the block."""
     hosts, port = run.spec.learner.hosts, free_port()
-    flags = f"--xla_force_host_platform_device_count={DEVICES // hosts}"
-    environment = {**os.environ, "XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0"}
+    devices = f"--xla_force_host_platform_device_count={DEVICES // hosts}"  # the last one counts
+    environment = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices}"}
     command = [sys.executable, "-m", "learner_jax", "train", str(run.path), *options]
     processes = []
     try:
@@ -130,8 +131,17 @@ def one(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> Run:
-    """A run of two processes that nobody killed."""
-    return finish(ready(tmp_path_factory.mktemp("two") / "run", compiled, hosts=2))
+    """A run of two processes that nobody killed; the batch manifest of a fifth step is not the
+    coordinator's."""
+    changes = {"steps": STEPS + 1, "checkpoints": {"every": 3, "keep": 2}}
+    run = ready(tmp_path_factory.mktemp("two") / "run", compiled, hosts=2, **changes)
+    folder = run.path / "rollouts" / f"step_{STEPS}"
+    folder.mkdir()
+    (folder / "batch.json").write_bytes(b"garbage")
+    with learner(run) as processes:
+        codes = [process.wait(DEADLINE_S) for process in processes]
+    assert codes == [EXIT_USER_ERROR] * 2
+    return run
 
 
 def test_killed_anywhere_a_run_ends_with_the_same_bits(
@@ -196,10 +206,7 @@ def test_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_elsewhere(
     states, params = state_folder(run.path, run.spec), params_folder(run.path)
     assert state_steps(states) == [2]
     run.add_step(3, version=2)
-    learner_block = run.spec.learner.model_copy(
-        update={"hosts": 1, "mesh": type(run.spec.learner.mesh)(fsdp=2)}
-    )
-    run.spec = run.spec.model_copy(update={"learner": learner_block})
+    run.spec = changed(run.spec, learner={"hosts": 1, "mesh": Mesh(fsdp=2)})
     (run.path / "spec.json").write_bytes(dump_resolved(run.spec))
     train_to_the_end(run)
     # then it trains what two would have, up to rounding
@@ -227,18 +234,10 @@ def test_a_stop_signal_to_any_process_ends_all_with_their_state_saved(
     assert state_steps(state_folder(run.path, run.spec)) == [1]
 
 
-def test_an_error_of_the_first_ends_all_with_its_name_and_their_state_saved(
-    compiled: Path, tmp_path: Path
-) -> None:
-    # given a batch manifest that is not the coordinator's
-    run = ready(tmp_path / "run", compiled, hosts=2, batches=2)
-    (run.path / "rollouts" / "step_1" / "batch.json").write_bytes(b"garbage")
-    with learner(run) as processes:
-        codes = [process.wait(DEADLINE_S) for process in processes]
-    assert codes == [EXIT_USER_ERROR] * 2
-    assert "step_1/batch.json" in log_of(run, 0).read_text()
-    assert "process 0 of 2" in log_of(run, 1).read_text()
-    assert state_steps(state_folder(run.path, run.spec)) == [1]
+def test_an_error_of_the_first_ends_all_with_its_name_and_their_state_saved(two: Run) -> None:
+    assert f"step_{STEPS}/batch.json" in log_of(two, 0).read_text()
+    assert "process 0 of 2" in log_of(two, 1).read_text()
+    assert state_steps(state_folder(two.path, two.spec)) == [3, STEPS]
 
 
 def test_a_save_that_one_process_cannot_begin_leaves_no_other_waiting(

@@ -30,7 +30,7 @@ from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig, load_config
 from runspec.core.spec.schema import Lora, Mesh
-from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
+from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model
 from tests.learner_jax.families import in_double, lines, loaded, saved
 
 NAME = "qwen3, head_dim is not D / H"
@@ -202,8 +202,7 @@ def test_a_run_exports_the_adapters_of_a_full_state(
 ) -> None:
     # given a run that trains adapters, and its full state after two steps
     lora = Lora(rank=2, alpha=4.0, targets=["q", "down"])
-    spec = tiny_spec()
-    spec = spec.model_copy(update={"learner": spec.learner.model_copy(update={"lora": lora})})
+    spec = changed(tiny_spec(), learner={"lora": lora})
     run = Run(tmp_path / "run", spec)
     write_initial_model(run)
     adapters = jax.tree.map(

@@ -12,17 +12,13 @@ import pytest
 from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
 from learner_jax.training import StepResult
 from runspec.core.spec.schema import Lora, Optimizer, RunSpec
+from tests.learner_jax.conftest import changed
 from tests.learner_jax.test_training import batch_of, flat, spec_with, trained
 
 
 def spec_of(master: str, *, lr: float = 1e-3, **learner: Any) -> RunSpec:
-    spec = spec_with()
-    return spec.model_copy(
-        update={
-            "learner": spec.learner.model_copy(update={"master_dtype": master, **learner}),
-            "optimizer": Optimizer(lr=lr),
-        }
-    )
+    spec = changed(spec_with(), learner={"master_dtype": master, **learner})
+    return spec.model_copy(update={"optimizer": Optimizer(lr=lr)})
 
 
 def updated(params: Any, gradient: Any, *, lr: float) -> Any:

@@ -233,7 +233,7 @@ def test_moments_on_the_host_make_the_same_updates(kind: str) -> None:
     found = updated(spec, params, gradients, state)
     # then parameters and moments are those of moments on the device, and still on the host
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=5e-6), found, expected
     )
     like, found = jax.tree.leaves(abstract), jax.tree.leaves(found[1])
     assert [x.sharding.memory_kind for x in found] == [x.sharding.memory_kind for x in like]

@@ -29,7 +29,7 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec import schema
 from sampler.prefill.engine import TorchPrefill
-from tests.learner_jax.conftest import VOCABULARY, Run, tiny_spec, write_initial_model
+from tests.learner_jax.conftest import VOCABULARY, Run, changed, tiny_spec, write_initial_model
 from verify.choices import describe
 from verify.noise import gumbel
 from verify.plugins import (
@@ -265,8 +265,7 @@ def test_versions_are_fetched_checked_and_kept_apart(
     # given an engine, loaded by its name, that knows the run's root key and a URL
     run, url = published
     where = WeightsLocation(run.spec.name, [url], run.root.public_hex, tmp_path / "cache")
-    chosen = run.spec.verify.model_copy(update={"engine": name})
-    engine = load_prefill_engine(run.spec.model_copy(update={"verify": chosen}), where)
+    engine = load_prefill_engine(changed(run.spec, verify={"engine": name}), where)
     assert isinstance(engine, kind)
     manifests = run.path / "store" / "origin" / run.spec.name / "versions"
     given = rollouts(3)

@@ -25,7 +25,8 @@ DEADLINE_S = 120.0
 
 def start(run: Run, command: str) -> subprocess.Popen[bytes]:
     log = (run.path / f"{command}.log").open("ab")
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"  # the last counts
+    environment = {**os.environ, "XLA_FLAGS": flags}
     with log:
         return subprocess.Popen(
             [sys.executable, "-m", "learner_jax", command, str(run.path)],

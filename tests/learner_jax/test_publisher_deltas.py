@@ -21,7 +21,7 @@ from learner_jax.layout import params_folder, versions_in, weights_folder
 from learner_jax.model import init_params
 from learner_jax.publisher import Publisher
 from learner_jax.warm_start import model_config
-from tests.learner_jax.conftest import Run, write_initial_model
+from tests.learner_jax.conftest import Run, changed, write_initial_model
 
 LOG = logging.getLogger("test")
 ANCHOR_EVERY = 4
@@ -35,8 +35,7 @@ def run(run: Run) -> Run:
 
 
 def with_broadcast(run: Run, **changes: Any) -> Run:
-    broadcast = run.spec.broadcast.model_copy(update=changes)
-    run.spec = run.spec.model_copy(update={"broadcast": broadcast})
+    run.spec = changed(run.spec, broadcast=changes)
     return run
 
 

@@ -19,8 +19,8 @@ from learner_jax.sharding import make_mesh, shard_batch
 from learner_jax.step import build_programs
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import Learner, Mesh
-from tests.learner_jax.conftest import tiny_spec
+from runspec.core.spec.schema import Mesh, Packing
+from tests.learner_jax.conftest import changed, tiny_spec
 
 # Every size its own, so that a shape tells what an array is.
 VOCABULARY, HIDDEN, MLP, HEADS, HEAD_DIM, ROWS, TOKENS = 320, 64, 192, 4, 16, 8, 48
@@ -75,15 +75,9 @@ def test_slices_that_do_not_divide_their_axis_are_refused() -> None:
 @cache
 def collectives(**mesh: int) -> list[tuple[str, str, tuple[int, ...]]]:
     """(kind, operation, shape) of what `accumulate` sends between devices."""
-    spec = tiny_spec()
-    learner = Learner(
-        hardware=spec.learner.hardware,
-        mesh=Mesh(**mesh),
-        packing={"tokens": TOKENS, "rows": ROWS},
-        compute_dtype="float32",
-    )
-    spec = spec.model_copy(update={"learner": learner})
-    programs = build_programs(spec, CONFIG, make_mesh(learner.mesh))
+    packing = Packing(tokens=TOKENS, rows=ROWS)
+    spec = changed(tiny_spec(), learner={"mesh": Mesh(**mesh), "packing": packing})
+    programs = build_programs(spec, CONFIG, make_mesh(spec.learner.mesh))
     count = jax.ShapeDtypeStruct((), jnp.int32)
     lowered = programs.accumulate.lower(
         programs.abstract_state.params, *programs.abstract_batch, count

@@ -26,8 +26,8 @@ from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import Accumulated, Programs, TrainState, build_programs
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import Broadcast, Learner, Lora, Mesh, Optimizer
-from tests.learner_jax.conftest import tiny_spec, updates_made
+from runspec.core.spec.schema import Lora, Mesh, Packing
+from tests.learner_jax.conftest import changed, tiny_spec, updates_made
 
 CONFIG = ModelConfig("qwen2", 32, 16, 24, 2, 2, 1, 8, 64, 1e4, 1e-6, False, True)
 LR, CLIP_NORM = 1e-2, 0.01
@@ -68,20 +68,19 @@ class Bench:
 def programs_of(
     fsdp: int, published: str, compute: str, *, lora: bool = False, offload: bool = False
 ) -> tuple[Any, Programs]:
-    spec = tiny_spec()
-    learner = Learner(
-        hardware=spec.learner.hardware,
-        mesh=Mesh(fsdp=fsdp),
-        packing={"tokens": 32, "rows": 2},
-        compute_dtype=compute,
-        lora=LORA if lora else None,
-    )
-    changes = {
-        "learner": learner,
-        "broadcast": Broadcast(dtype=published),
-        "optimizer": Optimizer(lr=LR, clip_norm=CLIP_NORM, offload=offload),
+    learner = {
+        "mesh": Mesh(fsdp=fsdp),
+        "packing": Packing(tokens=32, rows=2),
+        "compute_dtype": compute,
+        "lora": LORA if lora else None,
     }
-    spec, mesh = spec.model_copy(update=changes), make_mesh(learner.mesh)
+    spec = changed(
+        tiny_spec(),
+        learner=learner,
+        broadcast={"dtype": published},
+        optimizer={"lr": LR, "clip_norm": CLIP_NORM, "offload": offload},
+    )
+    mesh = make_mesh(spec.learner.mesh)
     return mesh, build_programs(spec, CONFIG, mesh)
 
 
@@ -252,11 +251,9 @@ def test_a_dimension_that_the_mesh_does_not_divide_is_whole() -> None:
 def test_packing_that_does_not_divide_is_refused(
     packing: dict[str, int], mesh: dict[str, int], field: str
 ) -> None:
-    spec = tiny_spec()
-    learner = Learner(hardware=spec.learner.hardware, mesh=Mesh(**mesh), packing=packing)
-    spec = spec.model_copy(update={"learner": learner})
+    spec = changed(tiny_spec(), learner={"mesh": Mesh(**mesh), "packing": Packing(**packing)})
     with pytest.raises(UserError, match=f"learner.packing.{field}: 3"):
-        build_programs(spec, CONFIG, make_mesh(learner.mesh))
+        build_programs(spec, CONFIG, make_mesh(spec.learner.mesh))
 
 
 def test_pools_of_different_temperatures_are_refused() -> None:
@@ -272,10 +269,8 @@ def test_pools_of_different_temperatures_are_refused() -> None:
 @pytest.mark.parametrize(("asked", "chunk"), [(None, 128), (4, 4), (4096, 128)])
 def test_logits_exist_of_as_many_positions_as_the_spec_says(asked: int | None, chunk: int) -> None:
     # given two shards of 128 positions, and a vocabulary of 32
-    spec = tiny_spec()
-    learner = spec.learner.model_copy(update={"logits_chunk": asked})
-    spec = spec.model_copy(update={"learner": learner})
-    programs = build_programs(spec, CONFIG, make_mesh(learner.mesh))
+    spec = changed(tiny_spec(), learner={"logits_chunk": asked})
+    programs = build_programs(spec, CONFIG, make_mesh(spec.learner.mesh))
     state, (tokens, inputs) = programs.abstract_state, programs.abstract_batch
     # when log-probs and gradients are lowered
     published = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), state.params)

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from learner_jax.arrays import LossInputs
-from learner_jax.loss import clip_surrogate, grpo_loss, token_weights
+from learner_jax.loss import clip_surrogate, grpo_loss
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch
 from runspec.core.spec.schema import Algorithm, Clip, Mesh
+from tests.learner_jax.packed_inputs import inputs_of
 from tests.learner_jax.reference import (
+    MAX_NEW_TOKENS,
     Rollout,
     clipped_gain,
     loss_of_logprobs,
@@ -23,7 +25,7 @@ from tests.learner_jax.reference import (
     relative_errors,
 )
 
-VOCABULARY, MAX_NEW_TOKENS = 24, 16
+VOCABULARY = 24
 NO_DELTA = {"delta": None}
 SEQUENCE = {"ratio": "sequence", "clip": {"eps_low": 0.05, "eps_high": 0.1, "delta": None}}
 CISPO = {"surrogate": "cispo", "clip": {"eps_low": 0.3, "eps_high": 0.6, "delta": None}}
@@ -82,17 +84,9 @@ def packed_of(rollouts: list[Rollout]) -> Packed:
     return packed
 
 
-def inputs_of(packed: Packed, rollouts: list[Rollout], algorithm: Algorithm) -> LossInputs:
-    lengths = [len(r.output) for r in rollouts]
-    weights = token_weights(lengths, algorithm.loss_normalizer, max_new_tokens=MAX_NEW_TOKENS)
-    values = (
-        [np.full(n, w) for n, w in zip(lengths, weights, strict=True)],
-        [np.full(n, r.advantage) for n, r in zip(lengths, rollouts, strict=True)],
-        [r.old for r in rollouts],
-        [r.mu for r in rollouts],
-        [r.ref for r in rollouts],
-    )
-    return LossInputs(*(packed.scatter(value)[0] for value in values))
+def first_inputs(packed: Packed, rollouts: list[Rollout], algorithm: Algorithm) -> LossInputs:
+    """Those of the one microbatch."""
+    return jax.tree.map(lambda x: x[0], inputs_of(packed, rollouts, algorithm))
 
 
 @partial(jax.jit, static_argnames="algorithm")
@@ -113,7 +107,7 @@ def test_gradient_is_that_of_the_formula(switches: dict[str, Any], rollouts: lis
     algorithm, packed = Algorithm.model_validate(switches), packed_of(rollouts)
     logprobs, entropies = current_of(rollouts)
     segments = packed.token_batch(0).segment_ids
-    inputs = inputs_of(packed, rollouts, algorithm)
+    inputs = first_inputs(packed, rollouts, algorithm)
     arrays = (packed.scatter(logprobs)[0], packed.scatter(entropies)[0], inputs)
     # when differentiated by the plain formula, one sample at a time
     with jax.enable_x64(True):
@@ -141,7 +135,7 @@ def test_the_batch_reaches_every_bound(rollouts: list[Rollout]) -> None:
     metrics_of = jax.jit(grpo_loss, static_argnames="algorithm")
     for switches in ({"clip": {"delta": 1.5}}, SEQUENCE, second_side, CISPO):
         algorithm = Algorithm.model_validate(switches)
-        inputs = inputs_of(packed, rollouts, algorithm)
+        inputs = first_inputs(packed, rollouts, algorithm)
         numbers = metrics_of(*arrays, segments, inputs, algorithm=algorithm)[1].means()
         for side in ["low", "high"] + ["delta"] * (algorithm.clip.delta is not None):
             assert 0 < numbers[f"clip_fraction_{side}"] < 1, (switches, side)
@@ -177,7 +171,7 @@ def test_the_sequence_ratio_is_the_same_on_every_mesh(
         batch = (
             *(packed.scatter(values)[0] for values in current_of(rollouts)),
             segments,
-            inputs_of(packed, rollouts, algorithm),
+            first_inputs(packed, rollouts, algorithm),
         )
         whole = jax.tree.leaves(gradient(*batch, algorithm))
         # when differentiated there

@@ -24,7 +24,7 @@ from learner_jax.warm_start import model_config
 from runspec.core.models.config import ModelConfig
 from runspec.core.process import RunStopped
 from runspec.core.spec.schema import Lora, RunSpec
-from tests.learner_jax.conftest import VOCABULARY, tiny_spec, updates_made
+from tests.learner_jax.conftest import VOCABULARY, changed, tiny_spec, updates_made
 from verify.formats.batch import BatchGroup, BatchManifest
 
 SUBMISSION = "5" * 64
@@ -193,10 +193,7 @@ def test_all_rollouts_are_named_where_no_number_tells() -> None:
 
 def test_too_many_skipped_updates_in_a_row_stop_the_run() -> None:
     # given two steps, in which no update is finite, and one may be skipped
-    spec = spec_with(old_logprobs="sampler")
-    spec = spec.model_copy(
-        update={"optimizer": spec.optimizer.model_copy(update={"max_skipped": 1})}
-    )
+    spec = changed(spec_with(old_logprobs="sampler"), optimizer={"max_skipped": 1})
     bad = spoiled(batch_of(2), no_mu, (1, 3))
     # then the first is skipped and the second stops the run, whoever was in between restarted
     assert int(trained(spec, bad).state.skipped) == 1
@@ -208,16 +205,15 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run() -> None:
 
 def test_adapters_are_trained_and_the_base_is_not() -> None:
     # given a run that trains adapters on two matrices
-    spec = spec_with()
-    learner = spec.learner.model_copy(
-        update={"lora": Lora(rank=2, alpha=4.0, targets=["q", "down"])}
-    )
-    result = trained(spec.model_copy(update={"learner": learner}), batch_of(4))
+    lora = Lora(rank=2, alpha=4.0, targets=["q", "down"])
+    spec = changed(spec_with(), learner={"lora": lora})
+    result = trained(spec, batch_of(4))
     # then the ratio before the first update is 1: B starts at zero
     assert result.numbers["ratio_max"] == pytest.approx(1.0, abs=1e-5)
     # and of the adapters, all that there is to train, B has moved and A, which B = 0 stops, has not
-    drawn = init_lora(model_config(spec), learner.lora, jax.random.key(spec.seed))
+    drawn = init_lora(model_config(spec), lora, jax.random.key(spec.seed))
     trained_leaves = HostLeaves(result.state.params)
     assert len(trained_leaves) == 4
     for path, leaf in trained_leaves.items():
-        assert (leaf == leaf_at(drawn, path)).all() == (path[-1] == "a")
+        moved = np.abs(leaf - leaf_at(drawn, path)).max() > 1e-6  # the draw's rounding
+        assert moved == (path[-1] == "b")

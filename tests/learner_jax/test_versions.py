@@ -6,7 +6,6 @@ import json
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -51,15 +50,18 @@ def publish_other_bits(run: Run, version: int = PUBLISHED) -> None:
 
 
 @pytest.mark.slow
-def test_elsewhere_a_replay_that_differs_is_told_and_the_run_goes_on(
+def test_a_replay_that_differs_stops_the_run_here_and_is_reported_elsewhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # given a run that crashed after version 3 was published with bits that no replay here gives
     run = broken_run(tmp_path / "run")
     publish_other_bits(run)
-    elsewhere(run)
     before = weights(run, PUBLISHED - 1, tmp_path)
-    # when it goes on here
+    # when the same program goes on, then it stops
+    with pytest.raises(RunStopped, match="differs from the published one"):
+        train_to_the_end(run)
+    # when another one does
+    elsewhere(run)
     run.add_step(PUBLISHED, version=2)
     with caplog.at_level(logging.INFO):
         train_to_the_end(run)
@@ -68,20 +70,8 @@ def test_elsewhere_a_replay_that_differs_is_told_and_the_run_goes_on(
     line = lines(run, "metrics")[-1]
     assert line["step"] == PUBLISHED and 1e-5 < line["replay_difference"] < 0.1
     # and the published bits are what they were
-    assert_same_weights(before, weights_of_published(run))
-
-
-def weights_of_published(run: Run) -> dict[str, Any]:
-    folder = weights_folder(run.path) / f"v{PUBLISHED}"
-    return {name: read_tensor(info) for name, info in read_headers(folder).items()}
-
-
-@pytest.mark.slow
-def test_on_the_same_program_it_stops_the_run(tmp_path: Path) -> None:
-    run = broken_run(tmp_path / "run")
-    publish_other_bits(run)
-    with pytest.raises(RunStopped, match="differs from the published one"):
-        train_to_the_end(run)
+    published = read_headers(weights_folder(run.path) / f"v{PUBLISHED}")
+    assert_same_weights(before, {name: read_tensor(info) for name, info in published.items()})
 
 
 @pytest.mark.slow
