@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 from broadcast.client import WeightsClient
 from runspec.core.errors import UserError
-from runspec.core.http_client import NoAnswer
 
 FIRST_S = 600.0
 """How long the first version may take to appear: a learner may have to compile and save it."""
@@ -124,7 +124,7 @@ class Versions:
                 latest = self._news.latest(self._newest, _POLL_S)
                 if latest is not None:
                     self.get(latest.version, latest.manifest_digest)
-            except NoAnswer:  # `close`
+            except CancelledError:  # `close`
                 return
             except UserError as error:  # what a lease needs is fetched, and fails, in the open
                 self._log.warning("prefetch: %s", error)
