@@ -50,5 +50,5 @@ def test_without_a_learner_the_remedy_is_named(
     # given an environment without JAX
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "jax", raising=False)
-    with pytest.raises(UserError, match=r"runspec\[learner\]"):
+    with pytest.raises(UserError, match=r"whl\[learner\]"):
         compiled(tiny_spec())
