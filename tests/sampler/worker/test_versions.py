@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from sampler.worker.versions import Versions
-from tests.broadcast.conftest import Run, StaticServer
+from tests.broadcast.conftest import Run
+from tests.broadcast.fake_relay import FakeRelay, Request, held_until
 from tests.broadcast.model_versions import ModelVersions
 from tests.waiting import eventually
 
@@ -27,12 +28,12 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 @pytest.fixture
-def server(run: Run) -> StaticServer:
+def server(run: Run) -> FakeRelay:
     return run.static()
 
 
 @pytest.fixture
-def versions(run: Run, server: StaticServer) -> Iterator[Versions]:
+def versions(run: Run, server: FakeRelay) -> Iterator[Versions]:
     made = Versions(
         [server.url],
         run=run.name,
@@ -46,15 +47,14 @@ def versions(run: Run, server: StaticServer) -> Iterator[Versions]:
 
 
 def test_old_versions_go_but_never_while_another_is_fetched(
-    run: Run, server: StaticServer, versions: Versions
+    run: Run, server: FakeRelay, versions: Versions
 ) -> None:
     model, cache = ModelVersions(run), run.folder / "cache"
     asked, go_on = threading.Event(), threading.Event()
 
-    def hold_back_the_second(path: str) -> None:
-        if "/versions/2/" in path:
-            asked.set()
-            go_on.wait(DEADLINE_S)
+    def hold_back(request: Request) -> None:
+        asked.set()
+        held_until(go_on)(request)
 
     def cached() -> set[str]:
         return {path.name for path in cache.iterdir() if path.name.startswith("v")}
@@ -66,7 +66,7 @@ def test_old_versions_go_but_never_while_another_is_fetched(
     eventually(lambda: cached() == {"v0", "v1"}, "version 1 is prefetched")
 
     # When the worker switches to 1 while version 2 is on its way
-    server.before = hold_back_the_second
+    server.answer("/versions/2/", hold_back)
     model.publish(2)
     assert asked.wait(DEADLINE_S)
     began = time.monotonic()
