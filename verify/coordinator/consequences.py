@@ -15,7 +15,7 @@ from verify.coordinator.events import (
     SubmissionSetAside,
     WorkerQuarantined,
 )
-from verify.coordinator.reputation import should_ban, should_free, should_quarantine
+from verify.coordinator.reputation import BAN_AFTER, CLEAR_AFTER, should_quarantine
 from verify.coordinator.state import State
 
 SET_ASIDE = "set aside: validators came to no verdict on a submission"
@@ -38,11 +38,12 @@ def consequences(state: State, event: Event) -> list[Event]:
     if isinstance(event, SubmissionSetAside):
         why, what = SET_ASIDE, "rejected or set aside"
     elif event.accepted:
-        return [QuarantineEnded(event.at, key)] if should_free(standing) else []
+        over = standing.quarantine is not None and standing.in_a_row >= CLEAR_AFTER
+        return [QuarantineEnded(event.at, key)] if over else []
     else:
         why, what = event.reason, "rejected"
     which = f"{why[:400]} (submission {event.submission[:16]} of step {lease.step})"
-    if should_ban(standing):
+    if standing.strikes >= BAN_AFTER:
         reason = f"{standing.strikes} submissions {what}, the last one for {which}"
         return [KeyBanned(event.at, key, reason, BY_COORDINATOR)]
     if should_quarantine(standing, why):

@@ -137,13 +137,3 @@ def should_quarantine(standing: Standing, reason: str) -> bool:
         return False
     no_accident = reason.partition(":")[0] in EXACT_CHECKS | {WORKERS_GAPS}
     return no_accident or standing.strikes >= QUARANTINE_AFTER
-
-
-def should_ban(standing: Standing) -> bool:
-    """Whether the strikes, with the last rejection, are a ban."""
-    return standing.strikes >= BAN_AFTER
-
-
-def should_free(standing: Standing) -> bool:
-    """Whether an accepted submission just counted ends a quarantine."""
-    return standing.quarantine is not None and standing.in_a_row >= CLEAR_AFTER

@@ -190,7 +190,7 @@ def test_a_banned_key_is_refused_until_its_ban_is_lifted(site: Site):
 def test_a_worker_learns_why_it_was_banned_by_which_submission_and_how_to_appeal(
     site: Site, monkeypatch
 ):
-    monkeypatch.setattr("verify.coordinator.reputation.BAN_AFTER", 2)
+    monkeypatch.setattr("verify.coordinator.consequences.BAN_AFTER", 2)
     with site.serving():
         key, worker = site.worker()
         validator = site.client(site.validator)
