@@ -128,15 +128,13 @@ class _Teller:
     def say(self, progress: Progress) -> None:
         now = time.monotonic()
         done = [one.rate for one in progress.done.values() if one.index < self._problems]
-        count = len(done)
-        if now - self._said < _SAY_S and count < self._problems:
+        left = self._problems - len(done)
+        if now - self._said < _SAY_S and left:
             return
         self._said = now
         rates = [rate for rate in done if rate is not None]
-        mean = sum(rates) / len(rates) if rates else 0.0
-        speed = (count - self._before) / max(now - self._begun, 1e-9)
         self._log.info(
             "%d of %d problems, mean solve rate %.3f, %d without one; about %.0f s left",
-            *(count, self._problems, mean, count - len(rates)),
-            (self._problems - count) / speed if speed else 0.0,
+            *(len(done), self._problems, sum(rates) / max(1, len(rates)), len(done) - len(rates)),
+            left * (now - self._begun) / max(1, len(done) - self._before),
         )
