@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from runspec.core.hashing import hash_parts
@@ -110,12 +111,8 @@ def _graded(tasks: TaskSet, sampled: dict[int, list[Sampled]]) -> Iterator[Tries
     ]
     grades = iter(tasks.grade_all(items))
     for index, tries in sampled.items():
-        yield _tries(index, [next(grades) for _ in tries])
-
-
-def _tries(index: int, grades: Sequence[object]) -> Tries:
-    graded = [grade for grade in grades if isinstance(grade, Graded)]
-    return Tries(index, sum(grade.task_reward >= SOLVED for grade in graded), len(graded))
+        graded = [grade for grade in islice(grades, len(tries)) if isinstance(grade, Graded)]
+        yield Tries(index, sum(grade.task_reward >= SOLVED for grade in graded), len(graded))
 
 
 class _Teller:

@@ -12,10 +12,7 @@ from tests.waiting import eventually
 def test_an_engine_that_died_is_started_once_and_samples_the_same_again(
     works: Works, caplog: pytest.LogCaptureFixture
 ):
-    member = works.member()
-    member.engine.at_once = False
-    member.start()
-    eventually(lambda: len(member.engine.submitted) == 2, "two leases are in the engine")
+    member = works.busy()
 
     member.engine.die()
 

@@ -16,19 +16,13 @@ def test_a_worker_that_leaves_gives_its_leases_back_and_goes_on_with_them_when_i
 ):
     caplog.set_level(logging.INFO)
     key = SigningKey.generate()
-    first = works.member(key)
-    first.engine.at_once = False
-    first.start()
-    eventually(lambda: len(first.engine.submitted) == 2, "two leases are in the engine")
+    first = works.busy(key)
 
     first.leave()
 
     assert "stopped; 2 leases were given back" in caplog.text
     assert first.failure is None
-    second = works.member(key)
-    second.engine.at_once = False
-    second.start()
-    eventually(lambda: len(second.engine.submitted) == 2, "two leases are in the engine")
+    second = works.busy(key)
     assert second.engine.submitted == first.engine.submitted
     second.engine.at_once = True
     second.engine.finish()
@@ -36,10 +30,7 @@ def test_a_worker_that_leaves_gives_its_leases_back_and_goes_on_with_them_when_i
 
 
 def test_what_is_sampled_when_it_is_told_to_leave_is_still_handed_in(works: Works):
-    member = works.member()
-    member.engine.at_once = False
-    member.start()
-    eventually(lambda: len(member.engine.submitted) == 2, "two leases are in the engine")
+    member = works.busy()
 
     member.stop.set()
     member.engine.finish()

@@ -13,16 +13,6 @@ from tests.waiting import eventually
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
 
 
-def test_the_next_lease_goes_into_the_engine_while_the_last_one_is_sampled(works: Works):
-    member = works.member()
-    member.engine.at_once = False
-
-    member.start()
-
-    eventually(lambda: len(member.engine.submitted) == 2, "two leases are in the engine")
-    assert works.submissions() == []
-
-
 def test_weights_that_fail_their_checks_stop_the_worker_with_the_tensors_name(works: Works):
     member = works.member()
     member.engine.refuses = UserError("other bytes in model.layers.0.mlp.gate_proj.weight")
@@ -35,10 +25,7 @@ def test_weights_that_fail_their_checks_stop_the_worker_with_the_tensors_name(wo
 
 
 def test_an_untrusted_pool_never_changes_a_version_under_a_rollout(works: Works):
-    member = works.member()
-    member.engine.at_once = False
-    member.start(loaded=3)
-    eventually(lambda: len(member.engine.submitted) == 2, "two leases are in the engine")
+    member = works.busy(loaded=3)
 
     member.shelf.newest = 4
     member.engine.finish()
@@ -50,10 +37,7 @@ def test_an_untrusted_pool_never_changes_a_version_under_a_rollout(works: Works)
 def test_a_pool_with_in_flight_updates_takes_a_version_over_in_the_middle(tmp_path: Path):
     spec = spec_with(in_flight_updates=True, trust="trusted")
     with site_of(tmp_path, spec) as works, works.site.serving():
-        member = works.member()
-        member.engine.at_once = False
-        member.start()
-        eventually(lambda: len(member.engine.submitted) == 2, "two leases are in the engine")
+        member = works.busy()
 
         member.shelf.newest = 1
 
