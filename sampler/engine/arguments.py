@@ -78,7 +78,10 @@ def engine_arguments(
         arguments["block_size"] = CPU_BLOCK_TOKENS
         arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(pool, load_config(weights_dir))
     if not kind.startswith("tpu"):  # those have an executor of their own
-        arguments["distributed_executor_backend"] = _executor(pool)
+        from sampler.engine.executors import ManyRanks, OneRank
+
+        executor = OneRank if pool.parallel.tensor == 1 else ManyRanks
+        arguments["distributed_executor_backend"] = executor
     arguments |= options
     if kind == "cpu":
         _require_room(pool, weights_dir, arguments)
@@ -129,12 +132,6 @@ def refuse(pool: SamplerPool) -> None:
             place=f"samplers.{pool.name}.quantization",
             remedy="leave it out, or sample on a GPU",
         )
-
-
-def _executor(pool: SamplerPool) -> type:
-    from sampler.engine.executors import ManyRanks, OneRank
-
-    return OneRank if pool.parallel.tensor == 1 else ManyRanks
 
 
 def lack_of_room(cause: str, pool: SamplerPool) -> UserError | None:

@@ -17,9 +17,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from runspec.core.errors import UserError
-from sampler.engine import watch
-from sampler.engine.cause import read_cause
-from sampler.engine.sockets import SocketFolder
+from sampler.engine import loop
+from sampler.engine.sockets import SocketFolder, read_cause
 
 START_S = 600.0
 """How long vLLM may take to start."""
@@ -133,7 +132,7 @@ class Core:
         self._processes = list(client.resources.engine_manager.processes)
         self.ranks = len(self._processes)
         """Data-parallel."""
-        self._watch = watch.Watch(self._ask)
+        self._watch = loop.Watch(self._ask)
         self._sentinels = [process.sentinel for process in self._processes]
         for sentinel, process in zip(self._sentinels, self._processes, strict=True):
             self._loop.add_reader(sentinel, self._ended, process)
@@ -194,7 +193,7 @@ class Core:
             call = self._client._call_utility_async("is_scheduler_paused", engine=engine)
             with suppress(EngineDied):  # whoever waits for an output hears it
                 what = f"a sign of life of process {pid}, while outputs are awaited"
-                await self._race(call, what, seconds=watch.SILENCE_S)
+                await self._race(call, what, seconds=loop.SILENCE_S)
 
     def close(self) -> None:
         """Ends the cores and waits for them; they have nothing to save."""

@@ -7,8 +7,8 @@ on CPUs, for the sake of OpenMP settings that ours inherits; that is twice the m
 
 from __future__ import annotations
 
-from sampler.engine.cause import keep_cause
 from sampler.engine.guard import die_with_parent, guard_from_the_start, ignore_interrupts
+from sampler.engine.sockets import keep_cause
 
 guard_from_the_start()  # a core imports this first, as its class is among its arguments
 

@@ -51,13 +51,7 @@ class Slots:
         return Slot(rank, self._free[rank].pop()) if self._free[rank] else None
 
     def give(self, slot: Slot) -> None:
-        """Makes a slot free again.
-
-        Raises:
-            ValueError: it is free.
-        """
-        if slot.number in self._free[slot.rank]:
-            raise ValueError(f"{slot} is free")
+        """Makes a slot free again."""
         self._free[slot.rank].append(slot.number)
 
 

@@ -1,7 +1,12 @@
-"""A folder for the sockets between vLLM's processes: vLLM leaves them where it makes them."""
+"""A folder for the sockets between vLLM's processes, which vLLM leaves where it makes them.
+
+An engine core that does not start leaves its last words there, too: its front is told no more than
+that it failed. The core logs the exception that ends it; a handler beside the log's keeps it.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -13,6 +18,8 @@ from pathlib import Path
 from runspec.core.errors import UserError
 
 _VARIABLE = "VLLM_RPC_BASE_PATH"
+_CAUSE = "cause"
+_CORE_LOGGER = "vllm.v1.engine.core"
 _PREFIX = "rvllm-"
 _LONGEST = 107 - len("/00000000-0000-0000-0000-000000000000")
 """Bytes of a folder's name: a socket's whole name has at most 107, vLLM's part of it 37."""
@@ -73,3 +80,30 @@ def inherited_folder() -> Path | None:
     """In a process of vLLM's: the folder that its front made; None elsewhere."""
     path = Path(os.environ.get(_VARIABLE, ""))
     return path if path.name.startswith(_PREFIX) else None
+
+
+class _Keeper(logging.Handler):
+    """Keeps the words of the last exception that is logged."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(logging.ERROR)
+        self._file = folder / _CAUSE
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and (error := record.exc_info[1]) is not None:
+            try:
+                self._file.write_text(f"{type(error).__name__}: {error}")
+            except OSError:  # a full disk, say: logging says so, and the core ends as it would
+                self.handleError(record)
+
+
+def keep_cause() -> None:
+    """In an engine core: from now on `read_cause` of its front finds what ends it."""
+    if (folder := inherited_folder()) is not None:
+        logging.getLogger(_CORE_LOGGER).addHandler(_Keeper(folder))
+
+
+def read_cause(folder: Path) -> str:
+    """What ended the core whose sockets lie in a folder; empty where it did not say."""
+    file = folder / _CAUSE
+    return file.read_text(errors="replace") if file.exists() else ""

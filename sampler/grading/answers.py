@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,11 +36,6 @@ class TermRules:
 
 
 Result = Score | GraderFault
-
-
-def graders_at_once() -> int:
-    """As many as there are cores for this process, within MAX_GRADERS."""
-    return max(1, min(MAX_GRADERS, len(os.sched_getaffinity(0))))
 
 
 def fault(problem: Problem, reason: str) -> GraderFault:

@@ -27,12 +27,10 @@ LINES_AT_ONCE = 256
 BAD_USAGE = 2
 INTERRUPTED, NOBODY_READS = 130, 141
 """As a shell has them for SIGINT and SIGPIPE."""
-Commands = Any
-"""What `add_subparsers` returns; argparse has no public name for it."""
 
 
-def add_commands(commands: Commands) -> None:
-    """Adds `grade` and `rewards` to the command line."""
+def add_commands(commands: Any) -> None:
+    """Adds `grade` and `rewards` to what `add_subparsers` returned."""
     grade = commands.add_parser(
         "grade",
         help="grade a file of answers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -11,12 +12,12 @@ from functools import partial
 from runspec.core.spec.schema import Reward
 from sampler.grading.answers import (
     MAX_ANSWER_CHARS,
+    MAX_GRADERS,
     Answer,
     Result,
     TermRules,
     checked,
     fault,
-    graders_at_once,
 )
 from sampler.grading.pool import GraderPool, GradersClosed
 from sampler.grading.process import GraderProcess
@@ -38,7 +39,7 @@ class Graders:
     """
 
     def __init__(self, rewards: Sequence[Reward], *, processes: int | None = None) -> None:
-        many = processes or graders_at_once()
+        many = processes or min(MAX_GRADERS, len(os.sched_getaffinity(0)))
         self._rules: dict[str, TermRules] = {}
         self._threaded: dict[str, TaskTerm] = {}
         isolated: list[Reward] = []

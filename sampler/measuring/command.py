@@ -23,12 +23,10 @@ from sampler.tasks.task_set import RunTask, build_task_set
 
 NAME = "solve-rates"
 DEFAULT_FIELD = "solve_rate"
-Commands = Any
-"""What `add_subparsers` returns; argparse has no public name for it."""
 
 
-def add_command(commands: Commands) -> None:
-    """Adds `solve-rates` to the command line."""
+def add_command(commands: Any) -> None:
+    """Adds `solve-rates` to what `add_subparsers` returned."""
     parser = commands.add_parser(
         NAME,
         help="measure how often a model solves the problems of a source",

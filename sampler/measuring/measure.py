@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from runspec.core.hashing import hash_parts
@@ -110,12 +111,8 @@ def _graded(tasks: TaskSet, sampled: dict[int, list[Sampled]]) -> Iterator[Tries
     ]
     grades = iter(tasks.grade_all(items))
     for index, tries in sampled.items():
-        yield _tries(index, [next(grades) for _ in tries])
-
-
-def _tries(index: int, grades: Sequence[object]) -> Tries:
-    graded = [grade for grade in grades if isinstance(grade, Graded)]
-    return Tries(index, sum(grade.task_reward >= SOLVED for grade in graded), len(graded))
+        graded = [grade for grade in islice(grades, len(tries)) if isinstance(grade, Graded)]
+        yield Tries(index, sum(grade.task_reward >= SOLVED for grade in graded), len(graded))
 
 
 class _Teller:
@@ -128,15 +125,13 @@ class _Teller:
     def say(self, progress: Progress) -> None:
         now = time.monotonic()
         done = [one.rate for one in progress.done.values() if one.index < self._problems]
-        count = len(done)
-        if now - self._said < _SAY_S and count < self._problems:
+        left = self._problems - len(done)
+        if now - self._said < _SAY_S and left:
             return
         self._said = now
         rates = [rate for rate in done if rate is not None]
-        mean = sum(rates) / len(rates) if rates else 0.0
-        speed = (count - self._before) / max(now - self._begun, 1e-9)
         self._log.info(
             "%d of %d problems, mean solve rate %.3f, %d without one; about %.0f s left",
-            *(count, self._problems, mean, count - len(rates)),
-            (self._problems - count) / speed if speed else 0.0,
+            *(len(done), self._problems, sum(rates) / max(1, len(rates)), len(done) - len(rates)),
+            left * (now - self._begun) / max(1, len(done) - self._before),
         )

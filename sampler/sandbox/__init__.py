@@ -9,7 +9,7 @@ user, PID, network, mount, IPC and UTS namespaces. B: Landlock and seccomp. See 
 """
 
 from sampler.sandbox.limits import Finished, Limits
-from sampler.sandbox.probe import Mechanism, Report, probe, require
+from sampler.sandbox.probe import probe, require
 from sampler.sandbox.process import PYTHON, SET_A, SET_B, Isolated, NotIsolated, run, start
 
 __all__ = [
@@ -19,9 +19,7 @@ __all__ = [
     "Finished",
     "Isolated",
     "Limits",
-    "Mechanism",
     "NotIsolated",
-    "Report",
     "probe",
     "require",
     "run",

@@ -132,21 +132,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def to_json(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
+    def to_json(value: Any, **options: Any) -> str:
         """JSON as it is, where jinja2's own filter would write it for HTML."""
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+        return json.dumps(value, **{"ensure_ascii": False, **options})
 
     environment.globals["raise_exception"] = raise_exception
     environment.filters["tojson"] = to_json

@@ -111,9 +111,8 @@ Kind = type[TaskTerm] | type[LengthTerm]
 
 
 def make_source(source: Source, seed: int, keep: Keep) -> ProblemSource:
-    made: ProblemSource = _plugin(SOURCE_GROUP, source.kind, f"data.sources.{source.name}")(
-        source, seed, keep
-    )
+    point = _entry_point(SOURCE_GROUP, source.kind, f"data.sources.{source.name}")
+    made: ProblemSource = point.load()(source, seed, keep)
     return made
 
 
@@ -137,7 +136,7 @@ def find_kind(kind: str) -> Kind:
     Raises:
         UserError: no installed package offers it.
     """
-    return completed(_plugin(REWARD_GROUP, kind, "reward"))
+    return completed(_entry_point(REWARD_GROUP, kind, "reward").load())
 
 
 def completed(kind: Any) -> Kind:
@@ -160,10 +159,6 @@ def reward_entry_point(reward: Reward) -> EntryPoint:
         UserError: no installed package offers the kind.
     """
     return _entry_point(REWARD_GROUP, reward.kind, f"reward.{reward.name}")
-
-
-def _plugin(group: str, kind: str, place: str) -> Any:
-    return _entry_point(group, kind, place).load()
 
 
 def _entry_point(group: str, kind: str, place: str) -> EntryPoint:

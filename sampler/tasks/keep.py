@@ -1,16 +1,24 @@
-"""Which problems belong to a run: those of the right split whose prompts fit."""
+"""The problems of a run: of its sources those of the right split whose prompts fit."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
 from typing import Literal
 
 from runspec.core.hashing import hash_parts
 from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.source_files import redirected
+from sampler.tasks.interfaces import Keep, ProblemSource, make_source
 from sampler.tasks.prompts import PromptCodec
+from verify.plugins import Problem
 
 Split = Literal["train", "held_out"]
 _HELD_OUT_ONE_IN = 10
+_CACHED_PROBLEMS = 256
 
 
 def split_of(problem: str) -> Split:
@@ -84,3 +92,32 @@ def keeper(spec: RunSpec, codec: PromptCodec, split: Split) -> Fitting:
     """
     of_split = split if spec.warm_start is not None else None
     return Fitting(codec, target_lengths(spec), spec.data.max_prompt_tokens, of_split)
+
+
+class Problems:
+    """The problems of all sources under one index, those of the first source first.
+
+    Args:
+        spec: names the sources.
+        keep: which problems belong to the run.
+        data_dir: holds the files of all sources; null: they lie where `uri` says.
+    """
+
+    def __init__(self, spec: RunSpec, keep: Keep, data_dir: Path | None = None) -> None:
+        self._sources: list[ProblemSource] = [
+            make_source(redirected(source, data_dir), spec.seed, keep)
+            for source in spec.data.sources
+        ]
+        self._ends = list(accumulate(len(source) for source in self._sources))
+        self.task_types = frozenset().union(*(source.task_types for source in self._sources))
+        self.problem = lru_cache(_CACHED_PROBLEMS)(self._problem)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _problem(self, index: int) -> Problem:
+        if not 0 <= index < len(self):
+            raise IndexError(f"problem {index} of {len(self)}")
+        which = bisect_right(self._ends, index)
+        start = self._ends[which - 1] if which else 0
+        return self._sources[which].problem(index - start)

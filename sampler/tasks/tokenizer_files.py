@@ -55,17 +55,15 @@ class TokenizerFiles:
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
-    remedy = "point at a model directory with a tokenizer.json"
     try:
-        data = read_bounded(path, MAX_TOKENIZER_BYTES)
-    except OSError as error:
-        raise UserError(
-            f"cannot read the tokenizer: {error}", place=str(path), remedy=remedy
-        ) from error
-    try:
-        return Tokenizer.from_buffer(data)
+        return Tokenizer.from_buffer(read_bounded(path, MAX_TOKENIZER_BYTES))
     except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"not a tokenizer: {error}", place=str(path), remedy=remedy) from error
+        what = "cannot read the tokenizer" if isinstance(error, OSError) else "not a tokenizer"
+        raise UserError(
+            f"{what}: {error}",
+            place=str(path),
+            remedy="point at a model directory with a tokenizer.json",
+        ) from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:

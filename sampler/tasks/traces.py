@@ -17,8 +17,7 @@ from tokenizers import Tokenizer
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.spec.schema import RunSpec
-from sampler.tasks.keep import InSplit, Split, keeper, target_lengths
-from sampler.tasks.problems import Problems
+from sampler.tasks.keep import InSplit, Problems, Split, keeper, target_lengths
 from sampler.tasks.prompts import THINK_END, PromptCodec, PromptForm
 from sampler.tasks.tokenizer import (
     EOS,

@@ -91,7 +91,8 @@ def work(
         made = up.enter_context(closing(engine(pool)))
         version, path = versions.first()
         tasks = up.enter_context(closing(load_task_set(spec, path, options.data)))
-        _compare_data(client, tasks.data_digest)
+        if theirs := client.site().data:  # other data would make another problem of each lease
+            compare_data_digests(tasks.data_digest, theirs, whose="the coordinator")
         log.info("starting vLLM with version %d, %d problems", version, len(tasks))
         outbox = Outbox(
             options.dir / "outbox" / key.public_hex[:16],
@@ -104,13 +105,6 @@ def work(
         member = worker(registration, versions=versions, engine=made, tasks=tasks, outbox=outbox)
         member.load(version, path)
         member.run(stop)
-
-
-def _compare_data(client: CoordinatorClient, ours: str) -> None:
-    """Other data would make another problem of each lease, and all work be rejected."""
-    theirs = client.site().data
-    if theirs:
-        compare_data_digests(ours, theirs, whose="the coordinator")
 
 
 def _heartbeats(

@@ -48,7 +48,8 @@ class Versions:
         self._news, self._client = client(), client()  # a long poll holds no fetch up
         self._fetching = threading.Lock()
         self._fetch_s, self._log = fetch_s, log
-        self._newest = -1  # none fetched yet
+        self.newest = -1
+        """The newest version that is here; -1 where none is."""
         self._here: dict[tuple[int, str], Path] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True)
@@ -70,11 +71,6 @@ class Versions:
         self._thread.start()
         return latest.version, path
 
-    @property
-    def newest(self) -> int:
-        """The newest version that is here; -1 where none is."""
-        return self._newest
-
     def get(self, version: int, manifest_digest: str | None) -> Path:
         """The directory of a version: at once where it is here.
 
@@ -93,7 +89,7 @@ class Versions:
                 version, manifest_digest=manifest_digest, deadline_s=self._fetch_s
             )
             self._here[version, manifest_digest or ""] = path
-            self._newest = max(version, self._newest)
+            self.newest = max(version, self.newest)
             return path
 
     def keep(self, *versions: int) -> None:
@@ -101,7 +97,7 @@ class Versions:
         fetch is under way, which would lose its parts, and may take as long as a step."""
         if self._fetching.acquire(blocking=False):
             try:
-                kept = {*versions, self._newest}
+                kept = {*versions, self.newest}
                 for key in [key for key in self._here if key[0] not in kept]:
                     del self._here[key]
                 self._client.prune(kept)
@@ -121,7 +117,7 @@ class Versions:
     def _prefetch(self) -> None:
         while not self._stop.is_set():
             try:
-                latest = self._news.latest(self._newest, _POLL_S)
+                latest = self._news.latest(self.newest, _POLL_S)
                 if latest is not None:
                     self.get(latest.version, latest.manifest_digest)
             except CancelledError:  # `close`

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, ClassVar, Protocol
 
 import pyarrow as pa
 
@@ -124,15 +124,20 @@ def require_columns(columns: Sequence[str], there: Sequence[str], name: str) -> 
         )
 
 
-class FileSource(ABC):
+class FileSource:
     """Problems from rows; implements `ProblemSource`. Kinds say how rows are found and read.
 
     The files are looked through once, each row strictly checked; which rows are kept is cached on
     disk. After that a problem is read when it is asked for.
 
+    Attributes:
+        table: makes the `Table` of files by relative name; the columns are those that are read.
+
     Raises:
         UserError: files that are not there, a malformed row, two equal ids, or no row that is kept.
     """
+
+    table: ClassVar[type[Any]]
 
     def __init__(self, source: Source, seed: int, keep: Keep) -> None:
         if source.uri is None:
@@ -143,17 +148,13 @@ class FileSource(ABC):
             )
         self._rows = self.reader(source)
         files = row_files(source, source_files(source))
-        self._table = self.table(files, self._rows.columns)
+        self._table: Table = self.table(files, self._rows.columns)
         self._kept: Kept = kept_rows(source, files, self._table, self._rows, keep)
         self.task_types = frozenset(self._kept.task_types)
 
     def reader(self, source: Source) -> RowReader:
         """What a row means."""
         return ProblemRows(source)
-
-    @abstractmethod
-    def table(self, files: Mapping[str, Path], columns: list[str]) -> Table:
-        """The rows of files, by relative name."""
 
     def __len__(self) -> int:
         return len(self._kept.rows)

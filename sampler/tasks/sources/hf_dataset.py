@@ -68,6 +68,4 @@ def _read(name: str, path: Path, columns: list[str]) -> list[pa.RecordBatch]:
 class HfDatasetSource(FileSource):
     """`kind: hf_dataset`: a folder that `save_to_disk` wrote; `params.split` of a `DatasetDict`."""
 
-    def table(self, files: Mapping[str, Path], columns: list[str]) -> ArrowRows:
-        """See `FileSource`."""
-        return ArrowRows(files, columns)
+    table = ArrowRows

@@ -24,7 +24,7 @@ class JsonLines:
         UserError: a line of more than 64 MiB.
     """
 
-    def __init__(self, files: Mapping[str, Path]) -> None:
+    def __init__(self, files: Mapping[str, Path], columns: list[str]) -> None:
         self._names = list(files)
         self._stamps = [Stamp(path) for path in files.values()]
         self._ends = [_line_ends(path, name) for name, path in files.items()]
@@ -101,6 +101,4 @@ def _line_ends(path: Path, name: str) -> np.ndarray:
 class JsonlSource(FileSource):
     """`kind: jsonl`: one file, a folder of them, or a pattern."""
 
-    def table(self, files: Mapping[str, Path], columns: list[str]) -> JsonLines:
-        """See `FileSource`."""
-        return JsonLines(files)
+    table = JsonLines

@@ -112,6 +112,4 @@ def _unreadable(name: str, error: Exception) -> UserError:
 class ParquetSource(FileSource):
     """`kind: parquet`: one file, a folder of shards, or a pattern."""
 
-    def table(self, files: Mapping[str, Path], columns: list[str]) -> ParquetRows:
-        """See `FileSource`."""
-        return ParquetRows(files, columns)
+    table = ParquetRows

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sampler.engine.core import EngineDied
-from sampler.engine.front import Front, Slot, Slots, Submission
+from sampler.engine.front import Front, Slots, Submission
 from sampler.engine.recorded import Recorded
 from sampler.engine.requests import GenerationAborted
 from tests.sampler.engine.requests import batch
@@ -177,8 +177,3 @@ def test_a_slot_is_held_by_one_sequence(ranks, each, takes):
                 held.append(slot)
         elif held:
             slots.give(held.pop(0))
-
-
-def test_a_free_slot_cannot_be_given_back():
-    with pytest.raises(ValueError, match="is free"):
-        Slots(1, 2).give(Slot(0, 1))

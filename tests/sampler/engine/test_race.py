@@ -1,4 +1,4 @@
-"""The winner of a race is the argmax of logits and public noise, and a sample of the softmax."""
+"""The winner of a race is the argmax of logits and public noise, of what top-k and top-p keep."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 from sampler.engine import race
 from sampler.engine.race import Race, Rules
+from tests.verify.test_truncation import RULES, VOCABULARY, arguments, logits
 from verify.noise import gumbel
-from verify.truncation import kept_from
+from verify.truncation import Truncation, kept_from
 
 CPU = torch.device("cpu")
 CUTS = {"whole": (None, None), "top_k": (None, 12), "top_p": (0.8, None), "both": (0.9, 12)}
@@ -146,3 +147,20 @@ def test_compiled_as_on_cuda_it_is_the_same_function() -> None:
         same = tokens == plain[0]
         assert same.float().mean() > 0.9
         assert (logprobs - plain[1])[same].abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_it_keeps_what_vllm_keeps(rule: Truncation) -> None:
+    torch = pytest.importorskip("torch")
+    operators = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
+    rows = torch.from_numpy(logits())
+    count = len(rows)
+    theirs = operators.apply_top_k_top_p(
+        rows.clone(),
+        torch.full((count,), min(rule.top_k, VOCABULARY)) if rule.top_k > 0 else None,
+        torch.full((count,), rule.top_p) if rule.top_p < 1.0 else None,
+    )
+
+    ours = rows >= kept_from(torch, rows, **arguments(rule))
+
+    assert (ours == theirs.isfinite()).all(dim=1).float().mean() > 0.99

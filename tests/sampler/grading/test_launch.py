@@ -16,7 +16,7 @@ from runspec.core.spec.schema import RunSpec
 from sampler.grading import launch
 from sampler.grading.answers import Answer
 from sampler.grading.graders import Graders
-from sampler.sandbox import Mechanism, Report
+from sampler.sandbox.probe import Mechanism, Report
 from sampler.tasks.interfaces import Score
 from tests.sampler.grading.plugin import reward
 from tests.sampler.tasks.conftest import laptop_spec

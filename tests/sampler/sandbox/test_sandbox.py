@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 from dataclasses import replace
@@ -28,7 +27,6 @@ from tests.processes import alive
 
 LIMITS = Limits(wall_s=30.0)
 ROOT = Path(__file__).parents[3]
-SITE = Path(sysconfig.get_paths()["purelib"])
 BARE = [*PYTHON, "-S"]
 
 pytestmark = pytest.mark.skipif(not probe().isolates, reason="nothing isolates on this machine")

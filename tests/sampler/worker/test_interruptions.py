@@ -54,10 +54,7 @@ def test_a_coordinator_that_is_gone_is_waited_for_by_name(
         port = free_port()
         with ended(works.site.process(port)):
             eventually(until_answers(works.site), "the coordinator")
-            member = works.member()
-            member.engine.at_once = False
-            member.start()
-            eventually(lambda: len(member.engine.submitted) == 2, "two leases are in the engine")
+            member = works.busy()
         member.engine.at_once = True
         member.engine.finish()
         eventually(
@@ -76,10 +73,7 @@ def test_a_coordinator_that_stays_away_ends_the_worker_with_its_address(tmp_path
     with site_of(tmp_path, tiny_spec()) as works:
         with ended(works.site.process(free_port())):
             eventually(until_answers(works.site), "the coordinator")
-            member = works.member(deadline_s=1.0)
-            member.engine.at_once = False
-            member.start()
-            eventually(lambda: len(member.engine.submitted) == 2, "two leases are in the engine")
+            member = works.busy(deadline_s=1.0)
         member.engine.finish()
 
         eventually(member.ended, "its end")

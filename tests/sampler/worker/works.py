@@ -18,6 +18,7 @@ from sampler.worker.meter import Meter
 from sampler.worker.worker import Registration, Worker
 from tests.sampler.worker.obedient import Counting, ObedientEngine, Shelf, outbox_in
 from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
+from tests.waiting import eventually
 from verify.client import CoordinatorClient
 from verify.formats.submission import Rollout, decode_rollouts
 
@@ -84,6 +85,16 @@ class Works:
         key = key or SigningKey.generate()
         member = Member(self.site, self.spec, key, self.joined(key, deadline_s=deadline_s))
         self.members.append(member)
+        return member
+
+    def busy(
+        self, key: SigningKey | None = None, *, deadline_s: float = DEADLINE_S, loaded: int = 0
+    ) -> Member:
+        """A worker with two leases in its engine, which finishes them when it is told to."""
+        member = self.member(key, deadline_s=deadline_s)
+        member.engine.at_once = False
+        member.start(loaded=loaded)
+        eventually(lambda: len(member.engine.submitted) == 2, "two leases are in the engine")
         return member
 
     def joined(self, key: SigningKey, *, deadline_s: float = DEADLINE_S) -> CoordinatorClient:

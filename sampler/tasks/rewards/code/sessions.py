@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,9 @@ class Program:
         Raises:
             ProgramFailed: it raised, ended or broke the protocol.
         """
-        self._say(None)
-        reply = self._hear()
+        with self._translated():
+            self._session.set_up()
+            reply = self._session.receive()
         if "failed" in reply:
             raise ProgramFailed(f"the program: {_text(reply['failed'])}")
         names = reply.get("functions")
@@ -114,8 +116,10 @@ class Program:
             ProgramFailed: the process ended or broke the protocol.
         """
         self._calls += 1
-        self._say({"id": self._calls, "name": name, "args": arguments, "named": named})
-        reply = self._hear()
+        call = {"id": self._calls, "name": name, "args": arguments, "named": named}
+        with self._translated():
+            self._session.send(call)
+            reply = self._session.receive()
         if reply.get("id") != self._calls:
             raise ProgramFailed("the program broke the protocol")
         if "value" in reply:
@@ -125,20 +129,11 @@ class Program:
                 raise ProgramFailed(f"{name} returned what is no plain data: {error}") from error
         return {"raised": _text(reply.get("raised")), "text": _text(reply.get("text"))}
 
-    def _say(self, message: dict[str, Any] | None) -> None:
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Makes what goes wrong in a conversation a failure of the program."""
         try:
-            if message is None:
-                self._session.set_up()
-            else:
-                self._session.send(message)
-        except ChannelClosed as error:
-            raise ProgramFailed(self._session.fate()) from error
-        except Overdue as error:
-            raise ProgramFailed("the program took too long") from error
-
-    def _hear(self) -> dict[str, Any]:
-        try:
-            return self._session.receive()
+            yield
         except NoMessage as error:
             raise ProgramFailed(f"the program sent {error}") from error
         except ChannelClosed as error:
