@@ -13,10 +13,13 @@ import pytest
 from runspec.cli.apply import apply_command
 from runspec.cli.plan import plan_command
 from runspec.core.errors import BadUsage, UserError
+from runspec.core.models.config import ModelConfig
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import spec_digest
+from runspec.core.spec.schema import RunSpec
 from runspec.local.planning import StalePlan
 from runspec.local.state import RunState
+from runspec.plan.aot import AotReport, compile_step
 from runspec.plan.saved import BadPlan
 from tests.harness import TARGET_SHORT
 from tests.runspec.local.fake_run import drive_roles, prepared, small_spec, usual_roles
@@ -124,11 +127,20 @@ def test_a_broken_spec_exits_1_with_findings_and_a_missing_one_2(tmp_path: Path)
 
 
 @pytest.mark.slow  # compiles the step
-def test_aot_is_the_compilers_word_under_its_key(tmp_path: Path, said: Says) -> None:
-    assert plan_command(files(), None, True, False, True, tmp_path) == 0
+def test_aot_is_the_compilers_word_under_its_key_and_what_does_not_fit_an_error(
+    tmp_path: Path, said: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given devices of a few bytes, at which no rule has looked
+    def compiled(spec: RunSpec, config: ModelConfig) -> AotReport:
+        hardware = spec.learner.hardware.model_copy(update={"memory": 1e3})
+        learner = spec.learner.model_copy(update={"hardware": hardware})
+        return compile_step(spec.model_copy(update={"learner": learner}), config)
+
+    monkeypatch.setattr("runspec.cli.plan.compile_step", compiled)
+    with pytest.raises(UserError, match=r"the step does not fit: it needs .* a device has 1"):
+        plan_command(files(), None, True, False, True, tmp_path)
     aot = json.loads(said()[0])["aot"]
-    # on a CPU without figures nothing says what fits
-    assert (aot["devices"], aot["where"], aot["fits"], aot["memory"]) == (2, "cpu", None, None)
+    assert (aot["devices"], aot["where"], aot["fits"], aot["memory"]) == (2, "cpu", False, 1000)
     assert set(aot["programs"]) == {"publish", "score", "accumulate", "apply"}
     assert aot["argument_bytes"] > 0 and aot["flops"] > 0 and aot["compile_s"] > 0
     # the worst of the programs needs what stays, what it makes and what it needs meanwhile
