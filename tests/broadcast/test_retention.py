@@ -98,12 +98,6 @@ def test_what_is_not_announced_yet_stays_and_takes_no_place(
     assert set(sorted(version for version in bases if version <= newest)[-keep:]) <= result
 
 
-def test_whole_versions_only_are_the_newest_few() -> None:
-    whole = dict.fromkeys(range(10))
-    assert kept(whole, set(whole), 9, 3) == {7, 8, 9}
-    assert kept(whole, set(whole), 9, 3, [0, 4, 8, 5, 1]) == {7, 8, 9, 0, 4, 5}
-
-
 def test_a_chain_that_is_not_held_whole_is_kept_as_far_as_it_is() -> None:
     # as a relay that has just joined: the newest version first, what it is from later or never
     assert kept({7: 6, 6: 5, 3: None}, {3}, 7, 1) == {3, 6, 7}
