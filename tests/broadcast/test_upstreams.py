@@ -84,9 +84,11 @@ def test_after_a_failure_a_server_is_left_alone_for_longer_and_longer() -> None:
 
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0])
     only.succeeded()
-    for _ in range(8):  # requests that were under way together
-        only.failed(now, Fault("refused"), "chunk", LOG)
-    assert upstreams.choose(now, Wanted()).pause_s == pytest.approx(0.1)
+    for pause_s in (0.1, 0.2):
+        for _ in range(8):  # requests that were under way together
+            only.failed(now, Fault("refused"), "chunk", LOG)
+        assert upstreams.choose(now, Wanted()).pause_s == pytest.approx(pause_s)
+        now += pause_s
 
 
 @pytest.mark.parametrize(
