@@ -26,7 +26,7 @@ def import_model(hf_dir: Path, checkpoint: Path) -> None:
             exists.
     """
     reader = LeafReader(hf_dir, load_config(hf_dir))
-    with output_directory(checkpoint, ValueError) as folder:
+    with output_directory(checkpoint, (OSError, ValueError)) as folder:
         for path, entry in reader.entries.items():
             write_leaf(folder, entry, reader.dtype(path), reader.parts(path))
         write_metadata(folder, reader.entries)

@@ -11,12 +11,14 @@ from runspec.core.files import new_directory
 
 
 @contextmanager
-def output_directory(path: Path, *faults: type[Exception]) -> Iterator[Path]:
+def output_directory(
+    path: Path, faults: tuple[type[Exception], ...] = (OSError,)
+) -> Iterator[Path]:
     """Yields a folder that becomes `path` by one rename when the block succeeds.
 
     Args:
         path: must not exist.
-        faults: errors beside OSError that mean that the disk did not take something.
+        faults: errors which mean that the disk did not take something.
 
     Raises:
         UserError: `path` exists, or cannot be written.
@@ -28,7 +30,7 @@ def output_directory(path: Path, *faults: type[Exception]) -> Iterator[Path]:
         raise UserError(
             "exists already", place=str(path), remedy="name a new directory, or remove it"
         ) from error
-    except (OSError, *faults) as error:
+    except faults as error:
         raise UserError(
             f"cannot write: {getattr(error, 'strerror', None) or error}",
             place=str(path),

@@ -126,7 +126,7 @@ class Assembly:
         for version in self._cache.unfinished():
             if version == manifest.version:
                 continue
-            with self._cache.alone(version) as mine:
+            with self._cache.locked(version) as mine:
                 partial, deltas = self._cache.partial(version), self._cache.deltas(version)
                 applying = (deltas / _APPLYING).exists()
                 if not mine or _read(deltas / _START) != self._start_note():

@@ -17,7 +17,7 @@ import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
@@ -84,7 +84,11 @@ class Cache:
         Raises:
             UserError: someone else still did at the deadline.
         """
-        while (descriptor := self._lock(version, fcntl.LOCK_EX)) is None:
+        while True:
+            with self.locked(version) as mine:
+                if mine:
+                    yield
+                    return
             if time.monotonic() > deadline:
                 raise UserError(
                     f"version {version} is still being fetched or copied by someone else",
@@ -92,33 +96,36 @@ class Cache:
                     remedy="wait for that one, end it, or fetch into another directory",
                 )
             await asyncio.sleep(_LOOK_EVERY_S)
-        try:
-            yield
-        finally:
-            _release(descriptor)
 
     @contextmanager
     def reading(self) -> Iterator[dict[int, WeightsManifest]]:
         """The whole versions that are here; none of them is removed meanwhile."""
-        locks: dict[int, int] = {}
-        try:
-            for version in self._numbers("v"):
-                if (descriptor := self._lock(version, fcntl.LOCK_SH)) is not None:
-                    locks[version] = descriptor
-            yield {v: manifest for v in locks if (manifest := self._manifest(v)) is not None}
-        finally:
-            for descriptor in locks.values():
-                _release(descriptor)
+        with ExitStack() as stack:
+            locks = {v: self.locked(v, fcntl.LOCK_SH) for v in self._numbers("v")}
+            held = [v for v, lock in locks.items() if stack.enter_context(lock)]
+            yield {v: manifest for v in held if (manifest := self._manifest(v)) is not None}
 
     @contextmanager
-    def alone(self, version: int) -> Iterator[bool]:
-        """Whether nobody else makes, removes or reads this version, and nobody begins to."""
-        descriptor = self._lock(version, fcntl.LOCK_EX)
+    def locked(self, version: int, mode: int = fcntl.LOCK_EX) -> Iterator[bool]:
+        """Whether nobody else makes or removes this version (nor reads it), and nobody begins to.
+
+        Raises:
+            UserError: the lock cannot be made.
+        """
+        path = self._lock_path(version)
         try:
-            yield descriptor is not None
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise _unusable(path, error) from error
+        try:
+            held = False
+            with suppress(BlockingIOError, FileNotFoundError):
+                fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+                held = path.stat().st_ino == os.fstat(descriptor).st_ino  # else it was unlinked
+            yield held
         finally:
-            if descriptor is not None:
-                _release(descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may hold a copy of it
+            os.close(descriptor)
 
     def unfinished(self) -> list[int]:
         """Versions that are being fetched, or whose fetch was ended."""
@@ -137,7 +144,7 @@ class Cache:
         forms = ("v", f"{PARTIAL}v", f"{DELTAS}v", f"{_LOCK}v")
         found = {number for form in forms for number in self._numbers(form)}
         for version in found - keep:
-            with self.alone(version) as mine:
+            with self.locked(version) as mine:
                 if mine:
                     self.remove(version)
                     self._lock_path(version).unlink()
@@ -165,27 +172,6 @@ class Cache:
 
     def _lock_path(self, version: int) -> Path:
         return self.folder / f"{_LOCK}v{version}"
-
-    def _lock(self, version: int, mode: int) -> int | None:
-        """The descriptor that holds the lock, for `_release`; None where another has it."""
-        path = self._lock_path(version)
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise _unusable(path, error) from error
-        try:
-            fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
-            if path.stat().st_ino == os.fstat(descriptor).st_ino:  # else it was just unlinked
-                return descriptor
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        os.close(descriptor)
-        return None
-
-
-def _release(descriptor: int) -> None:
-    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may hold a copy of the descriptor
-    os.close(descriptor)
 
 
 def _unusable(path: Path, error: OSError) -> UserError:

@@ -39,10 +39,6 @@ def chunk_name(run: str, digest: str) -> str:
     return f"{chunks_name(run)}/{digest}"
 
 
-def pins_name(run: str) -> str:
-    return f"{run}/pins"
-
-
 def stored_versions(store: Path, run: str) -> list[int]:
     """Versions whose manifest lies in a store, in ascending order."""
     found = (path.parent.name for path in store.glob(f"{run}/versions/*/manifest.json"))

@@ -76,6 +76,11 @@ class WeightsManifest:
         """Whether the objects are the whole version, so that nothing older is needed."""
         return self.objects.keys() >= set(self.files)
 
+    @property
+    def rebuilt_from(self) -> int | None:
+        """The version that a joiner needs besides; None for an anchor."""
+        return None if self.is_anchor else self.base
+
     def chunks(self) -> dict[str, Chunk]:
         """Every distinct chunk by its digest: the delta's, then the objects' in their order."""
         infos = [*self.delta.values(), *self.objects.values()]

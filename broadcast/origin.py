@@ -49,7 +49,6 @@ class StoreSource:
         self._runs: dict[str, _StoredRun] = {}
         self._proven = ProvenChunks()
         self._said = Recent(_SAY_AGAIN_S)
-        self._polls = 0
         self._asked = asyncio.Event()
 
     async def roles(self, run: str) -> Path | None:
@@ -60,12 +59,8 @@ class StoreSource:
         if stored is None:
             return None
         await self._look(run, stored)
-        self._polls += 1
         self._asked.set()
-        try:
-            return await stored.announced.newer_than(after, wait_s)
-        finally:
-            self._polls -= 1
+        return await stored.announced.newer_than(after, wait_s)
 
     async def manifest(self, run: str, version: int) -> Path | None:
         path = self._existing(layout.manifest_name(run, version))
@@ -96,12 +91,14 @@ class StoreSource:
     async def work(self) -> None:
         """Looks for news while somebody waits for them."""
         while True:
-            self._asked.clear()
-            if not self._polls:
+            waited_for = [
+                (r, stored) for r, stored in self._runs.items() if stored.announced.waiting
+            ]
+            if not waited_for:
+                self._asked.clear()
                 await self._asked.wait()
-            for run, stored in list(self._runs.items()):
-                if stored.announced.waiting:
-                    await self._look(run, stored)
+            for run, stored in waited_for:
+                await self._look(run, stored)
             await asyncio.sleep(_WATCH_EVERY_S)
 
     def _run(self, run: str) -> _StoredRun | None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from broadcast import layout
 from broadcast.manifest import WeightsManifest
 
 VALID_S = 600.0
@@ -31,7 +30,7 @@ class Pins:
     """
 
     def __init__(self, store: Path, run: str, *, clock: Callable[[], float] = time.time) -> None:
-        self._folder = store / layout.pins_name(run)
+        self._folder = store / run / "pins"
         self._clock = clock
         self._touched: dict[int, float] = {}
 

@@ -224,10 +224,10 @@ class Mirror:
 
     async def _chain(self, manifest: WeightsManifest) -> AsyncIterator[WeightsManifest]:
         """What a version is rebuilt from: its base, that one's base, and so on to an anchor."""
-        while not manifest.is_anchor and manifest.base is not None:
+        while (base := manifest.rebuilt_from) is not None:
             deadline = time.monotonic() + _MANIFEST_DEADLINE_S
-            await self._take(manifest.base, None, deadline, patient=False)
-            manifest = self._shelf.manifests[manifest.base]
+            await self._take(base, None, deadline, patient=False)
+            manifest = self._shelf.manifests[base]
             yield manifest
 
     def _complain(self, error: BaseException) -> None:

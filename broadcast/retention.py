@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 def kept(
-    bases: Mapping[int, int | None],
-    anchors: Collection[int],
+    needs: Mapping[int, int | None],
     newest: int,
     keep_versions: int,
     pinned: Sequence[int] = (),
@@ -20,31 +19,28 @@ def kept(
     such chains, so a hostile reader cannot fill a disk.
 
     Args:
-        bases: for each version that is held, the one that its delta is from; None without a delta.
-        anchors: versions that are whole by themselves.
+        needs: for each version that is held, the one that it is rebuilt from; None of an anchor.
         newest: the version that latest.json names. Held ones that are newer are about to be
             announced: they are kept and not counted.
         keep_versions: how many of the newest; at least 1.
         pinned: versions that are being read, the latest interest first.
     """
-    announced = sorted((version for version in bases if version <= newest), reverse=True)
-    wanted = {version for version in bases if version > newest} | set(announced[:keep_versions])
-    whole = [version for version in announced if version in anchors]
+    announced = sorted((version for version in needs if version <= newest), reverse=True)
+    wanted = {version for version in needs if version > newest} | set(announced[:keep_versions])
+    whole = [version for version in announced if needs[version] is None]
     if whole:
         wanted |= {version for version in announced if version >= whole[0]}
-    result = with_bases(wanted, bases, anchors)
-    read = [version for version in pinned if version in bases and version not in result]
-    return result | with_bases(read[:keep_versions], bases, anchors)
+    result = with_bases(wanted, needs)
+    read = [version for version in pinned if version in needs and version not in result]
+    return result | with_bases(read[:keep_versions], needs)
 
 
-def with_bases(
-    versions: Collection[int], bases: Mapping[int, int | None], anchors: Collection[int]
-) -> set[int]:
+def with_bases(versions: Collection[int], needs: Mapping[int, int | None]) -> set[int]:
     """The versions and what they are rebuilt from, as far as that is held."""
     found = set()
     for version in versions:
         step: int | None = version
-        while step is not None and step in bases and step not in found:
+        while step is not None and step in needs and step not in found:
             found.add(step)
-            step = None if step in anchors else bases[step]
+            step = needs[step]
     return found

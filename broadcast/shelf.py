@@ -190,7 +190,7 @@ class Shelf:
         newest = max(self.manifests, default=version)
         others = sorted(v for v in self.manifests if v != version)
         pinned = self.pins.newest_first()[: self._keep_versions]
-        needed = with_bases([newest], self._bases(), self._anchors())
+        needed = with_bases([newest], self._needs())
         if version >= newest:
             victims = sorted(others, key=lambda v: (v in pinned, v in needed, v))
         else:
@@ -203,21 +203,13 @@ class Shelf:
 
     def prune(self, newest: int) -> None:
         """Drops the versions that are not to be kept; `newest` is the newest that is whole here."""
-        remaining = kept(
-            self._bases(),
-            self._anchors(),
-            newest,
-            self._keep_versions,
-            self.pins.newest_first(),
-        )
+        pinned = self.pins.newest_first()
+        remaining = kept(self._needs(), newest, self._keep_versions, pinned)
         self._drop(self.manifests.keys() - remaining)
         self.pins.keep_only(remaining)
 
-    def _bases(self) -> dict[int, int | None]:
-        return {version: manifest.base for version, manifest in self.manifests.items()}
-
-    def _anchors(self) -> set[int]:
-        return {version for version, manifest in self.manifests.items() if manifest.is_anchor}
+    def _needs(self) -> dict[int, int | None]:
+        return {version: manifest.rebuilt_from for version, manifest in self.manifests.items()}
 
     def _make_room(self, size: int, version: int) -> None:
         while self._max_bytes is not None and self._used + size > self._max_bytes:

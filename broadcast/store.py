@@ -175,8 +175,7 @@ def prune(store: Path, *, run: str, keep_versions: int) -> None:
         manifests = {v: _stored(path, run, identity(path)) for v, path in paths.items()}
         pins = Pins(store, run)
         remaining = kept(
-            {version: manifest.base for version, manifest in manifests.items()},
-            {version for version, manifest in manifests.items() if manifest.is_anchor},
+            {version: manifest.rebuilt_from for version, manifest in manifests.items()},
             newest,
             keep_versions,
             pins.newest_first(),

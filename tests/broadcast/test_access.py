@@ -214,16 +214,6 @@ def test_a_client_has_so_many_answers_at_once(run: Run) -> None:
 # -- The token bucket: what a client may have over any time ----------------------------------------
 
 
-def test_a_piece_larger_than_the_bucket_can_be_had_and_is_paid_for_after() -> None:
-    limit = RateLimit(100)
-
-    assert limit.take("a", 1000, now=0.0) == 0.0
-
-    assert limit.take("a", 1, now=0.0) == pytest.approx(9.0)
-    assert limit.take("a", 1, now=8.0) == pytest.approx(1.0)
-    assert limit.take("a", 1, now=9.0) == 0.0
-
-
 def test_only_so_many_clients_are_remembered() -> None:
     limit = RateLimit(100, max_clients=3)
     for client in ("a", "b", "c"):

@@ -74,10 +74,6 @@ def honest(peer: Peer) -> None:
         peer.answer(BY_DIGEST[digest])
 
 
-def silent(peer: Peer) -> None:
-    peer.wait_for_the_end()
-
-
 async def test_chunks_come_from_everyone_who_has_them(
     serve: Serve, fetcher_of: MakeFetcher, file: Path
 ) -> None:
@@ -107,20 +103,6 @@ async def test_chunks_are_asked_for_in_the_order_in_which_they_were_wanted() -> 
     await for_each(range(30), want, parallel=8)
 
     assert asked == list(range(30))
-
-
-async def test_the_deadline_holds_for_those_who_wait_their_turn(
-    serve: Serve, fetcher_of: MakeFetcher, file: Path
-) -> None:
-    fetcher = fetcher_of(serve(silent).url)
-    deadline = time.monotonic() + 0.3
-
-    ended = await asyncio.gather(
-        *(fetcher.chunk(chunk, "file", deadline, into=file) for chunk in CHUNKS),
-        return_exceptions=True,
-    )
-
-    assert all(isinstance(error, UserError) for error in ended)
 
 
 async def test_a_relay_that_lags_still_gives_chunks(

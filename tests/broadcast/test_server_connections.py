@@ -81,17 +81,6 @@ def limited(run: Run, max_connections: int = 4096, **limits: float) -> Served:
     )
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\nHos"])
-def test_a_request_whose_head_does_not_come_is_not_waited_for(
-    run: Run, connect: Connect, said: bytes
-) -> None:
-    served = limited(run, head_s=0.2)
-
-    assert rest(connect(served.port, say=said)) == 0
-
-    assert metric(served.url, f'{DROPPED}{{why="late head"}}') == 1
-
-
 def test_a_head_in_drips_has_no_more_time(run: Run, connect: Connect) -> None:
     served = limited(run, head_s=0.3)
     connection = connect(served.port, say=b"GET /healthz HTTP/1.1\r\nX: ")
@@ -105,22 +94,6 @@ def test_a_head_in_drips_has_no_more_time(run: Run, connect: Connect) -> None:
 
     eventually(drip, "it is ended", poll_s=0.02)
     assert metric(served.url, f'{DROPPED}{{why="late head"}}') == 1
-
-
-def test_who_is_being_answered_is_not_cut_off_for_a_newcomer(run: Run, connect: Connect) -> None:
-    # given clients whose polls and bodies take all the places that there are
-    served = limited(run, max_connections=4)
-    large = large_chunk(run)
-    for count, address in enumerate(("127.0.0.1", "127.0.0.1", "127.0.0.2"), 1):
-        connect(served.port, say=POLL, address=address)
-        eventually(lambda count=count: metric(served.url, POLLS) == count, "it waits")
-    reader = connect(served.port, say=asking_for(large), address="127.0.0.2", buffer=4096)
-    assert reader.recv(12) == OK
-    # when another comes, then it is told that there is no room
-    newcomer = connect(served.port, address="127.0.0.3")
-    assert newcomer.recv(12) == b"HTTP/1.1 503"
-    # and who is being answered gets all of it
-    assert rest(reader, large.stat().st_size) >= large.stat().st_size
 
 
 def test_a_client_has_half_of_the_places_at_most(run: Run, connect: Connect) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from broadcast.chunk_transfer import Transfer, fetch_chunk
 from broadcast.manifest import Chunk
-from broadcast.transport import Access, Busy, Fault, NotThere, base_url, get, new_session
+from broadcast.transport import Access, Fault, base_url, get, new_session
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 
@@ -146,19 +146,6 @@ async def test_small_answers(client: Client) -> None:
             await client.small(server.url, max_bytes=len(BODY) - 1)
 
 
-async def test_small_answers_that_are_none(client: Client) -> None:
-    with status("404 No") as server, pytest.raises(NotThere):
-        await client.small(server.url)
-    with status("500 Oh") as server, pytest.raises(Fault, match="status 500"):
-        await client.small(server.url)
-    with (
-        status("429 Slow down", "Retry-After: 3") as server,
-        pytest.raises(Busy) as raised,
-    ):
-        await client.small(server.url)
-    assert raised.value.retry_after_s == 3
-
-
 async def test_nobody_is_sent_elsewhere_with_our_token(client: Client) -> None:
     with Scripted(honest) as elsewhere:
         for line in ("302 Found", "307 Temporary", "308 Permanent"):
@@ -226,20 +213,5 @@ async def test_https_by_another_than_was_asked_for_is_refused(tmp_path: Path) ->
         for ask in (client.small, client.chunk):
             with pytest.raises(Fault, match=r"127\.0\.0\.2"):
                 await ask(server.url)
-
-    await client.close()
-
-
-async def test_a_handshake_that_never_ends_ends_at_the_timeout(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    client = Client(Access(TOKEN, authority.ca_file), tmp_path)
-
-    def silent(peer: Peer) -> None:
-        peer.wait_for_the_end()
-
-    with Scripted(silent) as server:
-        url = server.url.replace("http:", "https:")
-        with pytest.raises(Fault, match=r"0 of 100000 bytes within 0\.3 s"):
-            await client.chunk(url, timeout_s=0.3)
 
     await client.close()

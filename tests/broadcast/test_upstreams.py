@@ -84,9 +84,11 @@ def test_after_a_failure_a_server_is_left_alone_for_longer_and_longer() -> None:
 
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0])
     only.succeeded()
-    for _ in range(8):  # requests that were under way together
-        only.failed(now, Fault("refused"), "chunk", LOG)
-    assert upstreams.choose(now, Wanted()).pause_s == pytest.approx(0.1)
+    for pause_s in (0.1, 0.2):
+        for _ in range(8):  # requests that were under way together
+            only.failed(now, Fault("refused"), "chunk", LOG)
+        assert upstreams.choose(now, Wanted()).pause_s == pytest.approx(pause_s)
+        now += pause_s
 
 
 @pytest.mark.parametrize(
@@ -306,13 +308,6 @@ def test_each_server_gets_a_share_in_proportion_to_its_rate() -> None:
     assert share["0"] == pytest.approx(4 / 7, abs=0.06)
     assert share["1"] == pytest.approx(2 / 7, abs=0.06)
     assert share["2"] == pytest.approx(1 / 7, abs=0.06)
-
-
-def test_all_that_the_servers_have_is_used() -> None:
-    played = Simulation([Server(400 * MB), Server(200 * MB), Server(100 * MB)])
-
-    played.run(60)
-
     assert played.served.total() * CHUNK > 0.9 * 60 * 700 * MB
 
 
@@ -368,21 +363,3 @@ def test_a_server_that_turns_slow_and_fast_again_is_used_again() -> None:
     played.run(60)
 
     assert played.served["1"] - slow > 0.3 * 60 * 100 * MB / CHUNK
-
-
-def test_one_bad_server_holds_nobody_up() -> None:
-    played = Simulation([Server(100 * MB, dead=(0, math.inf)), Server(100 * MB)])
-
-    played.run(60)
-
-    assert played.served["1"] > 0.95 * 60 * 100 * MB / CHUNK
-
-
-def test_all_dead_and_then_one_back() -> None:
-    played = Simulation([Server(100 * MB, dead=(0, 1030)), Server(100 * MB, dead=(0, math.inf))])
-    played.run(30)
-    assert not played.served
-
-    played.run(RETRY_S[1] + 1)
-
-    assert played.served["0"] > 0

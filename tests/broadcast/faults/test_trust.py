@@ -123,20 +123,6 @@ def test_what_a_thief_called_the_newest_is_forgotten_with_the_key(
     assert [p.name for p in (run.folder / "relay/demo/versions").iterdir()] == ["1"]
 
 
-def test_new_publishers_are_learnt_from_newer_roles(run: Run) -> None:
-    run.publish(0, weights())
-    server = run.static()
-    client = run.client(server.url)
-    assert client.latest(None, 10) is not None
-    run.key = SigningKey.generate()
-    sign_new_roles(run, run.key)
-
-    run.publish(1, weights(seed=1))
-
-    latest = client.latest(0, 10)
-    assert latest is not None and latest.version == 1
-
-
 @pytest.mark.parametrize(
     ("document", "algorithm"),
     [
