@@ -15,12 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from bridge.output import output_directory
 from bridge.safetensors_io import write_safetensors
 from bridge.tensors import dtype_named
 from bridge.weight_map import Entry, entry
 from bridge.weight_map import Path as LeafPath
-from runspec.core.errors import UserError
-from runspec.core.files import new_directory
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import adapter_rows, axis_sizes
 from runspec.core.spec.schema import Lora
@@ -79,15 +78,10 @@ def write_adapter(
         "modules_to_save": None,
         "inference_mode": True,
     }
-    try:
-        with new_directory(out_dir) as folder:
-            tensors = _tensors(entries, leaves)
-            write_safetensors(folder / WEIGHTS_NAME, shapes, dtype_named("float32"), tensors)
-            (folder / CONFIG_NAME).write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
-    except FileExistsError as error:
-        raise UserError("exists already", place=str(out_dir), remedy="name another") from error
-    except OSError as error:
-        raise UserError(f"cannot write: {error.strerror or error}", place=str(out_dir)) from error
+    with output_directory(out_dir) as folder:
+        tensors = _tensors(entries, leaves)
+        write_safetensors(folder / WEIGHTS_NAME, shapes, dtype_named("float32"), tensors)
+        (folder / CONFIG_NAME).write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
 
 
 def _tensors(entries: list[Entry], leaves: Mapping[LeafPath, np.ndarray]) -> Iterator[np.ndarray]:

@@ -17,6 +17,7 @@ import tensorstore as ts
 
 from bridge.model_files import copy_model_files
 from bridge.orbax_io import open_checkpoint, read_pieces
+from bridge.output import output_directory
 from bridge.records import write_records
 from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, write_safetensors
 from bridge.shards import MAX_SHARD_BYTES, plan_shards
@@ -24,8 +25,6 @@ from bridge.tensors import dtype_named
 from bridge.transpose import copy_into
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import hf_shapes, weight_map
-from runspec.core.errors import UserError
-from runspec.core.files import new_directory
 from runspec.core.models.config import CONFIG_NAME, ModelConfig, load_config, read_config
 
 PROBE_NAME = "probe.json"
@@ -63,24 +62,13 @@ def export_checkpoint(
     target = dtype_named(dtype)
     config = load_config(model_dir)
     stores = open_checkpoint(orbax_dir, config)
-    try:
-        with new_directory(out_dir) as folder:
-            records = _write_weights(folder, orbax_dir, stores, config, target, max_shard_bytes)
-            write_records(folder, records)
-            copy_model_files(model_dir, folder)
-            _write_config(folder, model_dir, dtype)
-            if (probe := orbax_dir.parent / PROBE_NAME).exists():
-                shutil.copyfile(probe, folder / PROBE_NAME)
-    except FileExistsError as error:
-        raise UserError(
-            "exists already", place=str(out_dir), remedy="name a new directory, or remove it"
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"cannot write: {error.strerror or error}",
-            place=str(out_dir),
-            remedy="free disk space or mend the permissions, then export again",
-        ) from error
+    with output_directory(out_dir) as folder:
+        records = _write_weights(folder, orbax_dir, stores, config, target, max_shard_bytes)
+        write_records(folder, records)
+        copy_model_files(model_dir, folder)
+        _write_config(folder, model_dir, dtype)
+        if (probe := orbax_dir.parent / PROBE_NAME).exists():
+            shutil.copyfile(probe, folder / PROBE_NAME)
 
 
 def _write_weights(

@@ -7,8 +7,7 @@ from pathlib import Path
 from bridge.load import LeafReader
 from bridge.model_files import MODEL_FOLDER, copy_model_files
 from bridge.orbax_writer import write_leaf, write_metadata
-from runspec.core.errors import UserError
-from runspec.core.files import new_directory
+from bridge.output import output_directory
 from runspec.core.models.config import load_config
 
 
@@ -27,19 +26,8 @@ def import_model(hf_dir: Path, checkpoint: Path) -> None:
             exists.
     """
     reader = LeafReader(hf_dir, load_config(hf_dir))
-    try:
-        with new_directory(checkpoint) as folder:
-            for path, entry in reader.entries.items():
-                write_leaf(folder, entry, reader.dtype(path), reader.parts(path))
-            write_metadata(folder, reader.entries)
-            copy_model_files(hf_dir, folder / MODEL_FOLDER)
-    except FileExistsError as error:
-        raise UserError(
-            "exists already", place=str(checkpoint), remedy="name a new directory"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot write the checkpoint: {error}",
-            place=str(checkpoint),
-            remedy="free disk space or mend the permissions, then import again",
-        ) from error
+    with output_directory(checkpoint) as folder:
+        for path, entry in reader.entries.items():
+            write_leaf(folder, entry, reader.dtype(path), reader.parts(path))
+        write_metadata(folder, reader.entries)
+        copy_model_files(hf_dir, folder / MODEL_FOLDER)

@@ -41,8 +41,17 @@ def write_leaf(
         parts: its layers in order; the whole leaf, once, where it is not stacked.
 
     Raises:
-        OSError, ValueError: it cannot be written; TensorStore reports a full disk as the latter.
+        OSError: it cannot be written.
     """
+    try:
+        _write_parts(checkpoint, entry, dtype, parts)
+    except ValueError as error:  # TensorStore's, for a full disk
+        raise OSError(str(error)) from error
+
+
+def _write_parts(
+    checkpoint: Path, entry: Entry, dtype: np.dtype, parts: Iterator[np.ndarray]
+) -> None:
     store = ts.open(
         leaf_spec(checkpoint / "state", entry.path),
         create=True,

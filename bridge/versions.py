@@ -8,10 +8,9 @@ from pathlib import Path
 
 from bridge.delta import DeltaSummary, apply_deltas, delta_tensors, write_delta
 from bridge.model_files import copy_model_files
+from bridge.output import output_directory
 from bridge.records import write_records
 from bridge.safetensors_io import INDEX_NAME
-from runspec.core.errors import UserError
-from runspec.core.files import new_directory
 
 
 def changed_elements(old: Path, new: Path, out: Path | None) -> list[str]:
@@ -59,15 +58,10 @@ def next_version(base: Path, delta: Path, out: Path) -> None:
         UserError: as `bridge.delta.apply_deltas`; `out` exists, or cannot be written.
     """
     tensors = delta_tensors(base, delta)
-    try:
-        with new_directory(out) as folder:
-            copy_model_files(base, folder)
-            for path in [*base.glob("*.safetensors"), base / INDEX_NAME]:
-                if path.exists():
-                    shutil.copyfile(path, folder / path.name)
-            apply_deltas(folder, [delta], tensors)
-            write_records(folder, tensors)
-    except FileExistsError as error:
-        raise UserError("exists already", place=str(out), remedy="name another") from error
-    except OSError as error:
-        raise UserError(f"cannot write: {error.strerror or error}", place=str(out)) from error
+    with output_directory(out) as folder:
+        copy_model_files(base, folder)
+        for path in [*base.glob("*.safetensors"), base / INDEX_NAME]:
+            if path.exists():
+                shutil.copyfile(path, folder / path.name)
+        apply_deltas(folder, [delta], tensors)
+        write_records(folder, tensors)

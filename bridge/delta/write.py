@@ -21,11 +21,11 @@ from bridge.delta.layout import (
     tensor_segments,
 )
 from bridge.delta.segments import encode
+from bridge.output import output_directory
 from bridge.records import TENSORS_NAME
 from bridge.safetensors_io import TensorInfo, listed, stored_digest
 from bridge.tensors import model_digest
 from runspec.core.errors import UserError
-from runspec.core.files import new_directory
 
 _AHEAD = 8
 """Segments a thread that may be coded before the first of them is written."""
@@ -93,26 +93,15 @@ def write_delta(base_dir: Path, new_dir: Path, out_dir: Path, *, threads: int = 
     digests = model_digest(read_records(base_dir, base)), model_digest(records)
     changes: list[TensorChange] = []
     delta_bytes = 0
-    try:
-        with new_directory(out_dir) as folder, ThreadPoolExecutor(threads) as pool:
-            for old_file, new_file in zip(base, new, strict=True):
-                with tempfile.TemporaryFile(dir=folder) as blocks:
-                    written = _write_blocks(
-                        blocks, old_file, new_file, records, pool, _AHEAD * threads
-                    )
-                    header = DeltaHeader(*digests, new_file.digest, _sizes(written, records))
-                    path = folder / (new_file.path.name + SUFFIX)
-                    _write_file(path, header, blocks)
-                changes += written
-                delta_bytes += path.stat().st_size
-    except FileExistsError as error:
-        raise UserError("exists already", place=str(out_dir), remedy="name a new one") from error
-    except OSError as error:
-        raise UserError(
-            f"cannot write a delta: {error.strerror or error}",
-            place=str(out_dir),
-            remedy="free disk space or mend the permissions, then start again",
-        ) from error
+    with output_directory(out_dir) as folder, ThreadPoolExecutor(threads) as pool:
+        for old_file, new_file in zip(base, new, strict=True):
+            with tempfile.TemporaryFile(dir=folder) as blocks:
+                written = _write_blocks(blocks, old_file, new_file, records, pool, _AHEAD * threads)
+                header = DeltaHeader(*digests, new_file.digest, _sizes(written, records))
+                path = folder / (new_file.path.name + SUFFIX)
+                _write_file(path, header, blocks)
+            changes += written
+            delta_bytes += path.stat().st_size
     weights = sum(info.nbytes for file in new for info in file.tensors)
     return DeltaSummary(tuple(changes), weights, delta_bytes)
 

@@ -97,7 +97,7 @@ def test_a_full_disk(tmp_path: Path, rng: np.random.Generator) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, held[1]))
     # When, then
     try:
-        with pytest.raises(UserError, match=r"deltas/d: cannot write a delta: File too large"):
+        with pytest.raises(UserError, match=r"deltas/d: cannot write: File too large"):
             write_delta(before, after, tmp_path / "deltas" / "d")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, held)
