@@ -25,8 +25,9 @@ from learner_jax.checkpoint import (
     save_state,
     state_steps,
 )
-from learner_jax.layout import clear_unfinished, versions_in
+from learner_jax.layout import clear_unfinished
 from runspec.core.errors import UserError
+from runspec.core.spec.run_files import versions_in
 
 
 def save(folder: Path, step: int, state: Any, *, keep: int = 3) -> None:
