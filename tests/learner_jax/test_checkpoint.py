@@ -58,17 +58,11 @@ def tree(mesh: Mesh, dtype: Any = jnp.float32) -> dict[str, Any]:
 
 
 def like(value: dict[str, Any], mesh: Mesh) -> Any:
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape,
-            leaf.dtype,
-            sharding=NamedSharding(mesh, PartitionSpec(None, "fsdp"))
-            if leaf.ndim == 2
-            else replicated,
-        ),
-        value,
-    )
+    def described(leaf: Any) -> jax.ShapeDtypeStruct:
+        spec = PartitionSpec(None, "fsdp") if leaf.ndim == 2 else PartitionSpec()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(described, value)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
