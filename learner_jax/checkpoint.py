@@ -23,12 +23,13 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from learner_jax.layout import PARAMS_NAME, PROBE_FILE, numbered
+from learner_jax.layout import PARAMS_NAME, PROBE_FILE
 from learner_jax.saver import DEADLINE_S, Finish
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.hashing import digest_file
+from runspec.core.spec.run_files import numbered
 
 STATE_NAME = "state"
 STATE_FILE = "state.json"

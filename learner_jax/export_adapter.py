@@ -7,10 +7,10 @@ from pathlib import Path
 from bridge.adapter import adapter_map, write_adapter
 from bridge.orbax_io import open_leaves, read_leaf
 from learner_jax.checkpoint import STATE_NAME, check_state, state_steps
-from learner_jax.layout import initial_model, state_folder
 from runspec.core.errors import UserError
 from runspec.core.models.config import load_config
 from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.run_files import initial_model, state_folder
 
 
 def export_adapter(run_dir: Path, out_dir: Path, *, step: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Where the learner's files lie in a run directory. No JAX here: the publisher reads this too."""
+"""Names of the learner's files in a version's folder. No JAX: the publisher reads this too."""
 
 from __future__ import annotations
 
@@ -6,26 +6,6 @@ import logging
 from pathlib import Path
 
 from runspec.core.files import remove_leftovers
-from runspec.core.spec.run_files import (
-    initial_model,
-    numbered,
-    params_folder,
-    state_folder,
-    versions_in,
-    weights_folder,
-)
-
-__all__ = [
-    "PARAMS_NAME",
-    "PROBE_FILE",
-    "clear_unfinished",
-    "initial_model",
-    "numbered",
-    "params_folder",
-    "state_folder",
-    "versions_in",
-    "weights_folder",
-]
 
 PARAMS_NAME = "params"
 """The Orbax checkpoint in v<N>/."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from learner_jax.agreement import alarm_limit
 from learner_jax.batch import Batch
 from learner_jax.flops import Meter, peak_flops
-from learner_jax.layout import initial_model
 from learner_jax.learner_run import LearnerRun
 from learner_jax.metrics import JsonLines
 from learner_jax.report import SampleWriter, metrics_line
 from learner_jax.training import StepResult
+from runspec.core.spec.run_files import initial_model
 
 
 class Records:

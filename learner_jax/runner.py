@@ -21,7 +21,6 @@ from learner_jax.distributed import Peers, Word, mesh_devices
 from learner_jax.execution import full_float32
 from learner_jax.feed import BatchFeed
 from learner_jax.fingerprint import fingerprint
-from learner_jax.layout import initial_model
 from learner_jax.learner_run import LearnerRun
 from learner_jax.metrics import Clock
 from learner_jax.probe import build_probe
@@ -37,6 +36,7 @@ from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.models.config import load_config
 from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.run_files import initial_model
 from runspec.core.spec.schema import RunSpec
 
 

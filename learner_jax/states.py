@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from learner_jax.checkpoint import StateInfo, save_state, state_steps
-from learner_jax.layout import numbered, state_folder
 from learner_jax.learner_run import LearnerRun
 from learner_jax.saver import Finish, Saver
 from learner_jax.start import Start
 from learner_jax.step import TrainState
 from learner_jax.versions import VersionWriter
+from runspec.core.spec.run_files import numbered, state_folder
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.layout import step_folder
 

@@ -16,7 +16,6 @@ from bridge.tensors import tree_digests
 from learner_jax.checkpoint import load_params, save_params
 from learner_jax.distributed import Peers
 from learner_jax.fingerprint import same_bits
-from learner_jax.layout import params_folder, versions_in, weights_folder
 from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import HostLeaves
 from learner_jax.leaves import load_params as load_weights
@@ -25,6 +24,7 @@ from learner_jax.saver import Saver
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.process import RunStopped
+from runspec.core.spec.run_files import params_folder, versions_in, weights_folder
 
 FINGERPRINTS_FILE = "fingerprints.jsonl"
 MAX_FINGERPRINTS_BYTES = 16 * 1024 * 1024

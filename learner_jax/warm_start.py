@@ -29,7 +29,6 @@ from jaxtyping import Array
 from bridge.safetensors_io import SINGLE_NAME
 from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution, full_float32
-from learner_jax.layout import initial_model
 from learner_jax.leaves import save_weights
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import abstract_params, bind, init_params
@@ -44,6 +43,7 @@ from runspec.core.hashing import digest_bytes, digest_file
 from runspec.core.models.config import ModelConfig, parse_config
 from runspec.core.models.decoder import hf_config
 from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.run_files import initial_model
 from runspec.core.spec.schema import Optimizer, RunSpec, WarmStart
 from verify.plugins import Trace, WarmStartData, load_warm_start_data
 

@@ -1,9 +1,10 @@
 """One run that changes as it goes, is paused, taken back, and resumed elsewhere to its end.
 
-Shows: a rolling change renews the roles that it concerns under a learner that goes on, and versions
-become deltas; a pause; a rollback that keeps the steps below its version and publishes that version
-anew under another root; a resume with restart changes (another mesh, one more validator and relay,
-more steps), without a complaint in any log; every command on a finished run.
+Shows: a model whose family another package brings is sampled, judged and trained; a rolling change
+renews the roles that it concerns under a learner that goes on, and versions become deltas; a pause;
+a rollback that keeps the steps below its version and publishes that version anew under another
+root; a resume with restart changes (another mesh, one more validator and relay, more steps),
+without a complaint in any log; every command on a finished run.
 """
 
 import json
@@ -14,6 +15,7 @@ import pytest
 
 from broadcast.store import newest_version
 from runspec.core.spec.resolved import load_resolved
+from tests.e2e.family_model import installed, write_model
 from tests.e2e.quick import QuickRun
 from tests.harness import PATIENCE_S, runspec, standing_still
 from verify.coordinator.events import RolledBack
@@ -24,7 +26,14 @@ pytestmark = pytest.mark.slow
 
 STEPS = 17
 # At so small a rate few float32 bits change.
-START = {"steps": STEPS - 1, "checkpoints.every": 2, "checkpoints.keep": 99, "optimizer.lr": 1e-10}
+START = {
+    "steps": STEPS - 1,
+    "checkpoints.every": 2,
+    "checkpoints.keep": 99,
+    "optimizer.lr": 1e-10,
+    "warm_start": "null",
+    "model.shape": "null",
+}
 ROLLING = {
     "verify.lease_timeout": "25s",
     "verify.prefill_share": 0.5,
@@ -42,49 +51,58 @@ OTHER_PLACES = {
 
 
 @pytest.fixture(scope="module")
-def finished(runs_dir):
+def finished(runs_dir, tmp_path_factory):
     """The run, and its rows of metrics and its root key when it was paused."""
-    with QuickRun(runs_dir, "changing", START) as run:
-        # given a run under way
-        run.wait_for_step(1)
-        before = run.status()["roles"]
-        # when a rolling change is applied to it, so soon that most steps are left
-        run.overrides = {**START, **ROLLING}
-        with standing_still(before["learner"]["pid"]):
-            done = runspec("apply", *run.words, timeout_s=PATIENCE_S)
-            # then all but learner and servers are others
-            assert done.returncode == 0, done.stderr + run.output()
-            assert "taken over (serial 2)" in done.stdout
-            after = run.status()["roles"]
-        renewed = {name for name in after if after[name]["pid"] != before[name]["pid"]}
-        assert renewed == {"coordinator", "publisher", "validator-0", "volunteers-0"}
-        assert load_resolved(run.dir).verify.lease_timeout == 25.0
-        # and the learner goes on, with versions that come as deltas
-        log = run.dir / "logs" / "volunteers-0.log"
-        run.wait_until(lambda: "from held version" in log.read_text(), "a delta")
-        run.wait_for_step(4)
+    folder = tmp_path_factory.mktemp("family")
+    start = START | {"model.hf": folder / "model"}
+    with installed(folder / "site"):
+        write_model(folder / "model")
+        with QuickRun(runs_dir, "changing", start) as run:
+            yield (run, *changed(run, start))
 
-        # when it is paused, once and again
-        paused = runspec("pause", run.dir, timeout_s=PATIENCE_S)
-        assert paused.returncode == 0, paused.stderr
-        assert run.process.wait(60) == 0
-        assert run.status()["state"] == "paused"
-        assert runspec("pause", run.dir).returncode == 0, "a paused run is paused"
-        trained, root = run.metrics(), (run.dir / "keys" / "root.key").read_bytes()
-        # and taken back to version 2
-        back = runspec("rollback", run.dir, "--to", "2", "--yes", timeout_s=PATIENCE_S)
-        assert back.returncode == 0, back.stderr
-        assert run.metrics() == trained[:2]
-        for log in logs_of(run):
-            log.unlink()  # so that only what comes is looked at
-        # and applied with other places and a little more to do
-        run.overrides |= OTHER_PLACES
-        plan = json.loads(runspec("plan", *run.words, "--json", timeout_s=PATIENCE_S).stdout)
-        assert (plan["serial"], plan["change_class"]) == (3, "restart")
-        run.apply()
-        # then it reaches its end
-        run.finish()
-    return run, trained, root
+
+def changed(run, start):
+    """Takes the run to its end; returns its rows of metrics and its root key when it was paused."""
+    # given a run under way
+    run.wait_for_step(1)
+    before = run.status()["roles"]
+    # when a rolling change is applied to it, so soon that most steps are left
+    run.overrides = {**start, **ROLLING}
+    with standing_still(before["learner"]["pid"]):
+        done = runspec("apply", *run.words, timeout_s=PATIENCE_S)
+        # then all but learner and servers are others
+        assert done.returncode == 0, done.stderr + run.output()
+        assert "taken over (serial 2)" in done.stdout
+        after = run.status()["roles"]
+    renewed = {name for name in after if after[name]["pid"] != before[name]["pid"]}
+    assert renewed == {"coordinator", "publisher", "validator-0", "volunteers-0"}
+    assert load_resolved(run.dir).verify.lease_timeout == 25.0
+    # and the learner goes on, with versions that come as deltas
+    log = run.dir / "logs" / "volunteers-0.log"
+    run.wait_until(lambda: "from held version" in log.read_text(), "a delta")
+    run.wait_for_step(4)
+
+    # when it is paused, once and again
+    paused = runspec("pause", run.dir, timeout_s=PATIENCE_S)
+    assert paused.returncode == 0, paused.stderr
+    assert run.process.wait(60) == 0
+    assert run.status()["state"] == "paused"
+    assert runspec("pause", run.dir).returncode == 0, "a paused run is paused"
+    trained, root = run.metrics(), (run.dir / "keys" / "root.key").read_bytes()
+    # and taken back to version 2
+    back = runspec("rollback", run.dir, "--to", "2", "--yes", timeout_s=PATIENCE_S)
+    assert back.returncode == 0, back.stderr
+    assert run.metrics() == trained[:2]
+    for log in logs_of(run):
+        log.unlink()  # so that only what comes is looked at
+    # and applied with other places and a little more to do
+    run.overrides |= OTHER_PLACES
+    plan = json.loads(runspec("plan", *run.words, "--json", timeout_s=PATIENCE_S).stdout)
+    assert (plan["serial"], plan["change_class"]) == (3, "restart")
+    run.apply()
+    # then it reaches its end
+    run.finish()
+    return trained, root
 
 
 def test_every_step_is_there_once_those_below_the_version_as_they_were(finished):
@@ -94,6 +112,15 @@ def test_every_step_is_there_once_those_below_the_version_as_they_were(finished)
     assert rows[:2] == trained[:2]
     assert all(row["lag_max"] <= 2 for row in rows)
     assert json.loads((run.dir / "summary.json").read_text())["rollouts_rejected"] == 0
+
+
+def test_a_family_from_a_package_is_sampled_judged_and_trained(finished):
+    # then vLLM, the validator's prefill and the learner compute the same log-probs
+    rows = finished[0].metrics()
+    differences = [row["logprob_diff"] for row in rows]  # None where no rollout was prefilled
+    assert max(each for each in differences if each is not None) < 1e-4
+    # and every step moves the weights
+    assert all(row["grad_norm"] > 0 for row in rows)
 
 
 def test_the_other_places_are_at_work_and_nobody_complains(finished):

@@ -25,8 +25,9 @@ from learner_jax.checkpoint import (
     save_state,
     state_steps,
 )
-from learner_jax.layout import clear_unfinished, versions_in
+from learner_jax.layout import clear_unfinished
 from runspec.core.errors import UserError
+from runspec.core.spec.run_files import versions_in
 
 
 def save(folder: Path, step: int, state: Any, *, keep: int = 3) -> None:
@@ -57,17 +58,11 @@ def tree(mesh: Mesh, dtype: Any = jnp.float32) -> dict[str, Any]:
 
 
 def like(value: dict[str, Any], mesh: Mesh) -> Any:
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape,
-            leaf.dtype,
-            sharding=NamedSharding(mesh, PartitionSpec(None, "fsdp"))
-            if leaf.ndim == 2
-            else replicated,
-        ),
-        value,
-    )
+    def described(leaf: Any) -> jax.ShapeDtypeStruct:
+        spec = PartitionSpec(None, "fsdp") if leaf.ndim == 2 else PartitionSpec()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(described, value)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from learner_jax.checkpoint import state_steps
-from learner_jax.layout import params_folder, state_folder, versions_in
 from runspec.core.process import EXIT_USER_ERROR
 from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.run_files import params_folder, state_folder, versions_in
 from runspec.core.spec.schema import Mesh
 from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model
 from tests.learner_jax.test_runner import assert_same_weights, lines, train_to_the_end, weights

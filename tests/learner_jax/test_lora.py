@@ -20,7 +20,6 @@ from bridge.adapter import write_adapter
 from learner_jax.__main__ import main
 from learner_jax.checkpoint import StateInfo, save_state
 from learner_jax.execution import Execution
-from learner_jax.layout import state_folder
 from learner_jax.leaves import HostLeaves, leaf_at, load_params
 from learner_jax.lora import abstract_lora, init_lora, merge
 from learner_jax.model import abstract_params, bind
@@ -29,6 +28,7 @@ from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig, load_config
+from runspec.core.spec.run_files import state_folder
 from runspec.core.spec.schema import Lora, Mesh
 from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model
 from tests.learner_jax.families import in_double, lines, loaded, saved

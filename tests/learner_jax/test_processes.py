@@ -13,9 +13,9 @@ import pytest
 
 from bridge.safetensors_io import read_headers, read_tensor
 from broadcast.store import newest_version
-from learner_jax.layout import weights_folder
 from learner_jax.runner import train
 from runspec.core.process import EXIT_USER_ERROR
+from runspec.core.spec.run_files import weights_folder
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
 from tests.learner_jax.test_runner import assert_same_weights, weights
 from tests.waiting import eventually, one_ended

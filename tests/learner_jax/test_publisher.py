@@ -16,12 +16,12 @@ import pytest
 
 from broadcast.store import newest_version
 from learner_jax.checkpoint import save_params
-from learner_jax.layout import params_folder, versions_in, weights_folder
 from learner_jax.model import init_params
 from learner_jax.publisher import Publisher, publish_versions
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
 from runspec.core.latest import open_latest
+from runspec.core.spec.run_files import params_folder, versions_in, weights_folder
 from tests.learner_jax.conftest import Run, write_initial_model
 
 LOG = logging.getLogger("test")

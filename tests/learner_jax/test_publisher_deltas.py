@@ -17,10 +17,10 @@ from broadcast.layout import chunk_name, latest_name, manifest_name
 from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import newest_version
 from learner_jax.checkpoint import save_params
-from learner_jax.layout import params_folder, versions_in, weights_folder
 from learner_jax.model import init_params
 from learner_jax.publisher import Publisher
 from learner_jax.warm_start import model_config
+from runspec.core.spec.run_files import params_folder, versions_in, weights_folder
 from tests.learner_jax.conftest import Run, changed, write_initial_model
 
 LOG = logging.getLogger("test")

@@ -13,10 +13,10 @@ from bridge.export import export_checkpoint
 from bridge.safetensors_io import read_headers, read_tensor
 from learner_jax.distributed import Peers
 from learner_jax.fingerprint import differences, same_bits
-from learner_jax.layout import params_folder, state_folder, weights_folder
 from learner_jax.versions import MadeOn
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
+from runspec.core.spec.run_files import params_folder, state_folder, weights_folder
 from tests.learner_jax.conftest import Run
 from tests.learner_jax.test_runner import (
     adapters,

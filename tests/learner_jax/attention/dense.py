@@ -43,7 +43,7 @@ def weight_of(q: np.ndarray) -> np.ndarray:
     return np.random.default_rng(1).normal(size=q.shape)
 
 
-def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, ...]:
+def dense(q: Any, k: Any, v: Any, ids: np.ndarray) -> tuple[np.ndarray, ...]:
     """The output and the gradients of sum(output * weight) by q, k and v, all in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group, size = q.shape[2] // k.shape[2], q.shape[3]
@@ -84,10 +84,12 @@ def computed(
     return tuple(np.asarray(x, np.float64) for x in (out, *grads))
 
 
-def assert_equal(
-    found: Sequence[np.ndarray], expected: Sequence[np.ndarray], ids: np.ndarray, limit: float
+def assert_dense(
+    attend: Callable[..., jax.Array], arrays: Sequence[Any], ids: np.ndarray, limit: float
 ) -> None:
-    """Output and gradients within `limit` of their norms, and exact zeros at padding."""
+    """Output and gradients are those of `dense`, within `limit` of their norms, and exact zeros at
+    padding."""
+    found, expected = computed(attend, arrays, ids), dense(*arrays, ids)
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
         assert error < limit, f"{name}: {error:.1e}"

@@ -23,13 +23,7 @@ from learner_jax.attention.context import (
 from learner_jax.execution import Execution
 from learner_jax.sharding import make_mesh
 from runspec.core.spec import schema
-from tests.learner_jax.attention.dense import (
-    assert_equal,
-    computed,
-    dense,
-    packed_rows,
-    random_arrays,
-)
+from tests.learner_jax.attention.dense import assert_dense, packed_rows, random_arrays
 
 SHORT = packed_rows([40, 1, -3, 14], [64], length=64)
 LONG = packed_rows([200, 1, 159, -40, 70], [20, 400], length=480)
@@ -82,15 +76,13 @@ def test_meshes_give_the_gradients_of_one_device(
     arrays = random_arrays(ids, 4, kv_heads, 4)
     mesh = make_mesh(schema.Mesh(**axes))
     with jax.enable_x64(True):
-        found = computed(attend(mesh), arrays, ids)
-    assert_equal(found, dense(*arrays, ids), ids, 1e-13)
+        assert_dense(attend(mesh), arrays, ids, 1e-13)
 
 
 def test_heads_that_tensor_does_not_divide_are_whole() -> None:
     arrays = [x.astype(np.float32) for x in random_arrays(SHORT, 3, 3, 4)]
     mesh = make_mesh(schema.Mesh(context=2, tensor=2))
-    found = computed(attend(mesh), arrays, SHORT)
-    assert_equal(found, dense(*arrays, SHORT), SHORT, 2e-6)
+    assert_dense(attend(mesh), arrays, SHORT, 2e-6)
 
 
 @pytest.mark.slow  # Pallas' interpreter
@@ -100,8 +92,7 @@ def test_splash_over_context_and_tensor(monkeypatch: pytest.MonkeyPatch) -> None
     ids = packed_rows([200, 1, -10, 100], [300], length=512)
     arrays = [x.astype(np.float32) for x in random_arrays(ids, 4, 2, 64)]
     mesh = make_mesh(schema.Mesh(fsdp=2, context=2, tensor=2))
-    found = computed(attend(mesh, partial(splash.attend, interpret=True)), arrays, ids)
-    assert_equal(found, dense(*arrays, ids), ids, 2e-6)
+    assert_dense(attend(mesh, partial(splash.attend, interpret=True)), arrays, ids, 2e-6)
 
 
 def test_keys_and_values_are_all_that_is_gathered() -> None:

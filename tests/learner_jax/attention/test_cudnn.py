@@ -17,13 +17,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as private
 
 from learner_jax.attention import cudnn
-from tests.learner_jax.attention.dense import (
-    assert_equal,
-    computed,
-    dense,
-    packed_rows,
-    random_arrays,
-)
+from tests.learner_jax.attention.dense import assert_dense, packed_rows, random_arrays
 
 SEGMENTS = packed_rows(
     [192, 128, 1, 129, -60, 66],  # lengths on both sides of a class's limit; a hole
@@ -145,9 +139,8 @@ def test_offsets_of_jax_address_every_segment_in_the_stream() -> None:
 def test_copies_into_rows_of_their_own_are_exact() -> None:
     arrays = random_arrays(SEGMENTS, 4, 2, 8)
     with jax.enable_x64(True):
-        found = computed(attend(partial(cudnn.bucketed, implementation="xla")), arrays, SEGMENTS)
-    # JAX's own attention takes its softmax in float32
-    assert_equal(found, dense(*arrays, SEGMENTS), SEGMENTS, 1e-6)
+        # JAX's own attention takes its softmax in float32
+        assert_dense(attend(partial(cudnn.bucketed, implementation="xla")), arrays, SEGMENTS, 1e-6)
 
 
 def test_packed_hands_over_what_cudnn_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +148,8 @@ def test_packed_hands_over_what_cudnn_needs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(private, "dot_product_attention", flat_memory)
     arrays = random_arrays(SEGMENTS, 4, 2, 8)
     with jax.enable_x64(True):
-        found = computed(attend(cudnn.packed), arrays, SEGMENTS)
-    # then grouped heads are right in this version of JAX, and nothing of it is seen
-    assert_equal(found, dense(*arrays, SEGMENTS), SEGMENTS, 1e-13)
+        # then grouped heads are right in this version of JAX, and nothing of it is seen
+        assert_dense(attend(cudnn.packed), arrays, SEGMENTS, 1e-13)
 
 
 @pytest.mark.parametrize("rows", [cudnn.packed, cudnn.bucketed])

@@ -11,7 +11,7 @@ import pytest
 
 from learner_jax.attention import xla
 from tests.learner_jax.attention.dense import (
-    assert_equal,
+    assert_dense,
     computed,
     dense,
     packed_rows,
@@ -32,16 +32,14 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Arra
 def test_output_and_gradients_are_exact_in_float64(ids: np.ndarray, kv_heads: int) -> None:
     arrays = random_arrays(ids, 6, kv_heads, 4)
     with jax.enable_x64(True):
-        found = computed(attend, arrays, ids)
-    assert_equal(found, dense(*arrays, ids), ids, 1e-13)
+        assert_dense(attend, arrays, ids, 1e-13)
 
 
 @pytest.mark.parametrize("ids", [SHORT, LONG], ids=["at once", "in tiles"])
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 2e-6), ("bfloat16", 2e-2)])
 def test_narrow_types_stay_near(ids: np.ndarray, dtype: str, limit: float) -> None:
     arrays = [jnp.asarray(x, dtype) for x in random_arrays(ids, 4, 2, 8)]
-    found = computed(attend, arrays, ids)
-    assert_equal(found, dense(*(np.asarray(x, np.float64) for x in arrays), ids), ids, limit)
+    assert_dense(attend, arrays, ids, limit)
 
 
 @pytest.mark.parametrize("ids", [SHORT, LONG], ids=["at once", "in tiles"])
