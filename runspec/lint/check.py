@@ -69,6 +69,7 @@ class CheckedFiles:
     """Every file that was read."""
 
     def count(self, severity: str) -> int:
+        """How many findings have a severity."""
         return sum(finding.severity == severity for finding in self.findings)
 
     def only(self, codes: Container[str]) -> CheckedFiles:

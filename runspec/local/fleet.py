@@ -123,6 +123,8 @@ class Changed:
 
 @dataclass(frozen=True)
 class Action:
+    """Something to do with the process of a role."""
+
     do: Literal["start", "stop", "kill"]
     """`stop` is SIGTERM, `kill` is SIGKILL."""
     role: str
@@ -153,6 +155,7 @@ class Fleet:
 
     @property
     def ending(self) -> bool:
+        """Whether the roles are told to end; `outcome` says why."""
         return self.phase in (Phase.STOPPING, Phase.KILLING)
 
     @property
@@ -162,6 +165,7 @@ class Fleet:
 
     @property
     def done(self) -> bool:
+        """Whether the run has ended and no process is left."""
         return self.ending and not self.alive
 
     def ready(self, role: str, now: float) -> list[Action]:

@@ -160,6 +160,7 @@ class RunState:
         )
 
     def set_role(self, role: RoleRow) -> None:
+        """Records a role in the place of what was known of it."""
         self._write("INSERT OR REPLACE INTO role VALUES (?, ?, ?, ?, ?, ?)", astuple(role))
 
     def add_event(self, role: str, text: str) -> None:

@@ -34,6 +34,7 @@ class SchemaField:
 
     @property
     def key(self) -> str:
+        """The last step of its path."""
         return self.path.rpartition(".")[2]
 
     @property
