@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +28,12 @@ from tests.harness import PATIENCE_S, ROOT, LiveRun, standing_still
 from tests.preloaded import Program
 from verify.formats.batch import FILE_NAME, open_batch
 from verify.formats.layout import step_folder
-from verify.formats.verdict import decode_verdicts
+from verify.formats.verdict import RolloutVerdict, decode_verdicts
 
 pytestmark = pytest.mark.slow
 
+Verdicts = dict[str, tuple[list[RolloutVerdict], dict[str, Any]]]
+"""Table and signed statement of each submission."""
 CHEAT = """
 import runpy
 runpy.run_module("tests.attacks.dishonest_worker", run_name="__main__", alter_sys=True)
@@ -66,16 +70,16 @@ def root_key(run: LiveRun) -> str:
     return json.loads((run.dir / "keys" / "roles.json").read_text())["key"]
 
 
-def verdicts_on(run: LiveRun, worker: str) -> list[tuple[Path, dict]]:
-    """Verdict files on a worker's submissions, with their signed statements."""
-    found = []
+def verdicts_on(run: LiveRun, worker: str, seen: Verdicts) -> Verdicts:
+    """Adds the verdicts on a worker's submissions to those seen; the files go some steps later."""
     for path in run.dir.glob("rollouts/step_*/[0-9a-f]*.verdict.json"):
         stem = path.name.removesuffix(".verdict.json")
-        submission = json.loads((path.parent / f"{stem}.json").read_text())["payload"]
-        if submission["worker"] == worker:
-            table = path.parent / f"{stem}.verdict.safetensors"
-            found.append((table, json.loads(path.read_text())["payload"]))
-    return found
+        with suppress(FileNotFoundError):
+            submission = json.loads((path.parent / f"{stem}.json").read_text())["payload"]
+            if submission["worker"] == worker:
+                table = (path.parent / f"{stem}.verdict.safetensors").read_bytes()
+                seen[stem] = decode_verdicts(table), json.loads(path.read_text())["payload"]
+    return seen
 
 
 def groups_trained(run: LiveRun) -> list[tuple[str, int]]:
@@ -113,7 +117,7 @@ class TestDishonestWorkers:
         with QuickRun(tmp_path, "attacked", overrides) as run:
             # given a run with an honest worker, joined by two that cheat
             run.wait_for_step(1)
-            cheats = {}
+            cheats, seen = {}, {"perturbed": {}, "edited": {}}
             try:
                 # whose engines start while nothing is trained: nobody would be there to cheat
                 with standing_still(run.pids()["learner"]):
@@ -128,7 +132,7 @@ class TestDishonestWorkers:
                         )
                 for mode, (key, process) in cheats.items():
                     run.wait_until(
-                        lambda key=key: len(verdicts_on(run, key)) >= 3,
+                        lambda key=key, mode=mode: len(verdicts_on(run, key, seen[mode])) >= 3,
                         f"three verdicts on the {mode} worker",
                         others=[process],
                     )
@@ -142,7 +146,9 @@ class TestDishonestWorkers:
             run.process.send_signal(signal.SIGINT)
             assert run.process.wait(PATIENCE_S) == EXIT_INTERRUPTED
 
-        found = {mode: verdicts_on(run, key) for mode, (key, _) in cheats.items()}
+        found = {
+            mode: verdicts_on(run, key, seen[mode]).values() for mode, (key, _) in cheats.items()
+        }
         groups = groups_trained(run)
         trained = {submission for submission, _ in groups}
         # then each of their submissions was rejected, by a check that names itself
@@ -155,8 +161,8 @@ class TestDishonestWorkers:
         # and the perturbation was of the size that must be caught
         distances = [
             row.logprob_diff
-            for table, _ in found["perturbed"]
-            for row in decode_verdicts(table.read_bytes())
+            for rows, _ in found["perturbed"]
+            for row in rows
             if row.logprob_diff is not None
         ]
         assert np.mean(distances) >= 0.05

@@ -111,7 +111,7 @@ def test_the_plug_ins_are_listed_with_who_offers_them(
     install_term(tmp_path, monkeypatch)
     assert main(["rewards"]) == 0
     lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
-    assert lines["math"][1:] == ["task", "grader", "process", "no", "runspec", "0.1.0"]
+    assert lines["math"][1:] == ["task", "grader", "process", "no", "runspec-rl", "0.1.0"]
     assert lines["code"][1:4] == ["task", "sandbox", "of"]
     assert lines["target_length"][1] == "length"
     assert lines["chess"][-2:] == ["chess-rewards", "1.5"]

@@ -17,7 +17,7 @@ from tests.sampler.tasks.row_files import make_rows, write_dataset
 ROWS, GROUP = 10_000, 250
 TEXT_BYTES = 20_000
 READ = """\
-import json, random, sys, threading, time
+import json, random, sys, threading
 import pyarrow as pa
 import sampler.tasks.sources.parquet as parquet
 from sampler.tasks.interfaces import make_source
@@ -30,18 +30,20 @@ def held():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
-seen = []
+seen, over = [], threading.Event()
 def watch():
-    while True:
+    while not over.wait(0.01):
         seen.append(held())
-        time.sleep(0.01)
 
 parquet.CACHED_BYTES = 2**23
 before = held()
-threading.Thread(target=watch, daemon=True).start()
+watcher = threading.Thread(target=watch)
+watcher.start()
 made = make_source(source(sys.argv[1], sys.argv[2]), 1, Keep())
 draw = random.Random(1)
 ids = [made.problem(draw.randrange(len(made))).problem_id for _ in range(300)]
+over.set()
+watcher.join()  # a daemon that holds a file's lock at the end would abort the process
 print(json.dumps([len(made), len(set(ids)), max(seen) - before, pa.total_allocated_bytes()]))
 """
 
