@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,7 +121,7 @@ def _open_files() -> set[str]:
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # that of this very look
-            found.add(os.readlink(path))
+            found.add(str(path.readlink()))
     return found
 
 

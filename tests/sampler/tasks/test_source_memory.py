@@ -37,7 +37,7 @@ def watch():
 
 parquet.CACHED_BYTES = 2**23
 before = held()
-watcher = threading.Thread(target=watch)
+watcher = threading.Thread(target=watch, daemon=True)
 watcher.start()
 made = make_source(source(sys.argv[1], sys.argv[2]), 1, Keep())
 draw = random.Random(1)
