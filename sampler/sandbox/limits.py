@@ -88,21 +88,21 @@ class Finished:
         return f"killed by {signal.Signals(-self.code).name if known else f'signal {-self.code}'}"
 
 
-def judge(message: Mapping[str, Any], stderr: bytes, limits: Limits) -> Finished:
+def judge(message: Mapping[str, str], stderr: bytes, limits: Limits) -> Finished:
     """Makes sense of the launcher's last message: `verdict`, `wall_s`, `seen`, `cpu_seen`, and
     where the program ended by itself `status`, `cpu_s`, `peak`."""
-    code = os.waitstatus_to_exitcode(message.get("status", signal.SIGKILL))
-    verdict = message.get("verdict", "killed")
+    code = os.waitstatus_to_exitcode(int(message.get("status", signal.SIGKILL)))
+    verdict: Any = message.get("verdict", "killed")
     if not verdict and "status" not in message:
         verdict = "killed"  # the guard itself was, from outside
-    cpu_s = max(message.get("cpu_s", 0.0), message.get("cpu_seen", 0.0))
+    cpu_s = max(float(message.get(name, 0.0)) for name in ("cpu_s", "cpu_seen"))
     return Finished(
         verdict or _by_status(code, cpu_s, stderr, limits),
         -9 if verdict else code,
         stderr=stderr,
-        wall_s=message.get("wall_s", 0.0),
+        wall_s=float(message.get("wall_s", 0.0)),
         cpu_s=cpu_s,
-        peak_bytes=max(message.get("peak", 0), message.get("seen", 0)),
+        peak_bytes=max(int(message.get(name, 0)) for name in ("peak", "seen")),
     )
 
 

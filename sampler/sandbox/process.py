@@ -130,9 +130,9 @@ class Isolated:
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the isolated program runs after {timeout_s} s") from None
         self._control.setblocking(False)
-        message = None
+        message: dict[str, str] = {}
         with contextlib.suppress(OSError):
-            message = wire.read(self._control, socket.socket.recv)
+            message = wire.read_answer(self._control, socket.socket.recv)
         self._stderr.close()
         for stream in (self.stdin, self.stdout):
             with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ class Isolated:
         self._control.close()
         if self._scratch:
             scratch.remove(self._scratch)
-        return judge(message or {}, self._stderr.text, self.limits)
+        return judge(message, self._stderr.text, self.limits)
 
     def _await_start(self) -> None:
         """Returns once the program runs.
@@ -150,7 +150,7 @@ class Isolated:
         """
         self._control.settimeout(START_S)
         try:
-            message = wire.read(self._control, socket.socket.recv) or {}
+            message = wire.read_answer(self._control, socket.socket.recv)
         except TimeoutError:
             message = {"failed": f"the launcher said nothing for {START_S:g} s"}
         except ConnectionResetError:
@@ -258,7 +258,7 @@ def start(
         # A launcher that ended before it read all has its reason on its stderr.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             ours.settimeout(START_S)
-            ours.sendall(wire.encode(vars(order)))
+            ours.sendall(wire.encode_order(vars(order)))
         process._await_start()
     except BaseException:
         process.kill()

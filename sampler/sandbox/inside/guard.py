@@ -113,7 +113,7 @@ def _wait(program: int, report: int, directory: bytes) -> None:
     `directory` away (without one, the kernel ends all of the namespace with this process)."""
     if directory:
         _end_on_signal(program, directory)
-    wire.write(report, {"program": program})
+    wire.answer(report, program=program)
     status, ended = 0, 0
     while ended != program:
         ended, status = os.wait()
@@ -122,7 +122,7 @@ def _wait(program: int, report: int, directory: bytes) -> None:
         scratch.remove(directory)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = usage.ru_utime + usage.ru_stime
-    wire.write(report, {"status": status, "cpu_s": cpu_s, "peak": usage.ru_maxrss << 10})
+    wire.answer(report, status=status, cpu_s=cpu_s, peak=usage.ru_maxrss << 10)
     os._exit(0)
 
 

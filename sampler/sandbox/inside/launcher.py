@@ -21,10 +21,10 @@ _END_S = 10.0
 def main(control: int) -> None:
     """Runs the order that comes over the descriptor `control`; returns once nothing is left."""
     os.set_inheritable(control, False)
-    message = wire.read(control)
-    if message is None:
+    fields = wire.read_order(control)
+    if not fields:
         return
-    order = unpack(message)
+    order = unpack(fields)
     started = time.monotonic()
     ready, go = os.pipe()
     failures, failures_in = os.pipe()
@@ -35,7 +35,7 @@ def main(control: int) -> None:
         tasks = limits.tasks_allowed(order.processes, user, contained=contained)
         child = kernel.clone(namespaces.FLAGS) if contained else os.fork()
     except OSError as error:
-        wire.write(control, {"failed": str(error)})
+        wire.answer(control, failed=str(error))
         return
     if child == 0:
         for descriptor in (control, go, failures, report):
@@ -47,11 +47,11 @@ def main(control: int) -> None:
     problem = problem or _text(failures)
     if problem:
         _end(child, contained=contained)
-        wire.write(control, {"failed": problem})
+        wire.answer(control, failed=problem)
         return
-    first = wire.read(report) or {}  # the guard's name for the program
-    wire.write(control, {"started": True})
-    _supervise(order, control, child, report, first.get("program", 0), started)
+    first = wire.read_answer(report)  # the guard's name for the program
+    wire.answer(control, started="yes")
+    _supervise(order, control, child, report, int(first.get("program", 0)), started)
 
 
 def _let_go(order: Order, child: int, user: int, go: int) -> str:
@@ -97,12 +97,12 @@ def _supervise(
         if report in events:
             break
         verdict = "killed" if control in events else watch.look()
-    ending = {} if verdict else wire.read(report) or {}
+    ending = {} if verdict else wire.read_answer(report)
     _end(child, contained=order.isolates(NAMESPACES), program=program)
     wall = time.monotonic() - started
     try:
-        seen = {"verdict": verdict, "wall_s": wall, "seen": watch.peak, "cpu_seen": watch.cpu}
-        wire.write(control, seen | ending)
+        seen = {"wall_s": wall, "seen": watch.peak, "cpu_seen": watch.cpu}
+        wire.answer(control, verdict=verdict, **seen, **ending)
     except OSError:
         return  # the parent has closed its end: nobody asks
 

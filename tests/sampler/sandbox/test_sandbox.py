@@ -198,10 +198,28 @@ def test_paths_are_made_real_and_the_links_on_the_way_are_kept(tmp_path: Path) -
 def test_an_order_crosses_whole_or_not_at_all() -> None:
     order = Order()
     order.command, order.environment, order.wall_s = [b"a", b""], {b"A": bytes(range(256))}, 1.5
-    message = wire.encode(vars(order))
-    assert vars(unpack(wire.read(BytesIO(message), BytesIO.read) or {})) == vars(order)
+    message = wire.encode_order(vars(order))
+    assert vars(unpack(wire.read_order(BytesIO(message), BytesIO.read))) == vars(order)
     for short in (b"", message[:4], message[:-1]):
-        assert wire.read(BytesIO(short), BytesIO.read) is None
+        assert wire.read_order(BytesIO(short), BytesIO.read) == {}
+
+
+def test_an_answer_is_text_within_a_bound() -> None:
+    here, there = os.pipe()
+    wire.answer(there, verdict="", failed="two\nlines", status=-9, wall_s=1.5)
+    assert wire.read_answer(here) == {
+        "verdict": "",
+        "failed": "two lines",
+        "status": "-9",
+        "wall_s": "1.5",
+    }
+    for size in (wire.MAX_ANSWER_BYTES + 1, 1 << 62):  # nothing of it is read
+        os.write(there, size.to_bytes(8, "big"))
+        assert wire.read_answer(here) == {}
+    os.write(there, (8).to_bytes(8, "big") + b"a \xff\x00 b\nc")  # whatever stands there
+    assert wire.read_answer(here) == {"a": "\ufffd\x00 b", "c": ""}
+    os.close(there)
+    os.close(here)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +237,7 @@ def test_an_order_crosses_whole_or_not_at_all() -> None:
 def test_the_end_is_told_from_status_and_last_words(
     status: int, stderr: bytes, wanted: tuple[str, int]
 ) -> None:
-    finished = judge({"verdict": "", "status": status}, stderr, LIMITS)
+    finished = judge({"verdict": "", "status": str(status)}, stderr, LIMITS)
     assert (finished.outcome, finished.code) == wanted
 
 
