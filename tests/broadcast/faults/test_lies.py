@@ -90,10 +90,10 @@ def test_with_a_liar_alone_the_fetch_ends_in_time_and_names_relay_and_chunk(
         liar.answer("/chunks/", only(1, lie, then=lies.flipped))
     client = run.client(liar.url)
     # when a client fetches, then it gives up at its deadline and says whom and what it waited for
-    for deadline_s in (0.7, 3.0, 10.0):  # a busy machine may take longer for the manifest alone
+    for deadline_s in (0.7, 3.0, 10.0):  # a busy machine may take longer to come to a chunk
         with within(deadline_s), pytest.raises(UserError) as failure:
             client.fetch(0, manifest_digest=None, deadline_s=deadline_s)
-        if "manifest of version 0" not in str(failure.value):
+        if "chunk " in str(failure.value):
             break
     assert liar.url in str(failure.value)
     assert "model.safetensors at byte" in str(failure.value) or "config.json at" in str(
