@@ -97,7 +97,9 @@ def _compiled(topology: str, name: str, remat: str, offload: bool) -> Any:
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("topology", "remat"), [("v5p:2x2x2", "full"), ("v6e:2x4", "offload")])
+@pytest.mark.parametrize(
+    ("topology", "remat"), [("v5e:2x4", "full"), ("v5p:2x2x2", "full"), ("v6e:2x4", "offload")]
+)
 def test_the_step_compiles_for_tpus_with_splash_attention(topology: str, remat: str) -> None:
     # When the gradient of a microbatch is compiled for a slice
     program = compiled(topology, "accumulate", remat=remat)

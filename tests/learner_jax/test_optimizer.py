@@ -61,12 +61,16 @@ def described(shapes: dict[str, Any] = SHAPES) -> dict[str, Any]:
     }
 
 
+FUSED = {"xla_cpu_use_fusion_emitters": True}
+"""As users compile, unlike other tests: muon's iterations enlarge differences in rounding."""
+
+
 def updated(spec: Optimizer, params: Any, gradients: list[Any], state: Any = None) -> Any:
     """(parameters, state) after an update with each of the gradients."""
     optimizer = build_optimizer(spec, 10, described())
     state = init_state(optimizer, params) if state is None else state
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=FUSED)
     def one(params: Any, state: Any, grads: Any) -> Any:
         made = jnp.isfinite(optax.tree.norm(grads))
         return apply_gradients(optimizer, params, state, grads, made=made)
@@ -233,7 +237,7 @@ def test_moments_on_the_host_make_the_same_updates(kind: str) -> None:
     found = updated(spec, params, gradients, state)
     # then parameters and moments are those of moments on the device, and still on the host
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=5e-6), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, expected
     )
     like, found = jax.tree.leaves(abstract), jax.tree.leaves(found[1])
     assert [x.sharding.memory_kind for x in found] == [x.sharding.memory_kind for x in like]

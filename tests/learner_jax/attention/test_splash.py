@@ -121,12 +121,12 @@ for topology, size in zip(sys.argv[1::2], sys.argv[2::2]):
 """
 
 
-@pytest.mark.slow  # a process, and two compilations of some 5 s
+@pytest.mark.slow  # a process, and three compilations of some 5 s
 def test_compiles_for_tpus_without_scores_of_the_whole_row() -> None:
     if compiler_library() is None:
         pytest.skip("libtpu is not installed")
     # when the gradient at 32k tokens over context and tensor is compiled for TPUs
-    cases = ("v5e:2x4", "128", "v5p:2x2x2", "64")
+    cases = ("v5e:2x4", "128", "v5p:2x2x2", "64", "v6e:2x4", "128")
     done = subprocess.run(
         [sys.executable, "-c", AHEAD_OF_TIME, *cases],
         capture_output=True,
@@ -136,7 +136,7 @@ def test_compiles_for_tpus_without_scores_of_the_whole_row() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert len(found) == 2
+    assert len(found) == 3
     for temporary, kernels in found:
         # then "auto" chose the kernel, which runs thrice (forward, dq, dk and dv), and a device
         # needs some copies of its 16k queries of 4 heads; scores would be 2 GiB a head

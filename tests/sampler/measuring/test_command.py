@@ -65,18 +65,19 @@ def test_a_measurement_killed_anywhere_goes_on_where_it_was(model: Path, tmp_pat
     assert 3 < len(kept) < 3001
     assert not out.exists()
 
-    # When the same is asked for again, of fewer problems
-    assert start(log, *arguments(model, out, "--limit", "40")).wait(DEADLINE_S) == 0, (
-        log.read_text()
-    )
+    # When the same is asked for again, of fewer problems but more than are measured
+    limit = len(kept) + 19
+    again = start(log, *arguments(model, out, "--limit", str(limit)))
+    assert again.wait(DEADLINE_S) == 0, log.read_text()
 
     # Then it goes on behind those, there is a row for each, and no progress is left
     assert f"going on behind {len(kept) - 1} problems" in log.read_text()
+    assert f"{limit} of {limit} problems" in log.read_text()
     table = pq.read_table(out)
     assert table.column_names == [
         *("problem_id", "task_type", "prompt", "verification_info", "solve_rate")
     ]
-    assert table["problem_id"].to_pylist() == [f"spell_backward-{i}" for i in range(40)]
+    assert table["problem_id"].to_pylist() == [f"spell_backward-{i}" for i in range(limit)]
     assert all(rate in (0.0, 0.5, 1.0) for rate in table["solve_rate"].to_pylist())
     assert json.loads(table["verification_info"].to_pylist()[0])["dataset"] == "spell_backward"
     assert not progress.exists()
