@@ -42,10 +42,11 @@ def open_activations(path: Path) -> np.ndarray:
             raise ValueError(f"its header gives {found_bytes} bytes")
         if found.dtype.str not in _DTYPES:
             raise ValueError(f"has elements of dtype {found.dtype.str}")
-        if found.ndim != 2 or found.shape[0] > MAX_TOKENS or found.shape[1] > MAX_HIDDEN:
+        most = MAX_TOKENS, MAX_HIDDEN
+        if found.ndim != 2 or not all(0 < n <= m for n, m in zip(found.shape, most, strict=True)):
             raise ValueError(
-                f"has the shape {list(found.shape)}; up to {MAX_TOKENS} tokens of up to "
-                f"{MAX_HIDDEN} activations are taken"
+                f"has the shape {list(found.shape)}; 1 to {MAX_TOKENS} tokens of 1 to {MAX_HIDDEN} "
+                "activations are taken"
             )
     except Exception as error:  # numpy raises many kinds at a damaged header
         raise UserError(

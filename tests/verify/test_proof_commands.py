@@ -140,6 +140,16 @@ def test_activations_that_are_not_finite_in_bf16(
         assert f"row 66, column 3 is not finite in bf16: {words}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("shape", [(4,), (0, 64), (64, 0), (2, 2, 64), (1, 2**16 + 1)])
+def test_activations_of_another_shape(
+    shape: tuple[int, ...], tmp_path: Path, proofs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path / "a.npy", np.zeros(shape, np.float32))
+    for command in (["prove", path], ["check", path, str(proofs)]):
+        assert main(command) == UNREADABLE
+        assert f"has the shape {list(shape)}; 1 to " in capsys.readouterr().err
+
+
 def test_what_is_no_file_is_not_waited_for(
     activations: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
