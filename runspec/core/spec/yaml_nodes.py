@@ -110,6 +110,7 @@ _HEX = re.compile(r"0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INFINITY = re.compile(r"[-+]?\.(inf|Inf|INF)")
 _ANCHOR = re.compile(r"&[^ \t]+[ \t]+")
+_QUOTED = re.compile(r"""(?<![^\s\[{,:])(?:"(?:\\.|[^"\\])*"|'(?:''|[^'])*')""", re.DOTALL)
 _NAN = {".nan", ".NaN", ".NAN"}
 
 
@@ -157,6 +158,11 @@ def parse_yaml(text: str, file: str, *, shown: str | None = None) -> Document:
     except yaml.MarkedYAMLError as error:
         message = " ".join(part for part in (error.context, error.problem) if part)
         place = composer.place(error.problem_mark or error.context_mark)
+        opened = _opened(text, error)
+        if opened is not None:
+            before = "the end" if error.problem_mark.index >= len(text) else f"line {place.line}"
+            message = f"the {text[opened.index]} that opens here is not closed before {before}"
+            place = composer.place(opened)
         finding = broken(place, f"broken YAML: {message}")
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         # The reader's, for characters that YAML forbids, and the scanner's, for escapes beyond
@@ -164,6 +170,25 @@ def parse_yaml(text: str, file: str, *, shown: str | None = None) -> Document:
         message = str(error).splitlines()[0]
         finding = broken(Place(file, 1, 1), f"broken YAML: {message}")
     return Document(None, [*composer.findings, finding])
+
+
+def _opened(text: str, error: yaml.MarkedYAMLError) -> yaml.Mark | None:
+    """Where the bracket or quote begins that a later line lacks the end of; None without one.
+
+    A quote that is not closed ends at the next one, so the parser stops behind that.
+    """
+    start, end = error.context_mark, error.problem_mark
+    if start is None or end is None:
+        return None
+    if str(error.context).endswith(("flow mapping", "flow sequence", "quoted scalar")):
+        return start if start.line < end.line or end.index >= len(text) else None
+    line_start = end.index - end.column
+    for quoted in _QUOTED.finditer(text, 0, end.index):
+        if quoted.start() < line_start <= quoted.end():
+            before = text[: quoted.start()]
+            column = quoted.start() - (before.rfind("\n") + 1)
+            return yaml.Mark(end.name, quoted.start(), before.count("\n"), column, None, None)
+    return None
 
 
 class _Composer:

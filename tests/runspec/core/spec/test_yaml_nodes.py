@@ -71,7 +71,13 @@ def test_every_node_knows_where_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "column", "message"),
     [
-        ("a: [1", 1, 6, "expected ',' or ']'"),
+        ("a: [1", 1, 4, "the [ that opens here is not closed before the end"),
+        ("a: {b: 1\nc: 2\n", 1, 4, "the { that opens here is not closed before line 2"),
+        ("a:\n  - {b: 1\n  - {c: 2}\n", 2, 5, "the { that opens here is not closed before line 3"),
+        ('a: "b\nc: "d"\n', 1, 4, 'the " that opens here is not closed before line 2'),
+        ("a: 'b\nc: 1\n", 1, 4, "the ' that opens here is not closed before the end"),
+        ("a: [1, 2}\nb: 1\n", 1, 9, "expected ',' or ']'"),
+        ("a: [1 {2}]", 1, 7, "expected ',' or ']'"),
         ("a: b: c", 1, 5, "mapping values are not allowed"),
         ("a: 1\n--- \nb: 2", 2, 1, "a second document"),
         ("x: 1\na: !!python/object:os.system 1", 2, 4, "tag"),
