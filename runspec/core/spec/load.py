@@ -20,6 +20,7 @@ from runspec.core.spec.interpolate import interpolate
 from runspec.core.spec.layers import LayerReader, ParsedFiles
 from runspec.core.spec.lock_file import is_lock, parse_lock
 from runspec.core.spec.merge import merge_layers
+from runspec.core.spec.new_names import NewName, judge_new_names
 from runspec.core.spec.placement_file import is_placement, site_layers
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.validate import validate
@@ -126,7 +127,8 @@ def load_layers(
     for number, override in enumerate(files.overrides, start=1):
         layers += reader.override(override, number)
     layer_missing = any(finding.code in ("yaml", "extends") for finding in findings)
-    tree = merge_layers(layers, findings)
+    new_names: list[NewName] = []
+    tree = merge_layers(layers, findings, new_names)
     if layer_missing:
         # What the rest lacks without the missing layer would only be noise.
         findings = [f for f in findings if f.code != "unknown-name"]
@@ -135,6 +137,7 @@ def load_layers(
     tree = replace(tree, place=Place(str(files.path), 1, 1))
     tree = interpolate(tree, os.environ if environ is None else environ, findings)
     spec = validate(tree, findings)
+    findings = judge_new_names(findings, new_names)
     return Layered(spec, tree, findings, reader.texts, reader.comments)
 
 

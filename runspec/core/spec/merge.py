@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from runspec.core.spec.findings import Finding, Place, replacing
+from runspec.core.spec.new_names import NewName
 from runspec.core.spec.schema import Block, RunSpec
 from runspec.core.spec.schema_keys import (
     block_in,
@@ -25,9 +26,17 @@ from runspec.core.spec.yaml_nodes import Entry, ListNode, MapNode, Node, ScalarN
 EMPTY = MapNode({}, Place("", 1, 1))
 
 
-def merge_layers(layers: list[MapNode], findings: list[Finding]) -> MapNode:
-    """All layers, the first lowest, as one tree that has known keys, and nulls where they fit."""
-    merger = _Merger(findings)
+def merge_layers(
+    layers: list[MapNode], findings: list[Finding], new_names: list[NewName] | None = None
+) -> MapNode:
+    """All layers, the first lowest, as one tree that has known keys, and nulls where they fit.
+
+    Args:
+        layers: to merge.
+        findings: takes up what is wrong with them.
+        new_names: takes up the names that a layer adds to a named list of lower layers.
+    """
+    merger = _Merger(findings, [] if new_names is None else new_names)
     merged = EMPTY
     for layer in layers:
         merged = merger.maps(merged, layer, RunSpec, "")
@@ -35,8 +44,9 @@ def merge_layers(layers: list[MapNode], findings: list[Finding]) -> MapNode:
 
 
 class _Merger:
-    def __init__(self, findings: list[Finding]) -> None:
+    def __init__(self, findings: list[Finding], new_names: list[NewName]) -> None:
         self._findings = findings
+        self._new_names = new_names
 
     def value(self, base: Node | None, overlay: Node, annotation: Any, path: str) -> Node | None:
         """`overlay` over `base`; None where it deletes."""
@@ -92,12 +102,15 @@ class _Merger:
             return overlay  # the empty list, or something that validation will refuse
         below = base.items if isinstance(base, ListNode) else ()
         items: dict[str | Place, Node] = {object_name(old) or old.place: old for old in below}
+        known = [name for name in items if isinstance(name, str)]
         for name, place, item in named:
             key = name or place
             if item is None:
                 self._delete(items, name, place, path)
             elif isinstance(item, MapNode):
                 old = items.get(key)
+                if known and name and old is None:
+                    self._new_names.append(NewName(place, path, name, known))
                 inner = _join(path, name or "?")
                 items[key] = self.maps(
                     old if isinstance(old, MapNode) else EMPTY, item, block, inner

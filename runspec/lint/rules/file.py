@@ -51,10 +51,12 @@ def duplicate_name() -> None:
 
 @found_by_loader("unknown-name", "take the line out")
 def unknown_name() -> None:
-    """What a null deletes from a named list is there.
+    """What a layer changes or deletes in a named list is there.
 
-    `samplers: {volunteers: null}` takes away a pool of a lower layer. Where no such name is below,
-    the null is a misspelling, and the object that it was meant for stays.
+    `samplers: {volunteers: null}` takes away a pool of a lower layer, `samplers: {volunteers:
+    {replicas: 2}}` changes it. A name that no lower layer has makes a new object. Where that lacks
+    required keys, it is an error that lists them and the name that was probably meant. Where it
+    lacks nothing and its name is one letter off another's, it is a warning.
     """
 
 
