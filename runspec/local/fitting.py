@@ -89,7 +89,7 @@ def lacks(
     return [
         *_devices(pool, host),
         *_build(pool, host),
-        *(Missing(path, thing, install) for path, thing in missing_plugins(spec).items()),
+        *(Missing(plugin.path, str(plugin), install) for plugin in missing_plugins(spec)),
         *(_memory(pool, spec, config, host) if config is not None else ()),
         *(_disk(spec, config, host, data_bytes) if config is not None else ()),
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 from runspec.core.spec.schema import RunSpec
@@ -16,15 +18,34 @@ def installed_kinds(group: str) -> list[str]:
     return sorted({point.name for point in entry_points(group=group)})
 
 
-def missing_plugins(spec: RunSpec) -> dict[str, str]:
-    """What no installed package offers, by the path of the source or reward that asks for it."""
-    asked = [
-        *((SOURCE_GROUP, f"data.sources.{s.name}", s.kind) for s in spec.data.sources),
-        *((REWARD_GROUP, f"reward.{r.name}", r.kind) for r in spec.reward),
+@dataclass(frozen=True)
+class MissingPlugin:
+    """A kind of source or reward that no installed package offers."""
+
+    location: tuple[str, ...]
+    """Of the source or the reward that asks for it: keys, and its name."""
+    group: str
+    """Of the entry points that were looked at."""
+    kind: str
+    installed: Sequence[str]
+
+    @property
+    def path(self) -> str:
+        return ".".join(self.location)
+
+    def __str__(self) -> str:
+        return f"no installed package offers the kind {self.kind!r} in {self.group}"
+
+
+def missing_plugins(spec: RunSpec) -> list[MissingPlugin]:
+    """The sources and rewards whose kind no installed package offers."""
+    asked: list[tuple[str, tuple[str, ...], str]] = [
+        *((SOURCE_GROUP, ("data", "sources", s.name), s.kind) for s in spec.data.sources),
+        *((REWARD_GROUP, ("reward", r.name), r.kind) for r in spec.reward),
     ]
-    return {
-        path: f"no plug-in of {group} offers kind {kind!r}; "
-        f"installed: {', '.join(installed_kinds(group)) or 'none'}"
-        for group, path, kind in asked
-        if kind not in installed_kinds(group)
-    }
+    offered = {group: installed_kinds(group) for group in (SOURCE_GROUP, REWARD_GROUP)}
+    return [
+        MissingPlugin(location, group, kind, offered[group])
+        for group, location, kind in asked
+        if kind not in offered[group]
+    ]

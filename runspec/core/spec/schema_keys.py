@@ -37,9 +37,15 @@ def is_nullable(annotation: Any) -> bool:
     return type(None) in get_args(annotation)
 
 
-def close_match(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` was probably meant to be."""
-    matches = difflib.get_close_matches(word[:80], list(known), n=1, cutoff=0.6)
+def close_match(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word that `word` was probably meant to be.
+
+    Args:
+        word: as it was written.
+        known: words to choose from.
+        cutoff: least likeness, from 0 to 1 (`difflib.SequenceMatcher.ratio`).
+    """
+    matches = difflib.get_close_matches(word[:80], list(known), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 

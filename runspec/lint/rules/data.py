@@ -6,11 +6,38 @@ import re
 from collections.abc import Iterator
 
 from runspec.core.errors import UserError
+from runspec.core.spec.plugins import missing_plugins
+from runspec.core.spec.schema_keys import close_match
 from runspec.core.spec.source_files import ROW_KINDS, source_files, whole_uri
 from runspec.lint.registry import Context, Violation, rule
 
 _COLUMNS = ("problem_id", "task_type", "prompt", "verification_info")
 _OPENED = re.compile(r"<think>(?:\\n|\s)*['\"]?\s*(?:-?[}%]\}\s*)*(?:\{%-?\s*endif\s*-?%\}\s*)*$")
+
+LIKENESS = 0.75
+"""Of a kind to an installed one that is taken for a slip (`close_match`)."""
+
+
+@rule("unknown-kind", "reward", "warning")
+def unknown_kind(context: Context) -> Iterator[Violation]:
+    """Kinds of sources and rewards must be those that installed packages offer.
+
+    Packages offer kinds as entry points of `runspec.sources` and `runspec.rewards`; the linter
+    reads their names and imports nothing. A kind that is spelt nearly like an installed one is an
+    error. Any other is a warning, for a spec may be linted where the package that offers it is not
+    installed: `apply` does not start such a run. A kind of yours whose name is so near to another
+    is suppressed where its package is missing.
+    """
+    for plugin in missing_plugins(context.spec):
+        match = close_match(plugin.kind, plugin.installed, LIKENESS)
+        yield Violation(
+            (*plugin.location, "kind"),
+            str(plugin),
+            suggestion=f"did you mean {match}?"
+            if match
+            else f"install the package that does; installed: {', '.join(plugin.installed)}",
+            severity="error" if match else None,
+        )
 
 
 @rule("source-fields", "reward")

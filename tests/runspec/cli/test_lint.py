@@ -121,3 +121,85 @@ def test_colour_on_a_terminal_only(bad: Path, environ: dict[str, str], coloured:
     # then there is colour, unless the person wants none
     assert "stepss" in shown
     assert ("\x1b[" in shown) == coloured
+
+
+LAPTOP = [TARGET_SHORT, "--profile", "laptop", "--format", "compact"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "samplers={volunteer: {replicas: 2}}",
+            "--set:1:11: error unknown-name: samplers.volunteer: no 'volunteer' in the layers "
+            "below, and a new one needs hardware, max_model_len, max_new_tokens (did you mean "
+            "volunteers? A new name makes a new pool)",
+        ),
+        (
+            "reward=[{name: lenght, targets: [8]}]",
+            "--set:1:9: error unknown-name: reward.lenght: no 'lenght' in the layers below, and a "
+            "new one needs kind (did you mean length? A new name makes a new reward term)",
+        ),
+        (
+            "data.sources.spell_backwards.size=3",
+            "--set:1:1: error unknown-name: data.sources.spell_backwards: no 'spell_backwards' in "
+            "the layers below, and a new one needs kind (did you mean spell_backward? A new name "
+            "makes a new source)",
+        ),
+        (
+            "broadcast.relays={loca: {upstream: [origin]}}",
+            "--set:1:19: warning unknown-name: broadcast.relays.loca: no 'loca' in the layers "
+            "below (did you mean local? A new name makes a new relay)",
+        ),
+    ],
+)
+def test_a_misspelt_name_in_an_overlay_is_one_finding_where_it_stands(
+    override: str, said: str
+) -> None:
+    done = runspec("lint", *LAPTOP, "--set", override)
+    assert done.stdout.splitlines() == [said]
+    assert done.returncode == (1 if " error " in said else 0)
+
+
+def test_a_new_object_that_lacks_nothing_is_no_finding() -> None:
+    done = runspec("lint", *LAPTOP, "--set", "broadcast.relays={local2: {upstream: [origin]}}")
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_an_unclosed_brace_is_shown_where_it_opens(tmp_path: Path) -> None:
+    spec = small_spec(tmp_path, "optimizer: {lr: 1e-3\nsteps: 4\nname: mine\n")
+    done = runspec("lint", spec, "--format", "compact")
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"{spec}:2:12: error yaml: broken YAML: the {{ that opens here")
+
+
+@pytest.mark.parametrize(
+    ("override", "said", "code"),
+    [
+        (
+            "reward.spelling.kind=resoning_gym",
+            "--set:1:22: error unknown-kind: reward.spelling.kind: no installed package offers the "
+            "kind 'resoning_gym' in runspec.rewards (did you mean reasoning_gym?)",
+            1,
+        ),
+        (
+            "data.sources={spell_backward: null, mine: {kind: json, uri: spec.md}}",
+            "--set:1:50: error unknown-kind: data.sources.mine.kind: no installed package offers "
+            "the kind 'json' in runspec.sources (did you mean jsonl?)",
+            1,
+        ),
+        (
+            "reward={spelling: {kind: chess}}",
+            "--set:1:26: warning unknown-kind: reward.spelling.kind: no installed package offers "
+            "the kind 'chess' in runspec.rewards (install the package that does; installed: code, "
+            "math, reasoning_gym, target_length)",
+            0,
+        ),
+    ],
+)
+def test_a_kind_that_nothing_offers_is_found_without_importing_plugins(
+    override: str, said: str, code: int
+) -> None:
+    done = runspec("lint", *LAPTOP, "--set", override)
+    assert done.stdout.splitlines() == [said]
+    assert done.returncode == code

@@ -188,10 +188,10 @@ def test_a_task_that_cannot_be_built_says_what_is_missing(
 
 def test_missing_plugins_are_known_without_importing_any() -> None:
     spec = laptop_spec("reward.code={kind: chess}", "data.sources.rows={kind: csv, uri: x}")
-    assert missing_plugins(laptop_spec()) == {}
-    assert {path: thing.split(";")[0] for path, thing in missing_plugins(spec).items()} == {
-        "data.sources.rows": "no plug-in of runspec.sources offers kind 'csv'",
-        "reward.code": "no plug-in of runspec.rewards offers kind 'chess'",
+    assert missing_plugins(laptop_spec()) == []
+    assert {plugin.path: str(plugin) for plugin in missing_plugins(spec)} == {
+        "data.sources.rows": "no installed package offers the kind 'csv' in runspec.sources",
+        "reward.code": "no installed package offers the kind 'chess' in runspec.rewards",
     }
 
 
