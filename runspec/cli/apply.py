@@ -146,7 +146,7 @@ def _show_missing(error: NotReady, files: SpecFiles | None) -> None:
     console.print(Text(f"{error.name} cannot start on this machine. Missing:", style="bold"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")
     for item in error.lacking:
         remedy = f"\n{item.remedy}" if item.remedy else ""
         table.add_row(Text(item.path, style="cyan"), Text(item.thing) + Text(remedy, style="dim"))

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 from runspec.core.errors import BadUsage, UserError, bad_usage
+from runspec.core.files import expand_user
 from runspec.core.spec.findings import format_finding
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.profile_files import with_profiles
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import whole_uri
 from runspec.lint.check import check_spec
+from runspec.lock.cache import is_repository
 from runspec.lock.check import require_lock
 from runspec.plan.saved import read_plan
 
@@ -44,9 +46,9 @@ def located(spec: RunSpec, folder: Path) -> RunSpec:
 
 
 def _whole(name: str, folder: Path) -> str:
-    path = folder / name
+    path = folder / expand_user(Path(name))
     try:
-        return str(path.resolve()) if path.is_dir() else name
+        return str(path.resolve()) if path.is_dir() or not is_repository(name) else name
     except OSError:  # a name that can be no path
         return name
 

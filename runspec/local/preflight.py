@@ -39,6 +39,7 @@ from runspec.local.machine import (
     tpu_chips,
 )
 from runspec.local.starting_model import require_fitting
+from runspec.lock.model_files import TOKENIZER, WEIGHTS, require_files
 
 GIB = 2**30
 _ROOM_BYTES = GIB // 2
@@ -192,13 +193,29 @@ def _groups_here(spec: RunSpec) -> Container[str]:
 
 def _model(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
     model = spec.model
-    if model.hf is not None and found.model is None:
-        yield _not_here("model.hf", "weights", model.hf, model.revision)
+    if model.hf is None:
+        return
+    if found.model is None:
+        yield _not_here("model.hf", "weights", WEIGHTS, model.hf, model.revision)
+    elif model.tokenizer is None and not (found.model / TOKENIZER).is_file():
+        yield Missing(
+            "model.hf",
+            f"the directory {found.model} has no {TOKENIZER}",
+            "`save_pretrained` of the tokenizer writes it; or name one with model.tokenizer",
+        )
 
 
-def _not_here(path: str, files: str, hf: str, revision: str | None) -> Missing:
+def _not_here(
+    path: str, what: str, patterns: Sequence[str], hf: str, revision: str | None
+) -> Missing:
+    try:
+        require_files(hf, Path(), patterns)
+    except UserError as error:
+        return Missing(path, error.thing, error.remedy)
     at = f" at {revision}" if revision else ""
-    return Missing(path, f"no {files} of {hf}{at} on this machine", f"hf download {hf}")
+    named = "name a directory, or a repository of Hugging Face as org/name"
+    remedy = f"hf download {hf}" if "/" in hf else named
+    return Missing(path, f"no {what} of {hf}{at} on this machine", remedy)
 
 
 def _tokenizer(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
@@ -212,7 +229,7 @@ def _tokenizer(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
             "leave it out, or name a model with model.hf",
         )
     elif found.tokenizer is None:
-        yield _not_here("model.tokenizer", "tokenizer.json", asked.hf, asked.revision)
+        yield _not_here("model.tokenizer", TOKENIZER, [TOKENIZER], asked.hf, asked.revision)
     elif found.model is not None:
         try:
             require_fitting(found.tokenizer, found.model)

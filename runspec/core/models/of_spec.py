@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from runspec.core.files import expand_user
 from runspec.core.models.config import CONFIG_NAME, ModelConfig, load_config, parse_config
 from runspec.core.models.named_models import named_model
 from runspec.core.spec.schema import RunSpec
@@ -30,8 +31,9 @@ def model_config(spec: RunSpec, folder: Path = Path()) -> ModelConfig | None:
     if hf is None:
         return None
     with suppress(OSError):  # a name that can be no path
-        if (folder / hf / CONFIG_NAME).is_file():
-            return load_config(folder / hf)
+        directory = folder / expand_user(Path(hf))
+        if (directory / CONFIG_NAME).is_file():
+            return load_config(directory)
     return _named(hf)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from runspec.core.errors import UserError
 from runspec.core.models.named_models import model_names, named_model
 from runspec.core.models.parameters import matrix_shapes
 from runspec.lint.divisors import divisors
 from runspec.lint.registry import Context, Violation, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.lock.cache import is_on_hub
+from runspec.lock.model_files import require_files
 
 PADDING = 0.01
 """Share of a vocabulary by which models of a family differ: rows that no token has."""
@@ -89,6 +91,26 @@ def unknown_model(context: Context) -> Iterator[Violation]:
         suggestion=f"a directory beside the spec with its config.json; known without one: "
         f"{', '.join(model_names())}",
     )
+
+
+@rule("model-path", "model", "warning")
+def model_path(context: Context) -> Iterator[Violation]:
+    """The path of a model or a tokenizer ought to be a directory.
+
+    What is no repository's name (`org/name`) is a path, such as `./x` or `~/x`; a relative one
+    starts beside the spec. Nothing is downloaded: without the directory the run does not start. A
+    warning, for a spec may be linted elsewhere. What the directory lacks, `apply` says.
+    """
+    model = context.spec.model
+    named = {("model", "hf"): model.hf}
+    if model.tokenizer is not None:
+        named["model", "tokenizer", "hf"] = model.tokenizer.hf
+    for location, name in named.items():
+        try:
+            if name is not None and "://" not in name:
+                require_files(name, context.folder)
+        except UserError as error:
+            yield Violation(location, error.thing, suggestion=error.remedy)
 
 
 @rule("lora-targets", "model")

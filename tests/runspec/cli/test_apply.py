@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
+
+import pytest
 
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import prepared, small_spec
+
+LAPTOP = ROOT / "specs" / "profiles" / "laptop.yaml"
+
+
+def sets(*changes: str) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
+def squeezed(text: str) -> str:
+    """The text without blanks and line breaks: a narrow terminal has others."""
+    return "".join(text.split())
 
 
 def apply(runs_dir: Path, *arguments: str):
@@ -53,7 +67,7 @@ def test_a_finished_run_says_so(finished: Path) -> None:
 
 def test_a_warning_is_shown_before_anything_else(finished: Path) -> None:
     changes = ("name=small", "steps=5", "algorithm.old_logprobs=recompute")
-    done = apply(finished, *(word for change in changes for word in ("--set", change)))
+    done = apply(finished, *sets(*changes))
     assert "warning stale-pi-old: algorithm.old_logprobs" in done.stderr.splitlines()[0]
 
 
@@ -78,3 +92,38 @@ def test_a_detached_start_that_fails_shows_the_supervisor_s_last_words(tmp_path:
     # then the command ends with the reason
     assert done.returncode == 1
     assert "warm-start.log" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the files of a small model, whose weights nothing reads."""
+    folder = tmp_path_factory.mktemp("models") / "small"
+    shutil.copytree(ROOT / "runspec" / "lint" / "examples" / "models" / "small", folder)
+    (folder / "model.safetensors").write_bytes(bytes(8))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ([], "no directory {}"),
+        (["tokenizer.json"], "the directory {} has no config.json, no *.safetensors"),
+        (["config.json", "tokenizer.json"], "the directory {} has no *.safetensors"),
+        (["config.json", "model.safetensors"], "the directory {} has no tokenizer.json"),
+    ],
+)
+def test_a_directory_of_a_model_that_lacks_something_is_named_with_what(
+    tmp_path: Path, model: Path, files: list[str], said: str
+) -> None:
+    folder = tmp_path / "models" / "mine"
+    for name in files:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(model / name, folder)
+    words = ("model={hf: ./models/mine, shape: null}", "warm_start=null")
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(f"extends: [{TARGET_SHORT}, {LAPTOP}]\n")
+    done = runspec("apply", spec, "--runs-dir", tmp_path / "runs", *sets(*words))
+    assert done.returncode == 1
+    assert squeezed(said.format(folder)) in squeezed(done.stderr)
+    assert "hf download" not in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -203,3 +203,24 @@ def test_a_kind_that_nothing_offers_is_found_without_importing_plugins(
     done = runspec("lint", *LAPTOP, "--set", override)
     assert done.stdout.splitlines() == [said]
     assert done.returncode == code
+
+
+@pytest.mark.parametrize("name", ["./gone", "../gone", "/gone", "~/gone", "gone/", "a/b/c"])
+def test_a_path_of_a_model_is_never_taken_for_a_repository(tmp_path: Path, name: str) -> None:
+    spec = small_spec(tmp_path, f"model: {{hf: {name}}}")
+    done = runspec("lint", spec, "--format", "compact")
+    base = "" if name == "/gone" else f" (relative to {tmp_path})"
+    assert done.stdout == (
+        f"{spec}:2:13: warning model-path: model.hf: no directory {name}{base} (mend the path, or "
+        "name a repository of Hugging Face as org/name)\n"
+    )
+
+
+def test_a_family_that_is_not_supported_is_named_with_those_that_are(tmp_path: Path) -> None:
+    spec = small_spec(tmp_path)
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
+    done = runspec("lint", spec, "--format", "compact")
+    assert done.returncode == 1
+    assert "model_type 'gpt2' is not supported (use a model of one of these families: llama, " in (
+        done.stdout
+    )

@@ -50,6 +50,7 @@ def write(path: Path, text: str) -> Path:
 def small_spec(folder: Path, overlay: str = "") -> Path:
     """`spec.yaml` in `folder`, which extends the small spec and says `overlay` over it."""
     write(folder / "base.yaml", SMALL)
+    (folder / "model").mkdir(exist_ok=True)
     return write(folder / "spec.yaml", "extends: [base.yaml]\n" + dedent(overlay))
 
 

@@ -56,7 +56,10 @@ BREACHES = [
      "validator-capacity", "verify.validators", "error"),
     # reproducibility
     (FLEET, ["model.revision=null"], "unpinned-revision", "model.revision", "error"),
-    (BASE, ["model={hf: ../models/small}"], "one-model", "model", "error"),
+    (BASE, ["model={hf: ./models/small}"], "one-model", "model", "error"),
+    # Directories have no revision.
+    (FLEET, ["model={hf: ./QwQ-32B, revision: null}"], "model-path", "model.hf", "warning"),
+    (FLEET, ["model={hf: /gone/QwQ-32B, revision: null}"], "model-path", "model.hf", "warning"),
     # placement
     (BASE, ["placement.devices={pool: [0]}"], "unknown-role", "placement.devices.pool", "error"),
     (BASE, [f"samplers.relay-eu={{hardware: {{kind: cpu}}, {ROOM}}}",
@@ -101,9 +104,6 @@ SILENT = [
     (FLEET, ["learner.hardware.price_per_hour=4.2", "budget={max_cost: 1.0}",
              "samplers.pool.hardware={kind: mine, memory: 80GB, peak_flops: null, count: 4}"]),
     (BASE, ["learner.hardware.price_per_hour=0.0", "budget.max_hours=null"]),
-    # Directories have no revision.
-    (FLEET, ["model={hf: ./QwQ-32B, revision: null}"]),
-    (FLEET, ["model={hf: /models/QwQ-32B, revision: null}"]),
     (FLEET, ["data.sources.problems={uri: 'hf://datasets/some/data', revision: " + COMMIT + "}"]),
     # Several processes of a CPU share its files.
     (BASE, ["learner.hosts=2"]),
