@@ -12,6 +12,7 @@ from pathlib import Path
 from runspec.core.process import run_role, stop_event
 from sampler.grading import command as grading
 from sampler.measuring import command as measuring
+from sampler.tasks import check
 
 GRACE_S = 3.0
 """Longest time from SIGTERM to the end. The worker needs half of it to hand in what is done and to
@@ -38,9 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     grading.add_commands(commands)
     measuring.add_command(commands)
+    check.add_command(commands)
     options = parser.parse_args(arguments)
     if options.command == measuring.NAME:
         return measuring.run(options)
+    if options.command == check.NAME:
+        return check.run(options)
     if options.command in grading.NAMES:
         return grading.run(options)
     return run_role(f"sampler {options.pool}", lambda log: _work(options, log))

@@ -69,6 +69,9 @@ def lint(
     placement: Placement = None,
     overrides: Overrides = None,
     fix: Annotated[bool, typer.Option("--fix", help="Mends what is safe to mend.")] = False,
+    data: Annotated[
+        bool, typer.Option("--data", help="Reads every problem and tries the graders, too.")
+    ] = False,
     select: Annotated[
         list[str] | None, typer.Option(help="Only these rules or groups, comma-separated.")
     ] = None,
@@ -87,7 +90,13 @@ def lint(
 
     specs = [_files(path, profile, placement, overrides) for path in files]
     code = lint_command(
-        specs, select or [], ignore or [], fix=fix, output=output, fail_level=fail_level
+        specs,
+        select or [],
+        ignore or [],
+        fix=fix,
+        data=data,
+        output=output,
+        fail_level=fail_level,
     )
     raise typer.Exit(code)
 

@@ -21,8 +21,10 @@ from runspec.core.spec.load import SpecFiles
 from runspec.local.apply import supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
 from runspec.local.live import CHANGE, ask, change_request
+from runspec.local.machine import this_machine
 from runspec.local.planning import RunPlan, make_plan, refuse_stale, seen_now
 from runspec.local.prepare import NotReady, prepare_run, require_ready
+from runspec.local.problems import with_problems
 from runspec.local.run_dir import RunLocked, refuse_another_run, run_directory
 from runspec.local.text import duration, number
 from runspec.plan.saved import BadPlan, SavedPlan, read_plan
@@ -63,6 +65,7 @@ def carry_out(plan: RunPlan, *, detach: bool) -> int:
             print(f"not applied, for nothing is left to do: {change}")
         show_result(run_dir)
         return 0
+    plan = with_problems(plan, this_machine(), print)
     try:
         with prepare_run(plan) as run:
             show_link(run_dir, spec)

@@ -13,6 +13,7 @@ from runspec.cli.spec_files import sound_spec
 from runspec.core.spec.load import SpecFiles
 from runspec.local.checkup import Check, check_machine
 from runspec.local.preflight import Facts, look, missing
+from runspec.local.problems import absent_modules, check_problems
 from runspec.local.run_dir import RUNS, run_directory
 
 EXIT_WELL, EXIT_NOT_WELL = 0, 1
@@ -40,6 +41,8 @@ def check_spec_here(files: SpecFiles, facts: Facts, runs_dir: Path | None) -> It
     """
     spec = sound_spec(files)
     lacking = missing(spec, run_directory(spec, runs_dir), facts)
+    if not absent_modules(facts.has_module):
+        lacking += check_problems(spec, facts.machine, print).lacking
     yield from (Check(item.path, "fail", item.thing, item.remedy) for item in lacking)
     if not lacking:
         yield Check(spec.name, "ok", "this machine has everything that it needs")

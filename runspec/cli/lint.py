@@ -30,14 +30,28 @@ def lint_command(
     ignore: Sequence[str] = (),
     *,
     fix: bool = False,
+    data: bool = False,
     output: str = "pretty",
     fail_level: str = "error",
 ) -> int:
-    """Prints what is wrong with specs; returns the exit code."""
+    """Prints what is wrong with specs; returns the exit code.
+
+    Args:
+        specs: to check.
+        select, ignore: rules and groups.
+        fix: mends what is safe to mend.
+        data: reads the problems of the specs that have no errors, and tries their graders.
+        output: the format.
+        fail_level: of findings that make the exit code 1.
+    """
     codes = selection(select, ignore)
     checked = check_files(specs).only(codes)
     if fix:
         checked = _fixed(checked, codes, specs)
+    if data:
+        from runspec.cli.lint_data import with_problems
+
+        checked = with_problems(checked, specs)
     _print(checked, output)
     if checked.unreadable:
         return EXIT_UNREADABLE

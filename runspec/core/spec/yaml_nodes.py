@@ -158,9 +158,10 @@ def parse_yaml(text: str, file: str, *, shown: str | None = None) -> Document:
     except yaml.MarkedYAMLError as error:
         message = " ".join(part for part in (error.context, error.problem) if part)
         place = composer.place(error.problem_mark or error.context_mark)
-        opened = _opened(text, error)
-        if opened is not None:
-            before = "the end" if error.problem_mark.index >= len(text) else f"line {place.line}"
+        end = error.problem_mark
+        opened = None if end is None else _opened(text, error, end)
+        if end is not None and opened is not None:
+            before = "the end" if end.index >= len(text) else f"line {place.line}"
             message = f"the {text[opened.index]} that opens here is not closed before {before}"
             place = composer.place(opened)
         finding = broken(place, f"broken YAML: {message}")
@@ -172,22 +173,22 @@ def parse_yaml(text: str, file: str, *, shown: str | None = None) -> Document:
     return Document(None, [*composer.findings, finding])
 
 
-def _opened(text: str, error: yaml.MarkedYAMLError) -> yaml.Mark | None:
+def _opened(text: str, error: yaml.MarkedYAMLError, end: yaml.Mark) -> yaml.Mark | None:
     """Where the bracket or quote begins that a later line lacks the end of; None without one.
 
     A quote that is not closed ends at the next one, so the parser stops behind that.
     """
-    start, end = error.context_mark, error.problem_mark
-    if start is None or end is None:
-        return None
-    if str(error.context).endswith(("flow mapping", "flow sequence", "quoted scalar")):
+    start = error.context_mark
+    if start is not None and str(error.context).endswith(
+        ("flow mapping", "flow sequence", "quoted scalar")
+    ):
         return start if start.line < end.line or end.index >= len(text) else None
     line_start = end.index - end.column
     for quoted in _QUOTED.finditer(text, 0, end.index):
         if quoted.start() < line_start <= quoted.end():
             before = text[: quoted.start()]
             column = quoted.start() - (before.rfind("\n") + 1)
-            return yaml.Mark(end.name, quoted.start(), before.count("\n"), column, None, None)
+            return yaml.Mark(end.name, quoted.start(), before.count("\n"), column, None, 0)
     return None
 
 

@@ -9,7 +9,7 @@ from runspec.core.errors import UserError
 from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema_keys import close_match
 from runspec.core.spec.source_files import ROW_KINDS, source_files, whole_uri
-from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.registry import Context, Violation, found_by_loader, rule
 
 _COLUMNS = ("problem_id", "task_type", "prompt", "verification_info")
 _OPENED = re.compile(r"<think>(?:\\n|\s)*['\"]?\s*(?:-?[}%]\}\s*)*(?:\{%-?\s*endif\s*-?%\}\s*)*$")
@@ -103,6 +103,18 @@ def found_files(context: Context) -> Iterator[Violation]:
                 error.thing,
                 suggestion=error.remedy or "name a file, or a folder that has any",
             )
+
+
+@found_by_loader("problems", group="reward")
+def problems() -> None:
+    """Every problem can be read, every task type is graded, and every grader can grade.
+
+    `runspec lint --data` looks at it, and so do `apply` and `doctor`: a process imports the
+    plug-ins, reads every row of every source and grades two answers to a problem of each task
+    type. It finds plug-ins that do not import, malformed rows, task types without a reward, sources
+    of which no prompt fits `data.max_prompt_tokens`, and graders that raise. Each would end the run
+    or leave it without rewards. Rows that are left out are counted, and no fault.
+    """
 
 
 @rule("solve-rate", "reward")

@@ -102,7 +102,7 @@ def model_path(context: Context) -> Iterator[Violation]:
     warning, for a spec may be linted elsewhere. What the directory lacks, `apply` says.
     """
     model = context.spec.model
-    named = {("model", "hf"): model.hf}
+    named: dict[tuple[str, ...], str | None] = {("model", "hf"): model.hf}
     if model.tokenizer is not None:
         named["model", "tokenizer", "hf"] = model.tokenizer.hf
     for location, name in named.items():

@@ -156,6 +156,11 @@ class FileSource:
         """What a row means."""
         return ProblemRows(source)
 
+    @property
+    def rows(self) -> int:
+        """Rows of the files, those that are left out included."""
+        return len(self._table)
+
     def __len__(self) -> int:
         return len(self._kept.rows)
 

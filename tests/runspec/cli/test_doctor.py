@@ -10,7 +10,7 @@ import pytest
 from runspec.cli.doctor import check_spec_here, doctor_command
 from runspec.core.spec.load import SpecFiles
 from runspec.local.checkup import check_machine
-from runspec.local.machine import Machine
+from runspec.local.machine import Machine, this_machine
 from runspec.local.preflight import Facts
 from tests.runspec.local import test_preflight
 from tests.runspec.local.fake_run import TARGET_SHORT
@@ -56,10 +56,18 @@ def test_what_some_roles_need_is_a_warning_and_what_all_need_a_failure(tmp_path:
 
 
 def test_what_a_spec_lacks_here_fails_with_its_remedy(tmp_path: Path) -> None:
-    facts = replace(HERE, has_module=lambda name: name != "vllm")
+    facts = replace(HERE, has_module=lambda name: name not in ("vllm", "tokenizers"))
     (check,) = check_spec_here(LAPTOP, facts, tmp_path)
     assert (check.verdict, check.name, check.remedy) == (
         "fail",
         "placement.backend",
         "make install",
     )
+
+
+def test_what_is_wrong_with_the_problems_of_a_spec_fails(tmp_path: Path) -> None:
+    wrong = replace(LAPTOP, overrides=["reward.spelling.kind=math"])
+    facts = replace(HERE, machine=this_machine())
+    (check,) = check_spec_here(wrong, facts, tmp_path)
+    assert (check.verdict, check.name) == ("fail", "data.sources.spell_backward")
+    assert "task_type 'reasoning_gym' has no reward: 20000 of 20000 problems" in check.found

@@ -224,3 +224,37 @@ def test_a_family_that_is_not_supported_is_named_with_those_that_are(tmp_path: P
     assert "model_type 'gpt2' is not supported (use a model of one of these families: llama, " in (
         done.stdout
     )
+
+
+PROBLEMS = ROOT / "runspec" / "lint" / "examples" / "problems"
+
+
+def test_data_finds_a_task_type_that_nothing_grades() -> None:
+    done = runspec("lint", "--data", PROBLEMS / "bad.yaml", "--format", "compact")
+    assert done.returncode == 1
+    base = PROBLEMS.parent / "base.yaml"
+    assert done.stdout.splitlines() == [
+        f"{base}:20:7: error problems: data.sources.words: task_type 'reasoning_gym' has no "
+        "reward: 1000 of 1000 problems; rewards grade math (add a reward, or map it to one that "
+        "has: task_types: {reasoning_gym: KIND})"
+    ]
+    assert runspec("lint", PROBLEMS / "bad.yaml").returncode == 0
+
+
+def test_data_counts_the_problems_of_a_spec_that_is_right() -> None:
+    done = runspec("lint", "--data", PROBLEMS / "good.yaml")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "source words: 1000 problems to train on" in done.stderr
+
+
+def test_data_of_a_spec_with_errors_is_not_read(bad: Path) -> None:
+    done = runspec("lint", "--data", bad)
+    assert done.returncode == 1
+    assert "its problems are not read: it is no spec without errors" in done.stderr
+
+
+def test_data_without_what_reads_it_is_bad_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runspec.local.problems.MODULES", ("json", "no_such_module"))
+    done = runspec("lint", "--data", PROBLEMS / "good.yaml")
+    assert done.returncode == 2
+    assert "--data: not installed here: no_such_module" in done.stderr

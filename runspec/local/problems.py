@@ -1,0 +1,148 @@
+"""Has the problems of a run read, and its graders tried, by `python -m sampler check`.
+
+    checked = check_problems(spec, this_machine(), say=print)
+    checked.lacking          # what would end the run; empty where it can start
+
+The plug-ins are imported there: runspec imports none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from runspec.core.files import read_bounded
+from runspec.core.process import SUPERVISOR
+from runspec.core.spec.resolved import FILE_NAME, dump_resolved
+from runspec.core.spec.schema import RunSpec
+from runspec.local.children import last_lines
+from runspec.local.machine import Machine, find_files, module_is_installed
+from runspec.local.planning import RunPlan
+from runspec.local.preflight import Missing
+from runspec.local.supervisor import describe_exit
+
+SILENCE_S = 300.0
+"""Seconds in which it must say a word: a plug-in may be slow to import, and rows are reported every
+five seconds."""
+SHOWN_AFTER_S = 3.0
+"""Seconds after which its progress is shown."""
+MODULES = ("sampler", "numpy", "tokenizers", "pyarrow")
+"""What it imports."""
+PROGRESS = "reading the problems: "
+"""Begins each line of its progress (`sampler.tasks.check.PROGRESS`)."""
+_LOG, _REPORT = "log", "report.json"
+_COMMAND = "python -m sampler check"
+_POLL_S = 0.05
+_MAX_REPORT_BYTES = 1 << 20
+_LINES = 10
+
+
+@dataclass(frozen=True)
+class CheckedProblems:
+    """What was found."""
+
+    lacking: Sequence[Missing]
+    notes: Sequence[str]
+    """A line for each source: how many problems there are, and how many are left out."""
+
+
+def absent_modules(is_installed: Callable[[str], bool] = module_is_installed) -> list[str]:
+    """What the check imports and this machine has not installed."""
+    return [name for name in MODULES if not is_installed(name)]
+
+
+def with_problems(plan: RunPlan, machine: Machine, say: Callable[[str], None]) -> RunPlan:
+    """The plan, with what its problems and graders lack, for a run that is new or changed.
+
+    Not looked at where something else is lacking, or the packages that read problems; nor in a run
+    that is alive or goes on as it was: its problems were read when it was started.
+    """
+    as_it_was = plan.held_by is not None or not (plan.new or plan.changes)
+    if plan.lacking or as_it_was or absent_modules():
+        return plan
+    checked = check_problems(plan.spec, machine, say)
+    for note in checked.notes if not checked.lacking else ():
+        say(note)
+    return replace(plan, lacking=checked.lacking)
+
+
+def check_problems(
+    spec: RunSpec, machine: Machine, say: Callable[[str], None], *, silence_s: float = SILENCE_S
+) -> CheckedProblems:
+    """Reads every row of a run's sources and tries its graders, in a process of its own.
+
+    Args:
+        spec: with whole paths (`runspec.cli.spec_files.located`).
+        machine: this one.
+        say: is told the progress where it takes more than a few seconds.
+        silence_s: longest time without a word from the process, which is then ended.
+
+    Returns:
+        Where the process died or hung, that with its last lines is what the run lacks.
+    """
+    found = find_files(spec.model, machine.env)
+    tokenizer = found.model if spec.model.tokenizer is None else found.tokenizer
+    with TemporaryDirectory(prefix="runspec-check-") as name:
+        folder = Path(name)
+        (folder / FILE_NAME).write_bytes(dump_resolved(spec))
+        command = machine.module("sampler", "check", str(folder / FILE_NAME), "--json")
+        if tokenizer is not None:
+            command += ("--model", str(tokenizer))
+        end = _run(command, folder, say, silence_s)
+        if end:
+            lines = "".join(f"\n  | {line}" for line in last_lines(folder / _LOG, _LINES))
+            thing = f"`{_COMMAND}` {end}; its last lines:{lines}"
+            return CheckedProblems(
+                [Missing("data.sources", thing, "mend the plug-in that they name")], []
+            )
+        told = json.loads(read_bounded(folder / _REPORT, _MAX_REPORT_BYTES))
+        lacking = [
+            Missing(fault["place"], fault["thing"], fault["remedy"]) for fault in told["faults"]
+        ]
+        return CheckedProblems(lacking, told["notes"])
+
+
+def _run(command: Sequence[str], folder: Path, say: Callable[[str], None], silence_s: float) -> str:
+    """Runs the process, its report and its log in `folder`; says how it failed, or nothing."""
+    log = folder / _LOG
+    with (folder / _REPORT).open("wb") as report, log.open("wb") as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=report,
+            stderr=errors,
+            env={**os.environ, SUPERVISOR: str(os.getpid())},
+            start_new_session=True,
+        )
+    started = heard = time.monotonic()
+    said, size = "", 0
+    try:
+        while process.poll() is None:
+            time.sleep(_POLL_S)
+            now = time.monotonic()
+            if log.stat().st_size != size:
+                size, heard = log.stat().st_size, now
+            if now - heard > silence_s:
+                return f"said nothing for {silence_s:.0f} s"
+            if now - started > SHOWN_AFTER_S and (line := _progress(log)) != said:
+                said = line
+                say(line)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    reported = process.returncode in (0, 1) and (folder / _REPORT).stat().st_size
+    return "" if reported else describe_exit(process.returncode)
+
+
+def _progress(log: Path) -> str:
+    """The newest line of progress, less what plug-ins print; empty before the first."""
+    lines = [line for line in last_lines(log, _LINES) if line.startswith(PROGRESS)]
+    return lines[-1] if lines else ""

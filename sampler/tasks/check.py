@@ -1,0 +1,263 @@
+"""`python -m sampler check`: reads a run's problems and tries its graders, before a role starts.
+
+It imports the plug-ins, so `runspec` calls it as a process of its own. What it reads is cached for
+the roles (`sampler.tasks.sources.kept`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.process import die_with_parent
+from runspec.core.spec.resolved import MAX_BYTES, parse_resolved
+from runspec.core.spec.schema import Reward, RunSpec
+from runspec.core.spec.schema_keys import close_match
+from sampler.grading.answers import Answer
+from sampler.grading.graders import Graders
+from sampler.grading.launch import require_graders
+from sampler.tasks.interfaces import Keep, ProblemSource, make_source, make_term
+from sampler.tasks.keep import InSplit, keeper
+from sampler.tasks.prompts import PromptCodec, PromptForm
+from verify.plugins import GraderFault, Problem, load_warm_start_data
+
+NAME = "check"
+PROGRESS = "reading the problems: "
+"""Begins each line of progress on standard error."""
+TRIED = ("", "0")
+"""Answers that are graded to the first problem of each task type."""
+MAX_FAULTS = 20
+MAX_CHARS = 1000
+_TRACES = 8
+_SPEC_PATHS = ("data.", "model", "reward", "samplers", "warm_start")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that would end the run, or leave it without rewards."""
+
+    place: str
+    """A path of the spec."""
+    thing: str
+    remedy: str
+
+
+@dataclass
+class Checked:
+    """What was found."""
+
+    faults: list[Fault] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """A line for each source: how many problems there are, and how many are left out."""
+
+    @contextmanager
+    def catching(self, place: str, kind: str = "") -> Iterator[None]:
+        """Takes up what its block raises, whatever it is: a plug-in, of a kind, runs in it."""
+        try:
+            yield
+        except UserError as error:
+            if error.place.startswith(_SPEC_PATHS):
+                self.add(error.place, error.thing, error.remedy)
+            else:
+                self.add(place, f"{error.place}: {error.thing}", error.remedy)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
+            plugin = f"the plug-in of kind {kind}: " if kind else ""
+            thing = f"{plugin}{type(error).__name__}: {error}{_where(error)}"
+            self.add(place, thing, "mend the plug-in, or install what it imports")
+
+    def add(self, place: str, thing: str, remedy: str) -> None:
+        """Takes up a fault; beyond `MAX_FAULTS` they are left out."""
+        if len(self.faults) < MAX_FAULTS:
+            self.faults.append(Fault(place, thing[:MAX_CHARS], remedy[:MAX_CHARS]))
+
+
+def add_command(commands: Any) -> None:
+    """Adds `check` to what `add_subparsers` returned."""
+    parser = commands.add_parser(
+        NAME,
+        help="read a run's problems and try its graders",
+        description="Imports the plug-ins of a resolved spec, reads every row of its sources and "
+        "grades two answers to a problem of each task type. Exit code: 0 nothing was found, 1 "
+        "faults, 2 bad usage. `runspec lint --data` and `runspec apply` call it.",
+    )
+    parser.add_argument("spec", type=Path, metavar="SPEC.json", help="of `render --format json`")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="has the tokenizer; without it no length is known"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; its exit code."""
+    die_with_parent()
+    logging.basicConfig(format=f"{PROGRESS}%(message)s", stream=sys.stderr, force=True)
+    logging.getLogger("sampler").setLevel("INFO")
+    out = os.fdopen(os.dup(1), "w")  # what plug-ins print goes to standard error
+    os.dup2(2, 1)
+    try:
+        spec = parse_resolved(read_bounded(options.spec, MAX_BYTES), place=str(options.spec))
+    except (OSError, UserError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    checked = check(spec, options.model)
+    with out:
+        if options.json:
+            print(json.dumps(asdict(checked)), file=out)
+        else:
+            for fault in checked.faults:
+                print(UserError(fault.thing, place=fault.place, remedy=fault.remedy), file=out)
+            print("\n".join(checked.notes), file=out)
+    return 1 if checked.faults else 0
+
+
+def check(spec: RunSpec, model: Path | None) -> Checked:
+    """Reads every row of a run's sources and tries its graders.
+
+    Args:
+        spec: the resolved spec.
+        model: a directory with the tokenizer of `model.hf`; None where it is not on this machine.
+    """
+    checked = Checked()
+    rewards = list(_working(spec, checked))
+    codec = None
+    if model is not None and spec.model.hf is not None:
+        with checked.catching("model"):
+            codec = PromptCodec.read(model, PromptForm.of(spec.data))
+    keep: Keep = InSplit("train") if codec is None else keeper(spec, codec, "train")
+    sources = _read(spec, keep, checked)
+    whole = len(sources) == len(spec.data.sources)
+    if whole and spec.warm_start is not None and spec.model.shape is not None:
+        with checked.catching("warm_start"):
+            codec = _warm_start_codec(spec)
+            sources = _read(spec, keeper(spec, codec, "train"), checked)
+    if codec is None:
+        checked.notes.append("the tokenizer is not known here: no prompt's length was checked")
+    else:
+        checked.notes += [_note(spec, codec, name, source) for name, source in sources.items()]
+    _try_graders(spec, rewards, sources, checked)
+    return checked
+
+
+def _working(spec: RunSpec, checked: Checked) -> Iterator[Reward]:
+    """The rewards that grade tasks and whose plug-ins can be imported and made."""
+    for reward in spec.reward:
+        _log.info("importing the kind %s of reward", reward.kind)
+        with checked.catching(f"reward.{reward.name}", reward.kind):
+            if make_term(reward).role == "task":
+                yield reward
+
+
+def _read(spec: RunSpec, keep: Keep, checked: Checked) -> dict[str, ProblemSource]:
+    """The sources that can be made and have a problem, by name."""
+    found = {}
+    for source in spec.data.sources:
+        _log.info("source %s", source.name)
+        place = f"data.sources.{source.name}"
+        with checked.catching(place, source.kind):
+            made = make_source(source, spec.seed, keep)
+            if len(made):
+                made.problem(0)
+                found[source.name] = made
+            else:
+                checked.add(place, "no problem is left", "raise data.max_prompt_tokens")
+    return found
+
+
+def _warm_start_codec(spec: RunSpec) -> PromptCodec:
+    """The tokenizer that the warm start makes; some traces are drawn to see that it can."""
+    data = load_warm_start_data(spec)
+    data.traces(np.random.default_rng(spec.seed), _TRACES, "train")
+    with TemporaryDirectory(prefix="runspec-tokenizer-") as folder:
+        data.write_tokenizer(Path(folder))
+        return PromptCodec.read(Path(folder), PromptForm.of(spec.data))
+
+
+def _note(spec: RunSpec, codec: PromptCodec, name: str, made: ProblemSource) -> str:
+    """How many problems a source has, and how many of its rows are left out."""
+    from sampler.tasks.sources.file_source import FileSource  # imports pyarrow
+
+    note = f"source {name}: {len(made)} problems to train on"
+    if not isinstance(made, FileSource):
+        return note
+    left = made.rows - len(made)
+    if spec.warm_start is not None:
+        source = next(source for source in spec.data.sources if source.name == name)
+        held_out = len(make_source(source, spec.seed, keeper(spec, codec, "held_out")))
+        note, left = f"{note}, {held_out} held out", left - held_out
+    return f"{note}, {left} of {made.rows} rows left out (over-long, or by solve_rate)"
+
+
+def _try_graders(
+    spec: RunSpec, rewards: Sequence[Reward], sources: dict[str, ProblemSource], checked: Checked
+) -> None:
+    """Finds task types without a reward, and grades some answers to a problem of each other one."""
+    names = {reward.kind: reward.name for reward in rewards}
+    known = {reward.kind for reward in spec.reward}
+    firsts: dict[str, Problem] = {}
+    for name, source in sources.items():
+        for kind in sorted(source.task_types - known):
+            match = close_match(kind, names)
+            mapped = f"map it to one that has: task_types: {{{kind}: {match or 'KIND'}}}"
+            checked.add(
+                f"data.sources.{name}",
+                f"task_type {kind!r} has no reward: {_count(source, kind)} of {len(source)} "
+                f"problems; rewards grade {', '.join(sorted(names)) or 'none'}",
+                f"did you mean {match}? {mapped}" if match else f"add a reward, or {mapped}",
+            )
+        wanted = (source.task_types & names.keys()) - firsts.keys()
+        with checked.catching(f"data.sources.{name}"):
+            for problem in map(source.problem, range(len(source)) if wanted else ()):
+                if problem.task_type in wanted:
+                    firsts[problem.task_type] = problem
+                    wanted -= {problem.task_type}
+                if not wanted:
+                    break
+    if not firsts:
+        return
+    _log.info("grading trial answers of %s", ", ".join(sorted(firsts)))
+    with checked.catching("reward"):
+        require_graders(spec)
+        with closing(Graders(rewards, processes=1)) as graders:
+            for kind, problem in firsts.items():
+                for answer, result in zip(
+                    TRIED, graders.score([Answer(problem, text) for text in TRIED]), strict=True
+                ):
+                    if isinstance(result, GraderFault):
+                        checked.add(
+                            f"reward.{names[kind]}",
+                            f"the grader of kind {kind} fails on the answer {answer!r}: {result}",
+                            "mend the reward, or the problem: such rollouts are never trained on",
+                        )
+                        break
+
+
+def _count(source: ProblemSource, kind: str) -> int:
+    """How many problems of a source are of a task type."""
+    if len(source.task_types) == 1:
+        return len(source)
+    return Counter(source.problem(i).task_type for i in range(len(source)))[kind]
+
+
+def _where(error: BaseException) -> str:
+    """The file and line that raised, in brackets."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return ""  # its text says it
+    frames = traceback.extract_tb(error.__traceback__)
+    written = [frame for frame in frames if not frame.filename.startswith("<")]
+    return f" ({written[-1].filename}:{written[-1].lineno})" if written else ""
