@@ -14,6 +14,7 @@ _OBJECTS = {
     "samplers": "pool",
     "broadcast.relays": "relay",
     "secrets": "secret",
+    "verify.profiles": "profile",
 }
 
 
