@@ -127,3 +127,21 @@ def test_the_command_prints_bounded_json_whatever_plugins_print(tmp_path: Path) 
     told = json.loads(done.stdout)
     assert [fault["thing"] for fault in told["faults"]] == ["rows.jsonl:4: prompt is 7, not a text"]
     assert "reading the problems: source words" in done.stderr
+
+
+def test_prompts_are_measured_with_the_tokenizer_of_a_model_that_is_here(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    rows = make_rows(20)
+    rows[5]["prompt"] = "why " * 100
+    model = f"model={{hf: {tokenizer_dir}, shape: null}}"
+    spec = spec_of(tmp_path, rows, model, "warm_start=null")
+    assert check(spec, tokenizer_dir).notes == [
+        "source words: 19 problems to train on, 1 of 20 rows left out (over-long, or by solve_rate)"
+    ]
+    with patch.object(kept, "_look_through", side_effect=AssertionError):
+        assert len(build_task_set(spec, tokenizer_dir)) == 19
+    # and without it the rows are read all the same
+    del rows[5]["task_type"]
+    spec = spec_of(tmp_path, rows, model, "warm_start=null")
+    assert [thing[:13] for _, thing in found(spec)] == ["rows.jsonl:6:"]
