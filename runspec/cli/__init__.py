@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
@@ -52,14 +52,15 @@ app = typer.Typer(
 def init(
     folder: Annotated[Path, typer.Argument(help="Where the files go.")] = Path(),
     template: Annotated[
-        TemplateName, typer.Option("--template", "-t", help="What to start from.")
+        TemplateName,
+        typer.Option("--template", "-t", metavar="NAME", help=", ".join(get_args(TemplateName))),
     ] = "laptop",
     name: Annotated[
         str | None, typer.Option("--name", help="Of the run.", show_default="the folder's name")
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="DIR|ORG/NAME", help="For templates that take one."),
+        typer.Option("--model", metavar="MODEL", help="DIR or ORG/NAME, of model and node-8gpu."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Writes over files.")] = False,
 ) -> None:

@@ -23,6 +23,7 @@ from runspec.core.models.hardware import jax_device
 from runspec.core.models.of_spec import named_config
 from runspec.core.spec.json_schema import json_schema
 from runspec.core.spec.values import Name
+from runspec.core.spec.yaml_text import yaml_scalar
 from runspec.lint.rules.data import opens_thinking
 from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.local.machine import find_model, gpu_names
@@ -90,7 +91,7 @@ def initial_files(template: TemplateName, name: str, model: str | None = None) -
     Raises:
         UserError: the template wants a model, takes none, or cannot be made with this one.
     """
-    values = {"name": name, "gpu": _gpu_kind()}
+    values = {"name": yaml_scalar(name), "gpu": _gpu_kind()}
     if template in _MODELS:
         values |= _model_values(model or _MODELS[template], _LONGEST[template])
     elif model is not None:
@@ -147,7 +148,7 @@ def _model_values(named: str | None, longest: int) -> dict[str, str]:
             place="--model",
             remedy="name such a directory, or a model of the Hugging Face Hub as ORG/NAME",
         )
-    lines = [f"hf: {json.dumps(str(directory.absolute()) if local else named)}"]
+    lines = [f"hf: {yaml_scalar(str(directory.absolute()) if local else named)}"]
     if not local:
         lines += [f"revision: {found.name}"] if found else [_NOT_PINNED, "revision: null"]
     config = load_config(found) if found else named_config(named)
@@ -163,7 +164,7 @@ def _model_values(named: str | None, longest: int) -> dict[str, str]:
         "length": length,
         "prompt": prompt,
         "answer": length - prompt,
-        "think_prefill": json.dumps(tokenizer is None or not opens_thinking(tokenizer)),
+        "think_prefill": yaml_scalar(tokenizer is None or not opens_thinking(tokenizer)),
     }
     return {key: str(value) for key, value in values.items()}
 

@@ -152,6 +152,21 @@ def test_problems_that_are_there_stay(tmp_path: Path) -> None:
     assert len({json.loads(line)["problem_id"] for line in lines}) == 500
 
 
+@pytest.mark.parametrize("name", ["2026", "1e5", "null", "on", "a-b_c"])
+def test_a_name_stays_text(tmp_path: Path, name: str) -> None:
+    assert runspec("init", tmp_path, "--name", name).returncode == 0
+    assert check_spec(SpecFiles(tmp_path / "spec.yaml")).require().name == name
+
+
+def test_a_model_that_the_learner_cannot_compute_is_said(tmp_path: Path, model: Path) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    (other / "config.json").write_text('{"model_type": "mamba"}')
+    done = runspec("init", tmp_path / "x", "-t", "model", "--model", other)
+    assert done.returncode == 2
+    assert "mamba" in done.stderr and str(other / "config.json") in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
