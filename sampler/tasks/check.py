@@ -255,9 +255,9 @@ def _count(source: ProblemSource, kind: str) -> int:
 
 
 def _where(error: BaseException) -> str:
-    """The file and line that raised, in brackets."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return ""  # its text says it
+    """The file and line that raised."""
     frames = traceback.extract_tb(error.__traceback__)
     written = [frame for frame in frames if not frame.filename.startswith("<")]
-    return f" ({written[-1].filename}:{written[-1].lineno})" if written else ""
+    if not written:
+        return ""
+    return f" at {'/'.join(Path(written[-1].filename).parts[-2:])}:{written[-1].lineno}"

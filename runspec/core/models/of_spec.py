@@ -34,10 +34,11 @@ def model_config(spec: RunSpec, folder: Path = Path()) -> ModelConfig | None:
         directory = folder / expand_user(Path(hf))
         if (directory / CONFIG_NAME).is_file():
             return load_config(directory)
-    return _named(hf)
+    return named_config(hf)
 
 
 @cache
-def _named(hf: str) -> ModelConfig | None:
+def named_config(hf: str) -> ModelConfig | None:
+    """The shape of a model that ships with runspec; None for any other."""
     shape = named_model(hf)
     return None if shape is None else parse_config(shape, place=f"{hf}/config.json")
