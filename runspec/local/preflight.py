@@ -217,9 +217,6 @@ def _not_here(
         require_files(hf, Path(), patterns)
     except UserError as error:
         return Missing(path, error.thing, error.remedy)
-    if "/" not in hf:
-        thing = f"no directory {hf} beside the spec, and no {what} of such a repository here"
-        return Missing(path, thing, "name a directory, or a repository of Hugging Face as org/name")
     at = f" at {revision}" if revision else ""
     return Missing(path, f"no {what} of {hf}{at} on this machine", f"hf download {hf}")
 

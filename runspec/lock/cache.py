@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 _REF = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 
 
@@ -23,7 +23,7 @@ class Repository:
 
 
 def is_repository(name: str) -> bool:
-    """Whether a name has the form of a repository's."""
+    """Whether a name has the form of a repository's, org/name."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
+from runspec.core.hashing import hash_parts
 from runspec.core.process import die_with_parent
 from runspec.core.spec.resolved import MAX_BYTES, parse_resolved
 from runspec.core.spec.schema import Reward, RunSpec
@@ -32,7 +33,7 @@ from sampler.grading.answers import Answer
 from sampler.grading.graders import Graders
 from sampler.grading.launch import require_graders
 from sampler.tasks.interfaces import Keep, ProblemSource, make_source, make_term
-from sampler.tasks.keep import InSplit, keeper
+from sampler.tasks.keep import keeper
 from sampler.tasks.prompts import PromptCodec, PromptForm
 from verify.plugins import GraderFault, Problem, load_warm_start_data
 
@@ -62,6 +63,7 @@ class Fault:
 class Checked:
     """What was found."""
 
+    max_prompt_tokens: int
     faults: list[Fault] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """A line for each source: how many problems there are, and how many are left out."""
@@ -72,10 +74,13 @@ class Checked:
         try:
             yield
         except UserError as error:
+            thing = error.thing
+            if "data.max_prompt_tokens" in error.remedy:
+                thing += f" (data.max_prompt_tokens is {self.max_prompt_tokens})"
             if error.place.startswith(_SPEC_PATHS):
-                self.add(error.place, error.thing, error.remedy)
+                self.add(error.place, thing, error.remedy)
             else:
-                self.add(place, f"{error.place}: {error.thing}", error.remedy)
+                self.add(place, f"{error.place}: {thing}", error.remedy)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
             plugin = f"the plug-in of kind {kind}: " if kind else ""
             thing = f"{plugin}{type(error).__name__}: {error}{_where(error)}"
@@ -118,7 +123,8 @@ def run(options: argparse.Namespace) -> int:
     checked = check(spec, options.model)
     with out:
         if options.json:
-            print(json.dumps(asdict(checked)), file=out)
+            faults = [asdict(fault) for fault in checked.faults]
+            print(json.dumps({"faults": faults, "notes": checked.notes}), file=out)
         else:
             for fault in checked.faults:
                 print(UserError(fault.thing, place=fault.place, remedy=fault.remedy), file=out)
@@ -133,25 +139,42 @@ def check(spec: RunSpec, model: Path | None) -> Checked:
         spec: the resolved spec.
         model: a directory with the tokenizer of `model.hf`; None where it is not on this machine.
     """
-    checked = Checked()
+    checked = Checked(spec.data.max_prompt_tokens)
     rewards = list(_working(spec, checked))
-    codec = None
-    if model is not None and spec.model.hf is not None:
-        with checked.catching("model"):
-            codec = PromptCodec.read(model, PromptForm.of(spec.data))
-    keep: Keep = InSplit("train") if codec is None else keeper(spec, codec, "train")
-    sources = _read(spec, keep, checked)
-    whole = len(sources) == len(spec.data.sources)
-    if whole and spec.warm_start is not None and spec.model.shape is not None:
-        with checked.catching("warm_start"):
-            codec = _warm_start_codec(spec)
-            sources = _read(spec, keeper(spec, codec, "train"), checked)
-    if codec is None:
-        checked.notes.append("the tokenizer is not known here: no prompt's length was checked")
-    else:
-        checked.notes += [_note(spec, codec, name, source) for name, source in sources.items()]
+    sources = _read(spec, _All(), checked)
+    if len(sources) == len(spec.data.sources):
+        _measure(spec, model, checked)
     _try_graders(spec, rewards, sources, checked)
     return checked
+
+
+class _All:
+    """Keeps every problem."""
+
+    digest = hash_parts("keep all").hex()
+
+    def __call__(self, problem: str) -> bool:
+        return True
+
+    def many(self, problems: Sequence[str]) -> list[bool]:
+        """The same of several."""
+        return [True] * len(problems)
+
+
+def _measure(spec: RunSpec, model: Path | None, checked: Checked) -> None:
+    """Encodes every prompt, as the roles will, and notes how many problems are left."""
+    codec = None
+    if spec.warm_start is not None and spec.model.shape is not None:
+        with checked.catching("warm_start"):
+            codec = _warm_start_codec(spec)
+    elif model is None:
+        checked.notes.append("the tokenizer is not on this machine: no prompt was measured")
+    else:
+        with checked.catching("model"):
+            codec = PromptCodec.read(model, PromptForm.of(spec.data))
+    if codec is not None:
+        fitting = _read(spec, keeper(spec, codec, "train"), checked)
+        checked.notes += [_note(spec, codec, name, source) for name, source in fitting.items()]
 
 
 def _working(spec: RunSpec, checked: Checked) -> Iterator[Reward]:
