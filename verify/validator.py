@@ -253,6 +253,7 @@ class Validator:
             accepted=verdict.accepted,
             reason=verdict.reason,
             dropped_groups=verdict.dropped_groups,
+            fault=verdict.fault,
             key=self._key,
         )
         self._coordinator.verdict(envelope, table)
@@ -265,7 +266,10 @@ class Validator:
         rollouts = len(verdict.rows)
         self._log.info("step %d: accepted %s, %d rollouts", verdict.step, what, rollouts)
         if verdict.dropped_groups:
-            self._log.warning("the grader failed: groups %s dropped", verdict.dropped_groups)
+            self._log.error(
+                "step %d: groups %s of %s dropped, the grader failed: %s",
+                *(verdict.step, verdict.dropped_groups, what, verdict.fault),
+            )
 
 
 def _is_own_fault(error: Exception) -> bool:

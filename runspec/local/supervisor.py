@@ -12,7 +12,7 @@ from typing import Protocol
 
 from runspec.core.errors import UserError
 from runspec.local.children import Child, birth, start_child, stop_children
-from runspec.local.conditions import alarm_text
+from runspec.local.conditions import alarm_text, dropped_text
 from runspec.local.fleet import Action, Fleet, Outcome, Reached, RoleState, Rules, State
 from runspec.local.live import CHANGE, Taken
 from runspec.local.metrics import Row
@@ -34,6 +34,10 @@ class Progress(Protocol):
     @property
     def note(self) -> str:
         """One line on what the run is at; may be empty."""
+
+    @property
+    def dropped(self) -> tuple[int, str]:
+        """Groups dropped by the grader so far, and what it failed with last, as one line."""
 
     def poll(self) -> Reached:
         """How far the run is."""
@@ -88,6 +92,8 @@ class Supervisor:
         self._told: dict[str, RoleRow] = {}
         self._seen = 0.0
         self._alarmed = False
+        self._dropped = 0
+        """Groups dropped by the grader when that was last reported."""
         self._fleet = Fleet({role.name: RoleState() for role in roles}, rules)
 
     def run(self) -> Outcome:
@@ -216,11 +222,16 @@ class Supervisor:
         self._session.watcher.show(self._progress.rows, roles, self._progress.note)
 
     def _alarm(self) -> None:
-        """Tells once that the samplers' log-probs are off, and again after they were not."""
+        """Tells once that the samplers' log-probs are off, and again after they were not; and of
+        groups that the grader dropped, whenever they are twice as many."""
         text = alarm_text(self._progress.rows[-1]) if self._progress.rows else ""
         if text and not self._alarmed:
             self._event("learner", text)
         self._alarmed = bool(text)
+        groups, newest = self._progress.dropped
+        if groups >= max(1, 2 * self._dropped):
+            self._event("coordinator", dropped_text(groups, newest))
+            self._dropped = groups
 
 
 def _describe(role: RoleState, pid: int | None, code: int | None) -> str:
