@@ -178,7 +178,9 @@ def _stalled(seen: Snapshot) -> Condition:
     gave_up = [
         event
         for event in seen.events
-        if event.role == "coordinator" and f"exit code {EXIT_FINAL}" in event.text
+        if event.role == "coordinator"
+        and f"exit code {EXIT_FINAL}" in event.text
+        and " stalled: " in event.text
     ]
     if seen.state == "failed" and gave_up:
         return Condition("Stalled", "True", "StepStalled", seen.reason, gave_up[-1].time)

@@ -17,6 +17,7 @@ from runspec.local.fleet import Action, Fleet, Outcome, Reached, RoleState, Rule
 from runspec.local.live import CHANGE, Taken
 from runspec.local.metrics import Row
 from runspec.local.processes import RoleSpec
+from runspec.local.role_errors import last_error
 from runspec.local.state import RequestRow, RoleRow, RunState
 
 POLL_S = 0.1
@@ -206,7 +207,12 @@ class Supervisor:
         row = RoleRow(name, role.state, role.restarts, pid, born, time.time())
         self._told[name] = row
         self._session.state.set_role(row)
-        self._event(name, _describe(role, pid, code))
+        text = _describe(role, pid, code)
+        # Of a role that was killed the log says nothing about its end.
+        if role.state in (State.BACKOFF, State.FAILED) and code is not None and code > 0:
+            error = last_error(self._session.logs / f"{name}.log")
+            text += f": {error.thing}" if error else ""
+        self._event(name, text)
 
     def _event(self, name: str, text: str) -> None:
         self._session.state.add_event(name, text)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
@@ -13,18 +16,24 @@ from pathlib import Path
 import pytest
 
 from runspec.core.errors import UserError, describe_error, one_line
+from runspec.core.files import write_atomic
 from runspec.core.process import EXIT_FINAL
 from runspec.core.signed import BadSignature
+from runspec.core.spec.resolved import dump_resolved
 from sampler.grading.graders import Graders
 from tests.runspec.cli.in_process import runspec
+from tests.runspec.local.fake_run import small_spec as small_laptop_spec
 from tests.sampler.grading.plugin import TERM, answers, install_term, reward
 from tests.sampler.worker.works import free_port
 from tests.verify.bench import MODEL, lease_for, packed
 from tests.verify.coordinator.deployment import Site, tiny_spec, verdict
+from tests.verify.coordinator.filled import started
 from tests.verify.coordinator.over_http import check, sample, status
 from tests.verify.small_model import NumpyEngine, ParityTask, Worker, fixed_key, small_spec
 from tests.waiting import eventually
 from verify.audit.replay import audit
+from verify.coordinator.filling import decide_close
+from verify.coordinator.stalls import RUN_DIR, Stalled
 from verify.formats.lease import open_lease
 from verify.formats.verdict import MAX_FAULT, open_verdict
 from verify.plugins import GradeItem, GraderFault
@@ -100,6 +109,27 @@ def test_what_a_reward_raises_is_in_the_validators_log_in_the_stall_and_in_statu
     assert faults["message"].startswith("4 groups dropped by the grader, the newest: ")
     assert "GraderFaults" in runspec("status", site.run_dir).stdout
     assert audit(site.run_dir, root_key=site.root.public_hex).findings == []
+
+
+@pytest.mark.slow
+def test_the_command_that_a_stall_names_reads_the_spec_of_the_run(tmp_path: Path) -> None:
+    # given a step whose problems the model never solves, of a run that has its spec
+    run = started(max_groups=2)
+    record = run.lease("x")
+    run.submit(record)
+    run.judge(record, ["filtered"] * 2, task_reward=0.0)
+    stalled = decide_close(run.state, run.now)
+    assert isinstance(stalled, Stalled)
+    spec = small_laptop_spec()
+    write_atomic(tmp_path / "spec.json", dump_resolved(spec))
+    # when its command is given, with the name of a source
+    command = stalled.remedy.split("`")[1].replace(RUN_DIR, str(tmp_path))
+    words = shlex.split(command.replace("NAME", spec.data.sources[0].name))
+    done = subprocess.run(
+        [sys.executable, *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    # then all that it lacks is the model, which this test does not make
+    assert f"{tmp_path}/initial/tokenizer_config.json: cannot read the tokenizer's" in done.stderr
 
 
 def test_a_coordinator_that_starts_again_still_knows_the_fault(tmp_path: Path) -> None:

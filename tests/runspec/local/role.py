@@ -14,7 +14,7 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.process import RunStopped, run_role, stop_event
+from runspec.core.process import RunStopped, not_retried, run_role, stop_event
 from runspec.core.spec.resolved import load_resolved
 from verify.formats.batch import FILE_NAME
 from verify.formats.layout import step_folder
@@ -70,6 +70,12 @@ def stalled(run_dir: Path, log: logging.Logger) -> None:
     raise RunStopped("step 3 stalled", remedy="look at the workers")
 
 
+@not_retried()
+def broken_plugin(run_dir: Path, log: logging.Logger) -> None:
+    log.info("loading problems")
+    print({"answer": 1}["gold"])
+
+
 def full_disk(run_dir: Path, log: logging.Logger) -> None:
     """Meets the end of its disk: a limit on file sizes stands for it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -91,7 +97,17 @@ def warm_start(run_dir: Path, log: logging.Logger) -> None:
 
 BEHAVIOURS: dict[str, Callable[[Path, logging.Logger], None]] = {
     behaviour.__name__: behaviour
-    for behaviour in (learner, worker, stubborn, dying, stalled, full_disk, server, warm_start)
+    for behaviour in (
+        learner,
+        worker,
+        stubborn,
+        dying,
+        stalled,
+        broken_plugin,
+        full_disk,
+        server,
+        warm_start,
+    )
 }
 
 if __name__ == "__main__":

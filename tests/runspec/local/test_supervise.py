@@ -25,6 +25,7 @@ from runspec.local.children import birth
 from runspec.local.planning import make_plan
 from runspec.local.run_dir import RunLocked, holder
 from runspec.local.state import RoleRow, RunState
+from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import (
     ROOT,
     drive_roles,
@@ -143,19 +144,51 @@ def test_a_role_that_keeps_dying_ends_the_run_with_its_last_lines(tmp_path: Path
     # when the run is driven
     with prepared(spec, tmp_path) as run, pytest.raises(RunFailed) as failure:
         drive_roles(run, [role("worker", run.directory), role("dying", run.directory)], watch)
-    # then it fails with the role's last twenty lines
+    # then it fails with the role's last error, its remedy and its last twenty lines
     text = str(failure.value)
+    assert text.startswith("dying: socket 7: the cable is cut\ndying kept dying")
+    assert "\n  remedy: mend it, then apply again: the run goes on from its newest" in text
     assert failure.value.exit_code == 1
     assert "dying kept dying (ended with exit code 1)" in text
     assert "the cable is cut" in text and "remedy: mend it" in text
     assert "line 39" in text and "line 10\n" not in text
     assert watch.roles["dying"].state == "failed"
+    # and so do the events, once for each death
+    ends = [said for name, said in watch.events if name == "dying" and "exit code" in said]
+    assert ends == [
+        "ended with exit code 1, starts again: socket 7: the cable is cut",
+        "ended with exit code 1, given up after 2 in a row: socket 7: the cable is cut",
+    ]
     # and nobody is left
     assert all(not view.pid for view in watch.roles.values())
     with closing(RunState(run.directory)) as state:
         row = state.run()
         assert row is not None
         assert row.state == "failed"
+    # and a status afterwards says why, and what to do
+    status = runspec("status", run.directory).stdout
+    assert "dying: socket 7: the cable is cut; remedy: mend it" in status
+
+
+def test_a_cause_that_another_try_would_meet_ends_the_run_at_once(tmp_path: Path) -> None:
+    # given a role whose plug-in raises whenever it is loaded
+    watch = Watch()
+    with prepared(small_spec(steps=10_000), tmp_path) as run, pytest.raises(RunFailed) as failure:
+        roles = [*usual_roles(run), role("broken_plugin", run.directory)]
+        # when the run is driven, then that role is started once
+        drive_roles(run, roles, watch)
+    assert watch.roles["broken_plugin"].restarts == 0
+    assert failure.value.exit_code == EXIT_FINAL
+    # and the message, the events and the status begin with what was raised, and where
+    cause = "broken_plugin: KeyError: 'gold' at local/role.py:"
+    assert str(failure.value).startswith(cause)
+    (said,) = [said for name, said in watch.events if "stops the run" in said]
+    assert "ended with exit code 4, stops the run: KeyError: 'gold' at local/role.py:" in said
+    status = json.loads(runspec("status", run.directory, "--json").stdout)
+    assert status["reason"].startswith(cause)
+    assert status["reason"].endswith("from its newest checkpoint")
+    conditions = {each["type"]: each["status"] for each in status["conditions"]}
+    assert (conditions["Failed"], conditions["Stalled"]) == ("True", "False")
 
 
 def test_a_role_that_says_stop_stops_the_run_at_once(tmp_path: Path) -> None:

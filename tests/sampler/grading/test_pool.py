@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.errors import UserError
+from runspec.core.process import RunStopped
 from sampler.grading.answers import MAX_ANSWER_CHARS
 from sampler.grading.graders import Graders
 from sampler.grading.pool import GradersClosed
@@ -178,7 +178,7 @@ def test_closing_gives_an_answer_in_work_no_grade_and_no_fault(make: Make) -> No
 
 def test_a_term_that_no_grader_can_prepare_stops_with_its_words(make: Make) -> None:
     graders = make(broken=True)
-    with pytest.raises(UserError, match="OSError: no opening book"):
+    with pytest.raises(RunStopped, match="OSError: no opening book"):
         graders.score(answers("chess", ["1", "2"]))
 
 
