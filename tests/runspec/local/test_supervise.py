@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from runspec.cli.status import read_status
+from runspec.cli.view import PlainView
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
 from runspec.local import children
@@ -189,6 +191,33 @@ def test_a_cause_that_another_try_would_meet_ends_the_run_at_once(tmp_path: Path
     assert status["reason"].endswith("from its newest checkpoint")
     conditions = {each["type"]: each["status"] for each in status["conditions"]}
     assert (conditions["Failed"], conditions["Stalled"]) == ("True", "False")
+
+
+def test_what_the_grader_dropped_is_shown_while_the_run_goes_on(tmp_path: Path) -> None:
+    # given a run whose coordinator tells of groups that the grader dropped
+    out = io.StringIO()
+    with prepared(small_spec(steps=3), tmp_path) as run:
+        hold = run.directory / "hold"
+        hold.touch()
+        host = run.endpoints.coordinator.removeprefix("http://")
+        coordinator = role("grading_coordinator", run.directory, host)
+        _, *others = usual_roles(run)
+
+        def let_go(watch: Watch) -> None:
+            if any("dropped" in note for note in watch.notes):
+                hold.unlink(missing_ok=True)
+
+        # when it is watched
+        watch, plain = Watch(let_go), PlainView(3, out)
+        watch.event = lambda name, text: plain.event(name, text)  # type: ignore[method-assign]
+        drive_roles(run, [coordinator, *others], watch)
+    # then the panel's first line, the plain lines and the events say so, without control characters
+    words = (
+        "3 groups dropped by the grader, the newest: p7: KeyError: 'gold'?[2J at mine/grading.py:17"
+    )
+    assert f"{words}; waiting for nobody" in watch.notes
+    assert out.getvalue().count(f"coordinator: {words}\n") == 1
+    assert words in runspec("status", run.directory).stdout
 
 
 def test_a_role_that_says_stop_stops_the_run_at_once(tmp_path: Path) -> None:
