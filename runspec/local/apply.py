@@ -19,6 +19,7 @@ from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec, role_specs, warm_start_role
 from runspec.local.progress import RunProgress, StageProgress
 from runspec.local.role_errors import last_error
+from runspec.local.snapshot import REMEDY
 from runspec.local.state import RunState
 from runspec.local.supervisor import Progress, Session, Supervisor, Watcher, describe_exit
 
@@ -103,7 +104,7 @@ def _failure_on_record(run: PreparedRun, state: RunState) -> Iterator[None]:
         thing = error.thing if isinstance(error, UserError) else f"internal error: {error!r}"
         reason = thing.splitlines()[0]
         if isinstance(error, RunFailed):
-            reason += f"; remedy: {error.remedy}"
+            reason += f"{REMEDY}{error.remedy}"
         with suppress(UserError):  # a full disk; the first error is the one to read
             state.set_run("failed", reason)
             conclude(run.directory, state.wall_s())

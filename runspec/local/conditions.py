@@ -183,7 +183,7 @@ def _stalled(seen: Snapshot) -> Condition:
         and " stalled: " in event.text
     ]
     if seen.state == "failed" and gave_up:
-        return Condition("Stalled", "True", "StepStalled", seen.reason, gave_up[-1].time)
+        return Condition("Stalled", "True", "StepStalled", seen.cause, gave_up[-1].time)
     if not seen.alive:
         return Condition("Stalled", "False", "NotAlive", "nobody waits", _ended(seen))
     limit_s, idle_s = late_after_s(seen), _idle_s(seen)

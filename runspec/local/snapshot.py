@@ -18,6 +18,8 @@ from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
 from verify.audit.dropped import Dropped, read_dropped
 
 EVENTS = 10
+REMEDY = "; remedy: "
+"""Between the cause and the remedy in the reason of a run that failed."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,15 @@ class Snapshot:
 
     @property
     def reason(self) -> str:
+        """Why it is in that state, and what to do about it."""
         if self.lost:
             return "its supervisor is gone; resume it to go on"
         return self.run.reason if self.run else ""
+
+    @property
+    def cause(self) -> str:
+        """The reason without the remedy."""
+        return self.reason.partition(REMEDY)[0]
 
     @property
     def trained(self) -> int:

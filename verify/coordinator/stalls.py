@@ -35,12 +35,12 @@ _SOLVE_RATES = (
     f"{RUN_DIR}/initial --out rates.parquet`; then "
 )
 _EASIER = (
-    "give it easier problems (data.sources.NAME.solve_rate bounds them) or a stronger model, or "
-    "make the warm start longer"
+    "take easier problems (data.sources.NAME.solve_rate bounds them), a stronger model or a longer "
+    "warm start"
 )
-_HARDER = "give it harder problems (data.sources.NAME.solve_rate bounds them)"
+_HARDER = "take harder problems (data.sources.NAME.solve_rate bounds them)"
 _BETWEEN = "keep the problems between (data.sources.NAME.solve_rate, say min: 0.1 and max: 0.9)"
-_NO_FILTER = "; algorithm.filters.zero_variance: false trains such groups, which teach nothing"
+_NO_FILTER = "; or train such groups too, with algorithm.filters.zero_variance: false"
 
 
 @dataclass(frozen=True)

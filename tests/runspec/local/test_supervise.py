@@ -169,7 +169,9 @@ def test_a_role_that_keeps_dying_ends_the_run_with_its_last_lines(tmp_path: Path
         assert row.state == "failed"
     # and a status afterwards says why, and what to do
     status = runspec("status", run.directory).stdout
-    assert "dying: socket 7: the cable is cut; remedy: mend it" in status
+    assert "(dying: socket 7: the cable is cut)" in status
+    status = json.loads(runspec("status", run.directory, "--json").stdout)
+    assert status["reason"].startswith("dying: socket 7: the cable is cut; remedy: mend it, then")
 
 
 def test_a_cause_that_another_try_would_meet_ends_the_run_at_once(tmp_path: Path) -> None:

@@ -227,12 +227,12 @@ NO_GOLD = "p7: KeyError: 'gold' at my_rewards/grading.py:17"
         (
             {"outcomes": ["filtered"] * 2, "task_reward": 0.0},
             "the model solves none of these problems (mean task reward 0)",
-            "easier problems",
+            "take easier problems",
         ),
         (
             {"outcomes": ["filtered"] * 2, "task_reward": 1.0},
             "the model solves all of these problems (mean task reward 1)",
-            "harder problems",
+            "take harder problems",
         ),
         (
             {"outcomes": ["filtered"] * 2, "task_reward": 0.5},
@@ -258,7 +258,8 @@ def test_each_cause_of_a_stall_has_its_remedy_and_stalls_once_all_is_judged(lost
     assert isinstance(stalled, Stalled)
     assert reason in stalled.reason
     assert remedy in stalled.remedy
-    assert ("solve-rates RUN_DIR/spec.json" in stalled.remedy) == ("filtered" in stalled.reason)
+    for words in ("solve-rates RUN_DIR/spec.json", "algorithm.filters.zero_variance: false"):
+        assert (words in stalled.remedy) == ("filtered" in stalled.reason)
     assert "waited for" not in stalled.reason + stalled.remedy
 
 
