@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, describe_error
 from runspec.core.files import read_bounded
 from runspec.core.hashing import hash_parts
 from runspec.core.process import die_with_parent
@@ -81,10 +80,13 @@ class Checked:
                 self.add(error.place, thing, error.remedy)
             else:
                 self.add(place, f"{error.place}: {thing}", error.remedy)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
+        except Exception as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
             plugin = f"the plug-in of kind {kind}: " if kind else ""
-            thing = f"{plugin}{type(error).__name__}: {error}{_where(error)}"
-            self.add(place, thing, "mend the plug-in, or install what it imports")
+            self.add(
+                place,
+                plugin + describe_error(error),
+                "mend the plug-in, or install what it imports",
+            )
 
     def add(self, place: str, thing: str, remedy: str) -> None:
         """Takes up a fault; beyond `MAX_FAULTS` they are left out."""
@@ -275,12 +277,3 @@ def _count(source: ProblemSource, kind: str) -> int:
     if len(source.task_types) == 1:
         return len(source)
     return Counter(source.problem(i).task_type for i in range(len(source)))[kind]
-
-
-def _where(error: BaseException) -> str:
-    """The file and line that raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    written = [frame for frame in frames if not frame.filename.startswith("<")]
-    if not written:
-        return ""
-    return f" at {'/'.join(Path(written[-1].filename).parts[-2:])}:{written[-1].lineno}"
