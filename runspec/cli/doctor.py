@@ -50,6 +50,8 @@ def check_spec_here(files: SpecFiles, facts: Facts, runs_dir: Path | None) -> It
 
 def _show(checks: Sequence[Check]) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for _ in range(3):
+        table.add_column(overflow="fold")  # a path is never cut off
     for check in checks:
         remedy = Text(f"\n{check.remedy}" if check.remedy else "", style="dim")
         verdict = Text(check.verdict, style=_COLOURS[check.verdict])

@@ -11,8 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -236,17 +235,11 @@ def _try_graders(
     known = {reward.kind for reward in spec.reward}
     firsts: dict[str, Problem] = {}
     for name, source in sources.items():
-        for kind in sorted(source.task_types - known):
-            match = close_match(kind, names)
-            mapped = f"map it to one that has: task_types: {{{kind}: {match or 'KIND'}}}"
-            checked.add(
-                f"data.sources.{name}",
-                f"task_type {kind!r} has no reward: {_count(source, kind)} of {len(source)} "
-                f"problems; rewards grade {', '.join(sorted(names)) or 'none'}",
-                f"did you mean {match}? {mapped}" if match else f"add a reward, or {mapped}",
-            )
-        wanted = (source.task_types & names.keys()) - firsts.keys()
-        with checked.catching(f"data.sources.{name}"):
+        place = f"data.sources.{name}"
+        with checked.catching(place):
+            for kind in sorted(source.task_types - known):
+                checked.add(place, *_ungraded(source, kind, names))
+            wanted = (source.task_types & names.keys()) - firsts.keys()
             for problem in map(source.problem, range(len(source)) if wanted else ()):
                 if problem.task_type in wanted:
                     firsts[problem.task_type] = problem
@@ -272,8 +265,15 @@ def _try_graders(
                         break
 
 
-def _count(source: ProblemSource, kind: str) -> int:
-    """How many problems of a source are of a task type."""
-    if len(source.task_types) == 1:
-        return len(source)
-    return Counter(source.problem(i).task_type for i in range(len(source)))[kind]
+def _ungraded(source: ProblemSource, kind: str, names: Collection[str]) -> tuple[str, str]:
+    """What to say of a task type without a reward, and what to do about it."""
+    count = len(source)
+    if len(source.task_types) > 1:
+        count = sum(source.problem(i).task_type == kind for i in range(len(source)))
+    match = close_match(kind, names)
+    mapped = f"map it to one that has: task_types: {{{kind}: {match or 'KIND'}}}"
+    return (
+        f"task_type {kind!r} has no reward: {count} of {len(source)} problems; rewards grade "
+        f"{', '.join(sorted(names)) or 'none'}",
+        f"did you mean {match}? {mapped}" if match else f"add a reward, or {mapped}",
+    )
