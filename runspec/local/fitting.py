@@ -85,11 +85,10 @@ def lacks(
         host: what was seen.
         data_bytes: of the problems' files that are still to be fetched.
     """
-    install = "install the package that offers it"
     return [
         *_devices(pool, host),
         *_build(pool, host),
-        *(Missing(plugin.path, str(plugin), install) for plugin in missing_plugins(spec)),
+        *(Missing(each.path, str(each), each.remedy) for each in missing_plugins(spec)),
         *(_memory(pool, spec, config, host) if config is not None else ()),
         *(_disk(spec, config, host, data_bytes) if config is not None else ()),
     ]

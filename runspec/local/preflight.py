@@ -104,7 +104,7 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
         *_devices(spec, facts),
         *_model(spec, found),
         *_tokenizer(spec, found),
-        *_plugins(spec),
+        *(Missing(each.path, str(each), each.remedy) for each in missing_plugins(spec)),
         *_data(spec),
         *_secrets(spec, facts),
         *_identity(spec, run_dir, facts),
@@ -238,13 +238,6 @@ def _tokenizer(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
             require_fitting(found.tokenizer, found.model)
         except UserError as error:
             yield Missing("model.tokenizer", f"{error.place}: {error.thing}", error.remedy)
-
-
-def _plugins(spec: RunSpec) -> Iterator[Missing]:
-    for plugin in missing_plugins(spec):
-        installed = ", ".join(plugin.installed)
-        remedy = f"install the package that offers it; installed: {installed}"
-        yield Missing(plugin.path, str(plugin), remedy)
 
 
 def _data(spec: RunSpec) -> Iterator[Missing]:

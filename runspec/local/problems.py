@@ -35,8 +35,8 @@ SHOWN_AFTER_S = 3.0
 """Seconds after which its progress is shown."""
 MODULES = ("sampler", "numpy", "tokenizers", "pyarrow")
 """What it imports."""
-PROGRESS = "reading the problems: "
-"""Begins each line of its progress (`sampler.tasks.check.PROGRESS`)."""
+_INFORMS = " I check "
+"""Before what its log says at level INFO (`runspec.core.process.setup_logging`)."""
 _LOG, _REPORT = "log", "report.json"
 _COMMAND = "python -m sampler check"
 _POLL_S = 0.05
@@ -92,7 +92,7 @@ def check_problems(
     with TemporaryDirectory(prefix="runspec-check-") as name:
         folder = Path(name)
         (folder / FILE_NAME).write_bytes(dump_resolved(spec))
-        command = machine.module("sampler", "check", str(folder / FILE_NAME), "--json")
+        command = machine.module("sampler", "check", str(folder))
         if tokenizer is not None:
             command += ("--model", str(tokenizer))
         end = _run(command, folder, say, silence_s)
@@ -118,7 +118,7 @@ def _run(command: Sequence[str], folder: Path, say: Callable[[str], None], silen
             stdin=subprocess.DEVNULL,
             stdout=report,
             stderr=errors,
-            env={**os.environ, SUPERVISOR: str(os.getpid())},
+            env={**os.environ, SUPERVISOR: str(os.getpid()), "RUNSPEC_LOG_LEVEL": "INFO"},
             start_new_session=True,
         )
     started = heard = time.monotonic()
@@ -131,18 +131,18 @@ def _run(command: Sequence[str], folder: Path, say: Callable[[str], None], silen
                 size, heard = log.stat().st_size, now
             if now - heard > silence_s:
                 return f"said nothing for {silence_s:.0f} s"
-            if now - started > SHOWN_AFTER_S and (line := _progress(log)) != said:
+            line = _progress(log) if now - started > SHOWN_AFTER_S else ""
+            if line not in ("", said):
                 said = line
                 say(line)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    reported = process.returncode in (0, 1) and (folder / _REPORT).stat().st_size
-    return "" if reported else describe_exit(process.returncode)
+    return describe_exit(process.returncode) if process.returncode else ""
 
 
 def _progress(log: Path) -> str:
-    """The newest line of progress, less what plug-ins print; empty before the first."""
-    lines = [line for line in last_lines(log, _LINES) if line.startswith(PROGRESS)]
-    return lines[-1] if lines else ""
+    """What it is at, less what plug-ins print; empty where it has not said so."""
+    told = [line.partition(_INFORMS)[2] for line in last_lines(log, _LINES)]
+    return next((f"reading the problems: {text}" for text in reversed(told) if text), "")

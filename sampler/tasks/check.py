@@ -10,10 +10,9 @@ import argparse
 import json
 import logging
 import os
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,10 +20,9 @@ from typing import Any
 import numpy as np
 
 from runspec.core.errors import UserError, describe_error
-from runspec.core.files import read_bounded
 from runspec.core.hashing import hash_parts
-from runspec.core.process import die_with_parent
-from runspec.core.spec.resolved import MAX_BYTES, parse_resolved
+from runspec.core.process import run_role
+from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import Reward, RunSpec
 from runspec.core.spec.schema_keys import close_match
 from sampler.grading.answers import Answer
@@ -36,8 +34,6 @@ from sampler.tasks.prompts import PromptCodec, PromptForm
 from verify.plugins import GraderFault, Problem, load_warm_start_data
 
 NAME = "check"
-PROGRESS = "reading the problems: "
-"""Begins each line of progress on standard error."""
 TRIED = ("", "0")
 """Answers that are graded to the first problem of each task type."""
 MAX_FAULTS = 20
@@ -45,16 +41,7 @@ MAX_CHARS = 1000
 _TRACES = 8
 _SPEC_PATHS = ("data.", "model", "reward", "samplers", "warm_start")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that would end the run, or leave it without rewards."""
-
-    place: str
-    """A path of the spec."""
-    thing: str
-    remedy: str
+"""`runspec.local.problems` shows its lines as progress."""
 
 
 @dataclass
@@ -62,7 +49,8 @@ class Checked:
     """What was found."""
 
     max_prompt_tokens: int
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[UserError] = field(default_factory=list)
+    """What would end the run, or leave it without rewards; `place` is a path of the spec."""
     notes: list[str] = field(default_factory=list)
     """A line for each source: how many problems there are, and how many are left out."""
 
@@ -75,10 +63,9 @@ class Checked:
             thing = error.thing
             if "data.max_prompt_tokens" in error.remedy:
                 thing += f" (data.max_prompt_tokens is {self.max_prompt_tokens})"
-            if error.place.startswith(_SPEC_PATHS):
-                self.add(error.place, thing, error.remedy)
-            else:
-                self.add(place, f"{error.place}: {thing}", error.remedy)
+            of_spec = error.place.startswith(_SPEC_PATHS)
+            where = (error.place, thing) if of_spec else (place, f"{error.place}: {thing}")
+            self.add(*where, error.remedy)
         except Exception as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
             plugin = f"the plug-in of kind {kind}: " if kind else ""
             self.add(
@@ -90,7 +77,8 @@ class Checked:
     def add(self, place: str, thing: str, remedy: str) -> None:
         """Takes up a fault; beyond `MAX_FAULTS` they are left out."""
         if len(self.faults) < MAX_FAULTS:
-            self.faults.append(Fault(place, thing[:MAX_CHARS], remedy[:MAX_CHARS]))
+            fault = UserError(thing[:MAX_CHARS], place=place, remedy=remedy[:MAX_CHARS])
+            self.faults.append(fault)
 
 
 def add_command(commands: Any) -> None:
@@ -98,39 +86,27 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         NAME,
         help="read a run's problems and try its graders",
-        description="Imports the plug-ins of a resolved spec, reads every row of its sources and "
-        "grades two answers to a problem of each task type. Exit code: 0 nothing was found, 1 "
-        "faults, 2 bad usage. `runspec lint --data` and `runspec apply` call it.",
+        description="Imports the plug-ins of the spec in DIR/spec.json, reads every row of its "
+        "sources, grades two answers to a problem of each task type, and prints a JSON object with "
+        "what it found. `runspec lint --data` and `runspec apply` call it.",
     )
-    parser.add_argument("spec", type=Path, metavar="SPEC.json", help="of `render --format json`")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a run's, or of a spec.json")
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="has the tokenizer; without it no length is known"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; its exit code."""
-    die_with_parent()
-    logging.basicConfig(format=f"{PROGRESS}%(message)s", stream=sys.stderr, force=True)
-    logging.getLogger("sampler").setLevel("INFO")
-    out = os.fdopen(os.dup(1), "w")  # what plug-ins print goes to standard error
-    os.dup2(2, 1)
-    try:
-        spec = parse_resolved(read_bounded(options.spec, MAX_BYTES), place=str(options.spec))
-    except (OSError, UserError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    checked = check(spec, options.model)
-    with out:
-        if options.json:
-            faults = [asdict(fault) for fault in checked.faults]
-            print(json.dumps({"faults": faults, "notes": checked.notes}), file=out)
-        else:
-            for fault in checked.faults:
-                print(UserError(fault.thing, place=fault.place, remedy=fault.remedy), file=out)
-            print("\n".join(checked.notes), file=out)
-    return 1 if checked.faults else 0
+    return run_role(NAME, lambda log: _report(options))
+
+
+def _report(options: argparse.Namespace) -> None:
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)  # what plug-ins print goes to standard error
+        checked = check(load_resolved(options.folder), options.model)
+        faults = [{"place": f.place, "thing": f.thing, "remedy": f.remedy} for f in checked.faults]
+        print(json.dumps({"faults": faults, "notes": checked.notes}), file=out)
 
 
 def check(spec: RunSpec, model: Path | None) -> Checked:

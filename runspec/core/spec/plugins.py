@@ -33,6 +33,10 @@ class MissingPlugin:
     def path(self) -> str:
         return ".".join(self.location)
 
+    @property
+    def remedy(self) -> str:
+        return f"install the package that offers it; installed: {', '.join(self.installed)}"
+
     def __str__(self) -> str:
         return f"no installed package offers the kind {self.kind!r} in {self.group}"
 

@@ -34,9 +34,7 @@ def unknown_kind(context: Context) -> Iterator[Violation]:
         yield Violation(
             (*plugin.location, "kind"),
             str(plugin),
-            suggestion=f"did you mean {match}?"
-            if match
-            else f"install the package that does; installed: {', '.join(plugin.installed)}",
+            suggestion=f"did you mean {match}?" if match else plugin.remedy,
             severity="error" if match else None,
         )
 

@@ -191,8 +191,8 @@ def test_an_unclosed_brace_is_shown_where_it_opens(tmp_path: Path) -> None:
         (
             "reward={spelling: {kind: chess}}",
             "--set:1:26: warning unknown-kind: reward.spelling.kind: no installed package offers "
-            "the kind 'chess' in runspec.rewards (install the package that does; installed: code, "
-            "math, reasoning_gym, target_length)",
+            "the kind 'chess' in runspec.rewards (install the package that offers it; installed: "
+            "code, math, reasoning_gym, target_length)",
             0,
         ),
     ],
