@@ -63,9 +63,11 @@ class Checked:
             thing = error.thing
             if "data.max_prompt_tokens" in error.remedy:
                 thing += f" (data.max_prompt_tokens is {self.max_prompt_tokens})"
-            of_spec = error.place.startswith(_SPEC_PATHS)
-            where = (error.place, thing) if of_spec else (place, f"{error.place}: {thing}")
-            self.add(*where, error.remedy)
+            if error.place.startswith(_SPEC_PATHS):
+                place = error.place
+            elif error.place:
+                thing = f"{error.place}: {thing}"
+            self.add(place, thing, error.remedy)
         except Exception as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
             plugin = f"the plug-in of kind {kind}: " if kind else ""
             self.add(

@@ -45,7 +45,8 @@ def test_a_plugin_that_hangs_or_kills_the_process_is_named(
     assert lacking.path == "data.sources"
     assert said in lacking.thing
     assert "importing the kind odd of reward" in lacking.thing
-    assert told[-1:] in ([], ["reading the problems: importing the kind odd of reward"])
+    if "said nothing" in said:
+        assert told[-1] == "reading the problems: importing the kind odd of reward"
 
 
 def test_only_a_run_that_is_new_or_changed_is_checked(
