@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from types import new_class
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from runspec.core.errors import UserError
 from runspec.core.spec.plugins import REWARD_GROUP, SOURCE_GROUP, installed_kinds
 from runspec.core.spec.schema import Reward, Source
 from verify.plugins import Problem
+
+Part = Literal["train", "held_out", "over_long"]
+"""What a problem is to a run, by its text."""
 
 
 class Keep(Protocol):
@@ -27,11 +30,20 @@ class Keep(Protocol):
 
     digest: str
     """Of all that the answers depend on, so that they can be kept."""
+    wanted: Part = "train"
+    """The problems that belong to the run."""
+    known: Sequence[Part] = get_args(Part)
+    """The parts that `parts` tells apart."""
 
-    def __call__(self, problem: str) -> bool: ...
+    def __call__(self, problem: str) -> bool:
+        return self.many([problem])[0]
 
     def many(self, problems: Sequence[str]) -> list[bool]:
         """The same of several problems, which is faster."""
+        return [part == self.wanted for part in self.parts(problems)]
+
+    def parts(self, problems: Sequence[str]) -> list[Part]:
+        """The part to which each problem belongs."""
 
 
 class ProblemSource(Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -17,7 +16,7 @@ from tokenizers import Tokenizer
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.spec.schema import RunSpec
-from sampler.tasks.keep import InSplit, Problems, Split, keeper, target_lengths
+from sampler.tasks.keep import InSplit, Problems, keeper, target_lengths
 from sampler.tasks.prompts import THINK_END, PromptCodec, PromptForm
 from sampler.tasks.tokenizer import (
     EOS,
@@ -27,7 +26,7 @@ from sampler.tasks.tokenizer import (
     tokenizer_config,
 )
 from sampler.tasks.tokenizer_files import TokenizerFiles
-from verify.plugins import Problem, Trace
+from verify.plugins import Problem, Split, Trace
 
 _SAMPLED_PROBLEMS = 64
 _SHORTEST = 4
@@ -56,9 +55,7 @@ class WarmStartTraces:
         config = json.dumps(tokenizer_config(), indent=2)
         write_atomic(directory / "tokenizer_config.json", config.encode())
 
-    def traces(
-        self, rng: np.random.Generator, count: int, split: Literal["train", "held_out"]
-    ) -> list[Trace]:
+    def traces(self, rng: np.random.Generator, count: int, split: Split) -> list[Trace]:
         """`count` traces of problems drawn with replacement."""
         problems = self._problems[split]
         return [self._trace(rng, problems, int(rng.integers(len(problems)))) for _ in range(count)]
