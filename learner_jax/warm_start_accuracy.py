@@ -17,7 +17,7 @@ from verify.plugins import Split, WarmStartData
 
 SAMPLED_PROBLEMS = 64
 """Of each split, answered by the model when it is made."""
-FEW_RIGHT = 0.02
+FEW_RIGHT = 0.05
 """Share of right answers to training problems under which a run has little to learn from."""
 
 

@@ -174,9 +174,9 @@ def unsolved_text(row: Row) -> str:
     if row.get("task_reward") != 0:
         return ""
     return (
-        f"no rollout of step {row.get('step')} was right (task reward 0), so nothing can be "
-        "learned from it: read the answers in samples.jsonl, measure with `python -m sampler "
-        "solve-rates`, then take easier problems or a better starting model (docs/first-run.md)"
+        f"no rollout of step {row.get('step')} was right, so nothing is learned from it: read the "
+        "answers in samples.jsonl, measure with `python -m sampler solve-rates`, then take easier "
+        "problems or a better starting model (docs/first-run.md)"
     )
 
 
