@@ -17,34 +17,34 @@ from jaxtyping import Array, Int
 
 from learner_jax.execution import Execution
 from learner_jax.model import bind
-from learner_jax.sharding import shard_batch
+from learner_jax.sharding import make_mesh, shard_batch
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import Packing
+from runspec.core.spec.schema import RunSpec
 
 
 def sample(
+    spec: RunSpec,
     config: ModelConfig,
     params: Any,
     prompts: Sequence[Sequence[int]],
-    mesh: Mesh,
-    *,
-    packing: Packing,
-    new_tokens: int,
     end_token: int,
-    key: Array,
 ) -> Iterator[list[int]]:
     """Yields a continuation of each prompt, drawn at temperature 1 in float32.
 
     Args:
+        spec: its mesh cuts the rows, its packing says how many are computed at once and how long
+            they are, and its shortest `max_new_tokens` ends a continuation.
         config: the shape of the model.
         params: its weights, on the mesh.
-        prompts: token ids; each with `new_tokens` fits into a row of the packing.
-        mesh: cuts the rows, as it cuts those of the learner.
-        packing: how many rows are computed at once, and their length in tokens.
-        new_tokens: longest continuation, the end token included.
+        prompts: token ids, at most `data.max_prompt_tokens` of them each.
         end_token: the id after which a continuation ends.
-        key: of the draws.
     """
+    key, mesh, packing = (
+        jax.random.key(spec.seed),
+        make_mesh(spec.learner.mesh),
+        spec.learner.packing,
+    )
+    new_tokens = min(pool.max_new_tokens for pool in spec.samplers)
     for begin in range(0, len(prompts), packing.rows):
         batch = prompts[begin : begin + packing.rows]
         tokens = np.zeros((packing.rows, packing.tokens), np.int32)
@@ -53,30 +53,26 @@ def sample(
             tokens[row, : len(prompt)] = prompt
             lengths[row] = len(prompt)
         key, now = jax.random.split(key)
+        rows = shard_batch(tokens, mesh)
         drawn = _continue(
-            *(params, shard_batch(tokens, mesh), lengths, now),
-            config=config,
-            execution=Execution(jnp.float32, mesh=mesh),
-            new_tokens=new_tokens,
-            end_token=end_token,
+            params, rows, lengths, now, end_token, config=config, mesh=mesh, new_tokens=new_tokens
         )
         for row, prompt in zip(np.asarray(drawn), batch, strict=False):
             output = row[len(prompt) : len(prompt) + new_tokens].tolist()
-            ended = output.index(end_token) + 1 if end_token in output else new_tokens
-            yield output[:ended]
+            yield output[: output.index(end_token) + 1] if end_token in output else output
 
 
-@partial(jax.jit, static_argnames=("config", "execution", "new_tokens", "end_token"))
+@partial(jax.jit, static_argnames=("config", "mesh", "new_tokens"))
 def _continue(
     params: Any,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     key: Array,
+    end_token: int,
     *,
     config: ModelConfig,
-    execution: Execution,
+    mesh: Mesh,
     new_tokens: int,
-    end_token: int,
 ) -> Int[Array, "B T"]:
     """Writes up to `new_tokens` drawn tokens behind the first `lengths` of each row; a row of
     length 0 holds no prompt."""
@@ -91,7 +87,8 @@ def _continue(
     def one_more(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         step, tokens, going_on = state
         at = lengths + step
-        hidden = policy(tokens, (positions < at[:, None]).astype(jnp.int32), positions, execution)
+        filled = (positions < at[:, None]).astype(jnp.int32)
+        hidden = policy(tokens, filled, positions, Execution(jnp.float32, mesh=mesh))
         logits = hidden[rows, at - 1] @ policy.head_weight()
         drawn = jax.random.categorical(jax.random.fold_in(key, step), logits)
         return step + 1, tokens.at[rows, at].set(drawn), going_on & (drawn != end_token)

@@ -6,11 +6,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from learner_jax.sampling import sample
-from learner_jax.sharding import make_mesh
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
 from verify.plugins import Split, WarmStartData
@@ -30,14 +28,8 @@ def sampled_right(
     grader may accept more.
     """
     traces = data.traces(np.random.default_rng([spec.seed, 3]), SAMPLED_PROBLEMS, split)
-    outputs = sample(
-        *(config, params, [trace.prompt_tokens for trace in traces]),
-        make_mesh(spec.learner.mesh),
-        packing=spec.learner.packing,
-        new_tokens=min(pool.max_new_tokens for pool in spec.samplers),
-        end_token=data.eos_token_id,
-        key=jax.random.key(spec.seed),
-    )
+    prompts = [trace.prompt_tokens for trace in traces]
+    outputs = sample(spec, config, params, prompts, data.eos_token_id)
     right = 0
     for trace, output in zip(traces, outputs, strict=True):
         wanted = trace.output_tokens[trace.answer_start - 1 :]  # from `</think>` on

@@ -22,7 +22,8 @@ PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3], [5], [8, 9, 7], [9, 3], [2], [3, 
 
 @pytest.fixture(scope="module")
 def model():
-    spec = spec_with(seed=3)
+    short = [{**spec_with().samplers[0].model_dump(), "max_new_tokens": NEW}]
+    spec = spec_with(seed=3, samplers=short)
     config = model_config(spec)
     params = init_params(config, jax.random.key(0))
     # with weights this large the tokens before decide what follows
@@ -33,15 +34,7 @@ def model():
 @pytest.fixture(scope="module")
 def outputs(model):
     spec, config, params = model
-    return list(
-        sample(
-            *(config, params, PROMPTS, make_mesh(spec.learner.mesh)),
-            packing=spec.learner.packing,
-            new_tokens=NEW,
-            end_token=END,
-            key=jax.random.key(spec.seed),
-        )
-    )
+    return list(sample(spec, config, params, PROMPTS, END))
 
 
 def test_each_token_is_drawn_from_a_forward_pass_over_those_before(model, outputs):
@@ -81,8 +74,6 @@ def test_an_answer_counts_where_it_is_the_traces_behind_the_first_think_end(mode
             ends = [max(1, len(output) - 3) for output in outputs]
             return [Trace(*each) for each in zip(PROMPTS, changed, ends, strict=True)]
 
-    short = [{**spec.samplers[0].model_dump(), "max_new_tokens": NEW}]
-    spec = spec_with(seed=3, samplers=short)
     begins = [max(1, len(output) - 3) - 1 for output in outputs]
     right = [
         i % 2 == 0 and output[at] not in output[:at]
