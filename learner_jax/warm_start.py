@@ -43,6 +43,7 @@ from runspec.core.files import new_directory, read_bounded, remove_leftovers
 from runspec.core.hashing import digest_bytes, digest_file
 from runspec.core.models.config import ModelConfig, parse_config
 from runspec.core.models.decoder import hf_config
+from runspec.core.process import RunStopped, not_retried
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.run_files import initial_model
 from runspec.core.spec.schema import Optimizer, RunSpec, WarmStart
@@ -74,8 +75,8 @@ def make_initial_model(run_dir: Path, cache: Path, log: logging.Logger) -> Path:
     """Makes version 0 of a run, or finds it in the cache, and links `initial` to it.
 
     Raises:
-        UserError: `max_updates` passed without the mark, another run holds the cache, or what lies
-            there is damaged.
+        UserError: another run holds the cache.
+        RunStopped: `max_updates` passed without the mark, or what lies in the cache is damaged.
     """
     spec = load_resolved(run_dir)
     data = load_warm_start_data(spec)
@@ -137,7 +138,7 @@ def _checked_record(model: Path) -> dict[str, Any]:
     """The record of a cached start, whose weights have the digest that it names.
 
     Raises:
-        UserError: its weights are damaged, or their digest is missing.
+        RunStopped: its weights are damaged, or their digest is missing.
     """
     try:
         data = read_bounded(model / CURVE_FILE, _MAX_RECORD_BYTES)
@@ -150,7 +151,7 @@ def _checked_record(model: Path) -> dict[str, Any]:
         if kept == found:
             return record
         damage = f"the digest of {SINGLE_NAME} is {found[:16]}, not {str(kept)[:16]}"
-    raise UserError(
+    raise RunStopped(
         f"the cached warm start is damaged: {damage}",
         place=str(model),
         remedy="delete this directory and apply again: it is made anew",
@@ -196,7 +197,8 @@ def _make(
     spec: RunSpec, data: WarmStartData, directory: Path, log: logging.Logger
 ) -> dict[str, Any]:
     """Trains, writes the model beside the tokenizer's files, and returns its record."""
-    config = model_config(spec)
+    with not_retried():
+        config = model_config(spec)
     (directory / "config.json").write_text(
         json.dumps(
             hf_config(
@@ -236,7 +238,7 @@ def supervise(
         The parameters, float32 on the mesh, and the curve.
 
     Raises:
-        UserError: `max_updates` passed without the mark.
+        RunStopped: `max_updates` passed without the mark.
     """
     start_spec = spec.warm_start
     assert start_spec is not None, "the linter sees to it: a shape has a warm start"
@@ -272,7 +274,7 @@ def supervise(
             return params, curve
     half, reached = (curve[i].answer_probability for i in ((len(curve) - 1) // 2, -1))
     lower = "lower stop_answer_probability below what was reached"
-    raise UserError(
+    raise RunStopped(
         f"after {start_spec.max_updates} updates the held-out probability of the answer is "
         f"{reached:.3f}, the mark {start_spec.stop_answer_probability}; halfway it was {half:.3f}",
         place="warm_start.max_updates",

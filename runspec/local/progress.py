@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import one_line
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import last_lines
+from runspec.local.conditions import dropped_text
 from runspec.local.endpoints import address
 from runspec.local.fleet import Reached
 from runspec.local.metrics import FILE_NAME, JsonLines, Row, latest_by_step
@@ -19,6 +21,7 @@ from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.layout import step_folder
 
 ASK_EVERY_S = 2.0
+_MAX_FAULT = 400
 _ASK_PATIENCE_S = 0.3
 _MAX_ANSWER_BYTES = 1024 * 1024
 
@@ -36,6 +39,8 @@ class RunProgress:
         self._coordinator = coordinator
         self._asked_at = time.monotonic()
         self._note = ""
+        self.dropped = (0, "")
+        """Groups dropped by the grader, and what it failed with last, as one line."""
         self._lines = JsonLines(run_dir / FILE_NAME)
         self._rows: list[dict[str, Any]] = []
         self._steps = spec.steps
@@ -49,15 +54,14 @@ class RunProgress:
 
     @property
     def note(self) -> str:
-        """What the coordinator waits for."""
+        """What the grader failed at, and what the coordinator waits for."""
         return self._note
 
     def poll(self) -> Reached:
         now = time.monotonic()
         if now - self._asked_at >= ASK_EVERY_S:
             self._asked_at = now
-            waiting_for = coordinator_status(self._coordinator).get("waiting_for")
-            self._note = f"waiting for {waiting_for}" if waiting_for else ""
+            self._ask()
         new = self._lines.new_rows()
         if new:
             self._rows = latest_by_step([*self._rows, *new])
@@ -68,11 +72,21 @@ class RunProgress:
             published=self._last_version.exists(),
         )
 
+    def _ask(self) -> None:
+        status = coordinator_status(self._coordinator)
+        waiting_for, dropped = status.get("waiting_for"), status.get("dropped_by_grader")
+        self._note = f"waiting for {waiting_for}" if waiting_for else ""
+        if isinstance(dropped, dict) and isinstance(groups := dropped.get("groups"), int):
+            self.dropped = (groups, one_line(str(dropped.get("newest")), _MAX_FAULT))
+        if self.dropped[0]:
+            self._note = "; ".join(filter(None, (dropped_text(*self.dropped), self._note)))
+
 
 class StageProgress:
     """A stage before the run, done once the file that it makes is there."""
 
     rows: Sequence[Row] = ()
+    dropped = (0, "")
 
     def __init__(self, product: Path, log: Path) -> None:
         self._product = product
