@@ -146,9 +146,17 @@ def find_kind(kind: str) -> Kind:
     """The class of a kind of reward.
 
     Raises:
-        UserError: no installed package offers it.
+        UserError: no installed package offers it, or the package cannot be imported.
     """
-    return completed(_entry_point(REWARD_GROUP, kind, "reward").load())
+    point = _entry_point(REWARD_GROUP, kind, "reward")
+    try:
+        return completed(point.load())
+    except Exception as error:  # a package may break in any way at its import
+        raise UserError(
+            f"the plug-in of kind {kind} cannot be loaded: {type(error).__name__}: {error}",
+            place=f"entry point {point.value}",
+            remedy="mend the package; where the command runs, a folder of its name hides it",
+        ) from error
 
 
 def completed(kind: Any) -> Kind:
