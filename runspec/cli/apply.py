@@ -20,8 +20,10 @@ from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.local.apply import supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
+from runspec.local.conditions import unsolved_text
 from runspec.local.live import CHANGE, ask, change_request
 from runspec.local.machine import this_machine
+from runspec.local.metrics import read_rows
 from runspec.local.planning import RunPlan, make_plan, refuse_stale, seen_now
 from runspec.local.prepare import NotReady, prepare_run, require_ready
 from runspec.local.problems import with_problems
@@ -141,6 +143,9 @@ def show_result(run_dir: Path) -> None:
     ):
         table.add_row(label, number(summary[f"{key}_first"]), number(summary[f"{key}_last"]))
     Console().print(table)
+    newest = read_rows(run_dir)[-1:]
+    if newest and (unsolved := unsolved_text(newest[0])):
+        print(unsolved)
     print(f"Plots and rollouts: {run_dir / REPORT_FILE}   logs: {run_dir / 'logs'}")
 
 

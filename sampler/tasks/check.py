@@ -28,7 +28,7 @@ from runspec.core.spec.schema_keys import close_match
 from sampler.grading.answers import Answer
 from sampler.grading.graders import Graders
 from sampler.grading.launch import require_graders
-from sampler.tasks.interfaces import Keep, ProblemSource, make_source, make_term
+from sampler.tasks.interfaces import Keep, Part, ProblemSource, make_source, make_term
 from sampler.tasks.keep import keeper
 from sampler.tasks.prompts import PromptCodec, PromptForm
 from verify.plugins import GraderFault, Problem, load_warm_start_data
@@ -127,17 +127,15 @@ def check(spec: RunSpec, model: Path | None) -> Checked:
     return checked
 
 
-class _All:
+class _All(Keep):
     """Keeps every problem."""
 
+    known = ("train",)
     digest = hash_parts("keep all").hex()
 
-    def __call__(self, problem: str) -> bool:
-        return True
-
-    def many(self, problems: Sequence[str]) -> list[bool]:
-        """The same of several."""
-        return [True] * len(problems)
+    def parts(self, problems: Sequence[str]) -> list[Part]:
+        """See `Keep`."""
+        return ["train"] * len(problems)
 
 
 def _measure(spec: RunSpec, model: Path | None, checked: Checked) -> None:
@@ -153,7 +151,7 @@ def _measure(spec: RunSpec, model: Path | None, checked: Checked) -> None:
             codec = PromptCodec.read(model, PromptForm.of(spec.data))
     if codec is not None:
         fitting = _read(spec, keeper(spec, codec, "train"), checked)
-        checked.notes += [_note(spec, codec, name, source) for name, source in fitting.items()]
+        checked.notes += [f"source {name}: {_count(each)}" for name, each in fitting.items()]
 
 
 def _working(spec: RunSpec, checked: Checked) -> Iterator[Reward]:
@@ -190,19 +188,12 @@ def _warm_start_codec(spec: RunSpec) -> PromptCodec:
         return PromptCodec.read(Path(folder), PromptForm.of(spec.data))
 
 
-def _note(spec: RunSpec, codec: PromptCodec, name: str, made: ProblemSource) -> str:
-    """How many problems a source has, and how many of its rows are left out."""
+def _count(source: ProblemSource) -> str:
     from sampler.tasks.sources.file_source import FileSource  # imports pyarrow
 
-    note = f"source {name}: {len(made)} problems to train on"
-    if not isinstance(made, FileSource):
-        return note
-    left = made.rows - len(made)
-    if spec.warm_start is not None:
-        source = next(source for source in spec.data.sources if source.name == name)
-        held_out = len(make_source(source, spec.seed, keeper(spec, codec, "held_out")))
-        note, left = f"{note}, {held_out} held out", left - held_out
-    return f"{note}, {left} of {made.rows} rows left out (over-long, or by solve_rate)"
+    if isinstance(source, FileSource):
+        return source.summary
+    return f"{len(source)} to train on"
 
 
 def _try_graders(

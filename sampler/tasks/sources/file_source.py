@@ -157,9 +157,9 @@ class FileSource:
         return ProblemRows(source)
 
     @property
-    def rows(self) -> int:
-        """Rows of the files, those that are left out included."""
-        return len(self._table)
+    def summary(self) -> str:
+        """How many rows are kept, and how many are left out for what reason."""
+        return self._kept.summary
 
     def __len__(self) -> int:
         return len(self._kept.rows)

@@ -21,6 +21,7 @@ from runspec.core.spec.validate import to_python
 from runspec.core.spec.yaml_nodes import parse_yaml
 from runspec.lint.check import check_spec
 from runspec.local.preflight import look, missing
+from sampler.tasks.tokenizer import build_tokenizer, tokenizer_config
 from tests.harness import ROOT
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.core.spec.spec_files import SPECS
@@ -48,7 +49,11 @@ def yaml(path: Path) -> object:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model's directory, whose chat template opens the thinking."""
-    folder = write_model(tmp_path_factory.mktemp("models") / "mine", template="<think>")
+    folder = write_model(tmp_path_factory.mktemp("models") / "mine")
+    template = "{% for each in messages %}{{ each['content'] }}\n{% endfor %}<think>"
+    config = {**tokenizer_config(), "chat_template": template}
+    (folder / "tokenizer.json").write_text(build_tokenizer([], 1024).to_str())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     shape = {**(named_model("Qwen/Qwen3-4B") or {}), "num_hidden_layers": 2, "vocab_size": 1024}
     (folder / "config.json").write_text(json.dumps(shape))
     return folder

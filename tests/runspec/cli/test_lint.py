@@ -244,7 +244,7 @@ def test_data_finds_a_task_type_that_nothing_grades() -> None:
 def test_data_counts_the_problems_of_a_spec_that_is_right() -> None:
     done = runspec("lint", "--data", PROBLEMS / "good.yaml")
     assert (done.returncode, done.stdout) == (0, "")
-    assert "source words: 1000 problems to train on" in done.stderr
+    assert "source words: 1000 to train on" in done.stderr
 
 
 def test_data_of_a_spec_with_errors_is_not_read(bad: Path) -> None:

@@ -42,19 +42,13 @@ def test_problems_that_are_right_are_counted_and_cached_for_the_roles(tmp_path: 
     spec = spec_of(tmp_path, rows)
     checked = check(spec, None)
     # Then they are counted, the over-long one too
-    held_out = 99 - int(checked.notes[0].split()[2])
-    assert (checked.faults, checked.notes) == (
-        [],
-        [
-            f"source words: {99 - held_out} problems to train on, {held_out} held out, "
-            "1 of 100 rows left out (over-long, or by solve_rate)"
-        ],
-    )
+    assert checked.faults == []
+    assert checked.notes == ["source words: 88 to train on, 11 held out, 1 over-long"]
     # And the roles need not look through the rows again
     with patch.object(kept, "_look_through", side_effect=AssertionError):
         data = build_warm_start_data(spec)
         data.write_tokenizer(tmp_path)
-        assert len(build_task_set(spec, tmp_path)) == 99 - held_out
+        assert len(build_task_set(spec, tmp_path)) == 88
 
 
 @pytest.mark.parametrize(
@@ -141,7 +135,7 @@ def test_prompts_are_measured_with_the_tokenizer_of_a_model_that_is_here(
     model = f"model={{hf: {tokenizer_dir}, shape: null}}"
     spec = spec_of(tmp_path, rows, model, "warm_start=null")
     assert check(spec, tokenizer_dir).notes == [
-        "source words: 19 problems to train on, 1 of 20 rows left out (over-long, or by solve_rate)"
+        "source words: 19 to train on, 0 held out, 1 over-long"
     ]
     with patch.object(kept, "_look_through", side_effect=AssertionError):
         assert len(build_task_set(spec, tokenizer_dir)) == 19
