@@ -52,9 +52,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_model(tmp_path_factory.mktemp("models") / "mine")
     template = "{% for each in messages %}{{ each['content'] }}\n{% endfor %}<think>"
     config = {**tokenizer_config(), "chat_template": template}
-    (folder / "tokenizer.json").write_text(build_tokenizer([], 1024).to_str())
+    tokenizer = build_tokenizer([], 1024)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str())
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     shape = {**(named_model("Qwen/Qwen3-4B") or {}), "num_hidden_layers": 2, "vocab_size": 1024}
+    shape["eos_token_id"] = tokenizer.token_to_id("<eos>")
     (folder / "config.json").write_text(json.dumps(shape))
     return folder
 
