@@ -30,7 +30,7 @@ def spec_with(plugin: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run
 @pytest.mark.parametrize(
     ("plugin", "said"),
     [
-        ("time.sleep(600)", "said nothing for 4 s; its last lines:"),
+        ("time.sleep(600)", "said nothing for 8 s; its last lines:"),
         ("import os; os._exit(9)", "ended with exit code 9; its last lines:"),
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV; its last lines:"),
     ],
@@ -40,7 +40,7 @@ def test_a_plugin_that_hangs_or_kills_the_process_is_named(
 ) -> None:
     monkeypatch.setattr(problems, "SHOWN_AFTER_S", 0.0)
     spec, told = spec_with(plugin, tmp_path, monkeypatch), list[str]()
-    checked = check_problems(spec, this_machine(), told.append, silence_s=4.0)
+    checked = check_problems(spec, this_machine(), told.append, silence_s=8.0)
     (lacking,) = checked.lacking
     assert lacking.path == "data.sources"
     assert said in lacking.thing
