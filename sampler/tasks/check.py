@@ -104,6 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> None:
+    """Prints what was found, and nothing else, to standard output."""
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # what plug-ins print goes to standard error
         checked = check(load_resolved(options.folder), options.model)
@@ -189,6 +190,7 @@ def _warm_start_codec(spec: RunSpec) -> PromptCodec:
 
 
 def _count(source: ProblemSource) -> str:
+    """How many problems a source has, and of rows how many are left out."""
     from sampler.tasks.sources.file_source import FileSource  # imports pyarrow
 
     if isinstance(source, FileSource):

@@ -30,18 +30,6 @@ class NewName:
     known: Sequence[str]
     """Names in the layers below; at least one."""
 
-    @property
-    def path(self) -> str:
-        return f"{self.parent}.{self.name}"
-
-    @property
-    def hint(self) -> str:
-        """The name that was probably meant, and what a new one does."""
-        made = f"A new name makes a new {_OBJECTS.get(self.parent, 'object')}"
-        match = close_match(self.name, self.known)
-        known = f"did you mean {match}?" if match else f"there are: {', '.join(self.known)}."
-        return f"{known} {made}"
-
 
 def judge_new_names(findings: list[Finding], new_names: Sequence[NewName]) -> list[Finding]:
     """The findings of a spec, with one error for each new object that lacks required keys.
@@ -50,18 +38,20 @@ def judge_new_names(findings: list[Finding], new_names: Sequence[NewName]) -> li
     of a lower layer: that is a warning.
     """
     for new in new_names:
-        below = f"{new.path}."
-        lacking = [f for f in findings if f.code == "missing-key" and f.path.startswith(below)]
+        path = f"{new.parent}.{new.name}"
+        lacking = [f for f in findings if f.code == "missing-key" and f.path.startswith(f"{path}.")]
         if not lacking and not any(_one_slip(new.name, known) for known in new.known):
             continue
-        keys = ", ".join(finding.path.removeprefix(below) for finding in lacking)
+        keys = ", ".join(finding.path.removeprefix(f"{path}.") for finding in lacking)
         needs = f", and a new one needs {keys}" if lacking else ""
+        match = close_match(new.name, new.known)
+        meant = f"did you mean {match}?" if match else f"there are: {', '.join(new.known)}."
         finding = Finding(
             new.place,
             "unknown-name",
             f"no {new.name!r} in the layers below{needs}",
-            path=new.path,
-            suggestion=new.hint,
+            path=path,
+            suggestion=f"{meant} A new name makes a new {_OBJECTS.get(new.parent, 'object')}",
             severity="error" if lacking else "warning",
             blocking=bool(lacking),
         )

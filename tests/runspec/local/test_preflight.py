@@ -203,6 +203,14 @@ def test_another_tokenizer_takes_the_place_of_the_models_own(tmp_path: Path) -> 
     assert initial.readlink() == model
 
 
+def test_a_path_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    model, _ = model_and_tokenizer(tmp_path, largest=9)
+    (gone,) = missing(of_model(model, tmp_path / "gone"), tmp_path, LAPTOP)
+    assert (gone.path, gone.thing) == ("model.tokenizer", f"no directory {tmp_path / 'gone'}")
+    (empty,) = missing(of_model(model, tmp_path), tmp_path, LAPTOP)
+    assert empty.thing == f"the directory {tmp_path} has no tokenizer.json"
+
+
 def test_a_tokenizer_larger_than_the_models_vocabulary_is_refused(tmp_path: Path) -> None:
     model, other = model_and_tokenizer(tmp_path, largest=10)
     (item,) = missing(of_model(model, other), tmp_path, LAPTOP)

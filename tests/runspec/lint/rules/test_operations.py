@@ -60,6 +60,7 @@ BREACHES = [
     # Directories have no revision.
     (FLEET, ["model={hf: ./QwQ-32B, revision: null}"], "model-path", "model.hf", "warning"),
     (FLEET, ["model={hf: /gone/QwQ-32B, revision: null}"], "model-path", "model.hf", "warning"),
+    (FLEET, ["model.tokenizer={hf: ../gone}"], "model-path", "model.tokenizer.hf", "warning"),
     # placement
     (BASE, ["placement.devices={pool: [0]}"], "unknown-role", "placement.devices.pool", "error"),
     (BASE, [f"samplers.relay-eu={{hardware: {{kind: cpu}}, {ROOM}}}",
