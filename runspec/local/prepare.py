@@ -13,6 +13,7 @@ from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.run_files import initial_model
 from runspec.core.spec.schema import RunSpec
+from runspec.local.anew import starts_anew
 from runspec.local.children import end_leftovers
 from runspec.local.endpoints import (
     Endpoints,
@@ -26,8 +27,8 @@ from runspec.local.live import record_applied
 from runspec.local.machine import Machine, find_files, this_machine
 from runspec.local.planning import RunPlan, current, refuse_stale
 from runspec.local.prepared import PreparedRun
-from runspec.local.rollback import complete_rollback
-from runspec.local.run_dir import hold, refuse_another_run
+from runspec.local.rollback import complete_rollback, start_anew
+from runspec.local.run_dir import hold
 from runspec.local.starting_model import link_model
 from runspec.local.state import RunState
 
@@ -73,13 +74,14 @@ def prepare_run(plan: RunPlan) -> Iterator[PreparedRun]:
         complete_rollback(run_dir)
         plan = current(plan)
         refuse_stale(plan)
-        if not plan.new:
-            refuse_another_run(plan.changes, run_dir)
+        anew = not plan.new and starts_anew(plan.changes, run_dir)
         require_ready(plan)
         with closing(RunState(run_dir)) as state:
             end_leftovers(state.roles())
-            machine, identity = this_machine(), make_identity(run_dir, spec)
             endpoints = _plan(spec, run_dir)
+            if anew:
+                start_anew(run_dir, keep_keys=spec.identity.root_public_key is not None)
+            machine, identity = this_machine(), make_identity(run_dir, spec)
             save_endpoints(run_dir, endpoints)
             _link_starting_model(spec, run_dir, machine)
             write_atomic(run_dir / SPEC_FILE, dump_resolved(spec))

@@ -22,7 +22,7 @@ def test_a_field(path: str, capsys: pytest.CaptureFixture[str]) -> None:
         "  type       `float32` or `bfloat16`\n"
         "  default    bfloat16\n"
         "  change     newrun: it changes what is learned, or what the run stands on: it\n"
-        "             takes another run\n"
+        "             takes another run once a step is trained\n"
         "  placement  a file of kind Placement may not set it\n"
     )
 
