@@ -32,6 +32,7 @@ from runspec.cli.options import (
     Yes,
     duration,
 )
+from runspec.cli.output import outlive_readers
 from runspec.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -324,6 +325,7 @@ def main() -> None:
     """Runs the command line and exits."""
     # What imports make stays: looking for cycles in it took a tenth of a cold `runspec lint`.
     gc.set_threshold(100_000)
+    outlive_readers()
     sys.exit(exit_code_of(app))
 
 

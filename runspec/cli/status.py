@@ -37,7 +37,8 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     Keys: name, directory, state, reason, held_by, step, steps, wall_s, newest (the last row of
     metrics.jsonl), published (the newest version that is out), join (the link that volunteers
     are sent), conditions, roles (by name), events.
-    A run whose supervisor died without a word is `interrupted`, and its roles are `waiting`.
+    A run whose supervisor died without a word is `interrupted`. A role whose process went with its
+    supervisor is `ended`.
     """
     seen = look_at(run_dir)
     return {

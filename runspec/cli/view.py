@@ -33,6 +33,7 @@ _COLOURS = {
     "failed": "red",
     "finished": "blue",
     "waiting": "bright_black",
+    "ended": "bright_black",
 }
 
 

@@ -12,6 +12,7 @@ from broadcast.layout import manifest_name, stored_versions
 from runspec.core.errors import UserError
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
+from runspec.local.children import birth
 from runspec.local.metrics import Row, read_rows
 from runspec.local.run_dir import holder
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
@@ -120,10 +121,17 @@ def look_at(run_dir: Path, *, events: int | None = EVENTS, ledger: bool = True) 
             set_aside_at=set_aside.last_at,
             ledger_unread=unread,
         )
-    if not seen.lost:
+    if seen.alive:
         return seen
-    gone = [replace(role, state="waiting", pid=None) for role in seen.roles]
-    return replace(seen, roles=gone)
+    return replace(seen, roles=[_unsupervised(role) for role in seen.roles])
+
+
+def _unsupervised(role: RoleRow) -> RoleRow:
+    """A role whose supervisor is gone, which may have died before it recorded the role's end."""
+    if role.pid and birth(role.pid) == role.born:
+        return role
+    at_rest = role.state in ("waiting", "finished", "failed")
+    return replace(role, state=role.state if at_rest else "ended", pid=None)
 
 
 def _set_aside(run_dir: Path, spec: RunSpec) -> tuple[SetAside, str]:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -18,13 +17,12 @@ from runspec.core.files import write_atomic
 from runspec.core.spec.resolved import dump_resolved, load_resolved
 from runspec.local import rollback
 from runspec.local.anew import STARTS_ANEW, starts_anew, takes_any_change
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec
 from runspec.local.state import RunState
 from runspec.plan.changes import difference
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.local.fake_run import prepared, role, small_spec, usual_roles
+from tests.runspec.local.fake_apply import fake_roles
+from tests.runspec.local.fake_run import prepared, small_spec
 from tests.runspec.local.test_rollback import Killed
 from tests.waiting import DEADLINE_S, eventually
 from verify.coordinator.events import CoordinatorStarted, NonceDrawn, StepClosed
@@ -38,18 +36,7 @@ CHANGED = ("seed=7", "steps=3", "algorithm.group_size=4", "checkpoints.every=3")
 def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Small processes in the places of a run's roles, and those that are listed beside them."""
     extra = ["dying"]
-
-    def roles(run: PreparedRun) -> list[RoleSpec]:
-        usual = usual_roles(run)
-        if extra:  # nothing is trained until it has died too often
-            usual = [each for each in usual if each.name != "learner"]
-        return [*usual, *(role(name, run.directory) for name in extra)]
-
-    def warm_start(run: PreparedRun, cache: Path) -> RoleSpec:
-        return replace(role("warm_start", run.directory), name="warm-start")
-
-    monkeypatch.setattr("runspec.local.apply.role_specs", roles)
-    monkeypatch.setattr("runspec.local.apply.warm_start_role", warm_start)
+    fake_roles(monkeypatch, extra)
     yield extra
 
 
