@@ -18,6 +18,7 @@ from runspec.cli.status import show_link
 from runspec.cli.view import watching
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.resolved import load_resolved
 from runspec.local.anew import STARTS_ANEW, starts_anew
 from runspec.local.apply import supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
@@ -26,6 +27,7 @@ from runspec.local.planning import RunPlan, make_plan, refuse_stale, seen_now
 from runspec.local.prepare import NotReady, prepare_run, require_ready
 from runspec.local.run_dir import RunLocked, run_directory
 from runspec.local.text import duration, number
+from runspec.local.trained_model import trained_model
 from runspec.plan.saved import BadPlan, SavedPlan, read_plan
 
 EXIT_FAILED = 1
@@ -141,6 +143,8 @@ def show_result(run_dir: Path) -> None:
         table.add_row(label, number(summary[f"{key}_first"]), number(summary[f"{key}_last"]))
     Console().print(table)
     print(f"Plots and rollouts: {run_dir / REPORT_FILE}   logs: {run_dir / 'logs'}")
+    for line in trained_model(run_dir, load_resolved(run_dir)):
+        print(f"Trained model: {line}" if line.startswith("version") else f"  {line}")
 
 
 def _show_missing(error: NotReady, files: SpecFiles | None) -> None:
