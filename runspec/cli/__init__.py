@@ -7,6 +7,7 @@ go on; 5 the run is held elsewhere; 6 `plan --exit-code`: there are changes; 130
 
 from __future__ import annotations
 
+import errno
 import gc
 import sys
 from pathlib import Path
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from runspec.core.spec.load import SpecFiles
+
+_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
+"""Refusals of a disk, which a person can mend wherever they come up."""
 
 app = typer.Typer(
     help="Decentralised reinforcement learning of language models, declared in one YAML file.",
@@ -336,7 +340,11 @@ def exit_code_of(work: Callable[[], int]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename and error.errno in _REFUSALS:
+            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            print("  remedy: mend the permissions, free space, or name another", file=sys.stderr)
+            return 1
         import logging
 
         from runspec.core.process import EXIT_INTERNAL

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from runspec.core.errors import UserError
-from runspec.core.files import write_atomic
+from runspec.core.files import require_writable, write_atomic
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved
-from runspec.core.spec.run_files import initial_model
+from runspec.core.spec.run_files import FOLDERS, initial_model, state_folder
 from runspec.core.spec.schema import RunSpec
 from runspec.local.anew import starts_anew
 from runspec.local.children import end_leftovers
@@ -62,14 +63,7 @@ def prepare_run(plan: RunPlan) -> Iterator[PreparedRun]:
         # Asked before the first file is made: a run that cannot start leaves nothing behind.
         require_ready(plan)
         _plan(spec, run_dir)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"the run's directory cannot be made: {error.strerror}",
-            place=str(run_dir),
-            remedy="mend the permissions, or say another --runs-dir",
-        ) from error
+    _require_folders(spec, run_dir)
     with hold(run_dir) as lock:
         complete_rollback(run_dir)
         plan = current(plan)
@@ -97,6 +91,29 @@ def require_ready(plan: RunPlan) -> None:
 
 def _plan(spec: RunSpec, run_dir: Path) -> Endpoints:
     return plan_endpoints(spec, load_endpoints(run_dir), port_is_free, random.Random())
+
+
+def _require_folders(spec: RunSpec, run_dir: Path) -> None:
+    """Makes the run's directory, and sees that roles can write there and where full states go.
+
+    Raises:
+        UserError: a folder cannot be written, with the reason.
+    """
+    remedy = "mend the permissions, or say another --runs-dir"
+    new = not run_dir.exists()
+    require_writable(run_dir, "the run's directory", remedy)
+    for name in FOLDERS:
+        if os.path.lexists(run_dir / name):
+            require_writable(run_dir / name, f"the run's folder {name}", remedy)
+    if spec.checkpoints.dir is None:
+        return
+    try:
+        remedy = "mend the permissions, or name another folder"
+        require_writable(state_folder(run_dir, spec), "checkpoints.dir", remedy)
+    except UserError:
+        if new:
+            run_dir.rmdir()
+        raise
 
 
 def _link_starting_model(spec: RunSpec, run_dir: Path, machine: Machine) -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from runspec.core.spec.schema import RunSpec
 
+FOLDERS = ("keys", "logs", "checkpoints", "weights", "store", "rollouts", "work")
+"""Of a run directory; roles write there."""
+
 
 def initial_model(run_dir: Path) -> Path:
     """The starting model, a Hugging Face directory."""

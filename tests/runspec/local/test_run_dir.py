@@ -32,7 +32,7 @@ def test_a_held_run_names_its_holder_and_is_free_afterwards(tmp_path: Path) -> N
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     opened = prepared(small_spec(), tmp_path / "runs")
-    with pytest.raises(UserError, match="directory cannot be made: Not a directory"), opened:
+    with pytest.raises(UserError, match="directory cannot be written: Not a directory"), opened:
         pytest.fail("opened in a file")
 
 
