@@ -44,7 +44,7 @@ def describe_command(run: str, runs_dir: Path) -> int:
     print("\nConditions")
     console.print(condition_table(conditions(seen)))
     print("\nRoles")
-    console.print(role_table(seen.roles))
+    console.print(role_table(seen.roles, seen.stages))
     _lines("Last exits", _last_exits(seen))
     _lines("Versions published", _versions(seen))
     _lines("Trained model", trained_model(seen.directory, seen.spec))

@@ -21,6 +21,10 @@ from verify.formats.layout import step_folder
 ASK_EVERY_S = 2.0
 _ASK_PATIENCE_S = 0.3
 _MAX_ANSWER_BYTES = 1024 * 1024
+_OWN_LINE = re.compile(r"--- |\d{4}-\d\d-\d\d [\d:,]+ [A-Z] ")
+"""How lines of a log begin that a role, or its start, has written: libraries write there too."""
+_STAGE = re.compile(r"\b(loading vLLM|compiling the step)\b")
+_STAGE_LINES = 1000
 
 
 class RunProgress:
@@ -36,6 +40,7 @@ class RunProgress:
         self._coordinator = coordinator
         self._asked_at = time.monotonic()
         self._note = ""
+        self._logs = run_dir / "logs"
         self._lines = JsonLines(run_dir / FILE_NAME)
         self._rows: list[dict[str, Any]] = []
         self._steps = spec.steps
@@ -49,15 +54,18 @@ class RunProgress:
 
     @property
     def note(self) -> str:
-        """What the coordinator waits for."""
+        """Which roles are at a stage that takes long, and what the coordinator waits for."""
         return self._note
 
     def poll(self) -> Reached:
         now = time.monotonic()
         if now - self._asked_at >= ASK_EVERY_S:
             self._asked_at = now
+            notes = [f"{role}: {stage}" for role, stage in stages(self._logs).items()]
             waiting_for = coordinator_status(self._coordinator).get("waiting_for")
-            self._note = f"waiting for {waiting_for}" if waiting_for else ""
+            if waiting_for:
+                notes.append(f"waiting for {waiting_for}")
+            self._note = "; ".join(notes)
         new = self._lines.new_rows()
         if new:
             self._rows = latest_by_step([*self._rows, *new])
@@ -86,6 +94,16 @@ class StageProgress:
     def poll(self) -> Reached:
         there = self._product.exists()
         return Reached(sampled=there, trained=there, published=there)
+
+
+def stages(logs: Path) -> dict[str, str]:
+    """The roles whose newest line of their own says that they are at something long, and what."""
+    found = {}
+    for log in sorted(logs.glob("*.log")):
+        own = (line for line in reversed(last_lines(log, _STAGE_LINES)) if _OWN_LINE.match(line))
+        if stage := _STAGE.search(next(own, "")):
+            found[log.stem] = stage[1]
+    return found
 
 
 def coordinator_status(url: str) -> dict[str, Any]:

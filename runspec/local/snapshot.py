@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from broadcast.layout import manifest_name, stored_versions
@@ -14,6 +14,7 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import birth
 from runspec.local.metrics import Row, read_rows
+from runspec.local.progress import stages
 from runspec.local.run_dir import holder
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
 from verify.audit.set_aside import SetAside, read_set_aside
@@ -52,6 +53,8 @@ class Snapshot:
     """When the last of them was given up."""
     ledger_unread: str = ""
     """Why nothing is known of those; empty where it is."""
+    stages: Mapping[str, str] = field(default_factory=dict)
+    """What roles of a live run are at that takes long, by role."""
 
     @property
     def alive(self) -> bool:
@@ -120,6 +123,7 @@ def look_at(run_dir: Path, *, events: int | None = EVENTS, ledger: bool = True) 
             set_aside=set_aside.count,
             set_aside_at=set_aside.last_at,
             ledger_unread=unread,
+            stages=stages(run_dir / "logs") if held_by else {},
         )
     if seen.alive:
         return seen

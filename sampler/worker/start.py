@@ -93,7 +93,7 @@ def work(
         tasks = up.enter_context(closing(load_task_set(spec, path, options.data)))
         if theirs := client.site().data:  # other data would make another problem of each lease
             compare_data_digests(tasks.data_digest, theirs, whose="the coordinator")
-        log.info("starting vLLM with version %d, %d problems", version, len(tasks))
+        log.info("loading vLLM with version %d, %d problems", version, len(tasks))
         outbox = Outbox(
             options.dir / "outbox" / key.public_hex[:16],
             run=options.run,

@@ -13,6 +13,36 @@ from tests.runspec.cli.in_process import runspec
 from tests.waiting import eventually
 
 
+def test_an_engine_that_loads_is_shown_here_and_in_the_terminal(tmp_path: Path) -> None:
+    # given a run whose sampler loads its engine
+    hold = tmp_path / "small" / "hold"
+    hold.parent.mkdir()
+    hold.touch()
+    command = [sys.executable, "-m", "tests.runspec.local.fake_run", str(tmp_path), "100000"]
+    with subprocess.Popen(
+        [*command, "loading"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        # then the terminal says so
+        lines = iter(supervisor.stdout.readline, "")
+        assert any(line.endswith(" loading: loading vLLM\n") for line in lines)
+        # and so does status
+        shown = runspec("status", "small", "--runs-dir", tmp_path).stdout
+        assert "running, loading vLLM" in shown
+
+        def stage() -> str | None:
+            status = runspec("status", "small", "--json", "--runs-dir", tmp_path).stdout
+            found: str | None = json.loads(status)["roles"]["loading"]["stage"]
+            return found
+
+        assert stage() == "loading vLLM"
+        # until the engine is there
+        hold.unlink()
+        eventually(lambda: stage() is None, "the end of the load")
+        supervisor.terminate()
+        supervisor.stdout.read()
+
+
 def test_a_run_is_watched_read_and_deleted(alive: Path) -> None:
     runs = ("--runs-dir", alive)
     # while it is alive, status names its holder, its steps and the process of each role

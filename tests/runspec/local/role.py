@@ -76,6 +76,17 @@ def full_disk(run_dir: Path, log: logging.Logger) -> None:
     write_atomic(run_dir / "rollouts" / "big.safetensors", bytes(8192))
 
 
+def loading(run_dir: Path, log: logging.Logger) -> None:
+    """Loads for as long as the run directory holds a file `hold`, as a sampler does."""
+    stop = stop_event()
+    log.info("loading vLLM with version 0, 5 problems")
+    print("INFO 11-23 15:03:40 [core.py:78] a library's own line", flush=True)
+    while (run_dir / "hold").exists() and not stop.wait(STEP_S):
+        pass
+    log.info("version 0 loaded in 1.0 s")
+    stop.wait()
+
+
 def server(run_dir: Path, log: logging.Logger) -> None:
     stop = stop_event()
     host, port = sys.argv[3].split(":")
@@ -91,7 +102,17 @@ def warm_start(run_dir: Path, log: logging.Logger) -> None:
 
 BEHAVIOURS: dict[str, Callable[[Path, logging.Logger], None]] = {
     behaviour.__name__: behaviour
-    for behaviour in (learner, worker, stubborn, dying, stalled, full_disk, server, warm_start)
+    for behaviour in (
+        learner,
+        worker,
+        loading,
+        stubborn,
+        dying,
+        stalled,
+        full_disk,
+        server,
+        warm_start,
+    )
 }
 
 if __name__ == "__main__":
