@@ -99,10 +99,10 @@ def lint(
 
 @app.command(rich_help_panel=SPEC)
 def explain(
-    topic: Annotated[str | None, typer.Argument(help="A path of the schema, or a rule.")] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="Every path and rule.")] = False,
+    topic: Annotated[str | None, typer.Argument(help="A path of the schema, rule or kind.")] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="Every path, rule and kind.")] = False,
 ) -> None:
-    """Explains a field of the spec or a rule of the linter."""
+    """Explains a field of the spec, a rule of the linter, or a kind of reward or source."""
     from runspec.cli.explain import explain_command
 
     raise typer.Exit(explain_command(topic, list_all))
