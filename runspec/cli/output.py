@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import Any
 
 
 class _Unbroken(io.FileIO):
@@ -16,7 +17,7 @@ class _Unbroken(io.FileIO):
 
     gone = False
 
-    def write(self, data) -> int:  # type: ignore[no-untyped-def,override]  # any buffer
+    def write(self, data: Any) -> int:
         """Writes a buffer of bytes, as `io.FileIO` does; returns how many."""
         try:
             return super().write(data)
@@ -38,7 +39,7 @@ def reader_gone() -> bool:
     return _Unbroken.gone
 
 
-def _unbroken(stream):  # type: ignore[no-untyped-def]
+def _unbroken(stream: Any) -> Any:
     try:
         descriptor = stream.fileno()
     except (AttributeError, OSError):  # closed from the start, or no file
