@@ -12,7 +12,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved
-from runspec.core.spec.run_files import FOLDERS, initial_model, state_folder
+from runspec.core.spec.run_files import FOLDERS, initial_model, state_folder, warm_start_cache
 from runspec.core.spec.schema import RunSpec
 from runspec.local.anew import starts_anew
 from runspec.local.children import end_leftovers
@@ -102,14 +102,15 @@ def _require_folders(spec: RunSpec, run_dir: Path) -> None:
     remedy = "mend the permissions, or say another --runs-dir"
     new = not run_dir.exists()
     require_writable(run_dir, "the run's directory", remedy)
-    for name in FOLDERS:
-        if os.path.lexists(run_dir / name):
-            require_writable(run_dir / name, f"the run's folder {name}", remedy)
-    if spec.checkpoints.dir is None:
-        return
     try:
-        remedy = "mend the permissions, or name another folder"
-        require_writable(state_folder(run_dir, spec), "checkpoints.dir", remedy)
+        for name in FOLDERS:
+            if os.path.lexists(run_dir / name):
+                require_writable(run_dir / name, f"the run's folder {name}", remedy)
+        if spec.warm_start is not None and not initial_model(run_dir).exists():
+            require_writable(warm_start_cache(run_dir), "the cache of warm starts", remedy)
+        if spec.checkpoints.dir is not None:
+            remedy = "mend the permissions, or name another folder"
+            require_writable(state_folder(run_dir, spec), "checkpoints.dir", remedy)
     except UserError:
         if new:
             run_dir.rmdir()

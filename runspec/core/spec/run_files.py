@@ -16,6 +16,11 @@ def initial_model(run_dir: Path) -> Path:
     return run_dir / "initial"
 
 
+def warm_start_cache(run_dir: Path) -> Path:
+    """Keeps what warm starts made, beside the runs: a second run finds the start of the first."""
+    return run_dir.parent.parent / ".cache" / "warm_start"
+
+
 def params_folder(run_dir: Path) -> Path:
     """Holds v<N>/: Orbax parameters of version N, until they are published."""
     return run_dir / "checkpoints" / "params"

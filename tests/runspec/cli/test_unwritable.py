@@ -91,6 +91,15 @@ def test_a_run_directory_that_is_a_file(tmp_path: Path) -> None:
     refused(done, tmp_path / "small", "Not a directory: a file is there")
 
 
+def test_a_cache_beside_the_runs(tmp_path: Path, bound: Bound) -> None:
+    (tmp_path / "runs").mkdir()
+    tmp_path.chmod(0o555)
+    done = bound("apply", *SPEC, "--runs-dir", tmp_path / "runs")
+    refused(done, tmp_path / ".cache" / "warm_start", "Permission denied")
+    assert list((tmp_path / "runs").iterdir()) == []
+    tmp_path.chmod(0o755)
+
+
 def test_a_lock_beside_a_spec_that_cannot_be_written(tmp_path: Path, bound: Bound) -> None:
     shutil.copytree(ROOT / "specs", tmp_path / "specs")
     (tmp_path / "specs").chmod(0o555)

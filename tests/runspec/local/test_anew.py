@@ -111,6 +111,15 @@ def test_a_root_that_others_pin_takes_no_such_change(tmp_path: Path) -> None:
     assert not takes_any_change(run.directory)
 
 
+def test_the_keys_of_a_root_that_the_new_spec_pins_stay(tmp_path: Path) -> None:
+    with prepared(small_spec(), tmp_path) as run:
+        root = run.identity.root_public_key
+    pinned = small_spec("small", 5, f"identity.root_public_key={root}")
+    key = (run.directory / "keys" / "publisher.key").read_bytes()
+    with prepared(pinned, tmp_path):
+        assert (run.directory / "keys" / "publisher.key").read_bytes() == key
+
+
 def test_full_states_of_another_run_are_not_taken_over(tmp_path: Path) -> None:
     with prepared(small_spec(), tmp_path):
         pass
@@ -154,6 +163,7 @@ def test_a_live_run_that_has_trained_no_step_is_to_be_paused_first(
         # then that waits for a pause
         assert refused.returncode == 5
         assert f"`runspec pause {tmp_path / 'small'}`, then apply again" in refused.stderr
+        assert refused.stderr.count("remedy:") == 1
         assert "until `runspec pause" in command("plan", tmp_path, "seed=7").stdout
         assert runspec("pause", "small", "--runs-dir", tmp_path).returncode == 0
         supervisor.wait(DEADLINE_S)
