@@ -11,7 +11,7 @@ import errno
 import gc
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
@@ -30,6 +30,7 @@ from runspec.cli.options import (
     Run,
     RunsDir,
     SpecRunsDir,
+    TemplateName,
     Yes,
     duration,
 )
@@ -55,16 +56,23 @@ app = typer.Typer(
 @app.command(rich_help_panel=SPEC)
 def init(
     folder: Annotated[Path, typer.Argument(help="Where the files go.")] = Path(),
-    source: Annotated[
-        Literal["laptop", "target-short", "target-long"],
-        typer.Option("--from", help="What to start from."),
+    template: Annotated[
+        TemplateName,
+        typer.Option("--template", "-t", metavar="NAME", help=", ".join(get_args(TemplateName))),
     ] = "laptop",
+    name: Annotated[
+        str | None, typer.Option("--name", help="Of the run.", show_default="the folder's name")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="DIR or ORG/NAME, of model and node-8gpu."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Writes over files.")] = False,
 ) -> None:
     """Writes a commented spec, its pre-commit hook and a CI step."""
     from runspec.cli.init import init_command
 
-    raise typer.Exit(init_command(folder, source, force))
+    raise typer.Exit(init_command(folder, template, name, model, force))
 
 
 @app.command(rich_help_panel=SPEC)

@@ -3,50 +3,170 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from string import Template
+from typing import get_args
 
+from pydantic import TypeAdapter, ValidationError
+
+from runspec.cli.options import TemplateName
 from runspec.core.errors import UserError, bad_usage
-from runspec.core.files import temporary_name
+from runspec.core.files import expand_user, temporary_name
+from runspec.core.models.config import load_config
+from runspec.core.models.hardware import jax_device
+from runspec.core.models.of_spec import named_config
 from runspec.core.spec.json_schema import json_schema
+from runspec.core.spec.values import Name
+from runspec.core.spec.yaml_text import yaml_scalar
+from runspec.lint.rules.data import opens_thinking
+from runspec.lint.tokenizer_files import TokenizerFiles
+from runspec.local.machine import find_model, gpu_names
+from runspec.lock.cache import is_repository
 
-SPEC, SCHEMA = "spec.yaml", "runspec.schema.json"
+SPEC, SCHEMA, PROBLEMS = "spec.yaml", "runspec.schema.json", "problems.jsonl"
 # For JetBrains' editors and for those with yaml-language-server; the first wants its line first.
 MODELINES = f"# $schema: ./{SCHEMA}\n# yaml-language-server: $schema=./{SCHEMA}\n"
-_TARGET = {
-    "target-short": {"title": "TARGET-SHORT", "targets": "[1000, 2000, 3000, 4000]"},
-    "target-long": {"title": "TARGET-LONG", "targets": "[2000, 4000, 6000, 8000, 10000]"},
-}
-SOURCES = ("laptop", *_TARGET)
+TEMPLATES: tuple[str, ...] = get_args(TemplateName)
+_MODELS = {"model": None, "node-8gpu": "Qwen/Qwen3-4B"}
+"""The templates that take `--model`, with the model that they name without it."""
+_LONGEST = {"model": 512, "node-8gpu": 8192}
+"""Tokens of prompt and answer together, where the model's positions cover them."""
+_LONGEST_PROMPT = 1024
+_UNKNOWN_CONTEXT = 8192
+_NOT_PINNED = (
+    '# runspec: ignore[unpinned-revision] reason="pin the commit that you use, or run `runspec '
+    'lock`"'
+)
 
 
 @bad_usage()
-def init_command(folder: Path, source: str, force: bool) -> int:
+def init_command(
+    folder: Path, template: TemplateName, name: str | None, model: str | None, force: bool
+) -> int:
     """Writes the files; returns the exit code."""
-    files = initial_files(source)
+    files = initial_files(template, run_name(folder, name), model)
+    if (folder / PROBLEMS).exists():
+        files.pop(PROBLEMS, None)
     write_all(folder, files, force=force)
-    for name in files:
-        print(folder / name)
-    print(f"\nnext: runspec lint {folder / SPEC}", file=sys.stderr)
+    for written in files:
+        print(folder / written)
+    spec = folder / SPEC
+    print(f"\nnext: runspec lint {spec}, then runspec apply {spec}", file=sys.stderr)
     return 0
 
 
-def initial_files(source: str) -> dict[str, str]:
-    """The files of a new project by their names; `source` is one of `SOURCES`."""
-    if source == "laptop":
-        spec = _template("laptop.yaml")
-    else:
-        spec = Template(_template("target.yaml")).substitute(_TARGET[source], name=source)
-    return {
+def run_name(folder: Path, name: str | None) -> str:
+    """The name that was asked for, else the folder's.
+
+    Raises:
+        UserError: no run can have that name.
+    """
+    asked = folder.resolve().name if name is None else name
+    try:
+        return TypeAdapter(Name).validate_python(asked)
+    except ValidationError as error:
+        near = re.sub(r"[^a-z0-9_-]+", "-", asked.lower()).strip("-_")[:63]
+        raise UserError(
+            f"{asked[:80]!r} cannot be a run's name, which has 1 to 63 characters of a-z, 0-9, - "
+            "and _, and begins with a letter or digit",
+            place="--name" if name is not None else str(folder),
+            remedy=f"--name {near or 'my-run'}",
+        ) from error
+
+
+def initial_files(template: TemplateName, name: str, model: str | None = None) -> dict[str, str]:
+    """The files of a new project by their names.
+
+    Args:
+        template: one of `TEMPLATES`.
+        name: of the run.
+        model: a directory, or org/name; None: the template's own.
+
+    Raises:
+        UserError: the template wants a model, takes none, or cannot be made with this one.
+    """
+    values = {"name": yaml_scalar(name), "gpu": _gpu_kind()}
+    if template in _MODELS:
+        values |= _model_values(model or _MODELS[template], _LONGEST[template])
+    elif model is not None:
+        raise UserError(
+            f"the template {template} has a model of its own",
+            place="--model",
+            remedy=f"leave it out, or use --template {' or '.join(_MODELS)}",
+        )
+    spec = Template(_template(f"{template}.yaml")).substitute(values)
+    files = {
         SPEC: MODELINES + spec,
         SCHEMA: json.dumps(json_schema("07"), indent=1, ensure_ascii=False) + "\n",
         ".pre-commit-config.yaml": _template("pre-commit.yaml"),
         ".github/workflows/runspec.yaml": _template("workflow.yaml"),
     }
+    if f"uri: {PROBLEMS}" in spec:
+        files[PROBLEMS] = "".join(json.dumps(row) + "\n" for row in _additions())
+    return files
+
+
+def _additions() -> list[dict[str, object]]:
+    """500 problems to start with, until a person has put their own in their place."""
+    return [
+        {
+            "problem_id": f"{a}+{b}",
+            "task_type": "math",
+            "prompt": f"What is {a} + {b}?",
+            "verification_info": {"ground_truth": str(a + b)},
+        }
+        for a in range(20)
+        for b in range(25)
+    ]
+
+
+def _gpu_kind() -> str:
+    """`hardware.kind` of the GPUs here; of the usual node where there are none that are known."""
+    device = next(filter(None, map(jax_device, gpu_names())), None)
+    return device.kind if device else "h100-80g"
+
+
+def _model_values(named: str | None, longest: int) -> dict[str, str]:
+    """The lines that name a model, and lengths that its positions cover."""
+    if named is None:
+        raise UserError(
+            "the template starts from a model of yours, and none is named",
+            place="--model",
+            remedy="--model DIR (with config.json and *.safetensors), or --model ORG/NAME",
+        )
+    directory, found = expand_user(Path(named)), find_model(named, None, os.environ)
+    local = directory.is_dir()
+    if found is None and (local or "/" not in named or not is_repository(named)):
+        raise UserError(
+            f"no directory {str(directory.absolute())!r} with config.json and *.safetensors",
+            place="--model",
+            remedy="name such a directory, or a model of the Hugging Face Hub as ORG/NAME",
+        )
+    lines = [f"hf: {yaml_scalar(str(directory.absolute()) if local else named)}"]
+    if not local:
+        lines += [f"revision: {found.name}"] if found else [_NOT_PINNED, "revision: null"]
+    config = load_config(found) if found else named_config(named)
+    context = _UNKNOWN_CONTEXT
+    if config is not None:
+        context = min(filter(None, (config.max_position_embeddings, config.exact_length)))
+    length = min(context, longest)
+    prompt = min(length // 2, _LONGEST_PROMPT)
+    tokenizer = TokenizerFiles.read(found) if found else None
+    values = {
+        "model": "\n  ".join(lines),
+        "context": context,
+        "length": length,
+        "prompt": prompt,
+        "answer": length - prompt,
+        "think_prefill": yaml_scalar(tokenizer is None or not opens_thinking(tokenizer)),
+    }
+    return {key: str(value) for key, value in values.items()}
 
 
 def write_all(folder: Path, files: Mapping[str, str], *, force: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,6 +18,7 @@ Profile = Annotated[
 Placement = Annotated[
     Path | None, typer.Option("--placement", help="A file of kind Placement: one site's part.")
 ]
+TemplateName = Literal["laptop", "problems", "model", "node-8gpu", "tpu-and-volunteers"]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Changes one value.")
 ]

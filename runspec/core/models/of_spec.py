@@ -32,10 +32,11 @@ def model_config(spec: RunSpec, folder: Path = Path()) -> ModelConfig | None:
     with suppress(OSError):  # a name that can be no path
         if (folder / hf / CONFIG_NAME).is_file():
             return load_config(folder / hf)
-    return _named(hf)
+    return named_config(hf)
 
 
 @cache
-def _named(hf: str) -> ModelConfig | None:
+def named_config(hf: str) -> ModelConfig | None:
+    """The shape of a model that ships with runspec; None for any other."""
     shape = named_model(hf)
     return None if shape is None else parse_config(shape, place=f"{hf}/config.json")

