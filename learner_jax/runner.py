@@ -34,7 +34,8 @@ from learner_jax.training import compile_ahead, train_step
 from learner_jax.versions import VersionWriter
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
-from runspec.core.models.config import load_config
+from runspec.core.models.config import ModelConfig, load_config
+from runspec.core.process import not_retried
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.run_files import initial_model
 from runspec.core.spec.schema import RunSpec
@@ -56,12 +57,11 @@ def train(
         UserError: no batch in time, an unreadable checkpoint, a damaged file: each named.
         RunStopped: too many updates were not finite, or a replay differs from what was published.
     """
-    spec, peers, compiled = load_resolved(run_dir), peers or Peers(), CompileCounter()
+    (spec, config), peers, compiled = _of_run(run_dir), peers or Peers(), CompileCounter()
 
     full_float32(spec.learner.compute_dtype)
 
-    # The model, the mesh, and where to go on.
-    config = load_config(initial_model(run_dir))
+    # The mesh, and where to go on.
     needed = prod(getattr(spec.learner.mesh, axis) for axis in AXES)
     mesh = make_mesh(spec.learner.mesh, mesh_devices(peers.count, needed))
     programs = build_programs(spec, config, mesh)
@@ -135,6 +135,12 @@ def train(
         states.write(step, state, batch=trained)
         peers.each(saver.wait)
     log.info("%s at version %d", "finished" if step == spec.steps else "stopped", step)
+
+
+@not_retried()
+def _of_run(run_dir: Path) -> tuple[RunSpec, ModelConfig]:
+    """The run's spec and the config of its model."""
+    return load_resolved(run_dir), load_config(initial_model(run_dir))
 
 
 def _root_public_key(run_dir: Path, spec: RunSpec) -> str:

@@ -42,6 +42,7 @@ from runspec.core.files import new_directory, read_bounded, remove_leftovers
 from runspec.core.hashing import digest_bytes, digest_file
 from runspec.core.models.config import ModelConfig, parse_config
 from runspec.core.models.decoder import hf_config
+from runspec.core.process import RunStopped, not_retried
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.run_files import initial_model
 from runspec.core.spec.schema import Optimizer, RunSpec, WarmStart
@@ -72,8 +73,8 @@ def make_initial_model(run_dir: Path, cache: Path, log: logging.Logger) -> Path:
     """Makes version 0 of a run, or finds it in the cache, and links `initial` to it.
 
     Raises:
-        UserError: `max_updates` passed without the mark, another run holds the cache, or what lies
-            there is damaged.
+        UserError: another run holds the cache.
+        RunStopped: `max_updates` passed without the mark, or what lies in the cache is damaged.
     """
     spec = load_resolved(run_dir)
     data = load_warm_start_data(spec)
@@ -134,7 +135,7 @@ def _check_whole(model: Path) -> None:
     """Compares a cached start with the digest that was kept when it was made.
 
     Raises:
-        UserError: its weights are damaged, or their digest is missing.
+        RunStopped: its weights are damaged, or their digest is missing.
     """
     try:
         record = read_bounded(model / CURVE_FILE, _MAX_RECORD_BYTES)
@@ -146,7 +147,7 @@ def _check_whole(model: Path) -> None:
         if kept == found:
             return
         damage = f"the digest of {SINGLE_NAME} is {found[:16]}, not {str(kept)[:16]}"
-    raise UserError(
+    raise RunStopped(
         f"the cached warm start is damaged: {damage}",
         place=str(model),
         remedy="delete this directory and apply again: it is made anew",
@@ -190,7 +191,8 @@ def model_config(spec: RunSpec) -> ModelConfig:
 
 def _make(spec: RunSpec, data: WarmStartData, directory: Path, log: logging.Logger) -> None:
     """Trains, and writes the model beside the tokenizer's files."""
-    config = model_config(spec)
+    with not_retried():
+        config = model_config(spec)
     (directory / "config.json").write_text(
         json.dumps(
             hf_config(
@@ -226,7 +228,7 @@ def supervise(
         The parameters, float32 on the mesh, and the curve.
 
     Raises:
-        UserError: `max_updates` passed without the mark.
+        RunStopped: `max_updates` passed without the mark.
     """
     start_spec = spec.warm_start
     assert start_spec is not None, "the linter sees to it: a shape has a warm start"
@@ -260,7 +262,7 @@ def supervise(
         )
         if probability >= start_spec.stop_answer_probability:
             return params, curve
-    raise UserError(
+    raise RunStopped(
         f"after {start_spec.max_updates} updates the held-out probability of the answer is "
         f"{curve[-1].answer_probability:.3f}, the mark {start_spec.stop_answer_probability}",
         place="warm_start.max_updates",

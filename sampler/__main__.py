@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from runspec.core.process import run_role, stop_event
+from runspec.core.process import not_retried, run_role, stop_event
 from sampler.grading import command as grading
 from sampler.measuring import command as measuring
 
@@ -49,10 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _work(options: argparse.Namespace, log: logging.Logger) -> None:
     stop = stop_event()
     threading.Thread(target=_leave, args=(stop,), daemon=True).start()
-    from sampler.worker.start import (  # after the signals: its imports take seconds
-        WorkerOptions,
-        work,
-    )
+    with not_retried():
+        from sampler.worker.start import (  # after the signals: its imports take seconds
+            WorkerOptions,
+            work,
+        )
 
     values = vars(options)
     work(WorkerOptions(**{k: v for k, v in values.items() if k != "command"}), log, stop)

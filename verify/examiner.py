@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, one_line
 from runspec.core.spec.schema import RunSpec
 from verify.calibration.lookup import limits_by_pool
 from verify.checks import (
@@ -29,7 +29,7 @@ from verify.checks import (
 )
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import Rollout
-from verify.formats.verdict import RolloutVerdict
+from verify.formats.verdict import MAX_FAULT, RolloutVerdict
 from verify.limits import max_submission_bytes
 from verify.plugins import Graded, PrefillEngine, TaskSet
 from verify.recompute import PrefillRequest, Recomputed, grade, prefill_request, recompute
@@ -70,6 +70,8 @@ class Verdict:
     """Groups lost to the grader's fault."""
     rows: list[RolloutVerdict]
     """Empty where not even the rows could be read."""
+    fault: str = ""
+    """What the grader failed with at the last of those groups, as one line."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class _Case:
 
     subject: Subject
     examination: Examination
-    dropped: list[int]
+    faults: dict[int, str]
+    """Why groups are dropped, by group."""
 
 
 class WeightsNotHere(UserError):
@@ -161,11 +164,11 @@ class Examiner:
         with self._stages.of("rows", file.submission):
             found = examine(ROW_CHECKS, subject)
         if found.reason:
-            return _Case(subject, found, [])
+            return _Case(subject, found, {})
         with self._stages.of("grading", file.submission):
             grades, faults = grade(subject.rollouts, subject.assignments, self._task_set)
         subject = replace(subject, grades=grades)
-        return _Case(subject, examine(GRADE_CHECKS, subject, found), sorted(faults))
+        return _Case(subject, examine(GRADE_CHECKS, subject, found), faults)
 
     def _open(self, file: SubmissionFile) -> Subject:
         lease, spec = file.lease, self._spec
@@ -300,8 +303,9 @@ def _verdict(case: _Case) -> Verdict:
         subject.lease.step,
         not found.reason,
         found.reason,
-        case.dropped,
+        sorted(case.faults),
         rows,
+        one_line(case.faults[max(case.faults)], MAX_FAULT) if case.faults else "",
     )
 
 

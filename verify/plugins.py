@@ -26,6 +26,7 @@ import numpy as np
 
 from runspec.core.distribution import install_command
 from runspec.core.errors import UserError
+from runspec.core.process import not_retried
 from runspec.core.spec.plugins import PREFILL_GROUP
 from runspec.core.spec.schema import RunSpec
 from verify.choices import Choices
@@ -244,6 +245,7 @@ class PrefillEngine(Protocol):
         """Lets go of connections; the engine is not used after."""
 
 
+@not_retried()
 def load_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = None) -> TaskSet:
     """The run's task, by the entry point `default` of `runspec.tasks`.
 
@@ -256,6 +258,7 @@ def load_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = No
     return task_set
 
 
+@not_retried()
 def require_graders(spec: RunSpec) -> None:
     """Makes sure that this machine may grade for a run, by the entry point `requirements`.
 
@@ -265,6 +268,7 @@ def require_graders(spec: RunSpec) -> None:
     _load(TASK_GROUP, "requirements")(spec)
 
 
+@not_retried()
 def load_warm_start_data(spec: RunSpec) -> WarmStartData:
     """The traces and the tokenizer of `warm_start`, by the entry point `default`."""
     data: WarmStartData = _load(WARM_START_GROUP, "default")(spec)
@@ -277,6 +281,7 @@ def load_prefill_engine(spec: RunSpec, weights: WeightsLocation) -> PrefillEngin
     return engine
 
 
+@not_retried()
 def _load(group: str, name: str) -> Any:
     found = {point.name: point for point in entry_points(group=group)}
     if name not in found:

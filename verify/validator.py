@@ -23,6 +23,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.hashing import hash_parts
 from runspec.core.keys import SigningKey
+from runspec.core.process import not_retried
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import compare_data_digests, data_digest
@@ -223,17 +224,18 @@ class Validator:
         try:
             lease = files[0].lease
             directory = ensure_weights(self._engine, lease.version, lease.manifest_digest)
-            config = model_config(directory)
-            require_model(self._spec, config)
-            self._task_set = self._task_set_of(directory)
-            self._examiner = Examiner(
-                self._spec,
-                task_set=self._task_set,
-                engine=self._engine,
-                vocab_size=config["vocab_size"],
-                wants_prefill=self._wants_prefill,
-                stages=self.stages,
-            )
+            with not_retried():
+                config = model_config(directory)
+                require_model(self._spec, config)
+                self._task_set = self._task_set_of(directory)
+                self._examiner = Examiner(
+                    self._spec,
+                    task_set=self._task_set,
+                    engine=self._engine,
+                    vocab_size=config["vocab_size"],
+                    wants_prefill=self._wants_prefill,
+                    stages=self.stages,
+                )
         except Exception:
             self._give_back([file.submission for file in files])
             raise
@@ -253,6 +255,7 @@ class Validator:
             accepted=verdict.accepted,
             reason=verdict.reason,
             dropped_groups=verdict.dropped_groups,
+            fault=verdict.fault,
             key=self._key,
         )
         self._coordinator.verdict(envelope, table)
@@ -265,7 +268,10 @@ class Validator:
         rollouts = len(verdict.rows)
         self._log.info("step %d: accepted %s, %d rollouts", verdict.step, what, rollouts)
         if verdict.dropped_groups:
-            self._log.warning("the grader failed: groups %s dropped", verdict.dropped_groups)
+            self._log.error(
+                "step %d: groups %s of %s dropped, the grader failed: %s",
+                *(verdict.step, verdict.dropped_groups, what, verdict.fault),
+            )
 
 
 def _is_own_fault(error: Exception) -> bool:
@@ -331,9 +337,11 @@ def run(
     with leaving(stop, client, log):
         spec = client.spec()
         require_graders(spec)
-        require_profiles(spec, root_public_key=public_key)
+        with not_retried():
+            require_profiles(spec, root_public_key=public_key)
         if theirs := client.site().data:  # with other problems it would reject everybody
-            compare_data_digests(data_digest(spec), theirs, whose="the coordinator")
+            with not_retried():
+                compare_data_digests(data_digest(spec), theirs, whose="the coordinator")
         location = WeightsLocation(run, weights, public_key, directory / "weights")
         with closing(load_prefill_engine(spec, location)) as engine:
             validator = Validator(

@@ -91,7 +91,7 @@ def show_link(run_dir: Path, spec: RunSpec) -> None:
 
 def headline(seen: Snapshot) -> str:
     """A run's name, its state and why, and how long it was up."""
-    reason = f" ({seen.reason})" if seen.reason else ""
+    reason = f" ({seen.cause})" if seen.cause else ""
     return f"{seen.spec.name}: {seen.state}{reason}, up for {duration(seen.wall_s)}"
 
 

@@ -1,9 +1,15 @@
-"""The one error that a person is meant to read."""
+"""The one error that a person is meant to read, and how other errors are put into words."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+_MAX_TEXT = 200
+"""Characters of an exception's own text."""
 
 
 class UserError(Exception):
@@ -40,3 +46,33 @@ def bad_usage() -> Iterator[None]:
         yield
     except UserError as error:
         raise BadUsage(error.thing, place=error.place, remedy=error.remedy) from error
+
+
+def one_line(text: str, most: int) -> str:
+    """Returns a text as one line of at most `most` characters, each of them printable.
+
+    For words that may repeat what a stranger sent: terminals obey control characters.
+    """
+    words = " ".join(text[: 4 * most].split())
+    return "".join(letter if letter.isprintable() else "?" for letter in words)[:most]
+
+
+def describe_error(error: Exception, package: str | None = None) -> str:
+    """Returns type, text and place of an exception, like `KeyError: 'gold' at mine/math.py:17`.
+
+    Args:
+        error: the exception; its text is cut after 200 characters.
+        package: top-level package whose innermost frame is named; without it, or without such a
+            frame, the innermost frame of all is.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [each for each in frames if _package_of(each[0]) == package]
+    words = f"{type(error).__name__}: {one_line(str(error), _MAX_TEXT)}"
+    if not frames:
+        return words
+    frame, line = (own or frames)[-1]
+    return f"{words} at {'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{line}"
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

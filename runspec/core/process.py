@@ -9,10 +9,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, describe_error
 
 SUPERVISOR = "RUNSPEC_SUPERVISOR"
 """Environment variable: process id of the supervisor that starts a role."""
@@ -24,6 +24,34 @@ EXIT_FINAL = 4
 
 class RunStopped(UserError):
     """The run cannot go on, and starting the role again would not help: a stalled step, say."""
+
+
+_OF_PATHS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+
+
+@contextmanager
+def not_retried() -> Iterator[None]:
+    """Makes an error that is raised inside a RunStopped; decorates functions, too.
+
+    For what follows from the spec, its files and the installed packages alone: another try meets
+    the same error. What the machine may get over (a full disk, a network, too little memory) is
+    raised as it is, so that the role is started again.
+    """
+    try:
+        yield
+    except RunStopped:
+        raise
+    except Exception as error:
+        if _may_pass(error) or _may_pass(error.__cause__):
+            raise
+        if isinstance(error, UserError):
+            raise RunStopped(error.thing, place=error.place, remedy=error.remedy) from error
+        logging.getLogger(__name__).exception("cannot go on")
+        raise RunStopped(describe_error(error), remedy="mend the code that it names") from error
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    return isinstance(error, OSError | MemoryError) and not isinstance(error, _OF_PATHS)
 
 
 def setup_logging(role: str) -> logging.Logger:

@@ -18,6 +18,8 @@ from runspec.local.live import LiveRun
 from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec, role_specs, warm_start_role
 from runspec.local.progress import RunProgress, StageProgress
+from runspec.local.role_errors import last_error
+from runspec.local.snapshot import REMEDY
 from runspec.local.state import RunState
 from runspec.local.supervisor import Progress, Session, Supervisor, Watcher, describe_exit
 
@@ -27,7 +29,7 @@ LOG_LINES = 20
 class RunFailed(UserError):
     """A role ended the run; `exit_code` is what `apply` exits with."""
 
-    def __init__(self, thing: str, *, place: str, remedy: str, exit_code: int) -> None:
+    def __init__(self, thing: str, *, place: str = "", remedy: str, exit_code: int) -> None:
         super().__init__(thing, place=place, remedy=remedy)
         self.exit_code = exit_code
 
@@ -39,7 +41,7 @@ def supervise(run: PreparedRun, watcher: Watcher, stop_requests: Callable[[], in
         The outcome, `finished`, `paused` or `interrupted`.
 
     Raises:
-        RunFailed: a role kept dying, or said that the run cannot go on; with its last lines.
+        RunFailed: a role kept dying, or said that the run cannot go on; with its last error.
         UserError: a process cannot be started or a file cannot be written.
     """
     cache = warm_start_cache(run.directory)
@@ -98,9 +100,12 @@ def _failure_on_record(run: PreparedRun, state: RunState) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = error.thing if isinstance(error, UserError) else f"internal error: {error!r}"
+        thing = error.thing if isinstance(error, UserError) else f"internal error: {error!r}"
+        reason = thing.splitlines()[0]
+        if isinstance(error, RunFailed):
+            reason += f"{REMEDY}{error.remedy}"
         with suppress(UserError):  # a full disk; the first error is the one to read
-            state.set_run("failed", reason.splitlines()[0])
+            state.set_run("failed", reason)
             conclude(run.directory, state.wall_s())
         raise
 
@@ -111,7 +116,7 @@ def _starting_model(run: PreparedRun) -> Path:
 
 
 def _failure(run: PreparedRun, outcome: Outcome) -> RunFailed | None:
-    """The error that an outcome is, with the role's last words."""
+    """The error that an outcome is; one of a role begins with the role's last error."""
     if outcome.kind in ("finished", "paused", "interrupted"):
         return None
     if outcome.kind == "over_budget":
@@ -136,9 +141,12 @@ def _failure(run: PreparedRun, outcome: Outcome) -> RunFailed | None:
         else f"{outcome.role} kept dying ({describe_exit(outcome.exit_code)})"
     )
     lines = "\n".join(f"  | {line}" for line in last_lines(log, LOG_LINES))
+    error = last_error(log) if outcome.exit_code > 0 else None
+    cause = f"{outcome.role}: {error.thing}\n" if error else ""
+    remedy = error.remedy if error and error.remedy else "mend what its log says"
+    again = "" if "apply again" in remedy else ", then apply again"
     return RunFailed(
-        f"{why}; its last lines:\n{lines}",
-        place=str(log),
-        remedy="mend what they say, then apply again: the run goes on from its newest checkpoint",
+        f"{cause}{why}; the last lines of {log}:\n{lines}",
+        remedy=f"{remedy}{again}: the run goes on from its newest checkpoint",
         exit_code=EXIT_FINAL if outcome.kind == "stopped" else EXIT_USER_ERROR,
     )

@@ -18,6 +18,8 @@ from runspec.local.endpoints import port_answers
 from runspec.local.processes import RoleSpec
 from runspec.local.state import RoleRow
 
+STARTING = "--- "
+"""Begins the line in a log at which a role was started."""
 _TAIL_BYTES = 64 * 1024
 _POLL_S = 0.05
 LEFTOVER_PATIENCE_S = 10.0
@@ -72,7 +74,7 @@ def start_child(role: RoleSpec, logs: Path) -> Child:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         with path.open("ab", buffering=0) as log:
-            log.write(f"--- {stamp} starting: {shlex.join(role.command)}\n".encode())
+            log.write(f"{STARTING}{stamp} starting: {shlex.join(role.command)}\n".encode())
             start = log.seek(0, os.SEEK_END)
             with _pinned(role.cores):
                 process = subprocess.Popen(

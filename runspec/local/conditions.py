@@ -45,6 +45,7 @@ TYPES = {
     "Published": "the newest trained version is out",
     "LogprobAlarm": "the samplers' log-probs are not the learner's",
     "SetAside": "validators could not judge some submissions",
+    "GraderFaults": "the grader failed at some groups, which were dropped",
     "Stalled": "no step was trained for long, or the coordinator gave a step up",
     "Paused": "`runspec pause` or `rollback` stopped it",
     "Failed": "a role, the budget or a missing thing ended it",
@@ -61,6 +62,7 @@ def conditions(seen: Snapshot) -> list[Condition]:
         _published(seen),
         _logprob_alarm(seen),
         _set_aside(seen),
+        _grader_faults(seen),
         _stalled(seen),
         *(_state(seen, type_, state) for type_, state in _STATES.items()),
     ]
@@ -137,13 +139,28 @@ def _logprob_alarm(seen: Snapshot) -> Condition:
 def _set_aside(seen: Snapshot) -> Condition:
     if seen.ledger_unread:
         return Condition("SetAside", "Unknown", "LedgerNotRead", seen.ledger_unread, None)
-    if not seen.set_aside:
+    if not seen.dropped.set_aside:
         return Condition("SetAside", "False", "NoneGivenUp", "every one was judged", None)
     message = (
-        f"validators failed at {seen.set_aside} submissions, whose groups were dropped: the "
-        "coordinator's log names them (docs/coordinator.md)"
+        f"validators failed at {seen.dropped.set_aside} submissions, whose groups were dropped: "
+        "the coordinator's log names them (docs/coordinator.md)"
     )
-    return Condition("SetAside", "True", "ValidatorsFailed", message, seen.set_aside_at)
+    since = seen.dropped.set_aside_at
+    return Condition("SetAside", "True", "ValidatorsFailed", message, since)
+
+
+def _grader_faults(seen: Snapshot) -> Condition:
+    groups, fault, since = seen.dropped.by_grader, seen.dropped.fault, seen.dropped.by_grader_at
+    if seen.ledger_unread:
+        return Condition("GraderFaults", "Unknown", "LedgerNotRead", seen.ledger_unread, None)
+    if not groups:
+        return Condition("GraderFaults", "False", "NoneDropped", "it failed at no group", None)
+    return Condition("GraderFaults", "True", "GroupsDropped", dropped_text(groups, fault), since)
+
+
+def dropped_text(groups: int, newest: str) -> str:
+    """Says how many groups the grader made a run lose, and what it failed with last."""
+    return f"{groups} groups dropped by the grader, the newest: {newest}"
 
 
 def alarm_text(row: Row) -> str:
@@ -161,10 +178,12 @@ def _stalled(seen: Snapshot) -> Condition:
     gave_up = [
         event
         for event in seen.events
-        if event.role == "coordinator" and f"exit code {EXIT_FINAL}" in event.text
+        if event.role == "coordinator"
+        and f"exit code {EXIT_FINAL}" in event.text
+        and " stalled: " in event.text
     ]
     if seen.state == "failed" and gave_up:
-        return Condition("Stalled", "True", "StepStalled", seen.reason, gave_up[-1].time)
+        return Condition("Stalled", "True", "StepStalled", seen.cause, gave_up[-1].time)
     if not seen.alive:
         return Condition("Stalled", "False", "NotAlive", "nobody waits", _ended(seen))
     limit_s, idle_s = late_after_s(seen), _idle_s(seen)

@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import one_line
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import last_lines
+from runspec.local.conditions import dropped_text
 from runspec.local.endpoints import address
 from runspec.local.fleet import Reached
 from runspec.local.metrics import FILE_NAME, JsonLines, Row, latest_by_step
+from runspec.local.stages import stages
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.layout import step_folder
 
 ASK_EVERY_S = 2.0
+_MAX_FAULT = 400
 _ASK_PATIENCE_S = 0.3
 _MAX_ANSWER_BYTES = 1024 * 1024
-_OWN_LINE = re.compile(r"--- |\d{4}-\d\d-\d\d [\d:,]+ [A-Z] ")
-"""How lines of a log begin that a role, or its start, has written: libraries write there too."""
-_STAGE = re.compile(r"\b(loading vLLM|compiling the step)\b")
-_STAGE_LINES = 1000
 
 
 class RunProgress:
@@ -41,6 +41,8 @@ class RunProgress:
         self._asked_at = time.monotonic()
         self._note = ""
         self._logs = run_dir / "logs"
+        self.dropped = (0, "")
+        """Groups dropped by the grader, and what it failed with last, as one line."""
         self._lines = JsonLines(run_dir / FILE_NAME)
         self._rows: list[dict[str, Any]] = []
         self._steps = spec.steps
@@ -54,18 +56,15 @@ class RunProgress:
 
     @property
     def note(self) -> str:
-        """Which roles are at a stage that takes long, and what the coordinator waits for."""
+        """What the grader failed at, which roles are at a stage that takes long, and what the
+        coordinator waits for."""
         return self._note
 
     def poll(self) -> Reached:
         now = time.monotonic()
         if now - self._asked_at >= ASK_EVERY_S:
             self._asked_at = now
-            notes = [f"{role}: {stage}" for role, stage in stages(self._logs).items()]
-            waiting_for = coordinator_status(self._coordinator).get("waiting_for")
-            if waiting_for:
-                notes.append(f"waiting for {waiting_for}")
-            self._note = "; ".join(notes)
+            self._ask()
         new = self._lines.new_rows()
         if new:
             self._rows = latest_by_step([*self._rows, *new])
@@ -76,11 +75,22 @@ class RunProgress:
             published=self._last_version.exists(),
         )
 
+    def _ask(self) -> None:
+        status = coordinator_status(self._coordinator)
+        waiting_for, dropped = status.get("waiting_for"), status.get("dropped_by_grader")
+        if isinstance(dropped, dict) and isinstance(groups := dropped.get("groups"), int):
+            self.dropped = (groups, one_line(str(dropped.get("newest")), _MAX_FAULT))
+        notes = [dropped_text(*self.dropped)] if self.dropped[0] else []
+        notes += [f"{role}: {stage}" for role, stage in stages(self._logs).items()]
+        notes += [f"waiting for {waiting_for}"] if waiting_for else []
+        self._note = "; ".join(notes)
+
 
 class StageProgress:
     """A stage before the run, done once the file that it makes is there."""
 
     rows: Sequence[Row] = ()
+    dropped = (0, "")
 
     def __init__(self, product: Path, log: Path) -> None:
         self._product = product
@@ -94,16 +104,6 @@ class StageProgress:
     def poll(self) -> Reached:
         there = self._product.exists()
         return Reached(sampled=there, trained=there, published=there)
-
-
-def stages(logs: Path) -> dict[str, str]:
-    """The roles whose newest line of their own says that they are at something long, and what."""
-    found = {}
-    for log in sorted(logs.glob("*.log")):
-        own = (line for line in reversed(last_lines(log, _STAGE_LINES)) if _OWN_LINE.match(line))
-        if stage := _STAGE.search(next(own, "")):
-            found[log.stem] = stage[1]
-    return found
 
 
 def coordinator_status(url: str) -> dict[str, Any]:

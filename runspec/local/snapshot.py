@@ -14,12 +14,14 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import birth
 from runspec.local.metrics import Row, read_rows
-from runspec.local.progress import stages
 from runspec.local.run_dir import holder
+from runspec.local.stages import stages
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
-from verify.audit.set_aside import SetAside, read_set_aside
+from verify.audit.dropped import Dropped, read_dropped
 
 EVENTS = 10
+REMEDY = "; remedy: "
+"""Between the cause and the remedy in the reason of a run that failed."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,10 @@ class Snapshot:
     """When the newest of them came out."""
     wall_s: float
     """Seconds that the run was up, over all its sessions."""
-    set_aside: int = 0
-    """Submissions at which validators failed."""
-    set_aside_at: float | None = None
-    """When the last of them was given up."""
+    dropped: Dropped = field(default_factory=Dropped)
+    """What validators and graders failed at."""
     ledger_unread: str = ""
-    """Why nothing is known of those; empty where it is."""
+    """Why nothing is known of that; empty where it is."""
     stages: Mapping[str, str] = field(default_factory=dict)
     """What roles of a live run are at that takes long, by role."""
 
@@ -74,9 +74,15 @@ class Snapshot:
 
     @property
     def reason(self) -> str:
+        """Why it is in that state, and what to do about it."""
         if self.lost:
             return "its supervisor is gone; resume it to go on"
         return self.run.reason if self.run else ""
+
+    @property
+    def cause(self) -> str:
+        """The reason without the remedy."""
+        return self.reason.partition(REMEDY)[0]
 
     @property
     def trained(self) -> int:
@@ -103,7 +109,7 @@ def look_at(run_dir: Path, *, events: int | None = EVENTS, ledger: bool = True) 
     spec, held_by = load_resolved(run_dir), holder(run_dir)
     store = run_dir / "store" / "origin"
     versions = stored_versions(store, spec.name)
-    set_aside, unread = _set_aside(run_dir, spec) if ledger else (SetAside(), "it was not read")
+    dropped, unread = _dropped(run_dir, spec) if ledger else (Dropped(), "it was not read")
     with closing(RunState(run_dir)) as state:
         seen = Snapshot(
             directory=run_dir,
@@ -120,8 +126,7 @@ def look_at(run_dir: Path, *, events: int | None = EVENTS, ledger: bool = True) 
             if versions
             else None,
             wall_s=state.wall_s(),
-            set_aside=set_aside.count,
-            set_aside_at=set_aside.last_at,
+            dropped=dropped,
             ledger_unread=unread,
             stages=stages(run_dir / "logs") if held_by else {},
         )
@@ -138,12 +143,12 @@ def _unsupervised(role: RoleRow) -> RoleRow:
     return replace(role, state=role.state if at_rest else "ended", pid=None)
 
 
-def _set_aside(run_dir: Path, spec: RunSpec) -> tuple[SetAside, str]:
+def _dropped(run_dir: Path, spec: RunSpec) -> tuple[Dropped, str]:
     """What the ledger says, or why it does not: of a run there is more to tell."""
     try:
-        return read_set_aside(run_dir, spec), ""
+        return read_dropped(run_dir, spec), ""
     except UserError as error:
-        return SetAside(), f"{error.place}: {error.thing}"
+        return Dropped(), f"{error.place}: {error.thing}"
 
 
 def _written(path: Path) -> float | None:

@@ -12,11 +12,12 @@ from typing import Protocol
 
 from runspec.core.errors import UserError
 from runspec.local.children import Child, birth, start_child, stop_children
-from runspec.local.conditions import alarm_text
+from runspec.local.conditions import alarm_text, dropped_text
 from runspec.local.fleet import Action, Fleet, Outcome, Reached, RoleState, Rules, State
 from runspec.local.live import CHANGE, Taken
 from runspec.local.metrics import Row
 from runspec.local.processes import RoleSpec
+from runspec.local.role_errors import last_error
 from runspec.local.state import RequestRow, RoleRow, RunState
 
 POLL_S = 0.1
@@ -34,6 +35,10 @@ class Progress(Protocol):
     @property
     def note(self) -> str:
         """One line on what the run is at; may be empty."""
+
+    @property
+    def dropped(self) -> tuple[int, str]:
+        """Groups dropped by the grader so far, and what it failed with last, as one line."""
 
     def poll(self) -> Reached:
         """How far the run is."""
@@ -88,6 +93,8 @@ class Supervisor:
         self._told: dict[str, RoleRow] = {}
         self._seen = 0.0
         self._alarmed = False
+        self._dropped = 0
+        """Groups dropped by the grader when that was last reported."""
         self._fleet = Fleet({role.name: RoleState() for role in roles}, rules)
 
     def run(self) -> Outcome:
@@ -200,7 +207,12 @@ class Supervisor:
         row = RoleRow(name, role.state, role.restarts, pid, born, time.time())
         self._told[name] = row
         self._session.state.set_role(row)
-        self._event(name, _describe(role, pid, code))
+        text = _describe(role, pid, code)
+        # Of a role that was killed the log says nothing about its end.
+        if role.state in (State.BACKOFF, State.FAILED) and code is not None and code > 0:
+            error = last_error(self._session.logs / f"{name}.log")
+            text += f": {error.thing}" if error else ""
+        self._event(name, text)
 
     def _event(self, name: str, text: str) -> None:
         self._session.state.add_event(name, text)
@@ -216,11 +228,16 @@ class Supervisor:
         self._session.watcher.show(self._progress.rows, roles, self._progress.note)
 
     def _alarm(self) -> None:
-        """Tells once that the samplers' log-probs are off, and again after they were not."""
+        """Tells once that the samplers' log-probs are off, and again after they were not; and of
+        groups that the grader dropped, whenever they are twice as many."""
         text = alarm_text(self._progress.rows[-1]) if self._progress.rows else ""
         if text and not self._alarmed:
             self._event("learner", text)
         self._alarmed = bool(text)
+        groups, newest = self._progress.dropped
+        if groups >= max(1, 2 * self._dropped):
+            self._event("coordinator", dropped_text(groups, newest))
+            self._dropped = groups
 
 
 def _describe(role: RoleState, pid: int | None, code: int | None) -> str:

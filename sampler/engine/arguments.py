@@ -18,6 +18,7 @@ from runspec.core.models.kv_cache import (
     cpu_kv_bytes,
     kv_token_bytes,
 )
+from runspec.core.process import RunStopped
 from runspec.core.spec.schema import RunSpec, SamplerPool
 
 _ENVIRONMENT = {
@@ -53,7 +54,7 @@ def engine_arguments(
         options: replace what is chosen here.
 
     Raises:
-        UserError: the cache that a CPU is given has no room for one sequence.
+        RunStopped: the cache that a CPU is given has no room for one sequence.
     """
     kind = pool.hardware.kind
     arguments: dict[str, Any] = {
@@ -157,7 +158,7 @@ def _require_room(pool: SamplerPool, weights_dir: Path, arguments: Mapping[str, 
     needed = tokens * int(kv_token_bytes(pool, load_config(weights_dir)))
     given = int(arguments["kv_cache_memory_bytes"])
     if given < needed:
-        raise UserError(
+        raise RunStopped(
             f"keys and values of one sequence take {needed / 2**20:.2f} MiB, the cache has "
             f"{given / 2**20:.2f}",
             place=f"samplers.{pool.name}.max_model_len",

@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from runspec.core.errors import UserError
+from runspec.core.process import RunStopped
 from sampler.engine import loop
 from sampler.engine.sockets import SocketFolder, read_cause
 
@@ -100,7 +101,7 @@ class Core:
 
     Raises:
         StartFailed: it does not start.
-        UserError: vLLM does not take the arguments.
+        RunStopped: vLLM does not take the arguments.
     """
 
     def __init__(self, arguments: Mapping[str, Any], died: Callable[[EngineDied], None]) -> None:
@@ -121,7 +122,7 @@ class Core:
             if isinstance(error, (RuntimeError, TimeoutError)):
                 raise StartFailed(cause, error) from error
             if isinstance(error, ValueError):
-                raise UserError(
+                raise RunStopped(
                     f"vLLM refuses the model or the pool's settings: {error}",
                     place=str(arguments["model"]),
                     remedy="change what it names",

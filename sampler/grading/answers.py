@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sampler.tasks.interfaces import Score
+from runspec.core.errors import describe_error
+from sampler.tasks.interfaces import Score, TaskTerm
 from verify.plugins import GraderFault, Problem
 
 MAX_ANSWER_CHARS = 1 << 20
 """Longest answer that is graded; a longer one is wrong."""
 MAX_GRADERS = 16
 """Processes and threads that grade at once, whatever the number of cores."""
+
+_MAX_ID = 80
+"""Characters of a problem's id in a fault."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,13 @@ Result = Score | GraderFault
 
 
 def fault(problem: Problem, reason: str) -> GraderFault:
-    return GraderFault(f"{problem.problem_id}: {reason}")
+    return GraderFault(f"{problem.problem_id[:_MAX_ID]}: {reason}")
+
+
+def raised(term: TaskTerm, error: Exception) -> str:
+    """Says what a term raised, and where in its package."""
+    module = getattr(term.score, "__module__", None) or ""
+    return describe_error(error, module.partition(".")[0])
 
 
 def checked(problem: Problem, given: Any, reason: str = "") -> Result:

@@ -18,6 +18,7 @@ from sampler.grading.answers import (
     TermRules,
     checked,
     fault,
+    raised,
 )
 from sampler.grading.pool import GraderPool, GradersClosed
 from sampler.grading.process import GraderProcess
@@ -116,7 +117,7 @@ def _graded(term: TaskTerm, answer: Answer) -> Result:
     try:
         given = term.score(answer.problem, answer.text)
     except Exception as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
-        return fault(answer.problem, f"{type(error).__name__}: {error}")
+        return fault(answer.problem, raised(term, error))
     score = given if isinstance(given, Score) else Score(given)
     return checked(answer.problem, score.value, score.reason)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.errors import UserError
+from runspec.core.process import not_retried
 from runspec.core.spec.schema import Reward
 from sampler.grading.channel import Channel, ChannelClosed, NoMessage, Overdue
 from sampler.grading.launch import mechanisms
@@ -57,7 +58,8 @@ class GraderProcess:
     """A grader in the sandbox, with the terms of one run.
 
     Raises:
-        UserError: it does not start, or a term cannot be made in it.
+        UserError: it does not start.
+        RunStopped: a term cannot be made in it.
     """
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
@@ -131,7 +133,8 @@ class GraderProcess:
         except GraderLost as error:
             raise _no_start(str(error)) from error
         if failure is not None:
-            raise _no_start(str(failure))
+            with not_retried():
+                raise _no_start(str(failure))
 
     def _guard(self, step: Callable[[], Any]) -> Any:
         try:

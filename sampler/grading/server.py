@@ -12,7 +12,9 @@ import sys
 from operator import attrgetter
 from typing import Any, BinaryIO
 
+from runspec.core.errors import describe_error
 from runspec.core.spec.schema import Reward
+from sampler.grading.answers import raised
 from sampler.tasks.interfaces import Score, TaskTerm, completed
 from verify.plugins import Problem
 
@@ -27,7 +29,7 @@ def main() -> None:
     try:
         terms = {kind: _make(*made) for kind, made in setup["terms"].items()}
     except Exception as error:  # noqa: BLE001 - whatever it is, the other side reports it
-        _write(replies, {"failed": _say(error)})
+        _write(replies, {"failed": describe_error(error)[:MAX_REASON]})
         return
     _write(replies, {"ready": True})
     while line := requests.readline():
@@ -41,7 +43,7 @@ def _grade(term: TaskTerm, answer: str, problem: Problem) -> dict[str, Any]:
     except MemoryError:
         return {"memory": True}
     except Exception as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
-        return {"fault": _say(error)}
+        return {"fault": raised(term, error)[:MAX_REASON]}
     score = given if isinstance(given, Score) else Score(given)
     value: Any = score.value  # whatever a plug-in calls one
     if not isinstance(value, (int, float)):
@@ -72,7 +74,3 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
 def _write(replies: BinaryIO, message: dict[str, Any]) -> None:
     replies.write(json.dumps(message).encode() + b"\n")
     replies.flush()
-
-
-def _say(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:MAX_REASON]

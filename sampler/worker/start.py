@@ -12,6 +12,7 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
+from runspec.core.process import not_retried
 from runspec.core.spec.source_files import compare_data_digests
 from sampler.engine.arguments import find_pool
 from sampler.engine.engine import Engine
@@ -62,6 +63,7 @@ def work(
 
     Raises:
         UserError: something that a person can mend; the message names it.
+        RunStopped: another try would meet it again: no such pool, problems that cannot be read.
     """
     key = SigningKey.load(options.key)
     client = CoordinatorClient(
@@ -71,7 +73,8 @@ def work(
         root_public_key=options.public_key,
     )
     spec = client.spec()
-    pool = find_pool(spec, options.pool)
+    with not_retried():
+        pool = find_pool(spec, options.pool)
     require_graders(spec)
     client.register(pool.name, {"engine": pool.engine, "dtype": pool.dtype})
     meter = Meter()
@@ -88,11 +91,13 @@ def work(
     )
     with ExitStack() as up:  # what came up last goes down first
         up.enter_context(closing(versions))
-        made = up.enter_context(closing(engine(pool)))
+        with not_retried():
+            made = up.enter_context(closing(engine(pool)))
         version, path = versions.first()
         tasks = up.enter_context(closing(load_task_set(spec, path, options.data)))
         if theirs := client.site().data:  # other data would make another problem of each lease
-            compare_data_digests(tasks.data_digest, theirs, whose="the coordinator")
+            with not_retried():
+                compare_data_digests(tasks.data_digest, theirs, whose="the coordinator")
         log.info("loading vLLM with version %d, %d problems", version, len(tasks))
         outbox = Outbox(
             options.dir / "outbox" / key.public_hex[:16],

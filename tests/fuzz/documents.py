@@ -115,6 +115,7 @@ def check_fields(document: object) -> None:
             assert isinstance(document.run, str) and isinstance(document.reason, str)
             assert is_digest(document.submission) and is_digest(document.digest)
             assert isinstance(document.accepted, bool)
+            assert document.fault.isprintable() and len(document.fault) <= 400
             assert all(map(natural, (document.step, document.bytes, *document.dropped_groups)))
         case Lease():
             assert isinstance(document.run, str) and isinstance(document.pool, str)
@@ -162,7 +163,7 @@ KINDS = [
     ),
     Kind(
         verdict.KIND,
-        asdict(VerdictEnvelope("demo", 3, DIGEST, True, "", [1], OTHER, 4096)),
+        asdict(VerdictEnvelope("demo", 3, DIGEST, True, "", [1], "p: E: x", OTHER, 4096)),
         lambda data: verdict.open_verdict(data, validators=KEYS),
     ),
     Kind(

@@ -79,7 +79,7 @@ def _served() -> Iterator[Served]:
             if len(made) == 1:
                 client.submit(*made[0])
         signed, table = made[1]
-        judged = VerdictEnvelope(RUN, 0, digest_bytes(made[0][1]), True, "", [0], DIGEST, 9)
+        judged = VerdictEnvelope(RUN, 0, digest_bytes(made[0][1]), True, "", [0], "", DIGEST, 9)
         payloads = {SUBMISSIONS: json.loads(signed)["payload"], VERDICTS: asdict(judged)}
         keys = {"worker": key, "validator": site.validator, "stranger": OURS}
         served = Served(site, http, keys, table, signed, payloads)

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from learner_jax.warm_start import make_initial_model, model_config, warm_start_digest
-from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.models.config import load_config
+from runspec.core.process import RunStopped
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.bridge.leaves import iter_leaves
@@ -157,7 +157,7 @@ def test_a_damaged_start_in_the_cache_is_named_and_not_used(tmp_path: Path) -> N
         damage()
         # then another run of it is told which directory to delete, and gets no model
         run_dir = run_dir_of(tmp_path / f"run-{number}", spec)
-        with pytest.raises(UserError, match="cached warm start is damaged") as failure:
+        with pytest.raises(RunStopped, match="cached warm start is damaged") as failure:
             make_initial_model(run_dir, cache, LOG)
         assert failure.value.place == str(model)
         assert "delete this directory" in (failure.value.remedy or "")
@@ -167,7 +167,7 @@ def test_a_damaged_start_in_the_cache_is_named_and_not_used(tmp_path: Path) -> N
 def test_a_mark_out_of_reach_is_an_error_with_the_number_reached(tmp_path: Path) -> None:
     spec = spec_with({"max_updates": 7, "stop_answer_probability": 0.9})
     run_dir, cache = run_dir_of(tmp_path / "a", spec), tmp_path / "cache"
-    with pytest.raises(UserError, match=r"after 7 updates .* is 0\.0\d+, the mark 0\.9"):
+    with pytest.raises(RunStopped, match=r"after 7 updates .* is 0\.0\d+, the mark 0\.9"):
         make_initial_model(run_dir, cache, LOG)
     # then nothing half-made lies in the cache or in the run
     assert list(cache.iterdir()) == []

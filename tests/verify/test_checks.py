@@ -269,6 +269,7 @@ def test_a_fault_of_the_grader_drops_its_group_without_blame(tmp_path: Path) -> 
 
     # then that group alone is lost
     assert verdict.accepted and verdict.dropped_groups == [1]
+    assert verdict.fault == f"the grader of problem {problems[1].problem} hung"
     assert [row.reward for row in verdict.rows[4:]] == [0.0] * 4
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.errors import UserError
+from runspec.core.process import RunStopped
 from tests.verify.small_model import small_spec
 from verify import plugins
 from verify.plugins import WeightsLocation, load_prefill_engine
@@ -24,6 +24,6 @@ def test_an_engine_whose_libraries_are_not_here_is_no_fault_of_ours(
     offered = EntryPoint(spec.verify.engine, "an_engine:Engine", "runspec.prefill")
     monkeypatch.setattr(plugins, "entry_points", lambda group: [offered])
     # when a validator loads it, then the message names what lacks, whose it is, and what to do
-    with pytest.raises(UserError, match="no_such_library") as caught:
+    with pytest.raises(RunStopped, match="no_such_library") as caught:
         load_prefill_engine(spec, WeightsLocation("run", ["http://x"], "0" * 64, tmp_path))
     assert spec.verify.engine in caught.value.place and "[learner]" in caught.value.remedy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.errors import UserError
+from runspec.core.process import RunStopped
 from tests.verify.calibration.profiles import ROOT, document, made_profile
 from tests.verify.calibration.test_profile import with_profile
 from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
@@ -48,12 +48,12 @@ def test_one_with_other_data_says_so_before_it_claims_anything(tmp_path: Path) -
         site.worker()[1].site()
         # when a validator starts that has others, then it says what to do
         rows.write_bytes(b"other rows")
-        with pytest.raises(UserError, match="the coordinator are made from other data") as caught:
+        with pytest.raises(RunStopped, match="the coordinator are made from other data") as caught:
             start(site, tmp_path)
     assert "give both the same files" in (caught.value.remedy or "")
 
 
 def test_one_that_pins_another_root_than_the_profiles_is_refused(tmp_path: Path) -> None:
     site = Site(tmp_path, with_profile(tiny_spec(), document(made_profile()), ROOT.public_hex))
-    with site.origin(), site.serving(), pytest.raises(UserError, match="is pinned"):
+    with site.origin(), site.serving(), pytest.raises(RunStopped, match="is pinned"):
         start(site, tmp_path)

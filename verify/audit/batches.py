@@ -14,6 +14,7 @@ from verify.audit.signers import Signers
 from verify.coordinator import filling
 from verify.coordinator.events import StepClosed
 from verify.coordinator.grading import batch_stats
+from verify.coordinator.stalls import Stalled
 from verify.coordinator.state import State, Tally
 from verify.formats.batch import FILE_NAME, MAX_BYTES, BatchGroup, BatchManifest, open_batch
 from verify.formats.layout import step_folder
@@ -181,7 +182,7 @@ class BatchAudit:
                 self._report.require(same, row, "batch file", f"{path} differs", "the row's bytes")
 
 
-def _is_that(decision: filling.Close | filling.Stalled | None, event: StepClosed) -> bool:
+def _is_that(decision: filling.Close | Stalled | None, event: StepClosed) -> bool:
     return isinstance(decision, filling.Close) and (decision.step, decision.groups) == (
         event.step,
         event.trained,

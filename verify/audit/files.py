@@ -153,6 +153,7 @@ class FileAudit:
             "submission": event.submission,
             "accepted": event.accepted or overruled,
             "reason": "" if overruled else event.reason,
+            "fault": event.fault,
             "digest": event.verdict,
         }
         self._compare(row, "verdict envelope", asdict(envelope), expected)

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from runspec.core.errors import one_line
 from verify.coordinator.events import FailedAttempt
 from verify.stages import DEADLINES_S
 
@@ -94,8 +95,7 @@ class Claims:
     def fail(self, validator: str, submission: str, reason: str, now: float) -> None:
         """An attempt ended without a verdict; nothing where the validator has no claim."""
         if self.give_back(validator, submission):
-            words = "".join(letter if letter.isprintable() else "?" for letter in reason)
-            attempt = FailedAttempt(now, validator, words[:_MAX_REASON])
+            attempt = FailedAttempt(now, validator, one_line(reason, _MAX_REASON))
             failures = [*self._failures.get(submission, ()), Failure(attempt)]
             self._failures[submission] = failures[-_MAX_FAILURES:]
 

@@ -17,6 +17,7 @@ from verify.coordinator.activity import Activity
 from verify.coordinator.events import CoordinatorStarted, LeaseExpired, StepClosed, VersionPublished
 from verify.coordinator.grading import batch_stats
 from verify.coordinator.journal import Journal
+from verify.coordinator.stalls import RUN_DIR, Stalled
 from verify.coordinator.state import Tally
 from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
 from verify.formats.layout import STATE_FILE
@@ -109,11 +110,11 @@ class Closing:
                 *(record.lease.worker[:16], record.lease.index, record.lease.step),
             )
         while decision := filling.decide_close(self._journal.state, now):
-            if isinstance(decision, filling.Stalled):
+            if isinstance(decision, Stalled):
                 raise RunStopped(
                     decision.reason,
                     place=f"run {self._run}",
-                    remedy="mend what was waited for (or algorithm.fill), then apply again",
+                    remedy=decision.remedy.replace(RUN_DIR, str(self._journal.run_dir)),
                 )
             self._close_step(decision, now)
 

@@ -194,6 +194,8 @@ class SubmissionJudged:
     None where its validator rejected it, its pool was not calibrated, or nothing was recomputed."""
     gap_noise: GapNoise | None = None
     """The noise by which the excess was found, of the profile of that time."""
+    fault: str = ""
+    """What the grader failed with at the last of the dropped groups, by the validator."""
 
 
 @dataclass(frozen=True)

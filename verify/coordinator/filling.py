@@ -37,7 +37,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from verify.coordinator.events import TrainedGroup
-from verify.coordinator.state import LeaseRecord, OpenStep, State
+from verify.coordinator.stalls import Stalled, unfilled, unopened
+from verify.coordinator.state import LeaseRecord, State
 
 IDLE_DEADLINE_S = 900.0
 """Least time in seconds that a run waits for its first worker or next version."""
@@ -86,13 +87,6 @@ class Close:
     step: int
     groups: tuple[TrainedGroup, ...]
     complete: bool
-
-
-@dataclass(frozen=True)
-class Stalled:
-    """The run cannot go on."""
-
-    reason: str
 
 
 def decide_lease(
@@ -231,7 +225,7 @@ def decide_close(state: State, now: float) -> Close | Stalled | None:
     groups = _groups_in_lease_order(state, past_outstanding=True)[: policy.groups]
     if len(groups) >= policy.min_groups:
         return Close(number, groups, complete=len(groups) == policy.groups)
-    return Stalled(_why_stalled(state, number, step, len(groups), now))
+    return unfilled(state, number, had=len(groups), now=now)
 
 
 def next_due(state: State) -> float | None:
@@ -270,46 +264,6 @@ def _exhausted(state: State, number: int) -> bool:
     return not state.outstanding[number] and state.steps[number].leased >= state.policy.max_groups
 
 
-def waited_for(state: State) -> str:
-    """Say whom the next step to close waits for."""
-    if state.finished:
-        return "nobody: every step is closed"
-    number, newest = state.next_close, state.newest
-    outstanding = [r for r in state.leases.values() if r.lease.step == number and r.outstanding]
-    if outstanding:
-        sampling = sorted({r.lease.worker[:16] for r in outstanding if r.status == "open"})
-        validating = sum(r.status == "submitted" for r in outstanding)
-        parts = [f"worker {worker}" for worker in sampling]
-        parts += [f"validators ({validating} submissions)"] if validating else []
-        return ", ".join(parts)
-    needed = max(0, number - state.policy.async_level)
-    if newest is None or newest.version < needed:
-        had = "none" if newest is None else newest.version
-        return f"the publisher: version {needed} is needed, the newest published is {had}"
-    if state.workers:
-        return f"a lease request of any of the {len(state.workers)} registered workers"
-    return "a worker to register"
-
-
-def _why_stalled(state: State, number: int, step: OpenStep, had: int, now: float) -> str:
-    policy, tally = state.policy, state.tallies.get(number)
-    parts = [
-        f"step {number} stalled: {had} of {policy.groups} groups, at least {policy.min_groups} "
-        f"needed, after {now - step.since:.0f} s and {step.leased} groups leased "
-        f"(max_groups allows {policy.max_groups})"
-    ]
-    if tally is not None:
-        filtered = sum(g.outcome == "filtered" for g in tally.grades)
-        parts.append(
-            f"{tally.rejected_submissions} submissions rejected, {tally.expired_groups} groups "
-            f"withheld or late, {filtered} filtered (all rewards equal)"
-        )
-        if tally.last_rejection:
-            parts.append(f"last rejection: {tally.last_rejection}")
-    parts.append(f"waited for {waited_for(state)}")
-    return "; ".join(parts)
-
-
 def _idle_s(state: State) -> float:
     return max(state.policy.deadline_s, IDLE_DEADLINE_S)
 
@@ -318,7 +272,4 @@ def _idle(state: State, now: float) -> Stalled | None:
     """Stall if no step was open for too long: the run waits for its publisher or first worker."""
     if now < state.progress + _idle_s(state):
         return None
-    return Stalled(
-        f"step {state.next_close} stalled: not opened after {now - state.progress:.0f} s; "
-        f"waited for {waited_for(state)}"
-    )
+    return unopened(state, now)

@@ -234,6 +234,7 @@ class Judging:
             groups=groups,
             gap_excess=excess,
             gap_noise=noise,
+            fault=envelope.fault,
         )
 
     def _against_others(

@@ -14,7 +14,7 @@ from runspec.core.connection_limits import answering
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey
-from runspec.core.process import stop_event_of_loop
+from runspec.core.process import not_retried, stop_event_of_loop
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles
 from runspec.core.signed import BadSignature
@@ -64,17 +64,19 @@ async def serve(
         started: called with the port once requests are answered.
 
     Raises:
-        UserError: unusable spec, keys, address or ledger, or a run of an older version.
-        RunStopped: a step stalled, or ledger and files do not fit together.
+        UserError: unusable address or ledger.
+        RunStopped: unusable spec or keys, a run of an older version, a step stalled, or ledger and
+            files do not fit together.
     """
-    spec = load_resolved(run_dir)
-    refuse_older_run(run_dir)
-    key = SigningKey.load(run_dir / "keys" / "coordinator.key")
-    roles_document, roles = _read_roles(run_dir, spec, key, root_public_key)
+    with not_retried():
+        spec = load_resolved(run_dir)
+        refuse_older_run(run_dir)
+        key = SigningKey.load(run_dir / "keys" / "coordinator.key")
+        roles_document, roles = _read_roles(run_dir, spec, key, root_public_key)
+        noise = gap_noise_by_pool(spec)
     # In a thread, since a database may be slow to answer.
     ledger = await asyncio.to_thread(open_ledger, run_dir, spec)
     journal = Journal(run_dir, Policy.of(spec), ledger=ledger)
-    noise = gap_noise_by_pool(spec)
     judging = Judging(journal, spec.name, noise)
     own = own_workers(run_dir, spec)
     edge = Edge.of(journal, spec, roles, own, judging.submitted)

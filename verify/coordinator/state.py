@@ -156,6 +156,10 @@ class State:
     next_close: int = 0
     progress: float = 0.0
     """Time of the last start, published version or closed step."""
+    dropped_groups: int = 0
+    """Groups lost to faults of the grader, of all steps."""
+    last_fault: str = ""
+    """What the grader failed with at the newest of them."""
 
     @property
     def finished(self) -> bool:

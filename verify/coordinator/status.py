@@ -20,11 +20,12 @@ from prometheus_client.registry import Collector
 from verify.coordinator.activity import Activity, Peer, Peers
 from verify.coordinator.edge import Edge
 from verify.coordinator.edge.cache import Cache
-from verify.coordinator.filling import needed_groups, newcomer_groups, waited_for
+from verify.coordinator.filling import needed_groups, newcomer_groups
 from verify.coordinator.history import History
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
 from verify.coordinator.reputation import reputation
+from verify.coordinator.stalls import waited_for
 from verify.coordinator.state import LeaseRecord, State
 
 
@@ -75,6 +76,7 @@ class Status:
                 "claimed": len(self._judging.claims),
                 "suspects": self._judging.claims.suspects,
             },
+            "dropped_by_grader": {"groups": state.dropped_groups, "newest": state.last_fault},
             "set_aside": [_set_aside(r) for r in state.leases.values() if r.attempts],
             "backlog": self._edge.backlog.report(),
             "latency": {

@@ -259,6 +259,9 @@ def _judge(state: State, event: SubmissionJudged) -> State:
             accepted_tokens=worker.accepted_tokens + sum(g.tokens for g in earned),
         )
         tally = replace(tally, grades=tally.grades + event.groups)
+        if dropped := len(event.groups) - len(earned):
+            dropped += state.dropped_groups
+            state = replace(state, dropped_groups=dropped, last_fault=event.fault)
         usable = tuple(g.group for g in event.groups if g.outcome == "usable")
         record = replace(
             record,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
+from runspec.core.errors import one_line
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, open_document, sign_document
@@ -22,6 +23,8 @@ MAX_ROWS = 65536
 MAX_FINGERPRINTS = 17
 """Of a row: its output, and 16 runs of tokens."""
 
+MAX_FAULT = 400
+"""Characters of a fault of the grader."""
 MAX_CHECKS = 64
 """Of a row."""
 SCHEMA = Schema(
@@ -100,6 +103,8 @@ class VerdictEnvelope:
     """Why it was rejected: the failed check, the row, the number; empty when accepted."""
     dropped_groups: list[Natural]
     """Groups lost to a fault of the grader, without blame."""
+    fault: str
+    """What the grader failed with at the last of them, as one printable line."""
     digest: Digest
     bytes: Natural
 
@@ -173,11 +178,13 @@ def sign_verdict(
     accepted: bool,
     reason: str,
     dropped_groups: list[int],
+    fault: str = "",
     key: SigningKey,
 ) -> bytes:
     """The signed envelope of a verdict file's table."""
+    digest, size = digest_bytes(data), len(data)
     envelope = VerdictEnvelope(
-        run, step, submission, accepted, reason, dropped_groups, digest_bytes(data), len(data)
+        run, step, submission, accepted, reason, dropped_groups, fault, digest, size
     )
     return sign_document(KIND, asdict(envelope), key)
 
@@ -192,4 +199,6 @@ def open_verdict(data: bytes, *, validators: frozenset[str]) -> VerdictEnvelope:
     envelope = open_payload(_CODEC, document.payload, KIND)
     if envelope.accepted == bool(envelope.reason):
         raise BadSignature("verdict: a rejection has a reason, and nothing else has one")
+    if envelope.fault != one_line(envelope.fault, MAX_FAULT):
+        raise BadSignature(f"verdict: a fault is one printable line of {MAX_FAULT} characters")
     return envelope

@@ -13,8 +13,12 @@ import pytest
 from runspec.core import process
 
 BODY = """
+import errno
 from runspec.core.errors import UserError
-from runspec.core.process import RunStopped, run_role
+from runspec.core.process import RunStopped, not_retried, run_role
+@not_retried()
+def load(error, cause=None):
+    raise error from cause
 def body(log):
     {body}
 raise SystemExit(run_role("tester", body))
@@ -28,6 +32,11 @@ raise SystemExit(run_role("tester", body))
         ("raise UserError('port 1 is taken', place='here', remedy='wait')", 1, "remedy: wait"),
         ("raise ValueError('odd')", 3, "ValueError: odd"),
         ("raise RunStopped('stalled at step 3')", process.EXIT_FINAL, "stalled at step 3"),
+        ("load(UserError('no such pool', remedy='name one'))", process.EXIT_FINAL, "name one"),
+        ("load(UserError('gone'), FileNotFoundError('a'))", process.EXIT_FINAL, "gone"),
+        ("load(UserError('full'), OSError(errno.ENOSPC, 'full'))", 1, "full"),
+        ("load(OSError(errno.ENOSPC, 'no space left'))", 3, "no space left"),
+        ("load(KeyError('gold'))", process.EXIT_FINAL, "KeyError: 'gold' at <string>:7"),
     ],
 )
 def test_exit_codes_tell_a_persons_error_from_ours(body, code, said):

@@ -8,13 +8,15 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.process import RunStopped, run_role, stop_event
+from runspec.core.process import RunStopped, not_retried, run_role, stop_event
 from runspec.core.spec.resolved import load_resolved
 from verify.formats.batch import FILE_NAME
 from verify.formats.layout import step_folder
@@ -70,6 +72,12 @@ def stalled(run_dir: Path, log: logging.Logger) -> None:
     raise RunStopped("step 3 stalled", remedy="look at the workers")
 
 
+@not_retried()
+def broken_plugin(run_dir: Path, log: logging.Logger) -> None:
+    log.info("loading problems")
+    print({"answer": 1}["gold"])
+
+
 def full_disk(run_dir: Path, log: logging.Logger) -> None:
     """Meets the end of its disk: a limit on file sizes stands for it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -95,6 +103,24 @@ def server(run_dir: Path, log: logging.Logger) -> None:
         stop.wait()
 
 
+def grading_coordinator(run_dir: Path, log: logging.Logger) -> None:
+    """A server that tells of groups which the grader dropped."""
+    told = {"groups": 3, "newest": "p7: KeyError: 'gold'\x1b[2J at mine/grading.py:17"}
+    status = json.dumps({"waiting_for": "nobody", "dropped_by_grader": told}).encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(status)
+
+    stop, (host, port) = stop_event(), sys.argv[3].split(":")
+    with HTTPServer((host, int(port)), Handler) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        stop.wait()
+        serving.shutdown()
+
+
 def warm_start(run_dir: Path, log: logging.Logger) -> None:
     log.info("making version 0")
     write_atomic(run_dir / "initial" / "config.json", b"{}")
@@ -109,8 +135,10 @@ BEHAVIOURS: dict[str, Callable[[Path, logging.Logger], None]] = {
         stubborn,
         dying,
         stalled,
+        broken_plugin,
         full_disk,
         server,
+        grading_coordinator,
         warm_start,
     )
 }

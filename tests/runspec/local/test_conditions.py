@@ -105,7 +105,9 @@ def test_an_end_is_its_condition_with_its_reason(state: str, type_: str) -> None
 
 
 def test_a_step_that_the_coordinator_gave_up_is_a_stall() -> None:
-    gave_up = EventRow(NOW - 3, "coordinator", "ended with exit code 4, stops the run", 9)
+    gave_up = EventRow(
+        NOW - 3, "coordinator", "ended with exit code 4, stops the run: step 3 stalled: 0 of 4", 9
+    )
     assert true_ones(ended("failed", "step 3 stalled", [gave_up])) == [
         "Published",
         "Stalled",

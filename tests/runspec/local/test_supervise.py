@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from runspec.cli.status import read_status
+from runspec.cli.view import PlainView
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
 from runspec.local import children
@@ -25,6 +27,7 @@ from runspec.local.children import birth
 from runspec.local.planning import make_plan
 from runspec.local.run_dir import RunLocked, holder
 from runspec.local.state import RoleRow, RunState
+from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import (
     ROOT,
     drive_roles,
@@ -157,19 +160,80 @@ def test_a_role_that_keeps_dying_ends_the_run_with_its_last_lines(tmp_path: Path
     # when the run is driven
     with prepared(spec, tmp_path) as run, pytest.raises(RunFailed) as failure:
         drive_roles(run, [role("worker", run.directory), role("dying", run.directory)], watch)
-    # then it fails with the role's last twenty lines
+    # then it fails with the role's last error, its remedy and its last twenty lines
     text = str(failure.value)
+    assert text.startswith("dying: socket 7: the cable is cut\ndying kept dying")
+    assert "\n  remedy: mend it, then apply again: the run goes on from its newest" in text
     assert failure.value.exit_code == 1
     assert "dying kept dying (ended with exit code 1)" in text
     assert "the cable is cut" in text and "remedy: mend it" in text
     assert "line 39" in text and "line 10\n" not in text
     assert watch.roles["dying"].state == "failed"
+    # and so do the events, once for each death
+    ends = [said for name, said in watch.events if name == "dying" and "exit code" in said]
+    assert ends == [
+        "ended with exit code 1, starts again: socket 7: the cable is cut",
+        "ended with exit code 1, given up after 2 in a row: socket 7: the cable is cut",
+    ]
     # and nobody is left
     assert all(not view.pid for view in watch.roles.values())
     with closing(RunState(run.directory)) as state:
         row = state.run()
         assert row is not None
         assert row.state == "failed"
+    # and a status afterwards says why, and what to do
+    status = runspec("status", run.directory).stdout
+    assert "(dying: socket 7: the cable is cut)" in status
+    status = json.loads(runspec("status", run.directory, "--json").stdout)
+    assert status["reason"].startswith("dying: socket 7: the cable is cut; remedy: mend it, then")
+
+
+def test_a_cause_that_another_try_would_meet_ends_the_run_at_once(tmp_path: Path) -> None:
+    # given a role whose plug-in raises whenever it is loaded
+    watch = Watch()
+    with prepared(small_spec(steps=10_000), tmp_path) as run, pytest.raises(RunFailed) as failure:
+        roles = [*usual_roles(run), role("broken_plugin", run.directory)]
+        # when the run is driven, then that role is started once
+        drive_roles(run, roles, watch)
+    assert watch.roles["broken_plugin"].restarts == 0
+    assert failure.value.exit_code == EXIT_FINAL
+    # and the message, the events and the status begin with what was raised, and where
+    cause = "broken_plugin: KeyError: 'gold' at local/role.py:"
+    assert str(failure.value).startswith(cause)
+    (said,) = [said for name, said in watch.events if "stops the run" in said]
+    assert "ended with exit code 4, stops the run: KeyError: 'gold' at local/role.py:" in said
+    status = json.loads(runspec("status", run.directory, "--json").stdout)
+    assert status["reason"].startswith(cause)
+    assert status["reason"].endswith("from its newest checkpoint")
+    conditions = {each["type"]: each["status"] for each in status["conditions"]}
+    assert (conditions["Failed"], conditions["Stalled"]) == ("True", "False")
+
+
+def test_what_the_grader_dropped_is_shown_while_the_run_goes_on(tmp_path: Path) -> None:
+    # given a run whose coordinator tells of groups that the grader dropped
+    out = io.StringIO()
+    with prepared(small_spec(steps=3), tmp_path) as run:
+        hold = run.directory / "hold"
+        hold.touch()
+        host = run.endpoints.coordinator.removeprefix("http://")
+        coordinator = role("grading_coordinator", run.directory, host)
+        _, *others = usual_roles(run)
+
+        def let_go(watch: Watch) -> None:
+            if any("dropped" in note for note in watch.notes):
+                hold.unlink(missing_ok=True)
+
+        # when it is watched
+        watch, plain = Watch(let_go), PlainView(3, out)
+        watch.event = lambda name, text: plain.event(name, text)  # type: ignore[method-assign]
+        drive_roles(run, [coordinator, *others], watch)
+    # then the panel's first line, the plain lines and the events say so, without control characters
+    words = (
+        "3 groups dropped by the grader, the newest: p7: KeyError: 'gold'?[2J at mine/grading.py:17"
+    )
+    assert f"{words}; waiting for nobody" in watch.notes
+    assert out.getvalue().count(f"coordinator: {words}\n") == 1
+    assert words in runspec("status", run.directory).stdout
 
 
 def test_a_role_that_says_stop_stops_the_run_at_once(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.errors import UserError
+from runspec.core.process import RunStopped
 from sampler.grading.answers import MAX_ANSWER_CHARS
 from sampler.grading.graders import Graders
 from sampler.grading.pool import GradersClosed
 from sampler.tasks.interfaces import Score, completed
 from tests.processes import with_word
-from tests.sampler.grading.plugin import answers, install_term, reward
+from tests.sampler.grading.plugin import TERM, answers, install_term, reward
 from tests.waiting import eventually
 from verify.plugins import GraderFault, Problem
 
@@ -82,7 +82,7 @@ def test_terms_that_hang_in_every_thread_stall_no_answer_behind_them(
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ("raise", "RuntimeError: no idea"),
+        ("raise", "RuntimeError: no idea at "),
         ("nan", "the grader returned nan"),
         ("inf", "the grader returned inf"),
         ("text", "the grader returned 'one'"),
@@ -98,6 +98,8 @@ def test_a_grader_that_fails_is_a_fault_and_the_next_answer_is_graded(
 
     assert isinstance(results[1], GraderFault)
     assert says in str(results[1])
+    raising = 1 + TERM.splitlines().index('            raise RuntimeError("no idea")')
+    assert (answer != "raise") or str(results[1]).endswith(f".py:{raising}")
     assert [results[0], results[2]] == [Score(0.25), Score(0.5)]  # a print is no verdict
 
 
@@ -176,7 +178,7 @@ def test_closing_gives_an_answer_in_work_no_grade_and_no_fault(make: Make) -> No
 
 def test_a_term_that_no_grader_can_prepare_stops_with_its_words(make: Make) -> None:
     graders = make(broken=True)
-    with pytest.raises(UserError, match="OSError: no opening book"):
+    with pytest.raises(RunStopped, match="OSError: no opening book"):
         graders.score(answers("chess", ["1", "2"]))
 
 

@@ -17,7 +17,7 @@ from runspec.local.snapshot import look_at
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import digest, key
 from tests.verify.postgres import postgres_server
-from verify.audit.set_aside import SetAside, read_set_aside
+from verify.audit.dropped import Dropped, read_dropped
 from verify.coordinator.events import (
     CoordinatorStarted,
     Event,
@@ -56,15 +56,15 @@ def told(run_dir: Path, spec: RunSpec) -> Condition:
 
 def test_they_are_counted_beside_a_coordinator_at_work(tmp_path: Path, spec: RunSpec) -> None:
     # before a coordinator has written there is nothing to tell
-    assert read_set_aside(tmp_path, spec) == SetAside(0, None)
+    assert read_dropped(tmp_path, spec) == Dropped()
     with closing(open_ledger(tmp_path, spec)) as ledger:
         ledger.append([CoordinatorStarted(1.0), WorkerRegistered(2.0, key("x"), "near")])
-        assert read_set_aside(tmp_path, spec) == SetAside(0, None)
+        assert read_dropped(tmp_path, spec) == Dropped()
         assert told(tmp_path, spec).status == "False"
 
         ledger.append([set_aside(3.0), set_aside(5.0), CoordinatorStarted(9.0)])
 
-        assert read_set_aside(tmp_path, spec) == SetAside(2, 5.0)
+        assert read_dropped(tmp_path, spec) == Dropped(2, 5.0)
         found = told(tmp_path, spec)
     assert (found.status, found.since) == ("True", 5.0)
     assert "failed at 2 submissions" in found.message
@@ -77,15 +77,15 @@ def test_another_runs_in_the_same_database_are_not_counted(tmp_path: Path) -> No
         with closing(open_ledger(tmp_path, other)) as ledger:
             ledger.append([set_aside(3.0)])
 
-        assert read_set_aside(tmp_path, spec) == SetAside(0, None)
-        assert read_set_aside(tmp_path, other) == SetAside(1, 3.0)
+        assert read_dropped(tmp_path, spec) == Dropped()
+        assert read_dropped(tmp_path, other) == Dropped(1, 3.0)
 
 
 def test_a_ledger_that_cannot_be_read_is_named_and_the_rest_is_told(tmp_path: Path) -> None:
     pytest.importorskip("psycopg", reason="no driver: the extra postgres")
     spec = with_ledger(f"postgresql://me@/runs?host={tmp_path}")
     with pytest.raises(UserError):
-        read_set_aside(tmp_path, spec)
+        read_dropped(tmp_path, spec)
 
     found = told(tmp_path, spec)
 

@@ -236,6 +236,7 @@ def verdict(
     task_rewards: Sequence[float] = (0.0, 1.0),
     accepted: bool = True,
     dropped: Sequence[int] = (),
+    fault: str = "",
     fingerprints: Sequence[int] = (),
     gap_excess: float | None = None,
     reason: str | None = None,
@@ -270,6 +271,7 @@ def verdict(
         accepted=accepted,
         reason=("" if accepted else "logprobs: row 0: 0.25 > 0.1") if reason is None else reason,
         dropped_groups=list(dropped),
+        fault=fault,
         key=key,
     )
     return envelope, table

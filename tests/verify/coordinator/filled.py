@@ -23,8 +23,9 @@ from verify.coordinator.events import (
     VersionPublished,
     WorkerRegistered,
 )
-from verify.coordinator.filling import Close, Grant, Held, NonceNeeded, Resume, Stalled
+from verify.coordinator.filling import Close, Grant, Held, NonceNeeded, Resume
 from verify.coordinator.policy import Policy
+from verify.coordinator.stalls import Stalled
 from verify.coordinator.state import LeaseRecord, State
 from verify.coordinator.transitions import apply
 from verify.formats.lease import Lease
@@ -114,11 +115,13 @@ class Filled:
         *,
         reason: str = "logprobs: 0.05 > 0.01",
         recomputed: bool = True,
+        task_reward: float = 0.5,
+        fault: str = "",
     ) -> None:
         """`outcomes`: of each group; None rejects the submission, for `reason`."""
         diff = 0.01 if recomputed else None
         groups = tuple(
-            replace(grade(i, outcome), logprob_diff=diff)
+            replace(grade(i, outcome), logprob_diff=diff, task_reward=task_reward)
             for i, outcome in enumerate(outcomes or ())
         )
         reason = "" if outcomes else reason
@@ -126,6 +129,7 @@ class Filled:
             SubmissionJudged(
                 *(self.now, record.digest, digest("s", record.digest), digest("v", record.digest)),
                 *(key("validator"), outcomes is not None, reason, groups),
+                fault=fault,
             )
         )
 

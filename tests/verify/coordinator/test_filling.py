@@ -14,6 +14,8 @@ from tests.verify.coordinator.services import journal_of
 from verify.coordinator import filling
 from verify.coordinator.activity import Activity
 from verify.coordinator.closing import Closing
+from verify.coordinator.events import LeaseExpired
+from verify.coordinator.stalls import Stalled
 
 
 def test_groups_train_in_lease_order_though_the_later_lease_is_decided_first():
@@ -205,10 +207,90 @@ def test_a_step_that_used_up_max_groups_in_vain_stalls_and_says_why():
         "step 0 stalled: 0 of 4 groups, at least 2 needed",
         "4 groups leased",
         "1 submissions rejected",
-        "2 filtered",
+        "2 groups filtered",
         "last rejection: logprobs: 0.05 > 0.01",
     ):
         assert part in reason
+
+
+NO_GOLD = "p7: KeyError: 'gold' at my_rewards/grading.py:17"
+
+
+@pytest.mark.parametrize(
+    ("lost", "reason", "remedy"),
+    [
+        (
+            {"outcomes": ["dropped"] * 2, "fault": NO_GOLD},
+            f"4 groups dropped by the grader, the newest: {NO_GOLD}",
+            "python -m sampler grade FILE.jsonl",
+        ),
+        (
+            {"outcomes": ["filtered"] * 2, "task_reward": 0.0},
+            "the model solves none of these problems (mean task reward 0)",
+            "take easier problems",
+        ),
+        (
+            {"outcomes": ["filtered"] * 2, "task_reward": 1.0},
+            "the model solves all of these problems (mean task reward 1)",
+            "take harder problems",
+        ),
+        (
+            {"outcomes": ["filtered"] * 2, "task_reward": 0.5},
+            "the model solves each of these problems always or never (mean task reward 0.5)",
+            "keep the problems between",
+        ),
+        (
+            {"outcomes": None, "reason": "toploc: row 3"},
+            "2 submissions rejected (4 groups), last rejection: toploc: row 3",
+            "see the last rejection",
+        ),
+    ],
+)
+def test_each_cause_of_a_stall_has_its_remedy_and_stalls_once_all_is_judged(lost, reason, remedy):
+    run = started(max_groups=4)
+    for name in ("x", "y"):
+        record = run.lease(name)
+        run.submit(record)
+        run.judge(record, **lost)
+
+    stalled = filling.decide_close(run.state, run.now)
+
+    assert isinstance(stalled, Stalled)
+    assert reason in stalled.reason
+    assert remedy in stalled.remedy
+    for words in ("solve-rates RUN_DIR/spec.json", "algorithm.filters.zero_variance: false"):
+        assert (words in stalled.remedy) == ("filtered" in stalled.reason)
+    assert "waited for" not in stalled.reason + stalled.remedy
+
+
+def test_groups_that_nobody_answered_stall_with_the_workers_to_look_at():
+    run = started(max_groups=4, lease_timeout_s=30.0)
+    run.lease("x"), run.lease("y")
+    run.now += 31.0
+    for record in filling.expired_leases(run.state, run.now):
+        run.record(LeaseExpired(run.now, record.digest))
+
+    stalled = filling.decide_close(run.state, run.now)
+
+    assert isinstance(stalled, Stalled)
+    assert "4 groups withheld or late" in stalled.reason
+    assert "runspec workers" in stalled.remedy
+
+
+def test_a_few_lost_groups_are_not_the_cause_where_others_were_never_delivered():
+    run = started(lease_timeout_s=1000.0, min_groups=4)
+    record = run.lease("x")
+    run.submit(record)
+    run.judge(record, ["dropped", "usable"], fault=NO_GOLD)
+    run.lease("y")
+    run.now += 100.0
+
+    stalled = filling.decide_close(run.state, run.now)
+
+    assert isinstance(stalled, Stalled)
+    assert NO_GOLD in stalled.reason
+    assert f"waited for worker {key('y')[:16]}" in stalled.reason
+    assert "algorithm.fill.deadline" in stalled.remedy
 
 
 def test_the_deadline_closes_a_step_with_its_share_and_a_late_group_trains_a_step_later():

@@ -10,8 +10,8 @@ from runspec.core.spec.resolved import load_resolved
 from tests.verify.coordinator.deployment import DEADLINE_S, Site
 from tests.verify.coordinator.filled import Filled, digest, key
 from tests.verify.coordinator.over_http import check, sample, status
+from verify.audit.dropped import read_dropped
 from verify.audit.replay import audit
-from verify.audit.set_aside import read_set_aside
 from verify.coordinator.claims import ATTEMPTS
 from verify.coordinator.events import FailedAttempt, KeyBanned, SubmissionSetAside
 from verify.coordinator.reputation import BAN_AFTER
@@ -105,9 +105,9 @@ def test_a_poison_file_ends_three_validators_in_all_and_no_other_submission_is_l
     assert audit(site.run_dir, root_key=site.root.public_hex).findings == []
     with closing(Ledger(site.run_dir / STATE_FILE)) as ledger:
         assert sum(isinstance(event, SubmissionSetAside) for event in ledger.events()) == 1
-    read = read_set_aside(site.run_dir, load_resolved(site.run_dir))
-    assert read.count == 1 and read.last_at is not None
-    assert read.last_at >= aside["attempts"][-1]["at"]
+    read = read_dropped(site.run_dir, load_resolved(site.run_dir))
+    assert read.set_aside == 1 and read.set_aside_at is not None
+    assert read.set_aside_at >= aside["attempts"][-1]["at"]
 
 
 def test_a_validator_says_what_it_fails_at_and_what_it_gives_back(site: Site) -> None:
