@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from learner_jax.optimizer import abstract_state, apply_gradients, build_optimiz
 from learner_jax.packing import Packed, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import abstract_like, shardings
+from learner_jax.warm_start_accuracy import log_accuracy, sampled_right
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import new_directory, read_bounded, remove_leftovers
@@ -46,13 +47,14 @@ from runspec.core.process import RunStopped, not_retried
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.run_files import initial_model
 from runspec.core.spec.schema import Optimizer, RunSpec, WarmStart
-from verify.plugins import Trace, WarmStartData, load_warm_start_data
+from verify.plugins import Split, Trace, WarmStartData, load_warm_start_data
 
-FORMAT = 3
+FORMAT = 4
 """Part of the digest: a change of this file that changes what is kept raises it."""
 HELD_OUT_TRACES = 256
 CURVE_FILE = "warm_start.json"
 _MAX_RECORD_BYTES = 1 << 20
+_STILL_RISING = 0.02
 OTHERS_S = 3600.0
 """How long the warm start of another run in the same cache may take."""
 
@@ -120,32 +122,34 @@ def _find_or_make(spec: RunSpec, data: WarmStartData, cache: Path, log: logging.
         data.write_tokenizer(tokenizer)
         model = cache / warm_start_digest(spec, tokenizer)
         if model.is_dir():
-            _check_whole(model)
+            record = _checked_record(model)
             log.info("warm start: %s is there already, skipped", model)
         else:
             with new_directory(model) as directory:
                 shutil.copytree(tokenizer, directory, dirs_exist_ok=True)
-                _make(spec, data, directory, log)
+                record = _make(spec, data, directory, log)
     finally:
         shutil.rmtree(tokenizer, ignore_errors=True)
+    log_accuracy(record["sampled_right"], record["curve"][-1]["answer_probability"], log)
     return model
 
 
-def _check_whole(model: Path) -> None:
-    """Compares a cached start with the digest that was kept when it was made.
+def _checked_record(model: Path) -> dict[str, Any]:
+    """The record of a cached start, whose weights have the digest that it names.
 
     Raises:
         RunStopped: its weights are damaged, or their digest is missing.
     """
     try:
-        record = read_bounded(model / CURVE_FILE, _MAX_RECORD_BYTES)
-        kept = parse_object(record, max_bytes=_MAX_RECORD_BYTES).get(SINGLE_NAME)
+        data = read_bounded(model / CURVE_FILE, _MAX_RECORD_BYTES)
+        record = parse_object(data, max_bytes=_MAX_RECORD_BYTES)
+        kept = record.get(SINGLE_NAME)
         found = digest_file(model / SINGLE_NAME)
     except (OSError, MalformedJson) as error:
         damage = str(error)
     else:
         if kept == found:
-            return
+            return record
         damage = f"the digest of {SINGLE_NAME} is {found[:16]}, not {str(kept)[:16]}"
     raise RunStopped(
         f"the cached warm start is damaged: {damage}",
@@ -189,8 +193,10 @@ def model_config(spec: RunSpec) -> ModelConfig:
     return parse_config(fields, place="model.shape")
 
 
-def _make(spec: RunSpec, data: WarmStartData, directory: Path, log: logging.Logger) -> None:
-    """Trains, and writes the model beside the tokenizer's files."""
+def _make(
+    spec: RunSpec, data: WarmStartData, directory: Path, log: logging.Logger
+) -> dict[str, Any]:
+    """Trains, writes the model beside the tokenizer's files, and returns its record."""
     with not_retried():
         config = model_config(spec)
     (directory / "config.json").write_text(
@@ -208,9 +214,13 @@ def _make(spec: RunSpec, data: WarmStartData, directory: Path, log: logging.Logg
     save_weights(params, config, directory)
     record = {
         "curve": [vars(point) for point in curve],
+        "sampled_right": {
+            split: sampled_right(spec, config, params, data, split) for split in get_args(Split)
+        },
         SINGLE_NAME: digest_file(directory / SINGLE_NAME),
     }
     (directory / CURVE_FILE).write_text(json.dumps(record, indent=1))
+    return record
 
 
 def _link(link: Path, target: Path) -> None:
@@ -262,11 +272,15 @@ def supervise(
         )
         if probability >= start_spec.stop_answer_probability:
             return params, curve
+    half, reached = (curve[i].answer_probability for i in ((len(curve) - 1) // 2, -1))
+    lower = "lower stop_answer_probability below what was reached"
     raise RunStopped(
         f"after {start_spec.max_updates} updates the held-out probability of the answer is "
-        f"{curve[-1].answer_probability:.3f}, the mark {start_spec.stop_answer_probability}",
+        f"{reached:.3f}, the mark {start_spec.stop_answer_probability}; halfway it was {half:.3f}",
         place="warm_start.max_updates",
-        remedy="raise max_updates, lower stop_answer_probability, or make the model larger",
+        remedy=f"raise max_updates, or {lower}"
+        if reached > half + _STILL_RISING
+        else f"{lower}, add problems or choose easier ones, or make model.shape larger",
     )
 
 

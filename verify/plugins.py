@@ -107,6 +107,10 @@ class TaskSet(Protocol):
         """Ends what grades; nothing is graded after."""
 
 
+Split = Literal["train", "held_out"]
+"""Problems that a run trains on, and those that only its warm start is measured on."""
+
+
 @dataclass(frozen=True)
 class Trace:
     """One supervised example of the warm start."""
@@ -125,9 +129,7 @@ class WarmStartData(Protocol):
     def write_tokenizer(self, directory: Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json into an existing directory."""
 
-    def traces(
-        self, rng: np.random.Generator, count: int, split: Literal["train", "held_out"]
-    ) -> list[Trace]:
+    def traces(self, rng: np.random.Generator, count: int, split: Split) -> list[Trace]:
         """Draws traces; the same generator state gives the same traces. No problem is in both
         splits."""
 

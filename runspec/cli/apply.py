@@ -22,7 +22,9 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.local.anew import STARTS_ANEW, starts_anew
 from runspec.local.apply import supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
+from runspec.local.conditions import unsolved_text
 from runspec.local.live import CHANGE, ask, change_request
+from runspec.local.metrics import read_rows
 from runspec.local.planning import RunPlan, make_plan, refuse_stale, seen_now
 from runspec.local.prepare import NotReady, prepare_run, require_ready
 from runspec.local.run_dir import RunLocked, run_directory
@@ -142,6 +144,9 @@ def show_result(run_dir: Path) -> None:
     ):
         table.add_row(label, number(summary[f"{key}_first"]), number(summary[f"{key}_last"]))
     Console().print(table)
+    newest = read_rows(run_dir)[-1:]
+    if newest and (unsolved := unsolved_text(newest[0])):
+        print(unsolved)
     print(f"Plots and rollouts: {run_dir / REPORT_FILE}   logs: {run_dir / 'logs'}")
     for line in trained_model(run_dir, load_resolved(run_dir)):
         print(f"Trained model: {line}" if line.startswith("version") else f"  {line}")

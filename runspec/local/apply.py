@@ -79,13 +79,17 @@ def drive(
         for stage in stages:
             state.set_run("starting", stage.name)
             log = session.logs / f"{stage.name}.log"
-            outcome = until_end([stage], StageProgress(_starting_model(run), log))
+            progress = StageProgress(_starting_model(run), log)
+            outcome = until_end([stage], progress)
             if outcome.kind != "finished":
                 break
+            result = progress.note.removeprefix(f"{stage.name} ")
+            state.add_event(stage.name, result)
+            watcher.event(stage.name, result)
         else:
             state.set_run("running")
-            progress = RunProgress(run.directory, run.spec, run.endpoints.coordinator)
-            outcome = until_end(roles_of(live.run), progress)
+            steps = RunProgress(run.directory, run.spec, run.endpoints.coordinator)
+            outcome = until_end(roles_of(live.run), steps)
         failure = _failure(live.run, outcome)
         if failure is not None:
             raise failure

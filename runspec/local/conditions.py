@@ -44,6 +44,7 @@ TYPES = {
     "Training": "a step was trained lately",
     "Published": "the newest trained version is out",
     "LogprobAlarm": "the samplers' log-probs are not the learner's",
+    "NothingSolved": "no rollout of the newest step was right",
     "SetAside": "validators could not judge some submissions",
     "GraderFaults": "the grader failed at some groups, which were dropped",
     "Stalled": "no step was trained for long, or the coordinator gave a step up",
@@ -61,6 +62,7 @@ def conditions(seen: Snapshot) -> list[Condition]:
         _training(seen),
         _published(seen),
         _logprob_alarm(seen),
+        _nothing_solved(seen),
         _set_aside(seen),
         _grader_faults(seen),
         _stalled(seen),
@@ -136,6 +138,16 @@ def _logprob_alarm(seen: Snapshot) -> Condition:
     return Condition("LogprobAlarm", "False", "WithinLimit", message, None)
 
 
+def _nothing_solved(seen: Snapshot) -> Condition:
+    row = seen.rows[-1] if seen.rows else {}
+    if text := unsolved_text(row):
+        return Condition("NothingSolved", "True", "NoneRight", text, row.get("time"))
+    if row.get("task_reward") is None:
+        return Condition("NothingSolved", "False", "NotGraded", "no rollout was graded", None)
+    message = f"the task reward of the newest step is {number(row['task_reward'])}"
+    return Condition("NothingSolved", "False", "SomeRight", message, None)
+
+
 def _set_aside(seen: Snapshot) -> Condition:
     if seen.ledger_unread:
         return Condition("SetAside", "Unknown", "LedgerNotRead", seen.ledger_unread, None)
@@ -171,6 +183,17 @@ def alarm_text(row: Row) -> str:
     return (
         f"step {row.get('step')}: the samplers' log-probs are {number(mean)} from the learner's on "
         f"average, verify.logprob_alarm is {number(limit)}"
+    )
+
+
+def unsolved_text(row: Row) -> str:
+    """What is said of a step whose rollouts were all wrong; empty where one was right."""
+    if row.get("task_reward") != 0:
+        return ""
+    return (
+        f"no rollout of step {row.get('step')} was right, so nothing is learned from it: read the "
+        "answers in samples.jsonl, measure with `python -m sampler solve-rates`, then take easier "
+        "problems or a better starting model (docs/first-run.md)"
     )
 
 

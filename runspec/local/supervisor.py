@@ -12,7 +12,7 @@ from typing import Protocol
 
 from runspec.core.errors import UserError
 from runspec.local.children import Child, birth, start_child, stop_children
-from runspec.local.conditions import alarm_text, dropped_text
+from runspec.local.conditions import alarm_text, dropped_text, unsolved_text
 from runspec.local.fleet import Action, Fleet, Outcome, Reached, RoleState, Rules, State
 from runspec.local.live import CHANGE, Taken
 from runspec.local.metrics import Row
@@ -92,7 +92,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._told: dict[str, RoleRow] = {}
         self._seen = 0.0
-        self._alarmed = False
+        self._alarmed: set[Callable[[Row], str]] = set()
         self._dropped = 0
         """Groups dropped by the grader when that was last reported."""
         self._fleet = Fleet({role.name: RoleState() for role in roles}, rules)
@@ -228,12 +228,13 @@ class Supervisor:
         self._session.watcher.show(self._progress.rows, roles, self._progress.note)
 
     def _alarm(self) -> None:
-        """Tells once that the samplers' log-probs are off, and again after they were not; and of
-        groups that the grader dropped, whenever they are twice as many."""
-        text = alarm_text(self._progress.rows[-1]) if self._progress.rows else ""
-        if text and not self._alarmed:
-            self._event("learner", text)
-        self._alarmed = bool(text)
+        """Tells once what is wrong with the newest step, and again after it was not; and of groups
+        that the grader dropped, whenever they are twice as many."""
+        for alarm in (alarm_text, unsolved_text):
+            text = alarm(self._progress.rows[-1]) if self._progress.rows else ""
+            if text and alarm not in self._alarmed:
+                self._event("learner", text)
+            (self._alarmed.add if text else self._alarmed.discard)(alarm)
         groups, newest = self._progress.dropped
         if groups >= max(1, 2 * self._dropped):
             self._event("coordinator", dropped_text(groups, newest))

@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from types import new_class
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from runspec.core.errors import UserError
 from runspec.core.spec.plugins import REWARD_GROUP, SOURCE_GROUP, installed_kinds
 from runspec.core.spec.schema import Reward, Source
 from verify.plugins import Problem
+
+Part = Literal["train", "held_out", "over_long"]
+"""What a problem is to a run, by its text."""
 
 
 class Keep(Protocol):
@@ -27,11 +30,20 @@ class Keep(Protocol):
 
     digest: str
     """Of all that the answers depend on, so that they can be kept."""
+    wanted: Part = "train"
+    """The problems that belong to the run."""
+    known: Sequence[Part] = get_args(Part)
+    """The parts that `parts` tells apart."""
 
-    def __call__(self, problem: str) -> bool: ...
+    def __call__(self, problem: str) -> bool:
+        return self.many([problem])[0]
 
     def many(self, problems: Sequence[str]) -> list[bool]:
         """The same of several problems, which is faster."""
+        return [part == self.wanted for part in self.parts(problems)]
+
+    def parts(self, problems: Sequence[str]) -> list[Part]:
+        """The part to which each problem belongs."""
 
 
 class ProblemSource(Protocol):
@@ -134,9 +146,17 @@ def find_kind(kind: str) -> Kind:
     """The class of a kind of reward.
 
     Raises:
-        UserError: no installed package offers it.
+        UserError: no installed package offers it, or the package cannot be imported.
     """
-    return completed(_entry_point(REWARD_GROUP, kind, "reward").load())
+    point = _entry_point(REWARD_GROUP, kind, "reward")
+    try:
+        return completed(point.load())
+    except Exception as error:  # a package may break in any way at its import
+        raise UserError(
+            f"the plug-in of kind {kind} cannot be loaded: {type(error).__name__}: {error}",
+            place=f"entry point {point.value}",
+            remedy="mend the package; where the command runs, a folder of its name hides it",
+        ) from error
 
 
 def completed(kind: Any) -> Kind:

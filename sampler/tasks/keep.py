@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
 
 from runspec.core.hashing import hash_parts
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import redirected
-from sampler.tasks.interfaces import Keep, ProblemSource, make_source
+from sampler.tasks.interfaces import Keep, Part, ProblemSource, make_source
 from sampler.tasks.prompts import PromptCodec
-from verify.plugins import Problem
+from verify.plugins import Problem, Split
 
-Split = Literal["train", "held_out"]
 _HELD_OUT_ONE_IN = 10
 _CACHED_PROBLEMS = 256
 
@@ -35,22 +33,21 @@ def target_lengths(spec: RunSpec) -> list[int]:
     return [target for reward in spec.reward for target in reward.targets or []]
 
 
-class InSplit:
+class InSplit(Keep):
     """Keeps the problems of a split, however long."""
 
+    known = ("train", "held_out")
+
     def __init__(self, split: Split) -> None:
-        self._split = split
+        self.wanted = split
         self.digest = hash_parts("keep", split).hex()
 
-    def __call__(self, problem: str) -> bool:
-        return split_of(problem) == self._split
-
-    def many(self, problems: Sequence[str]) -> list[bool]:
-        """The same of several."""
-        return [self(problem) for problem in problems]
+    def parts(self, problems: Sequence[str]) -> list[Part]:
+        """The split of each problem."""
+        return [split_of(problem) for problem in problems]
 
 
-class Fitting:
+class Fitting(Keep):
     """Keeps the problems of a split whose prompts fit, whatever length is asked for.
 
     Args:
@@ -67,22 +64,21 @@ class Fitting:
         self._targets: list[int | None] = [*targets] or [None]
         self._limit = limit
         self._split = split
+        self.wanted = split or "train"
         parts = ("keep", split or "", limit, codec.digest, *targets)
         self.digest = hash_parts(*parts).hex()
         """Of all that the answers depend on."""
 
-    def __call__(self, problem: str) -> bool:
-        return self.many([problem])[0]
-
-    def many(self, problems: Sequence[str]) -> list[bool]:
-        """The same of several, encoded as one batch a target."""
-        kept = [self._split in (None, split_of(problem)) for problem in problems]
+    def parts(self, problems: Sequence[str]) -> list[Part]:
+        """The part of each problem, encoded as one batch a target."""
+        found: list[Part] = [split_of(text) if self._split else "train" for text in problems]
         for target in self._targets:
-            left = [i for i, keep in enumerate(kept) if keep]
+            left = [i for i, part in enumerate(found) if part != "over_long"]
             lengths = self._codec.prompt_lengths([problems[i] for i in left], target)
             for i, length in zip(left, lengths, strict=True):
-                kept[i] = length <= self._limit
-        return kept
+                if length > self._limit:
+                    found[i] = "over_long"
+        return found
 
 
 def keeper(spec: RunSpec, codec: PromptCodec, split: Split) -> Fitting:

@@ -42,17 +42,20 @@ def boilerplate(texts: Sequence[str]) -> list[str]:
     return sorted(common)
 
 
-def build_tokenizer(words: Sequence[str], vocab_size: int) -> Tokenizer:
+def build_tokenizer(
+    words: Sequence[str], vocab_size: int, characters: Sequence[str] = ()
+) -> Tokenizer:
     """A tokenizer whose vocabulary is special tokens, characters, words and padding.
 
     Args:
         words: whole-word tokens, lower-case, a leading blank included where there is one.
         vocab_size: of the model; unused ids are named <unused0>, <unused1>, ...
+        characters: lower-case ones beside those of `CHARACTERS`.
 
     Raises:
         UserError: the model's vocabulary is too small.
     """
-    tokens = list(dict.fromkeys([*SPECIAL, *CHARACTERS, *words]))
+    tokens = list(dict.fromkeys([*SPECIAL, *CHARACTERS, *characters, *words]))
     if len(tokens) > vocab_size:
         raise UserError(
             f"{len(tokens)} tokens do not fit a vocabulary of {vocab_size}",

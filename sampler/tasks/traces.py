@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -17,19 +16,21 @@ from tokenizers import Tokenizer
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.spec.schema import RunSpec
-from sampler.tasks.keep import InSplit, Problems, Split, keeper, target_lengths
+from sampler.tasks.keep import InSplit, Problems, keeper, target_lengths
 from sampler.tasks.prompts import THINK_END, PromptCodec, PromptForm
 from sampler.tasks.tokenizer import (
     EOS,
     PAD,
+    UNKNOWN,
     boilerplate,
     build_tokenizer,
     tokenizer_config,
 )
 from sampler.tasks.tokenizer_files import TokenizerFiles
-from verify.plugins import Problem, Trace
+from verify.plugins import Problem, Split, Trace
 
 _SAMPLED_PROBLEMS = 64
+_SAMPLED_FOR_CHARACTERS = 1000
 _SHORTEST = 4
 
 
@@ -56,9 +57,7 @@ class WarmStartTraces:
         config = json.dumps(tokenizer_config(), indent=2)
         write_atomic(directory / "tokenizer_config.json", config.encode())
 
-    def traces(
-        self, rng: np.random.Generator, count: int, split: Literal["train", "held_out"]
-    ) -> list[Trace]:
+    def traces(self, rng: np.random.Generator, count: int, split: Split) -> list[Trace]:
         """`count` traces of problems drawn with replacement."""
         problems = self._problems[split]
         return [self._trace(rng, problems, int(rng.integers(len(problems)))) for _ in range(count)]
@@ -67,6 +66,13 @@ class WarmStartTraces:
         problem = problems.problem(index)
         target = int(rng.choice(self._targets)) if self._targets else None
         answer = self._codec.encode(_answer(problem))
+        if self._codec.token(UNKNOWN) in answer:
+            raise UserError(
+                f"the answer {_answer(problem)[:80]!r} has characters that the tokenizer lacks",
+                place=f"problem {problem.problem_id}",
+                remedy=f"write it with characters that the first {_SAMPLED_FOR_CHARACTERS} "
+                "problems have, or leave the row out",
+            )
         length = self._length(rng, target, shortest=len(answer) + 2)
         thinking = length - len(answer) - 2
         draft = [*answer, *self._codec.encode(",")]
@@ -101,6 +107,8 @@ def _answer(problem: Problem) -> str:
     answer = known.get("answer", known.get("ground_truth"))
     if isinstance(answer, list) and answer:
         answer = answer[0]
+    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+        return str(answer)
     if not isinstance(answer, str):
         raise UserError(
             f"problem {problem.problem_id} comes with no answer to write into a trace",
@@ -124,7 +132,9 @@ def build_warm_start_data(spec: RunSpec) -> WarmStartTraces:
             remedy="give model.shape and warm_start, or a model with weights",
         )
     problems = Problems(spec, InSplit("train"))
-    sample = [problems.problem(i).prompt for i in range(min(_SAMPLED_PROBLEMS, len(problems)))]
+    looked_at = [problems.problem(i) for i in range(min(_SAMPLED_FOR_CHARACTERS, len(problems)))]
+    characters = {c for each in looked_at for c in f"{each.prompt}{_answer(each)}".lower()}
+    sample = [each.prompt for each in looked_at[:_SAMPLED_PROBLEMS]]
     targets: list[int | None] = [*target_lengths(spec)] or [None]
     form = PromptForm.of(spec.data)
     words = {
@@ -132,5 +142,5 @@ def build_warm_start_data(spec: RunSpec) -> WarmStartTraces:
         for target in targets
         for word in boilerplate([form.text(text, target) for text in sample])
     }
-    tokenizer = build_tokenizer(sorted(words), spec.model.shape.vocab_size)
+    tokenizer = build_tokenizer(sorted(words), spec.model.shape.vocab_size, sorted(characters))
     return WarmStartTraces(spec, spec.warm_start.obey_share, tokenizer)

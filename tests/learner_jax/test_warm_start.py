@@ -102,9 +102,14 @@ def test_a_start_is_made_once_and_both_runs_link_to_it(
     assert load_config(first / "initial") == model_config(spec)
     leaves = dict(iter_leaves(first / "initial", model_config(spec)))
     assert all(leaf.dtype == np.float32 and np.isfinite(leaf).all() for leaf in leaves.values())
-    curve = json.loads((model / "warm_start.json").read_bytes())["curve"]
+    record = json.loads((model / "warm_start.json").read_bytes())
+    curve = record["curve"]
     assert curve[-1]["answer_probability"] >= 1e-4 > curve[0]["answer_probability"]
     assert curve[-1]["loss"] < curve[0]["loss"]
+    # and both runs are told that so early a model samples nothing right, with what to change
+    assert record["sampled_right"] == {"train": 0.0, "held_out": 0.0}
+    assert caplog.text.count("sampled at temperature 1: 0% of training problems") == 2
+    assert caplog.text.count("raise warm_start.stop_answer_probability") == 2
     # and its tokenizer is the task's
     assert len(load_task_set(spec, first / "initial")) > 0
 
@@ -118,7 +123,13 @@ def test_what_another_run_has_begun_in_the_cache_is_left_alone(tmp_path: Path) -
     model.mkdir(parents=True)
     (model / "model.safetensors").write_bytes(b"weights")
     (model / "warm_start.json").write_text(
-        json.dumps({"curve": [], "model.safetensors": digest_bytes(b"weights")})
+        json.dumps(
+            {
+                "curve": [{"answer_probability": 0.5}],
+                "sampled_right": {"train": 0.25, "held_out": 0.125},
+                "model.safetensors": digest_bytes(b"weights"),
+            }
+        )
     )
     begun = cache / ".tmp-0123-another"
     begun.mkdir()
@@ -167,8 +178,9 @@ def test_a_damaged_start_in_the_cache_is_named_and_not_used(tmp_path: Path) -> N
 def test_a_mark_out_of_reach_is_an_error_with_the_number_reached(tmp_path: Path) -> None:
     spec = spec_with({"max_updates": 7, "stop_answer_probability": 0.9})
     run_dir, cache = run_dir_of(tmp_path / "a", spec), tmp_path / "cache"
-    with pytest.raises(RunStopped, match=r"after 7 updates .* is 0\.0\d+, the mark 0\.9"):
+    with pytest.raises(RunStopped, match=r"after 7 updates .* is 0\.0\d+, the mark 0\.9") as error:
         make_initial_model(run_dir, cache, LOG)
+    assert "lower stop_answer_probability" in (error.value.remedy or "")
     # then nothing half-made lies in the cache or in the run
     assert list(cache.iterdir()) == []
     assert not (run_dir / "initial").is_symlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
@@ -19,7 +20,7 @@ from runspec.core.files import read_bounded, write_atomic
 from runspec.core.hashing import hash_parts
 from runspec.core.spec.schema import Source
 from runspec.core.spec.source_files import file_digest
-from sampler.tasks.interfaces import Keep
+from sampler.tasks.interfaces import Keep, Part
 from sampler.tasks.sources.rows import RowReader
 from verify.plugins import Problem
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 5.0
 _MAX_CACHED_BYTES = 1 << 32
-_VERSION = "kept rows 3"
+_VERSION = "kept rows 4"
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,20 @@ class Kept:
     """u32 [n]: their numbers, ascending."""
     task_types: list[str]
     """Of these rows, sorted."""
+    summary: str
+    """How many rows are kept, and how many are left out for what reason."""
 
 
-@dataclass
-class _Counts:
-    rows: int = 0
-    off_rate: int = 0
-    no_rate: int = 0
-    not_kept: int = 0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.rows} rows, of which are left out {self.off_rate} by their solve rate, "
-            f"{self.no_rate} without one, and {self.not_kept} whose prompt is over-long or of the "
-            "held-out split"
-        )
+_SAID: Mapping[Part, str] = {
+    "train": "to train on",
+    "held_out": "held out",
+    "over_long": "over-long",
+}
+_REMEDIES = {
+    "over_long": "raise data.max_prompt_tokens",
+    "off_rate": "widen solve_rate",
+    "no_rate": "measure solve rates (`python -m sampler solve-rates`)",
+}
 
 
 def kept_rows(
@@ -80,48 +80,52 @@ def kept_rows(
         kept = _look_through(source, table, rows, keep)
         if path is not None:
             _write(path, kept)
+    _log.info("source %s: %s", source.name, kept.summary)
     return kept
 
 
 def _look_through(source: Source, table: Table, rows: RowReader, keep: Keep) -> Kept:
-    started = said = time.monotonic()
-    counts, kept = _Counts(), list[int]()
+    said = time.monotonic()
+    looked_at, kept, counts = 0, list[int](), Counter[str]()
     types, ids = set[str](), dict[bytes, int]()
     bounds = source.solve_rate
     for batch in table.batches():
         problems: list[tuple[int, Problem]] = []
-        for row in batch:
-            number, place = counts.rows, table.place(counts.rows)
-            counts.rows += 1
+        for number, row in enumerate(batch, start=looked_at):
+            place = table.place(number)
             problem = rows.problem(row, number, place)
             _refuse_second(ids, problem.problem_id, number, table)
             rate = rows.rate(row, place)
             if bounds is not None and rate is None:
-                counts.no_rate += 1
+                counts["no_rate"] += 1
             elif bounds is not None and rate is not None and not bounds.min <= rate <= bounds.max:
-                counts.off_rate += 1
+                counts["off_rate"] += 1
             else:
                 problems.append((number, problem))
-        for (number, problem), good in zip(
-            problems, keep.many([problem.prompt for _, problem in problems]), strict=True
-        ):
-            if good:
+        looked_at += len(batch)
+        parts = keep.parts([problem.prompt for _, problem in problems])
+        counts.update(parts)
+        for (number, problem), part in zip(problems, parts, strict=True):
+            if part == keep.wanted:
                 kept.append(number)
                 types.add(problem.task_type)
-            else:
-                counts.not_kept += 1
         if time.monotonic() - said > _PROGRESS_S:
             said = time.monotonic()
-            _log.info("source %s: %d of %d rows looked at", source.name, counts.rows, len(table))
-    took = time.monotonic() - started
-    _log.info("source %s: %d kept of %s (%.1f s)", source.name, len(kept), counts, took)
-    if not kept:
-        raise UserError(
-            f"no problem is left: {counts}",
-            place=f"data.sources.{source.name}",
-            remedy="widen solve_rate, or raise data.max_prompt_tokens",
+            _log.info("source %s: %d of %d rows looked at", source.name, looked_at, len(table))
+    summary = ", ".join(f"{counts[part]} {_SAID[part]}" for part in keep.known)
+    if bounds is not None:
+        summary += (
+            f", {counts['off_rate']} left out by their solve rate, {counts['no_rate']} without one"
         )
-    return Kept(np.array(kept, dtype=np.uint32), sorted(types))
+    if not kept:
+        remedies = [remedy for cause, remedy in _REMEDIES.items() if counts[cause]]
+        raise UserError(
+            f"no problem is left: {summary}",
+            place=f"data.sources.{source.name}",
+            remedy=", or ".join(remedies)
+            or "add problems: a run with a warm start holds a tenth of them out",
+        )
+    return Kept(np.array(kept, dtype=np.uint32), sorted(types), summary)
 
 
 def _refuse_second(ids: dict[bytes, int], problem_id: str, number: int, table: Table) -> None:
@@ -148,7 +152,9 @@ def _cache_path(key: str) -> Path | None:
 def _write(path: Path, kept: Kept) -> None:
     """A zip of two arrays, whose checksums show damage."""
     file = BytesIO()
-    np.savez(file, rows=kept.rows, task_types=np.array(kept.task_types))
+    np.savez(
+        file, rows=kept.rows, task_types=np.array(kept.task_types), summary=np.array(kept.summary)
+    )
     try:
         write_atomic(path, file.getvalue())
     except UserError as error:
@@ -163,7 +169,7 @@ def _read(path: Path, rows: int) -> Kept | None:
         return None
     try:
         with np.load(BytesIO(data), allow_pickle=False) as file:
-            kept = Kept(file["rows"], file["task_types"].tolist())
+            kept = Kept(file["rows"], file["task_types"].tolist(), str(file["summary"]))
         if len(kept.rows) and kept.rows[-1] < rows:
             return kept
         damage = "rows that the files have not"

@@ -25,8 +25,8 @@ STEP_S = 0.05
 
 
 def learner(run_dir: Path, log: logging.Logger) -> None:
-    """Trains the steps that are left, one metrics row each; SIGTERM ends it between two. While the
-    run directory holds a file `hold` it waits."""
+    """Trains the steps that are left, one metrics row each, and no rollout was ever right. SIGTERM
+    ends it between two; while the run directory holds a file `hold` it waits."""
     stop, spec = stop_event(), load_resolved(run_dir)
     metrics = run_dir / "metrics.jsonl"
     done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
@@ -36,7 +36,7 @@ def learner(run_dir: Path, log: logging.Logger) -> None:
             if stop.is_set():
                 log.info("told to end")
                 return
-        row = {"step": step, "time": time.time(), "task_reward": step / spec.steps}
+        row = {"step": step, "time": time.time(), "task_reward": 0.0}
         row |= {"length_error": 9.0, "lag_max": 1}
         write_atomic(step_folder(run_dir, step) / FILE_NAME, b"{}")
         with metrics.open("a") as file:

@@ -75,6 +75,16 @@ def test_samplers_whose_log_probs_are_off_are_a_condition_with_its_numbers() -> 
     assert found(RUNNING, "LogprobAlarm").reason == "NotCompared"
 
 
+def test_a_newest_step_whose_rollouts_were_all_wrong_is_a_condition_with_its_remedy() -> None:
+    solved, unsolved = ({**step(n, 5.0), "task_reward": r} for n, r in ((3, 0.25), (4, 0.0)))
+    nothing = found(replace(RUNNING, rows=[solved, unsolved]), "NothingSolved")
+    assert (nothing.status, nothing.reason, nothing.since) == ("True", "NoneRight", NOW - 5)
+    assert nothing.message.startswith("no rollout of step 4 was right")
+    assert "python -m sampler solve-rates" in nothing.message
+    assert found(replace(RUNNING, rows=[unsolved, solved]), "NothingSolved").status == "False"
+    assert found(RUNNING, "NothingSolved").reason == "NotGraded"
+
+
 def test_a_run_that_trains_is_alive_ready_training_and_published() -> None:
     assert true_ones(RUNNING) == ["Alive", "Ready", "Training", "Published"]
     assert found(RUNNING, "Ready").since == NOW - 50, "when the last role came up"

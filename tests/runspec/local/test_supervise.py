@@ -91,6 +91,10 @@ def test_a_run_ends_with_its_learner_and_leaves_a_summary(tmp_path: Path) -> Non
     assert steps_trained(run.directory) == [0, 1, 2, 3, 4]
     assert {view.state for view in watch.roles.values()} == {"finished"}
     assert [text for name, text in watch.events if name == "server"][1] == "running"
+    # and the stage's result was shown, as was once that no rollout was right
+    assert ("warm_start", "making version 0") in watch.events
+    [unsolved] = [text for _, text in watch.events if "was right" in text]
+    assert unsolved.startswith("no rollout of step ")
     assert json.loads((run.directory / "summary.json").read_text())["steps"] == 5
     assert "<svg" in (run.directory / "report.html").read_text()
     assert "making version 0" in (run.directory / "logs" / "warm_start.log").read_text()

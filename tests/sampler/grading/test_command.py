@@ -15,7 +15,7 @@ import pytest
 from sampler.__main__ import main
 from sampler.grading.lines import read_lines
 from tests.processes import with_word
-from tests.sampler.grading.plugin import install_term
+from tests.sampler.grading.plugin import install, install_term
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -128,6 +128,18 @@ def test_an_installed_package_grades_the_lines_of_its_type(
     good, bad = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert good["reward"] == 0.5
     assert "returned nan" in bad["error"]
+
+
+def test_a_package_that_does_not_import_is_the_error_of_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = "[runspec.rewards]\nchess = chess_of_nobody:Term\n"
+    install(tmp_path, monkeypatch, "chess_of_nobody", point, "import a_board_that_is_not_there")
+    path = written(tmp_path, row("0.5"), {**row("0.5"), "task_type": "chess"})
+    assert main(["grade", path, "--json"]) == 1
+    _, bad = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert "kind chess cannot be loaded: ModuleNotFoundError" in bad["error"]
+    assert "a_board_that_is_not_there" in bad["error"]
 
 
 def test_an_over_long_line_is_named_and_the_next_one_read(

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from runspec.core.spec.schema import Source
+from sampler.tasks.interfaces import Keep, Part
 
 Row = dict[str, Any]
 
@@ -136,7 +137,7 @@ def source(kind: str, uri: Path | str | None, **fields: Any) -> Source:
     return Source(name="rows", kind=kind, uri=None if uri is None else str(uri), **fields)
 
 
-class KeepAll:
+class KeepAll(Keep):
     """A `Keep` that says which texts it was asked about."""
 
     digest = "all"
@@ -144,9 +145,6 @@ class KeepAll:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def __call__(self, problem: str) -> bool:
-        return self.many([problem])[0]
-
-    def many(self, problems: Sequence[str]) -> list[bool]:
+    def parts(self, problems: Sequence[str]) -> list[Part]:
         self.asked += problems
-        return [True] * len(problems)
+        return ["train"] * len(problems)

@@ -12,7 +12,7 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Source
 from sampler.tasks.interfaces import make_source
-from sampler.tasks.keep import Fitting
+from sampler.tasks.keep import Fitting, InSplit, split_of
 from sampler.tasks.prompts import PromptCodec, PromptForm
 from tests.sampler.tasks.conftest import laptop_spec
 from tests.sampler.tasks.row_files import (
@@ -22,6 +22,7 @@ from tests.sampler.tasks.row_files import (
     write_jsonl,
     write_parquet,
 )
+from verify.plugins import Split
 
 RATE = {"field": "rate", "min": 0.125, "max": 0.5}
 
@@ -43,9 +44,8 @@ def test_rows_whose_rate_is_null_are_left_out_and_counted(
             f"p-{i}" for i in (3, 4, 10, 11, 12, 13)
         ]
     assert (
-        "6 kept of 18 rows, of which are left out 9 by their solve rate, 3 without one, and 0"
-        in (caplog.text)
-    )
+        "6 to train on, 0 held out, 0 over-long, 9 left out by their solve rate, 3 without one"
+    ) in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -60,8 +60,39 @@ def test_rows_without_the_column_are_an_error(tmp_path: Path, kind: str) -> None
 def test_a_filter_that_leaves_nothing_is_an_error_with_its_counts(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(9))
     bounds = {"field": "rate", "min": 0.3, "max": 0.31}
-    with pytest.raises(UserError, match="no problem is left: 9 rows, of which are left out 9 by"):
+    with pytest.raises(UserError, match=r"no problem is left: 0 to train on.* 9 left out") as error:
         kept(source("jsonl", path, solve_rate=bounds), KeepAll())
+    assert error.value.remedy == "widen solve_rate"
+
+
+@pytest.mark.parametrize("split", ["train", "held_out", None])
+def test_the_log_counts_what_is_trained_on_held_out_and_over_long(
+    tmp_path: Path, tokenizer_dir: Path, caplog: pytest.LogCaptureFixture, split: Split | None
+) -> None:
+    # given 60 problems, some of each split over-long
+    texts = [f"{'a' * (i % 20)}{i}" for i in range(60)]
+    rows = [row | {"prompt": text} for row, text in zip(make_rows(60), texts, strict=True)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    codec = PromptCodec.read(tokenizer_dir, PromptForm.of(laptop_spec().data))
+    lengths = codec.prompt_lengths(texts, None)
+    limit = sorted(lengths)[45]
+    with caplog.at_level(logging.INFO):
+        found = kept(source("jsonl", path), Fitting(codec, [], limit, split))
+    # then each split's count is that of the problems that a run would have
+    fits = [text for text, length in zip(texts, lengths, strict=True) if length <= limit]
+    held_out = sum(split_of(text) == "held_out" for text in fits) if split else 0
+    trained, over_long = len(fits) - held_out, 60 - len(fits)
+    assert over_long > 5
+    said = f"{trained} to train on, {held_out} held out, {over_long} over-long"
+    assert said in caplog.text
+    assert len(found) == (held_out if split == "held_out" else trained)
+
+
+def test_too_few_problems_to_hold_any_out_is_said(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(2))
+    with pytest.raises(UserError, match="2 to train on, 0 held out") as error:
+        kept(source("jsonl", path), InSplit("held_out"))
+    assert "add problems" in (error.value.remedy or "")
 
 
 def test_over_long_prompts_are_left_out_for_whatever_length_is_asked(

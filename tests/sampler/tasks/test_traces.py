@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from sampler.tasks.task_set import RunTask
 from sampler.tasks.tokenizer import SPECIAL, build_tokenizer
 from sampler.tasks.traces import WarmStartTraces, build_warm_start_data
 from tests.sampler.tasks.conftest import laptop_spec
+from tests.sampler.tasks.row_files import make_rows, write_jsonl
 from verify.plugins import GradeItem
 
 
@@ -126,6 +128,28 @@ def test_answers_that_cannot_fit_are_an_error() -> None:
     )  # fmt: skip
     with pytest.raises(UserError, match="an answer takes 8 tokens"):
         build_warm_start_data(spec).traces(np.random.default_rng(0), 1, "train")
+
+
+def test_the_tokenizer_has_the_characters_of_the_problems_and_answers(tmp_path: Path) -> None:
+    # given problems with a sign that no keyboard has, and truths that are numbers
+    rows = make_rows(40)
+    for i, row in enumerate(rows):
+        row |= {"prompt": f"What is {i} × 2?", "verification_info": {"ground_truth": 2 * i}}
+    spec = laptop_spec(
+        "data.sources={spell_backward: null, rows: {kind: jsonl, uri: "
+        f"{write_jsonl(tmp_path / 'rows.jsonl', rows)}}}}}",
+        "reward={spelling: null, math: {kind: math}, length: null}",
+    )
+    data = build_warm_start_data(spec)
+    data.write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    # then traces hold nothing that is unknown, and end in the truth
+    for trace in data.traces(np.random.default_rng(0), 50, "train"):
+        prompt = tokenizer.decode(trace.prompt_tokens, skip_special_tokens=False)
+        question = re.match(r"what is (\d+) × 2\?", prompt)
+        assert question is not None
+        answer = tokenizer.decode(trace.output_tokens[trace.answer_start : -1])
+        assert answer == str(2 * int(question[1]))
 
 
 @pytest.mark.slow

@@ -1,0 +1,96 @@
+"""Samples continuations by the model's own forward pass, without a cache of keys and values.
+
+Each new token costs a pass over whole rows, which the small model of a warm start affords.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from learner_jax.execution import Execution
+from learner_jax.model import bind
+from learner_jax.sharding import make_mesh, shard_batch
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec.schema import RunSpec
+
+
+def sample(
+    spec: RunSpec,
+    config: ModelConfig,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    end_token: int,
+) -> Iterator[list[int]]:
+    """Yields a continuation of each prompt, drawn at temperature 1 in float32.
+
+    Args:
+        spec: its mesh cuts the rows, its packing says how many are computed at once and how long
+            they are, and its shortest `max_new_tokens` ends a continuation.
+        config: the shape of the model.
+        params: its weights, on the mesh.
+        prompts: token ids, at most `data.max_prompt_tokens` of them each.
+        end_token: the id after which a continuation ends.
+    """
+    key, mesh, packing = (
+        jax.random.key(spec.seed),
+        make_mesh(spec.learner.mesh),
+        spec.learner.packing,
+    )
+    new_tokens = min(pool.max_new_tokens for pool in spec.samplers)
+    for begin in range(0, len(prompts), packing.rows):
+        batch = prompts[begin : begin + packing.rows]
+        tokens = np.zeros((packing.rows, packing.tokens), np.int32)
+        lengths = np.zeros(packing.rows, np.int32)
+        for row, prompt in enumerate(batch):
+            tokens[row, : len(prompt)] = prompt
+            lengths[row] = len(prompt)
+        key, now = jax.random.split(key)
+        rows = shard_batch(tokens, mesh)
+        drawn = _continue(
+            params, rows, lengths, now, end_token, config=config, mesh=mesh, new_tokens=new_tokens
+        )
+        for row, prompt in zip(np.asarray(drawn), batch, strict=False):
+            output = row[len(prompt) : len(prompt) + new_tokens].tolist()
+            yield output[: output.index(end_token) + 1] if end_token in output else output
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "new_tokens"))
+def _continue(
+    params: Any,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    key: Array,
+    end_token: int,
+    *,
+    config: ModelConfig,
+    mesh: Mesh,
+    new_tokens: int,
+) -> Int[Array, "B T"]:
+    """Writes up to `new_tokens` drawn tokens behind the first `lengths` of each row; a row of
+    length 0 holds no prompt."""
+    policy = bind(config, params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    rows = jnp.arange(len(tokens))
+
+    def unended(state: tuple[Array, Array, Array]) -> Array:
+        step, _, going_on = state
+        return (step < new_tokens) & going_on.any()
+
+    def one_more(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        step, tokens, going_on = state
+        at = lengths + step
+        filled = (positions < at[:, None]).astype(jnp.int32)
+        hidden = policy(tokens, filled, positions, Execution(jnp.float32, mesh=mesh))
+        logits = hidden[rows, at - 1] @ policy.head_weight()
+        drawn = jax.random.categorical(jax.random.fold_in(key, step), logits)
+        return step + 1, tokens.at[rows, at].set(drawn), going_on & (drawn != end_token)
+
+    return jax.lax.while_loop(unended, one_more, (jnp.zeros((), jnp.int32), tokens, lengths > 0))[1]
