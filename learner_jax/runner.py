@@ -73,7 +73,11 @@ def train(
         )
         start = find_start(run, programs, reader)
         state, base, step, trained = start.state, start.base, start.step, start.batch
-        log.info("version %d on %d devices, %d steps to go", step, mesh.size, spec.steps - step)
+        log.info(
+            "version %d on %d devices, %d steps to go%s",
+            *(step, mesh.size, spec.steps - step),
+            ", compiling the step" if step < spec.steps else "",
+        )
 
         # What is written and read.
         probe = build_probe(spec, config, mesh)

@@ -168,6 +168,18 @@ class Ledger:
             raise _unusable(self.place, error) from error
         self._seq, self._chain, self.in_doubt = seq, chain, False
 
+    def clear(self) -> None:
+        """Removes every row, durably: the run starts anew.
+
+        Raises:
+            UserError: it cannot be written, or another process writes.
+        """
+        try:
+            self._store.clear()
+        except StoreError as error:
+            raise _unusable(self.place, error) from error
+        self._seq, self._chain = 0, FIRST_CHAIN
+
     def events(self) -> Iterator[Event]:
         """All events from the first, each checked against the chain."""
         chain = FIRST_CHAIN

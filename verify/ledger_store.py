@@ -76,6 +76,10 @@ class LedgerStore(Protocol):
         """Adds rows that follow the newest, all or none, durably."""
         ...
 
+    def clear(self) -> None:
+        """Removes all rows of the run, durably."""
+        ...
+
     def rows(self) -> Iterator[StoredRow]:
         """All rows, in order."""
         ...
@@ -137,6 +141,13 @@ class SqliteStore:
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
                 raise
+        except sqlite3.Error as error:
+            raise _store_error(error) from error
+
+    def clear(self) -> None:
+        self.own()
+        try:
+            self._database.execute("DELETE FROM ledger")
         except sqlite3.Error as error:
             raise _store_error(error) from error
 

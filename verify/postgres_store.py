@@ -44,6 +44,7 @@ CREATE TABLE IF NOT EXISTS ledger (
 """
 _LAST = "SELECT seq, kind, body, chain FROM ledger WHERE run = %s ORDER BY seq DESC LIMIT 1"
 _ALL = "SELECT seq, kind, body, chain FROM ledger WHERE run = %s ORDER BY seq"
+_CLEAR = "DELETE FROM ledger WHERE run = %s"
 _REMEDY = "see that the PostgreSQL server answers, has room, and knows this user"
 
 
@@ -126,6 +127,13 @@ class PostgresStore:
             if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
                 self._connection.close()  # another server may be the one that writes by now
             raise store_error(error, in_doubt=in_doubt) from error
+
+    def clear(self) -> None:
+        try:
+            with within(self._exchange_s, self._connection):
+                self._connection.execute(_CLEAR, (self._run,))
+        except psycopg.Error as error:
+            raise store_error(error) from error
 
     def rows(self) -> Iterator[StoredRow]:
         try:

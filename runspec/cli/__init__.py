@@ -7,6 +7,7 @@ go on; 5 the run is held elsewhere; 6 `plan --exit-code`: there are changes; 130
 
 from __future__ import annotations
 
+import errno
 import gc
 import sys
 from pathlib import Path
@@ -33,12 +34,16 @@ from runspec.cli.options import (
     Yes,
     duration,
 )
+from runspec.cli.output import outlive_readers
 from runspec.core.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from runspec.core.spec.load import SpecFiles
+
+_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
+"""Refusals of a disk, which a person can mend wherever they come up."""
 
 app = typer.Typer(
     help="Decentralised reinforcement learning of language models, declared in one YAML file.",
@@ -111,10 +116,10 @@ def lint(
 
 @app.command(rich_help_panel=SPEC)
 def explain(
-    topic: Annotated[str | None, typer.Argument(help="A path of the schema, or a rule.")] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="Every path and rule.")] = False,
+    topic: Annotated[str | None, typer.Argument(help="A path of the schema, rule or kind.")] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="Every path, rule and kind.")] = False,
 ) -> None:
-    """Explains a field of the spec or a rule of the linter."""
+    """Explains a field of the spec, a rule of the linter, or a kind of reward or source."""
     from runspec.cli.explain import explain_command
 
     raise typer.Exit(explain_command(topic, list_all))
@@ -341,6 +346,7 @@ def main() -> None:
     """Runs the command line and exits."""
     # What imports make stays: looking for cycles in it took a tenth of a cold `runspec lint`.
     gc.set_threshold(100_000)
+    outlive_readers()
     sys.exit(exit_code_of(app))
 
 
@@ -351,7 +357,11 @@ def exit_code_of(work: Callable[[], int]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename and error.errno in _REFUSALS:
+            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            print("  remedy: mend the permissions, free space, or name another", file=sys.stderr)
+            return 1
         import logging
 
         from runspec.core.process import EXIT_INTERNAL

@@ -18,6 +18,8 @@ from runspec.cli.status import show_link
 from runspec.cli.view import watching
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.resolved import load_resolved
+from runspec.local.anew import STARTS_ANEW, starts_anew
 from runspec.local.apply import supervise
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
 from runspec.local.conditions import unsolved_text
@@ -27,8 +29,9 @@ from runspec.local.metrics import read_rows
 from runspec.local.planning import RunPlan, make_plan, refuse_stale, seen_now
 from runspec.local.prepare import NotReady, prepare_run, require_ready
 from runspec.local.problems import with_problems
-from runspec.local.run_dir import RunLocked, refuse_another_run, run_directory
+from runspec.local.run_dir import RunLocked, run_directory
 from runspec.local.text import duration, number
+from runspec.local.trained_model import trained_model
 from runspec.plan.saved import BadPlan, SavedPlan, read_plan
 
 EXIT_FAILED = 1
@@ -59,8 +62,7 @@ def carry_out(plan: RunPlan, *, detach: bool) -> int:
     """
     refuse_stale(plan)
     spec, run_dir = plan.spec, plan.run_dir
-    if not plan.new:
-        refuse_another_run(plan.changes, run_dir)
+    anew = not plan.new and starts_anew(plan.changes, run_dir)
     if plan.finished:
         print(f"{spec.name} is finished: all {spec.steps} steps are trained.")
         for change in plan.changes:
@@ -70,6 +72,8 @@ def carry_out(plan: RunPlan, *, detach: bool) -> int:
     plan = with_problems(plan, this_machine(), print)
     try:
         with prepare_run(plan) as run:
+            if anew:
+                print(STARTS_ANEW)
             show_link(run_dir, spec)
             if detach:
                 return start_in_background(run)
@@ -147,6 +151,8 @@ def show_result(run_dir: Path) -> None:
     if newest and (unsolved := unsolved_text(newest[0])):
         print(unsolved)
     print(f"Plots and rollouts: {run_dir / REPORT_FILE}   logs: {run_dir / 'logs'}")
+    for line in trained_model(run_dir, load_resolved(run_dir)):
+        print(f"Trained model: {line}" if line.startswith("version") else f"  {line}")
 
 
 def _show_missing(error: NotReady, files: SpecFiles | None) -> None:

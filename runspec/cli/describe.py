@@ -24,6 +24,7 @@ from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
 from runspec.local.state import AppliedRow, EventRow, RunState
 from runspec.local.text import duration, number, per_second, seconds, size
+from runspec.local.trained_model import trained_model
 
 EVENTS = 20
 _FOLDERS = ("checkpoints", "weights", "store", "rollouts", "work", "logs")
@@ -43,9 +44,10 @@ def describe_command(run: str, runs_dir: Path) -> int:
     print("\nConditions")
     console.print(condition_table(conditions(seen)))
     print("\nRoles")
-    console.print(role_table(seen.roles))
+    console.print(role_table(seen.roles, seen.stages))
     _lines("Last exits", _last_exits(seen))
     _lines("Versions published", _versions(seen))
+    _lines("Trained model", trained_model(seen.directory, seen.spec))
     _lines("Full states", _states(seen))
     _section("Disk", _disk(seen))
     _section("Budget", _budget(seen))

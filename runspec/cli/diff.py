@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from pathlib import Path
 
 import yaml
@@ -16,7 +17,9 @@ from runspec.core.spec.findings import format_finding
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved, load_resolved, parse_resolved
 from runspec.core.spec.schema import RunSpec
+from runspec.local.anew import STARTS_ANEW, takes_any_change
 from runspec.local.run_dir import run_directory
+from runspec.plan.changes import difference, of_class
 
 EXIT_SAME, EXIT_DIFFERENT = 0, 1
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
@@ -31,15 +34,19 @@ def diff_command(files: SpecFiles, runs_dir: Path | None) -> int:
         raise UserError(f"no spec to compare:\n{found}", place=str(files.path))
     run_dir = run_directory(layered.spec, runs_dir)
     known = (run_dir / FILE_NAME).exists()
-    before = _lines(load_resolved(run_dir)) if known else []
+    old = load_resolved(run_dir) if known else None
+    new = located(layered.spec, files.path.parent)
+    before = _lines(old) if old else []
     there = str(run_dir / FILE_NAME) if known else "/dev/null"
-    after = _lines(located(layered.spec, files.path.parent))
+    after = _lines(new)
     lines = list(difflib.unified_diff(before, after, there, str(files.path)))
     console = Console(highlight=False)
     for line in lines:
         # Titles look like added and removed lines: they are told by their place.
         style = "bold" if line in lines[:2] else _STYLES.get(line[0], "")
         console.print(Text(line.rstrip("\n"), style=style), soft_wrap=True)
+    if old and of_class(difference(old, new), "newrun") and takes_any_change(run_dir):
+        print(STARTS_ANEW, file=sys.stderr)  # no line of the difference
     return EXIT_DIFFERENT if lines else EXIT_SAME
 
 

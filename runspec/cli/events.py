@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
+from runspec.cli.output import reader_gone
 from runspec.local.run_dir import find_run
 from runspec.local.state import EventRow, RunState
 
@@ -24,11 +25,11 @@ def events_command(run: str, follow: bool, as_json: bool, runs_dir: Path) -> int
             while True:
                 new = state.events(after=last)
                 _print(new, as_json)
-                if not follow:
+                if not follow or reader_gone():
                     return 0
                 last = new[-1].id if new else last
                 time.sleep(POLL_S)
-        except (KeyboardInterrupt, BrokenPipeError):
+        except KeyboardInterrupt:
             return 0
 
 

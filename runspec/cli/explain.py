@@ -1,4 +1,4 @@
-"""`runspec explain`: pages on fields of the spec, rules of the linter, and kinds of hardware."""
+"""`runspec explain`: pages on fields of the spec, rules of the linter, and kinds of things."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def explain_command(topic: str | None, list_all: bool) -> int:
 def find_pages(topic: str) -> list[Page]:
     """What is called so; a group of rules and a block of the spec can share a name."""
     from runspec.cli import explain_pages as pages
+    from runspec.cli.explain_kinds import kinds
     from runspec.core.models.hardware import DEVICES
     from runspec.lint.registry import RULES, Group
 
@@ -57,6 +58,7 @@ def find_pages(topic: str) -> list[Page]:
         found.append(pages.device_page(DEVICES[topic]))
     if topic in RULES:
         found.append(pages.rule_page(RULES[topic]))
+    found += [pages.kind_page(of, p) for (of, name), p in kinds().items() if name == topic]
     return found
 
 

@@ -9,9 +9,11 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import resources
+from importlib.metadata import EntryPoint
 from typing import get_args
 
 import runspec.lint.rules  # noqa: F401  (registers them)
+from runspec.cli.explain_kinds import kind_paragraphs, kinds
 from runspec.core.models.hardware import DEVICES, Device
 from runspec.core.spec.field_docs import block_doc, field_doc
 from runspec.core.spec.field_types import counted_type, default_words, type_words
@@ -31,7 +33,9 @@ _EXAMPLES = resources.files("runspec.lint") / "examples"
 @cache
 def topics() -> list[str]:
     """Everything that has a page."""
-    return [*schema_fields(), *RULES, *get_args(Group), "hardware", *DEVICES, "Run", "Placement"]
+    named = dict.fromkeys(name for _, name in kinds())
+    others = (*get_args(Group), "hardware", *DEVICES, "Run", "Placement", *named)
+    return [*schema_fields(), *RULES, *others]
 
 
 def field_page(field: SchemaField) -> Page:
@@ -120,6 +124,12 @@ def rule_page(rule: Rule) -> Page:
     return lines
 
 
+def kind_page(of: str, point: EntryPoint) -> Page:
+    """A kind of reward or source, which a plug-in brings."""
+    paragraphs = (_paragraph(paragraph) for paragraph in kind_paragraphs(point))
+    return [f"{point.name}  (kind of {of})", *_joined(paragraphs)]
+
+
 def index() -> Page:
     """Every topic in a line."""
     fields = schema_fields().values()
@@ -127,6 +137,10 @@ def index() -> Page:
     lines += [_row(f.path, field_doc(f.block, f.attribute), 46) for f in fields]
     for group in get_args(Group):
         lines += ["", *group_page(group)]
+    for (of, name), point in kinds().items():
+        heading = f"kinds of {of}"
+        lines += [] if heading in lines else ["", heading]
+        lines.append(_row(name, next(kind_paragraphs(point)), 30))
     return [*lines, "", *hardware_page()]
 
 

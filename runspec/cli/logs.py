@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from runspec.cli.output import reader_gone
 from runspec.core.errors import UserError
 from runspec.local.run_dir import find_run
 
@@ -22,10 +23,10 @@ def logs_command(run: str, role: str | None, follow: bool, tail: int | None, run
         while True:
             for path in _paths(folder, role):
                 printer.print_new(path, several=role is None, follow=follow)
-            if not follow:
+            if not follow or reader_gone():
                 return 0
             time.sleep(POLL_S)
-    except (KeyboardInterrupt, BrokenPipeError):
+    except KeyboardInterrupt:
         return 0
 
 

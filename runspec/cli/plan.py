@@ -23,6 +23,7 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.run import RunEstimate, estimate_run
+from runspec.local.anew import STARTS_ANEW, takes_any_change
 from runspec.local.live import readers_names
 from runspec.local.planning import RunPlan, make_plan
 from runspec.local.run_dir import run_directory
@@ -137,8 +138,10 @@ def _headline(plan: RunPlan) -> str:
 def _effect(plan: RunPlan, changes: Sequence[Change], meaning: str) -> str:
     """What applying changes of one class does to the run as it is now."""
     change_class = changes[0].change_class
-    if change_class == "newrun":
+    if change_class == "newrun" and not takes_any_change(plan.run_dir):
         return f"{meaning}; apply refuses them"
+    if change_class == "newrun" and plan.held_by is None:
+        return STARTS_ANEW
     if plan.held_by is None:
         return "taken over when the run goes on"
     if change_class not in LIVE:
@@ -202,7 +205,8 @@ def _size(count: int | None) -> str:
 
 
 def _save(path: Path, plan: RunPlan) -> None:
-    if not plan.new and of_class(plan.changes, "newrun"):
+    refused = not plan.new and of_class(plan.changes, "newrun")
+    if refused and not takes_any_change(plan.run_dir):
         raise UserError(
             "apply would refuse these changes: the plan is not saved",
             place=str(path),

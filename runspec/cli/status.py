@@ -37,7 +37,9 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     Keys: name, directory, state, reason, held_by, step, steps, wall_s, newest (the last row of
     metrics.jsonl), published (the newest version that is out), join (the link that volunteers
     are sent), conditions, roles (by name), events.
-    A run whose supervisor died without a word is `interrupted`, and its roles are `waiting`.
+    A run whose supervisor died without a word is `interrupted`. A role whose process went with its
+    supervisor is `ended`. A role's `stage` is
+    what it is at that takes long, like `loading vLLM`, or null.
     """
     seen = look_at(run_dir)
     return {
@@ -53,7 +55,9 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "published": seen.published,
         "join": str(link) if (link := run_link(run_dir, seen.spec)) else None,
         "conditions": [asdict(each) for each in conditions(seen)],
-        "roles": {role.name: asdict(role) for role in seen.roles},
+        "roles": {
+            role.name: {**asdict(role), "stage": seen.stages.get(role.name)} for role in seen.roles
+        },
         "events": [asdict(event) for event in seen.events],
     }
 
@@ -69,7 +73,7 @@ def _show(seen: Snapshot) -> None:
         if waited := latency_line(seen.rows[-1]):
             print(waited)
     console.print(condition_table([each for each in conditions(seen) if each.status != "False"]))
-    console.print(role_table(seen.roles))
+    console.print(role_table(seen.roles, seen.stages))
     for event in seen.events:
         print(event_line(event))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -33,6 +33,7 @@ _COLOURS = {
     "failed": "red",
     "finished": "blue",
     "waiting": "bright_black",
+    "ended": "bright_black",
 }
 
 
@@ -140,10 +141,13 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
     return table
 
 
-def role_table(roles: Sequence[RoleRow]) -> Table:
+def role_table(roles: Sequence[RoleRow], stages: Mapping[str, str] | None = None) -> Table:
+    """The roles, with what those are at that are at a long stage, by name."""
     table = plain_table("role", "state", "restarts", "process", "since")
     for role in roles:
         state, process = Text(role.state, style=_COLOURS[role.state]), str(role.pid or "")
+        if stages and role.name in stages:
+            state.append(f", {stages[role.name]}", style="cyan")
         table.add_row(role.name, state, str(role.restarts), process, clock(role.since))
     return table
 

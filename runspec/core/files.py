@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -58,6 +59,30 @@ def atomic_file(path: Path, *, mode: int = 0o666, remedy: str = _REMEDY) -> Iter
     finally:
         with suppress(OSError):  # nothing is there any more where all went well
             temporary.unlink()
+
+
+def require_writable(folder: Path, what: str, remedy: str) -> None:
+    """Makes a folder where it is missing, and a file in it, which goes again.
+
+    Args:
+        folder: the folder.
+        what: what it is, for people.
+        remedy: what a person can do where it cannot be written.
+
+    Raises:
+        UserError: it cannot be made or written; the message has the reason.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=_TEMPORARY):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if isinstance(error, FileExistsError):
+            reason = "Not a directory: a file is there"
+        raise UserError(
+            f"{what} cannot be written: {reason}", place=str(folder), remedy=remedy
+        ) from error
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:

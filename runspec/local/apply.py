@@ -9,7 +9,7 @@ from pathlib import Path
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL, EXIT_USER_ERROR
 from runspec.core.spec.resolved import spec_digest
-from runspec.core.spec.run_files import initial_model
+from runspec.core.spec.run_files import initial_model, warm_start_cache
 from runspec.local import budget
 from runspec.local.children import last_lines
 from runspec.local.conclude import conclude
@@ -44,8 +44,7 @@ def supervise(run: PreparedRun, watcher: Watcher, stop_requests: Callable[[], in
         RunFailed: a role kept dying, or said that the run cannot go on; with its last error.
         UserError: a process cannot be started or a file cannot be written.
     """
-    # Beside the runs, so that a second run finds the start that the first one made.
-    cache = run.directory.parent.parent / ".cache" / "warm_start"
+    cache = warm_start_cache(run.directory)
     stages = [] if _starting_model(run).exists() else [warm_start_role(run, cache)]
     with closing(RunState(run.directory)) as state:
         return drive(run, stages, role_specs, state, watcher, stop_requests)

@@ -89,7 +89,8 @@ def ask(
             if request.state == "refused" or lost:
                 reason = _why_not(request, held_by)
                 state.answer(number, "refused", reason)
-                raise NotTaken(reason, place=str(run_dir), remedy="look at its status, then again")
+                remedy = "" if "remedy:" in reason else "look at its status, then again"
+                raise NotTaken(reason, place=str(run_dir), remedy=remedy)
             if request.answer and request.answer != said:
                 say(said := request.answer)
             if waited > ANSWER_PATIENCE_S:

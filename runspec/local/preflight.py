@@ -15,6 +15,7 @@ from runspec.core.models.of_spec import model_config
 from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
 from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import (
     elsewhere,
     placeable,
@@ -298,7 +299,9 @@ def _checkpoints(spec: RunSpec, run_dir: Path) -> Iterator[Missing]:
     """A new run must not go on from the full states of an earlier one of its name."""
     folder = state_folder(run_dir, spec)
     left = numbered(folder, "step_")
-    if spec.checkpoints.dir is not None and left and not (run_dir / SPEC_FILE).exists():
+    known = (run_dir / SPEC_FILE).exists()
+    own = known and state_folder(run_dir, load_resolved(run_dir)) == folder
+    if spec.checkpoints.dir is not None and left and not own:
         yield Missing(
             "checkpoints.dir",
             f"{folder} holds full states of an earlier run of this name",

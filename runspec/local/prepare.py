@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from runspec.core.errors import UserError
-from runspec.core.files import write_atomic
+from runspec.core.files import require_writable, write_atomic
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved
-from runspec.core.spec.run_files import initial_model
+from runspec.core.spec.run_files import FOLDERS, initial_model, state_folder, warm_start_cache
 from runspec.core.spec.schema import RunSpec
+from runspec.local.anew import starts_anew
 from runspec.local.children import end_leftovers
 from runspec.local.endpoints import (
     Endpoints,
@@ -26,8 +28,8 @@ from runspec.local.live import record_applied
 from runspec.local.machine import Machine, find_files, this_machine
 from runspec.local.planning import RunPlan, current, refuse_stale
 from runspec.local.prepared import PreparedRun
-from runspec.local.rollback import complete_rollback
-from runspec.local.run_dir import hold, refuse_another_run
+from runspec.local.rollback import complete_rollback, start_anew
+from runspec.local.run_dir import hold
 from runspec.local.starting_model import link_model
 from runspec.local.state import RunState
 
@@ -61,25 +63,19 @@ def prepare_run(plan: RunPlan) -> Iterator[PreparedRun]:
         # Asked before the first file is made: a run that cannot start leaves nothing behind.
         require_ready(plan)
         _plan(spec, run_dir)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"the run's directory cannot be made: {error.strerror}",
-            place=str(run_dir),
-            remedy="mend the permissions, or say another --runs-dir",
-        ) from error
+    _require_folders(spec, run_dir)
     with hold(run_dir) as lock:
         complete_rollback(run_dir)
         plan = current(plan)
         refuse_stale(plan)
-        if not plan.new:
-            refuse_another_run(plan.changes, run_dir)
+        anew = not plan.new and starts_anew(plan.changes, run_dir)
         require_ready(plan)
         with closing(RunState(run_dir)) as state:
             end_leftovers(state.roles())
-            machine, identity = this_machine(), make_identity(run_dir, spec)
             endpoints = _plan(spec, run_dir)
+            if anew:
+                start_anew(run_dir, keep_keys=spec.identity.root_public_key is not None)
+            machine, identity = this_machine(), make_identity(run_dir, spec)
             save_endpoints(run_dir, endpoints)
             _link_starting_model(spec, run_dir, machine)
             write_atomic(run_dir / SPEC_FILE, dump_resolved(spec))
@@ -95,6 +91,30 @@ def require_ready(plan: RunPlan) -> None:
 
 def _plan(spec: RunSpec, run_dir: Path) -> Endpoints:
     return plan_endpoints(spec, load_endpoints(run_dir), port_is_free, random.Random())
+
+
+def _require_folders(spec: RunSpec, run_dir: Path) -> None:
+    """Makes the run's directory, and sees that roles can write there and where full states go.
+
+    Raises:
+        UserError: a folder cannot be written, with the reason.
+    """
+    remedy = "mend the permissions, or say another --runs-dir"
+    new = not run_dir.exists()
+    require_writable(run_dir, "the run's directory", remedy)
+    try:
+        for name in FOLDERS:
+            if os.path.lexists(run_dir / name):
+                require_writable(run_dir / name, f"the run's folder {name}", remedy)
+        if spec.warm_start is not None and not initial_model(run_dir).exists():
+            require_writable(warm_start_cache(run_dir), "the cache of warm starts", remedy)
+        if spec.checkpoints.dir is not None:
+            remedy = "mend the permissions, or name another folder"
+            require_writable(state_folder(run_dir, spec), "checkpoints.dir", remedy)
+    except UserError:
+        if new:
+            run_dir.rmdir()
+        raise
 
 
 def _link_starting_model(spec: RunSpec, run_dir: Path, machine: Machine) -> None:

@@ -17,6 +17,7 @@ from runspec.local.conditions import dropped_text
 from runspec.local.endpoints import address
 from runspec.local.fleet import Reached
 from runspec.local.metrics import FILE_NAME, JsonLines, Row, latest_by_step
+from runspec.local.stages import stages
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.layout import step_folder
 
@@ -39,6 +40,7 @@ class RunProgress:
         self._coordinator = coordinator
         self._asked_at = time.monotonic()
         self._note = ""
+        self._logs = run_dir / "logs"
         self.dropped = (0, "")
         """Groups dropped by the grader, and what it failed with last, as one line."""
         self._lines = JsonLines(run_dir / FILE_NAME)
@@ -54,7 +56,8 @@ class RunProgress:
 
     @property
     def note(self) -> str:
-        """What the grader failed at, and what the coordinator waits for."""
+        """What the grader failed at, which roles are at a stage that takes long, and what the
+        coordinator waits for."""
         return self._note
 
     def poll(self) -> Reached:
@@ -75,11 +78,12 @@ class RunProgress:
     def _ask(self) -> None:
         status = coordinator_status(self._coordinator)
         waiting_for, dropped = status.get("waiting_for"), status.get("dropped_by_grader")
-        self._note = f"waiting for {waiting_for}" if waiting_for else ""
         if isinstance(dropped, dict) and isinstance(groups := dropped.get("groups"), int):
             self.dropped = (groups, one_line(str(dropped.get("newest")), _MAX_FAULT))
-        if self.dropped[0]:
-            self._note = "; ".join(filter(None, (dropped_text(*self.dropped), self._note)))
+        notes = [dropped_text(*self.dropped)] if self.dropped[0] else []
+        notes += [f"{role}: {stage}" for role, stage in stages(self._logs).items()]
+        notes += [f"waiting for {waiting_for}"] if waiting_for else []
+        self._note = "; ".join(notes)
 
 
 class StageProgress:

@@ -9,6 +9,9 @@ What stays of version N: its full state and those before it, batch manifests, me
 the steps below N, and the ledger, which gets a row that says what happened. weights/v<N> goes and
 comes again: the learner writes it from the full state, with the same bits.
 
+A run that has trained no step may start anew with another spec: then version 0, the starting model
+and the rows of the ledger go too, since they are of the old one.
+
 An intent file is written first and removed last, and every act between may be repeated: a rollback
 that was cut short is completed by the next command that opens the run.
 """
@@ -35,6 +38,7 @@ from runspec.core.spec.run_files import (
     weights_folder,
 )
 from runspec.core.spec.schema import RunSpec
+from runspec.local.anew import STARTS_ANEW
 from runspec.local.conclude import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, conclude
 from runspec.local.full_states import full_states
 from runspec.local.metrics import FILE_NAME as METRICS_FILE
@@ -72,6 +76,25 @@ def roll_back(run_dir: Path, version: int) -> None:
     complete_rollback(run_dir)
 
 
+def start_anew(run_dir: Path, *, keep_keys: bool) -> None:
+    """Removes what was made from the spec of a run that has trained no step; whoever calls it holds
+    the run's lock.
+
+    Args:
+        run_dir: the run directory.
+        keep_keys: whether keys/ holds those of a root that the next spec pins.
+
+    Raises:
+        UserError: another process writes the ledger, or a file cannot be removed; where the last,
+            the next command completes it.
+    """
+    with closing(open_ledger(run_dir, load_resolved(run_dir))) as ledger:
+        ledger.own()
+    intent = {"to": 0, "anew": True, "keep_keys": keep_keys}
+    write_atomic(run_dir / INTENT_FILE, canonical_json(intent))
+    complete_rollback(run_dir)
+
+
 def complete_rollback(run_dir: Path) -> int | None:
     """Does what a rollback left undone; whoever calls it holds the run's lock.
 
@@ -80,7 +103,8 @@ def complete_rollback(run_dir: Path) -> int | None:
     """
     path = run_dir / INTENT_FILE
     try:
-        version = int(parse_object(read_bounded(path, _MAX_INTENT_BYTES), max_bytes=4096)["to"])
+        intent = parse_object(read_bounded(path, _MAX_INTENT_BYTES), max_bytes=_MAX_INTENT_BYTES)
+        version, anew = int(intent["to"]), bool(intent.get("anew"))
     except FileNotFoundError:
         return None
     except (MalformedJson, KeyError, TypeError, ValueError) as error:
@@ -90,12 +114,16 @@ def complete_rollback(run_dir: Path) -> int | None:
     spec = load_resolved(run_dir)
     try:
         for entry in _doomed(run_dir, spec, version):
-            _remove(entry)
+            if not (intent.get("keep_keys") and entry.name == "keys"):
+                _remove(entry)
+        if anew:
+            _remove(initial_model(run_dir))
         for folder in _cleared(run_dir, spec):
             remove_leftovers(folder)
         for name, first in ((METRICS_FILE, version), (SAMPLES_FILE, version)):
             _keep_steps_below(run_dir / name, first)
-        _keep_steps_below(run_dir / "checkpoints" / "fingerprints.jsonl", version + 1)
+        made_on = run_dir / "checkpoints" / "fingerprints.jsonl"
+        _keep_steps_below(made_on, 0 if anew else version + 1)
     except OSError as error:
         raise UserError(
             f"the rollback to version {version} cannot go on: {error}",
@@ -103,12 +131,16 @@ def complete_rollback(run_dir: Path) -> int | None:
             remedy="mend the permissions, then run the command again: it completes the rollback",
         ) from error
     with closing(open_ledger(run_dir, spec)) as ledger:
-        ledger.append([RolledBack(time.time(), version)])
+        if anew:
+            ledger.clear()
+        else:
+            ledger.append([RolledBack(time.time(), version)])
     with closing(RunState(run_dir)) as state:
-        text = f"rolled back to version {version}"
+        text = STARTS_ANEW if anew else f"rolled back to version {version}"
         state.set_run("paused", text)
         state.add_event("run", text)
-        state.add_applied(spec_digest(spec), [text])
+        if not anew:  # whoever changes the spec records that
+            state.add_applied(spec_digest(spec), [text])
         conclude(run_dir, state.wall_s())
     path.unlink()
     return version

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from runspec.core.errors import UserError
 from runspec.core.files import expand_user
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.schema import RunSpec
-from runspec.plan.changes import Change, of_class
 
 RUNS = Path("runs")
 """Where runs lie unless somebody says otherwise."""
@@ -108,18 +107,6 @@ def run_directory(spec: RunSpec, runs_dir: Path | None) -> Path:
     else under `runs`."""
     folder = runs_dir or Path(spec.storage.dir or RUNS)
     return (expand_user(folder) / spec.name).absolute()
-
-
-def refuse_another_run(changes: Sequence[Change], run_dir: Path) -> None:
-    """Raises UserError where a spec learns something else than the run of its name."""
-    refused = of_class(changes, "newrun")
-    if refused:
-        listed = "\n".join(f"  {change}" for change in refused)
-        raise UserError(
-            f"these changes need a run of another name, for they change what is learned:\n{listed}",
-            place=str(run_dir),
-            remedy=f"start another run with --set name=NAME, or `runspec delete {run_dir}` first",
-        )
 
 
 def _lock(descriptor: int) -> bool:

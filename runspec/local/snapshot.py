@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,8 +12,10 @@ from broadcast.layout import manifest_name, stored_versions
 from runspec.core.errors import UserError
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
+from runspec.local.children import birth
 from runspec.local.metrics import Row, read_rows
 from runspec.local.run_dir import holder
+from runspec.local.stages import stages
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
 from verify.audit.dropped import Dropped, read_dropped
 
@@ -51,6 +53,8 @@ class Snapshot:
     """What validators and graders failed at."""
     ledger_unread: str = ""
     """Why nothing is known of that; empty where it is."""
+    stages: Mapping[str, str] = field(default_factory=dict)
+    """What roles of a live run are at that takes long, by role."""
 
     @property
     def alive(self) -> bool:
@@ -124,11 +128,19 @@ def look_at(run_dir: Path, *, events: int | None = EVENTS, ledger: bool = True) 
             wall_s=state.wall_s(),
             dropped=dropped,
             ledger_unread=unread,
+            stages=stages(run_dir / "logs") if held_by else {},
         )
-    if not seen.lost:
+    if seen.alive:
         return seen
-    gone = [replace(role, state="waiting", pid=None) for role in seen.roles]
-    return replace(seen, roles=gone)
+    return replace(seen, roles=[_unsupervised(role) for role in seen.roles])
+
+
+def _unsupervised(role: RoleRow) -> RoleRow:
+    """A role whose supervisor is gone, which may have died before it recorded the role's end."""
+    if role.pid and birth(role.pid) == role.born:
+        return role
+    at_rest = role.state in ("waiting", "finished", "failed")
+    return replace(role, state=role.state if at_rest else "ended", pid=None)
 
 
 def _dropped(run_dir: Path, spec: RunSpec) -> tuple[Dropped, str]:

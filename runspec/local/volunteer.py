@@ -26,7 +26,7 @@ LEAVE_S = 15.0
 """How long the worker may take to leave before it is killed."""
 # Time, level and role before the message, as `runspec.core.process.setup_logging` writes them.
 _TOLD = re.compile(r"^\S+ \S+ ([A-Z]) (?:sampler )?\S+ (.*)$")
-_WORTH_TELLING = re.compile(r"version \d+ loaded|starting vLLM|the run is finished|stopped")
+_WORTH_TELLING = re.compile(r"version \d+ loaded|loading vLLM|the run is finished|stopped")
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def work(
         if theirs := client.site().data:  # other data would make another problem of each lease
             with not_retried():
                 compare_data_digests(tasks.data_digest, theirs, whose="the coordinator")
-        log.info("starting vLLM with version %d, %d problems", version, len(tasks))
+        log.info("loading vLLM with version %d, %d problems", version, len(tasks))
         outbox = Outbox(
             options.dir / "outbox" / key.public_hex[:16],
             run=options.run,

@@ -73,6 +73,16 @@ def test_what_goes_in_comes_out(opened: Open):
         assert replay(POLICY, events) == run.state
 
 
+def test_a_ledger_that_is_cleared_begins_again(opened: Open):
+    with closing(Ledger(opened())) as ledger:
+        ledger.append([CoordinatorStarted(1.0)])
+        ledger.clear()
+        ledger.append([CoordinatorStarted(2.0)])
+
+    with closing(Ledger(opened())) as reopened:
+        assert list(reopened.events()) == [CoordinatorStarted(2.0)]
+
+
 def test_all_or_nothing_of_one_call_is_kept(opened: Open):
     with closing(opened()) as store:
         store.append([(1, "A", "{}", "a")])

@@ -17,7 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from verify.coordinator.activity import Peer, Peers
+from verify.coordinator.activity import Activity, Peer, Peers
 from verify.coordinator.edge import Edge
 from verify.coordinator.edge.cache import Cache
 from verify.coordinator.filling import needed_groups, newcomer_groups
@@ -58,7 +58,6 @@ class Status:
     def _of_now(self) -> dict[str, Any]:
         state, now = self._journal.state, self._journal.clock()
         waiting = len(self._judging.submitted())
-        open_leases = Counter(r.lease.worker for r in state.leases.values() if r.status == "open")
         return {
             "run": self._run,
             "state": "finished" if state.finished else "running",
@@ -67,14 +66,7 @@ class Status:
             "steps": state.policy.steps,
             "steps_closed": state.next_close,
             "open_steps": [_step(state, number, now) for number in state.steps],
-            "workers": [
-                {
-                    **_worker(state, key, open_leases[key]),
-                    **_peer(self._workers.peers.get(key), now),
-                }
-                for key in sorted(state.workers, key=lambda key: state.workers[key].number)
-            ],
-            "banned": dict(sorted(state.bans.items())),
+            **workers_report(state, self._workers, now),
             "invites": [_invite(state, key) for key in sorted({*state.invited, *state.revoked})],
             "validators": [
                 {"key": key, **_peer(peer, now)} for key, peer in self._validators.peers.items()
@@ -124,6 +116,23 @@ def _set_aside(record: LeaseRecord) -> dict[str, Any]:
 
 def _invite(state: State, key: str) -> dict[str, Any]:
     return {"key": key, "used": state.invited.get(key, 0), "revoked": state.revoked.get(key)}
+
+
+def workers_report(state: State, heard: Activity | None = None, now: float = 0.0) -> dict[str, Any]:
+    """`workers`, in the order in which they registered, and `banned`: reasons by key.
+
+    Args:
+        state: of the run.
+        heard: who was heard of lately; None: nobody.
+        now: seconds since the epoch.
+    """
+    open_leases = Counter(r.lease.worker for r in state.leases.values() if r.status == "open")
+    known = heard.peers if heard else {}
+    workers = [
+        {**_worker(state, key, open_leases[key]), **_peer(known.get(key), now)}
+        for key in sorted(state.workers, key=lambda key: state.workers[key].number)
+    ]
+    return {"workers": workers, "banned": dict(sorted(state.bans.items()))}
 
 
 def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:

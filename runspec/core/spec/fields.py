@@ -14,7 +14,8 @@ CHANGE_CLASSES: dict[ChangeClass, str] = {
     "hot": "taken over while every role goes on",
     "rolling": "the roles that read it are started again one by one; the learner goes on",
     "restart": "the run stops, and goes on from its newest checkpoint with the new value",
-    "newrun": "it changes what is learned, or what the run stands on: it takes another run",
+    "newrun": "it changes what is learned, or what the run stands on: it takes another run once a "
+    "step is trained",
 }
 """Mildest first; a change is as severe as its severest field."""
 

@@ -7,10 +7,18 @@ from pathlib import Path
 
 from runspec.core.spec.schema import RunSpec
 
+FOLDERS = ("keys", "logs", "checkpoints", "weights", "store", "rollouts", "work")
+"""Of a run directory; roles write there."""
+
 
 def initial_model(run_dir: Path) -> Path:
     """The starting model, a Hugging Face directory."""
     return run_dir / "initial"
+
+
+def warm_start_cache(run_dir: Path) -> Path:
+    """Keeps what warm starts made, beside the runs: a second run finds the start of the first."""
+    return run_dir.parent.parent / ".cache" / "warm_start"
 
 
 def params_folder(run_dir: Path) -> Path:

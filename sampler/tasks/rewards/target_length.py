@@ -8,10 +8,10 @@ from sampler.tasks.interfaces import LengthTerm
 
 
 class TargetLengthReward(LengthTerm):
-    """P of R = T + P (DESIGN, "The mathematics"), by `form`, with l the output's length in tokens:
+    """P of R = T + P by `form`, with T the task reward and l the output's length in tokens:
 
     - `exact`: R = T - alpha |target - l| (INTELLECT-2, section 3.1.2);
-    - `max`: R = T clip(alpha (target - l) + 0.5, 0, 1) (L1, arXiv 2503.04697, LCPO-Max);
+    - `max`: R = T clip(alpha (target - l) + 0.5, 0, 1) (arXiv 2503.04697);
     - `clip`: R = T if l <= target else 0.
 
     Raises:

@@ -27,18 +27,7 @@ ROWS = [
     for a in range(2, 12)
     for b in range(2, 12)
 ]
-SOURCE = """\
-    - name: spell_backward
-      kind: reasoning_gym
-      dataset: spell_backward
-      params: {min_word_len: 3, max_word_len: 6}
-      size: 20000           # problems
-"""
-OWN_SOURCE = "    - {name: additions, kind: jsonl, uri: problems.jsonl}\n"
-REWARD, OWN_REWARD = (
-    "{name: spelling, kind: reasoning_gym}",
-    "{name: maths, kind: math}",
-)
+LENGTH = "{name: length, kind: target_length, form: exact, alpha: 0.02, targets: [8, 16]}"
 
 
 class Project:
@@ -47,9 +36,7 @@ class Project:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.spec = folder / "spec.yaml"
-        self.spec.write_text(initial_files("laptop")["spec.yaml"])
-        self.replace(SOURCE, OWN_SOURCE)
-        self.replace(REWARD, OWN_REWARD)
+        self.spec.write_text(initial_files("problems", "sums")["spec.yaml"])
         self.write_rows(ROWS)
 
     def replace(self, old: str, new: str) -> None:
@@ -87,8 +74,8 @@ MISTAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("spec.yaml:10:1", "sede", "did you mean seed"),
     ),
     "misspelt reward kind": (
-        "{name: maths, kind: math}",
-        "{name: maths, kind: maht}",
+        "- {name: math, kind: math}",
+        "- {name: math, kind: maht}",
         ("spec.yaml:", "maht", "did you mean math"),
     ),
     "misspelt source kind": (
@@ -97,9 +84,9 @@ MISTAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("spec.yaml:", "jsnol", "did you mean jsonl"),
     ),
     "unclosed brace": (
-        "{name: additions, kind: jsonl, uri: problems.jsonl}",
-        "{name: additions, kind: jsonl, uri: problems.jsonl",
-        ("spec.yaml:31:7", "{"),
+        "filters: {zero_variance: false}",
+        "filters: {zero_variance: false",
+        ("spec.yaml:54:12", "{", "not closed"),
     ),
     "a number as text": (
         "lr: 5e-4",
@@ -109,7 +96,7 @@ MISTAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "data that is not there": (
         "uri: problems.jsonl",
         "uri: problem.jsonl",
-        ("data.sources.additions", "problem.jsonl"),
+        ("data.sources.problems", "problem.jsonl"),
     ),
     "a family that is not supported": (
         "model_type: qwen2",
@@ -117,8 +104,8 @@ MISTAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("spec.yaml:", "model.shape.model_type", "gpt2", "qwen2"),
     ),
     "a reward for another task type": (
-        "{name: maths, kind: math}",
-        "{name: maths, kind: code}",
+        "- {name: math, kind: math}",
+        "- {name: code, kind: code}",
         ("math", "reward", "100"),
     ),
     "a mesh that does not divide": (
@@ -129,12 +116,12 @@ MISTAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "prompts longer than the limit": (
         "max_prompt_tokens: 64",
         "max_prompt_tokens: 8",
-        ("additions", "max_prompt_tokens", "8"),
+        ("problems", "max_prompt_tokens", "8"),
     ),
     "targets above max_new_tokens": (
-        "targets: [8, 16, 24, 32]",
-        "targets: [8, 16, 24, 64]",
-        ("spec.yaml:", "reward.length.targets", "64", "max_new_tokens = 48"),
+        "  - {name: math, kind: math}",
+        f"  - {{name: math, kind: math}}\n  - {LENGTH}",
+        ("spec.yaml:", "reward.length.targets", "16", "max_new_tokens = 16"),
     ),
     "a missing secret": (
         "budget: {max_hours: 1}",
@@ -248,7 +235,7 @@ def test_a_broken_reward_plug_in_is_found_before_a_role_starts(
     install(packages, monkeypatch, "own_rewards", entry_points, source)
     monkeypatch.setenv("PYTHONPATH", str(packages))
     # when problems are graded by it
-    project.replace("{name: maths, kind: math}", "{name: mine, kind: mine}")
+    project.replace("- {name: math, kind: math}", "- {name: mine, kind: mine}")
     project.write_rows([{**row, "task_type": "mine"} for row in ROWS])
     # then apply ends with what it raises, and where
     says(project.apply(), *words)

@@ -87,7 +87,7 @@ def test_changes_are_grouped_by_what_they_do(runs: Path, said: Says) -> None:
         ("hot: taken over when the run goes on", "~ budget.max_hours: 1.0 -> 2.0"),
         ("rolling: taken over when the run goes on", "~ verify.prefill_share: 1.0 -> 0.5"),
         ("restart: taken over when the run goes on", "~ checkpoints.every: "),
-        ("newrun: it changes what is learned", "~ seed: 42 -> 7"),
+        ("newrun: no step was trained: starts anew", "~ seed: 42 -> 7"),
     ):
         at = next(i for i, text in enumerate(lines) if text.startswith(change_class))
         assert lines[at + 1].startswith(line)

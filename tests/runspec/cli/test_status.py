@@ -13,6 +13,36 @@ from tests.runspec.cli.in_process import runspec
 from tests.waiting import eventually
 
 
+def test_an_engine_that_loads_is_shown_here_and_in_the_terminal(tmp_path: Path) -> None:
+    # given a run whose sampler loads its engine
+    hold = tmp_path / "small" / "hold"
+    hold.parent.mkdir()
+    hold.touch()
+    command = [sys.executable, "-m", "tests.runspec.local.fake_run", str(tmp_path), "100000"]
+    with subprocess.Popen(
+        [*command, "loading"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        # then the terminal says so
+        lines = iter(supervisor.stdout.readline, "")
+        assert any(line.endswith(" loading: loading vLLM\n") for line in lines)
+        # and so does status
+        shown = runspec("status", "small", "--runs-dir", tmp_path).stdout
+        assert "running, loading vLLM" in shown
+
+        def stage() -> str | None:
+            status = runspec("status", "small", "--json", "--runs-dir", tmp_path).stdout
+            found: str | None = json.loads(status)["roles"]["loading"]["stage"]
+            return found
+
+        assert stage() == "loading vLLM"
+        # until the engine is there
+        hold.unlink()
+        eventually(lambda: stage() is None, "the end of the load")
+        supervisor.terminate()
+        supervisor.stdout.read()
+
+
 def test_a_run_is_watched_read_and_deleted(alive: Path) -> None:
     runs = ("--runs-dir", alive)
     # while it is alive, status names its holder, its steps and the process of each role
@@ -50,13 +80,13 @@ def test_a_run_is_watched_read_and_deleted(alive: Path) -> None:
     # once its supervisor is killed, status says that it was interrupted
     holder = int(status["held_by"].split()[1])
     os.kill(holder, 9)
-    eventually(
-        lambda: json.loads(runspec("status", "small", "--json", *runs).stdout)["held_by"] is None,
-        "the end of the supervisor",
-    )
-    status = json.loads(runspec("status", "small", "--json", *runs).stdout)
-    assert status["state"] == "interrupted"
-    assert {role["state"] for role in status["roles"].values()} == {"waiting"}
+
+    def states() -> set[str]:
+        status = json.loads(runspec("status", "small", "--json", *runs).stdout)
+        return {status["state"], *(role["state"] for role in status["roles"].values())}
+
+    # and so do its roles, once the kernel has ended them
+    eventually(lambda: states() == {"interrupted", "ended"}, "the end of the supervisor")
     # and it can be deleted, after a question
     asked = runspec("delete", "small", *runs)
     assert asked.returncode == 1

@@ -15,10 +15,13 @@ from typer.testing import CliRunner, Result
 from runspec.cli import app
 from runspec.cli.workers import worker_rows, worker_table
 from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
 from runspec.core.keys import SigningKey
+from runspec.core.spec.resolved import dump_resolved
 from runspec.local.endpoints import Endpoints, save_endpoints
+from runspec.local.run_dir import hold
 from tests.verify.coordinator.deployment import Site, tiny_spec
-from verify.coordinator.events import BanLifted, KeyBanned
+from verify.coordinator.events import BanLifted, KeyBanned, StepClosed
 from verify.ledger import Ledger
 
 
@@ -46,7 +49,7 @@ def rows(site: Site) -> list[dict[str, object]]:
 
 
 def test_a_ban_and_an_appeal_from_the_run_directory(site: Site):
-    with site.serving():
+    with site.serving(), hold(site.run_dir):
         listens(site)
         key, worker = site.worker()
         stranger = SigningKey.generate().public_hex
@@ -71,11 +74,25 @@ def test_a_ban_and_an_appeal_from_the_run_directory(site: Site):
         assert rows(site)[0]["standing"] == "quarantined"
         assert worker.lease(5.0) is not None
         assert "quarantined" in command("workers", site.run_dir).output
+        live = rows(site)
+
+    # and once the run is not alive, the ledger says the same, but who is alive
+    assert rows(site) == [{**row, "alive": False} for row in live]
 
     # and the ledger keeps all of it
     with closing(Ledger(site.run_dir / "state.db")) as ledger:
         kinds = [type(e) for e in ledger.events()]
     assert (kinds.count(KeyBanned), kinds.count(BanLifted)) == (2, 1)
+
+
+def test_a_run_that_was_never_started_has_no_workers_and_a_damaged_ledger_is_named(tmp_path: Path):
+    write_atomic(tmp_path / "spec.json", dump_resolved(tiny_spec()))
+    assert "no worker has registered" in command("workers", tmp_path).output
+    with closing(Ledger(tmp_path / "state.db")) as ledger:
+        ledger.append([StepClosed(0.0, 3, (), "{}")])
+    result = command("workers", tmp_path)
+    assert isinstance(result.exception, UserError)
+    assert "the ledger cannot be replayed: steps close in order" in str(result.exception)
 
 
 def test_what_cannot_be_done_is_said(site: Site):

@@ -84,6 +84,17 @@ def full_disk(run_dir: Path, log: logging.Logger) -> None:
     write_atomic(run_dir / "rollouts" / "big.safetensors", bytes(8192))
 
 
+def loading(run_dir: Path, log: logging.Logger) -> None:
+    """Loads for as long as the run directory holds a file `hold`, as a sampler does."""
+    stop = stop_event()
+    log.info("loading vLLM with version 0, 5 problems")
+    print("INFO 11-23 15:03:40 [core.py:78] a library's own line", flush=True)
+    while (run_dir / "hold").exists() and not stop.wait(STEP_S):
+        pass
+    log.info("version 0 loaded in 1.0 s")
+    stop.wait()
+
+
 def server(run_dir: Path, log: logging.Logger) -> None:
     stop = stop_event()
     host, port = sys.argv[3].split(":")
@@ -120,6 +131,7 @@ BEHAVIOURS: dict[str, Callable[[Path, logging.Logger], None]] = {
     for behaviour in (
         learner,
         worker,
+        loading,
         stubborn,
         dying,
         stalled,

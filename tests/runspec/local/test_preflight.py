@@ -11,6 +11,7 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.models.of_spec import model_config
 from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec, Tokenizer
 from runspec.lint.check import check_spec
 from runspec.local.machine import Machine, find_model
@@ -163,7 +164,7 @@ def test_a_new_run_does_not_go_on_from_the_states_of_an_earlier_namesake(tmp_pat
     assert paths(spec, LAPTOP, run_dir) == ["checkpoints.dir"]
     # but a run that is there has them for its own
     run_dir.mkdir(parents=True)
-    (run_dir / "spec.json").write_text("{}")
+    (run_dir / "spec.json").write_bytes(dump_resolved(spec))
     assert missing(spec, run_dir, LAPTOP) == []
 
 

@@ -143,6 +143,20 @@ def test_a_run_that_fails_before_its_first_process_says_so_in_status(tmp_path: P
     assert status["roles"] == {}
 
 
+def test_no_dead_role_is_called_running_after_a_supervisor_that_broke_down(tmp_path: Path) -> None:
+    def break_down(watch: Watch) -> None:
+        if {role.state for role in watch.roles.values()} == {"running"}:
+            raise RuntimeError("a fault of our own")
+
+    with prepared(small_spec(steps=10_000), tmp_path) as run, pytest.raises(RuntimeError):
+        drive_roles(run, usual_roles(run), Watch(break_down))
+    assert {role.state for role in roles_on_record(run.directory).values()} == {"running"}
+    status = read_status(run.directory)
+    assert status["state"] == "failed"
+    assert {role["state"] for role in status["roles"].values()} == {"ended"}
+    assert {role["pid"] for role in status["roles"].values()} == {None}
+
+
 def test_a_role_that_keeps_dying_ends_the_run_with_its_last_lines(tmp_path: Path) -> None:
     # given a role that dies at every start, forgiven once
     spec = small_spec("dying", 5, "placement.restarts=1")
@@ -328,6 +342,10 @@ def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(
     polite = [role.pid for role in roles.values() if role.name != "stubborn"]
     eventually(lambda: not any(birth(pid) for pid in polite), "the end of the roles")
     assert birth(roles["stubborn"].pid) == roles["stubborn"].born
+    states = {name: role["state"] for name, role in read_status(run_dir)["roles"].items()}
+    assert states == dict.fromkeys(("server", "learner", "worker"), "ended") | {
+        "stubborn": "running"
+    }
     # then its lock is no obstacle, the leftover is ended, and the run reaches its end
     monkeypatch.setattr(children, "LEFTOVER_PATIENCE_S", 0.5)
     with prepared(small_spec(steps=40), tmp_path) as run:
