@@ -71,14 +71,16 @@ def whole_uri(uri: str, folder: Path) -> str:
     """A local uri by its whole path; any other as it is.
 
     Args:
-        uri: of a source. A relative one starts where the command runs if it is there, else at:
+        uri: of a source. A relative one lies beside the spec or, if nothing is there, where the
+            command runs.
         folder: that of the spec's file.
     """
     if "://" in uri:
         return uri
     path = expand_user(Path(uri))
     try:
-        return str((path if path.exists() else folder / path).absolute())
+        beside = folder / path
+        return str((path if path.exists() and not beside.exists() else beside).absolute())
     except (OSError, ValueError):  # a name that can be no path
         return uri
 

@@ -85,10 +85,10 @@ def source_columns(context: Context) -> Iterator[Violation]:
 def found_files(context: Context) -> Iterator[Violation]:
     """The files that a source reads ought to be there where the spec is linted.
 
-    A `uri` without `://` names a file, a folder, or files by a pattern; a relative one starts where
-    the command runs or, if nothing is there, beside the spec. Sources fetch nothing: what is not on
-    the coordinator's machine stops the run before its first step. A warning, for a spec may be
-    linted elsewhere.
+    A `uri` without `://` names a file, a folder, or files by a pattern; a relative one starts
+    beside the spec or, where nothing is there, where the command runs. Sources fetch nothing: what
+    is not on the coordinator's machine stops the run before its first step. A warning, for a spec
+    may be linted elsewhere.
     """
     for source in context.spec.data.sources:
         if source.uri is None or "://" in source.uri or source.kind not in ROW_KINDS:

@@ -39,3 +39,25 @@ def test_a_saved_plan_is_no_spec(tmp_path: Path) -> None:
     with pytest.raises(BadUsage, match="a saved plan") as error:
         sound_spec(SpecFiles(plan))
     assert error.value.remedy == f"`runspec apply {plan}`"
+
+
+def test_a_file_beside_the_spec_goes_before_one_where_the_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given files of one name beside a spec and where the command runs
+    project = tmp_path / "project"
+    project.mkdir()
+    source = "data: {sources: {x: {kind: jsonl, uri: problems.jsonl}}}"
+    path = small_spec(project, source)
+    for folder in (project, tmp_path):
+        (folder / "problems.jsonl").write_text("")
+    monkeypatch.chdir(tmp_path)
+    # when the spec is read for a run, then the one beside it is the run's
+    assert uri_of(path) == str(project / "problems.jsonl")
+    # and without it the other
+    (project / "problems.jsonl").unlink()
+    assert uri_of(path) == str(tmp_path / "problems.jsonl")
+
+
+def uri_of(path: Path) -> str | None:
+    return next(each for each in sound_spec(SpecFiles(path)).data.sources if each.name == "x").uri
