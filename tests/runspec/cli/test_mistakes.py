@@ -115,8 +115,8 @@ MISTAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "prompts longer than the limit": (
         "max_prompt_tokens: 64",
-        "max_prompt_tokens: 8",
-        ("problems", "max_prompt_tokens", "8"),
+        "max_prompt_tokens: 4",
+        ("problems", "max_prompt_tokens", "4"),
     ),
     "targets above max_new_tokens": (
         "  - {name: math, kind: math}",
