@@ -22,7 +22,7 @@ from runspec.core.models.config import load_config
 from runspec.core.models.hardware import jax_device
 from runspec.core.models.of_spec import named_config
 from runspec.core.spec.json_schema import json_schema
-from runspec.core.spec.values import Name
+from runspec.core.spec.values import NAME_WORDS, Name
 from runspec.core.spec.yaml_text import yaml_scalar
 from runspec.lint.rules.data import opens_thinking
 from runspec.lint.tokenizer_files import TokenizerFiles
@@ -73,8 +73,7 @@ def run_name(folder: Path, name: str | None) -> str:
     except ValidationError as error:
         near = re.sub(r"[^a-z0-9_-]+", "-", asked.lower()).strip("-_")[:63]
         raise UserError(
-            f"{asked[:80]!r} cannot be a run's name, which has 1 to 63 characters of a-z, 0-9, - "
-            "and _, and begins with a letter or digit",
+            f"{asked[:80]!r} cannot be a run's name: {NAME_WORDS}",
             place="--name" if name is not None else str(folder),
             remedy=f"--name {near or 'my-run'}",
         ) from error

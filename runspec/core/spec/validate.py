@@ -12,7 +12,7 @@ from runspec.core.spec.findings import Finding, Number, Place
 from runspec.core.spec.misread import misread, misread_scalars
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.schema_keys import close_match
-from runspec.core.spec.values import UnitError
+from runspec.core.spec.values import NAME_PATTERN, NAME_WORDS, UnitError
 from runspec.core.spec.yaml_nodes import ListNode, MapNode, Node, object_name
 
 _EXPECTED = {
@@ -120,6 +120,8 @@ def _finding(root: MapNode, error: Any) -> Finding:
         return Finding(place, "bad-value", message, path=path, suggestion=hint, blocking=True)
     message = error["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
+    if context.get("pattern") == NAME_PATTERN:
+        message = f"a name was expected: {NAME_WORDS}"
     code = "unit" if isinstance(context.get("error"), UnitError) else "bad-value"
     numbers, requires = _bound(path.rpartition(".")[2], to_python(node), context)
     return Finding(

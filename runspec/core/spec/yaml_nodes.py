@@ -97,9 +97,19 @@ class _Broken(Exception):
         self.finding = broken(place, message)
 
 
+_HINTS = {
+    r"'\t' that cannot start any token": "indent with blanks: YAML takes no tabs",
+    "<block mapping start>": "indent the keys of a map alike; one of them stands further in or out",
+    "<document start>": "name a spec, which is one YAML document; this looks like a file of rows",
+    "mapping values are not allowed here": "put text with a colon in quotes, or mend the indentation",
+}
+"""What to do, by words of PyYAML's message."""
+
+
 def broken(place: Place, message: str) -> Finding:
     """A finding that leaves nothing of a file."""
-    return Finding(place, "yaml", message, blocking=True)
+    hint = next((hint for words, hint in _HINTS.items() if words in message), "")
+    return Finding(place, "yaml", message, suggestion=hint, blocking=True)
 
 
 _NULL = {"", "~", "null", "Null", "NULL"}

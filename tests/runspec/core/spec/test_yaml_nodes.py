@@ -103,6 +103,20 @@ def test_what_a_spec_has_no_use_for_is_one_finding(
     assert message in finding.message
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("a:\n\tb: 1\n", "YAML takes no tabs"),
+        ("a:\n   b: 1\n  c: 2\n", "indent the keys of a map alike"),
+        ("a: b: c\n", "put text with a colon in quotes"),
+        ('{"a": 1}\n{"a": 2}\n', "this looks like a file of rows"),
+    ],
+)
+def test_common_slips_of_yaml_come_with_what_to_do(text: str, hint: str) -> None:
+    [finding] = parse_yaml(text, "f").findings
+    assert hint in finding.suggestion
+
+
 def test_aliases_share_values_but_cannot_blow_up() -> None:
     # Given ten levels of ten aliases each, 10^10 nodes when expanded
     levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
