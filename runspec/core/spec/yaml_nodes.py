@@ -101,7 +101,7 @@ _HINTS = {
     r"'\t' that cannot start any token": "indent with blanks: YAML takes no tabs",
     "<block mapping start>": "indent the keys of a map alike; one of them stands further in or out",
     "<document start>": "name a spec, which is one YAML document; this looks like a file of rows",
-    "mapping values are not allowed here": "put a text with a colon in quotes, or indent the line less",
+    "mapping values are not allowed here": "put text with a colon in quotes, or indent it less",
 }
 """What to do, by words of PyYAML's message."""
 

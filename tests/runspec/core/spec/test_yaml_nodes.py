@@ -108,7 +108,7 @@ def test_what_a_spec_has_no_use_for_is_one_finding(
     [
         ("a:\n\tb: 1\n", "YAML takes no tabs"),
         ("a:\n   b: 1\n  c: 2\n", "indent the keys of a map alike"),
-        ("a: b: c\n", "put a text with a colon in quotes"),
+        ("a: b: c\n", "put text with a colon in quotes"),
         ('{"a": 1}\n{"a": 2}\n', "this looks like a file of rows"),
     ],
 )
