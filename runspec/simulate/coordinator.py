@@ -97,7 +97,7 @@ class Coordinator:
         record, now = self.state.leases.get(digest), self._clock.now
         if record is None or record.status != "open" or record.expires <= now:
             return False
-        self.record(SubmissionReceived(now, digest, f"submission of {digest}", 1))
+        self.record(SubmissionReceived(now, digest, digest.replace("lease", "answer"), 1))
         return True
 
     def advance(self) -> None:

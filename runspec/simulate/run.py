@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
@@ -60,6 +62,6 @@ def simulate(
         checks,
         backlog=spec.verify.backlog.submissions,
         seed=seed,
-        horizon_s=3600.0 * spec.budget.max_hours,
+        horizon_s=3600.0 * spec.budget.max_hours if spec.budget.max_hours else inf,
     )
     return world.run()
