@@ -22,10 +22,6 @@ from runspec.simulate.population import read_swarm
 from runspec.simulate.result import Result
 from runspec.simulate.run import simulate
 
-_SANCTIONS = 20
-"""Quarantines and bans that people are shown."""
-
-
 def simulate_command(
     files: SpecFiles, swarm: Path | None, seed: int, as_json: bool, plot: Path | None
 ) -> int:
@@ -70,11 +66,7 @@ def show_result(name: str, result: Result, console: Console) -> None:
     console.print(_groups(result))
     if result.sanctions:
         console.print("\nQuarantines and bans")
-    for sanction in result.sanctions[:_SANCTIONS]:
-        words = f"{duration(sanction.at)}: {sanction.worker} is {sanction.what}"
-        _say(console, f"{words}: {sanction.reason}" if sanction.reason else words)
-    if more := len(result.sanctions) - _SANCTIONS:
-        _say(console, f"... and {more} more (--json)" if more > 0 else "")
+        console.print(_sanctions(result))
 
 
 def page(name: str, result: Result) -> str:
@@ -110,6 +102,19 @@ def _groups(result: Result) -> Table:
         table.add_row(
             group.name, f"{group.workers}", group.strategy, *shown, _share(group.idle)
         )
+    return table
+
+
+def _sanctions(result: Result) -> Table:
+    """How many workers of a group met what, from when to when."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for sanction in result.sanctions:
+        group, why = sanction.worker.rpartition("-")[0], sanction.reason.partition(":")[0]
+        found.setdefault((group, sanction.what, why), []).append(sanction.at)
+    table = Table("workers", "", "", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for (group, what, why), times in found.items():
+        span = f"{duration(times[0])} to {duration(times[-1])}"
+        table.add_row(group, f"{len(times)} x {what}", f"{span}{f' ({why})' if why else ''}")
     return table
 
 
