@@ -1,4 +1,4 @@
-"""`runspec simulate`: a run on a virtual clock, with a population of workers, for people and programs."""
+"""`runspec simulate`: a run on a virtual clock, with a population of workers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from runspec.local.text import duration, number
 from runspec.simulate.population import read_swarm
 from runspec.simulate.result import Result
 from runspec.simulate.run import simulate
+
 
 def simulate_command(
     files: SpecFiles, swarm: Path | None, seed: int, as_json: bool, plot: Path | None
@@ -88,7 +89,8 @@ def page(name: str, result: Result) -> str:
     )
     drawn = "\n".join(f"<h2>{figure.title}</h2>\n{draw(figure)}" for figure in figures)
     title = html.escape(f"{name}, simulated with seed {result.seed}")
-    return f'<!doctype html>\n<meta charset="utf-8">\n<title>{title}</title>\n<h1>{title}</h1>\n{drawn}\n'
+    head = f'<!doctype html>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+    return f"{head}<h1>{title}</h1>\n{drawn}\n"
 
 
 def _groups(result: Result) -> Table:
@@ -99,9 +101,7 @@ def _groups(result: Result) -> Table:
     for group in result.groups:
         counts = [group.accepted, group.rejected, group.withheld, group.trained, group.wasted]
         shown = (f"{count:,}" for count in counts)
-        table.add_row(
-            group.name, f"{group.workers}", group.strategy, *shown, _share(group.idle)
-        )
+        table.add_row(group.name, f"{group.workers}", group.strategy, *shown, _share(group.idle))
     return table
 
 

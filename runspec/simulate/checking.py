@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from random import Random
 
 from runspec.estimate.timeline import Lengths
@@ -29,6 +30,7 @@ _REASONS = {
 class _Validator:
     name: str
     dice: Random
+    """Of its failures, and of what it recomputes."""
     submission: str | None = None
     works: bool = True
     life: int = 0
@@ -58,6 +60,7 @@ class Checking:
         seed: of all that is drawn.
         lengths: output tokens of each rollout of a lease.
         filtered: whether the filter drops a group of a lease.
+        wake: called when a validator works again.
     """
 
     def __init__(
@@ -69,9 +72,10 @@ class Checking:
         *,
         lengths: Callable[[str], Lengths],
         filtered: Callable[[str, int], bool],
+        wake: Callable[[], None],
     ) -> None:
         self._coordinator, self._clock, self._checks = coordinator, clock, checks
-        self._lengths, self._filtered = lengths, filtered
+        self._lengths, self._filtered, self._wake = lengths, filtered, wake
         self._claims, self._contents = Claims(), dict[str, Content]()
         names = [f"validator-{number}" for number in range(checks.count)]
         self._all = [_Validator(name, Random(f"{seed}/{name}")) for name in names]
@@ -82,6 +86,11 @@ class Checking:
     def busy_s(self) -> Sequence[float]:
         """Seconds at work of each validator."""
         return [validator.busy_s for validator in self._all]
+
+    def next_change(self) -> float:
+        """When time alone may give a validator work; infinite: never."""
+        due = self._claims.next_change(self._clock.now)
+        return inf if due is None else due
 
     def received(self, digest: str, content: Content) -> None:
         """Takes note of what a submission is."""
@@ -113,7 +122,7 @@ class Checking:
     def _known(self) -> LeaseRecord | None:
         """An accepted submission, by which a validator can show that it works."""
         state = self._coordinator.state
-        accepted = (r for r in reversed(state.leases.values()) if r.status == "accepted")
+        accepted = (r for r in reversed(list(state.leases.values())) if r.status == "accepted")
         return next((r for r in accepted if state.lag(r) <= state.policy.async_level), None)
 
     def _begin(self, validator: _Validator, record: LeaseRecord) -> None:
@@ -203,5 +212,6 @@ class Checking:
             validator.works = True
             self._claims.keep(validator.name, (), self._clock.now)
             self._plan_failure(validator)
+            self._wake()
 
         self._clock.after(validator.dice.expovariate(1.0 / self._checks.mean_life_s), fail)

@@ -89,7 +89,11 @@ class Coordinator:
     def release(self, digest: str) -> None:
         """Takes a lease back, where the coordinator does."""
         record = self.state.leases.get(digest)
-        if record is not None and record.status == "open" and filling.takes_back(self.state, record):
+        if (
+            record is not None
+            and record.status == "open"
+            and filling.takes_back(self.state, record)
+        ):
             self.record(LeaseReleased(self._clock.now, digest))
 
     def submit(self, digest: str) -> bool:

@@ -1,4 +1,4 @@
-"""The members of a population: each with its engine's speed, its links, its strategy and its dice."""
+"""The members of a population, each with its engine, links, strategy and random numbers."""
 
 from __future__ import annotations
 

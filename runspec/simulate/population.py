@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from runspec.core.errors import BadUsage
 from runspec.core.spec.findings import Finding, format_finding
@@ -146,7 +147,7 @@ def read_swarm(path: Path) -> Swarm:
     return swarm
 
 
-def _finding(root: MapNode, error: dict) -> Finding:
+def _finding(root: MapNode, error: ErrorDetails) -> Finding:
     """An error at its place; of an unknown key with the keys that there are."""
     if error["type"] != "extra_forbidden":
         return schema_finding(root, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -50,7 +50,7 @@ class Record:
     trained_at: dict[int, float] = field(default_factory=dict)
     learner_s: list[float] = field(default_factory=list)
     sanctions: list[Sanction] = field(default_factory=list)
-    waited: Counter[str] = field(default_factory=Counter)
+    waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _counts: dict[str, _Counts] = field(default_factory=dict)
     _waits: tuple[float, str] = (0.0, "the publisher")
 

@@ -27,7 +27,7 @@ def simulate(
         spec: of the run.
         config: the model's shape; None where nothing here knows it.
         swarm: the population; None: the replicas of the spec, honest and always there.
-        seed: of all that is drawn, but for lengths and filtered groups, which the spec's seed gives.
+        seed: of all that is drawn; but lengths and filtered groups follow from the spec's seed.
 
     Raises:
         UserError: a speed is not known, or the population does not fit the spec.

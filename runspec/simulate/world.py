@@ -75,6 +75,7 @@ class World:
             seed,
             lengths=self.lengths,
             filtered=lambda digest, group: model.filtered(*self._numbered(digest, group)),
+            wake=self._wake,
         )
 
     def run(self) -> Result:
@@ -129,6 +130,9 @@ class World:
         if self.coordinator.submit(digest):
             self._checking.received(digest, content)
 
+    def _wake(self) -> None:
+        self._touched = True
+
     def _numbered(self, digest: str, group: int) -> tuple[int, int]:
         step, groups = self._first[digest]
         return step, groups[group]
@@ -162,6 +166,7 @@ class World:
             self._checking.take_work()
             self._grant()
         self._touched = False
+        self._look_at = min(self._look_at, self._checking.next_change())
         self._record.waits(self.clock.now, self.coordinator.state)
 
     def _grant(self) -> None:
