@@ -24,34 +24,21 @@ from verify.coordinator.state import State, Tally
 
 
 @dataclass
-class _Counts:
-    """Of one worker: leases and submissions, and groups."""
-
-    leases: int = 0
-    accepted: int = 0
-    rejected: int = 0
-    withheld: int = 0
-    trained: int = 0
-    filtered: int = 0
-
-
-@dataclass
 class Record:
     """Everything that a result is made of.
 
     Args:
-        groups: that a step asks for.
         group_size: rollouts of a group.
     """
 
-    groups: int
     group_size: int
     steps: dict[int, StepResult] = field(default_factory=dict)
     trained_at: dict[int, float] = field(default_factory=dict)
     learner_s: list[float] = field(default_factory=list)
     sanctions: list[Sanction] = field(default_factory=list)
     waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _counts: dict[str, _Counts] = field(default_factory=dict)
+    _counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """By worker and name: leases, accepted, rejected, withheld; groups: trained, filtered."""
     _waits: tuple[float, str] = (0.0, "the publisher")
 
     def take(self, before: State, event: Event) -> None:
@@ -63,14 +50,13 @@ class Record:
         """
         match event:
             case LeaseGranted(lease=lease):
-                self._of(lease.worker).leases += 1
+                self._counts[lease.worker]["leases"] += 1
             case LeaseExpired(lease=digest):
-                self._of(before.leases[digest].lease.worker).withheld += 1
+                self._counts[before.leases[digest].lease.worker]["withheld"] += 1
             case SubmissionJudged(lease=digest, accepted=accepted, groups=groups):
-                counts = self._of(before.leases[digest].lease.worker)
-                counts.accepted += accepted
-                counts.rejected += not accepted
-                counts.filtered += sum(group.outcome == "filtered" for group in groups)
+                counts = self._counts[before.leases[digest].lease.worker]
+                counts["accepted" if accepted else "rejected"] += 1
+                counts["filtered"] += sum(group.outcome == "filtered" for group in groups)
             case StepClosed():
                 self._close(before, event)
             case WorkerQuarantined(at=at, worker=worker, reason=reason):
@@ -134,24 +120,25 @@ class Record:
             by_group.setdefault(worker.member.group.name, []).append(worker)
         found = []
         for name, group in by_group.items():
-            counts = [self._of(worker.key) for worker in group]
-            sampled = sum(worker.sampled_groups for worker in group)
-            trained = sum(count.trained for count in counts)
-            used = trained + sum(count.filtered for count in counts)
-            used += sum(pending[worker.key] for worker in group)
+            counts: Counter[str] = Counter()
+            for worker in group:
+                counts.update(self._counts[worker.key])
+                counts["pending"] += pending[worker.key]
+                counts["sampled"] += worker.sampled_groups
+            used = counts["trained"] + counts["filtered"] + counts["pending"]
             present = sum(worker.present_s for worker in group)
             found.append(
                 GroupResult(
                     name=name,
                     strategy=group[0].member.group.strategy.kind,
                     workers=len(group),
-                    leases=sum(count.leases for count in counts),
-                    accepted=sum(count.accepted for count in counts),
-                    rejected=sum(count.rejected for count in counts),
-                    withheld=sum(count.withheld for count in counts),
-                    sampled=sampled * self.group_size,
-                    trained=trained * self.group_size,
-                    wasted=max(0, sampled - used) * self.group_size,
+                    leases=counts["leases"],
+                    accepted=counts["accepted"],
+                    rejected=counts["rejected"],
+                    withheld=counts["withheld"],
+                    sampled=counts["sampled"] * self.group_size,
+                    trained=counts["trained"] * self.group_size,
+                    wasted=max(0, counts["sampled"] - used) * self.group_size,
                     idle=1.0 - sum(w.busy_s for w in group) / present if present else None,
                 )
             )
@@ -159,7 +146,7 @@ class Record:
 
     def _close(self, before: State, event: StepClosed) -> None:
         for group in event.trained:
-            self._of(before.leases[group.lease].lease.worker).trained += 1
+            self._counts[before.leases[group.lease].lease.worker]["trained"] += 1
         tally = before.tallies.get(event.step, Tally())
         self.steps[event.step] = StepResult(
             number=event.step,
@@ -172,9 +159,6 @@ class Record:
             rejected=tally.rejected_rollouts // self.group_size,
             filtered=sum(grade.outcome == "filtered" for grade in tally.grades),
         )
-
-    def _of(self, worker: str) -> _Counts:
-        return self._counts.setdefault(worker, _Counts())
 
 
 def _waits_for(state: State) -> str:

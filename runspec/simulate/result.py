@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from statistics import fmean
 from typing import Any
 
 
@@ -97,11 +96,6 @@ class Result:
         honest = [group for group in self.groups if group.strategy == "honest"]
         sampled = sum(group.sampled for group in honest)
         return sum(group.wasted for group in honest) / sampled if sampled else None
-
-    @property
-    def mean_step_s(self) -> float | None:
-        """Mean seconds from a step's first lease to its close; None where no step closed."""
-        return fmean(s.closed - s.opened for s in self.steps) if self.steps else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data under stable keys, properties that people read included."""

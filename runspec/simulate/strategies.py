@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from runspec.simulate.population import StrategyBlock
 from verify.formats.lease import Lease
@@ -26,30 +26,21 @@ class Answer:
     """Earliest time at which it is handed in or given back."""
 
 
-class Strategy(Protocol):
-    """A worker's behaviour."""
-
-    def answer(self, lease: Lease, now: float) -> Answer:
-        """Decides on a lease that was just granted."""
-
-    def judged(self, accepted: bool) -> None:
-        """Takes note of a verdict on one of the worker's submissions."""
-
-
-class Always:
+class Strategy:
     """Answers every lease alike: `honest`, `refuse`, `rubbish`, `wrong`, `withhold`."""
 
     def __init__(self, what: Content | Literal["withhold", "refuse"], think_s: float = 0.0) -> None:
         self._what, self._think_s = what, think_s
 
     def answer(self, lease: Lease, now: float) -> Answer:
+        """Decides on a lease that was just granted."""
         return Answer(self._what, now + self._think_s)
 
     def judged(self, accepted: bool) -> None:
-        pass
+        """Takes note of a verdict on one of the worker's submissions."""
 
 
-class Delay(Always):
+class Delay(Strategy):
     """Samples honestly, and hands in just before the lease ends."""
 
     def __init__(self, margin_s: float) -> None:
@@ -60,7 +51,7 @@ class Delay(Always):
         return Answer("rollouts", lease.expires - self._margin_s)
 
 
-class Alternate(Always):
+class Alternate(Strategy):
     """Answers the first `honest` of every `of` leases, and misbehaves at the others."""
 
     def __init__(self, honest: int, of: int, misdeed: Strategy) -> None:
@@ -73,7 +64,7 @@ class Alternate(Always):
         return Answer("rollouts") if turn < self._honest else self._misdeed.answer(lease, now)
 
 
-class Sleeper(Always):
+class Sleeper(Strategy):
     """Works honestly until it has a record, then misbehaves for ever."""
 
     def __init__(self, record: int, misdeed: Strategy) -> None:
@@ -108,14 +99,14 @@ def strategies(block: StrategyBlock) -> Callable[[], Strategy]:
     group: list[Colluder] = []
 
     def make() -> Strategy:
-        misdeed = Always(block.misdeed, block.think)
+        misdeed = Strategy(block.misdeed, block.think)
         match block.kind:
             case "honest":
-                return Always("rollouts")
+                return Strategy("rollouts")
             case "wrong":
-                return Always("wrong")
+                return Strategy("wrong")
             case "refuse" | "rubbish" | "withhold":
-                return Always(block.kind, block.think)
+                return Strategy(block.kind, block.think)
             case "delay":
                 return Delay(block.margin)
             case "alternate":

@@ -57,7 +57,7 @@ class World:
     ) -> None:
         self.clock, self.request_s = Clock(), checks.request_s
         self._model, self._seed, self._horizon_s = model, seed, horizon_s
-        self._record = Record(model.groups, policy.group_size)
+        self._record = Record(policy.group_size)
         self._first: dict[str, tuple[int, range]] = {}
         self._leased: dict[int, int] = {}
         self._waiting: dict[Worker, float] = {}
@@ -119,6 +119,7 @@ class World:
             self._touched = True
 
     def hang_up(self, worker: Worker) -> None:
+        """Takes a worker out of those that wait."""
         self._waiting.pop(worker, None)
 
     def lengths(self, digest: str) -> Lengths:
@@ -127,6 +128,7 @@ class World:
         return tuple(chain.from_iterable(self._model.lengths(step, group) for group in groups))
 
     def hand_in(self, digest: str, content: Content) -> None:
+        """Hands in the answer to a lease; one whose time is over is refused."""
         if self.coordinator.submit(digest):
             self._checking.received(digest, content)
 
