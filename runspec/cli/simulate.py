@@ -20,17 +20,17 @@ from runspec.local.plots import Curve, Figure, draw
 from runspec.local.text import duration, number
 from runspec.simulate.population import read_swarm
 from runspec.simulate.result import Result
-from runspec.simulate.run import simulate
 
 
 def simulate_command(
     files: SpecFiles, swarm: Path | None, seed: int, as_json: bool, plot: Path | None
 ) -> int:
     """Prints what a run with a population comes to; returns 1 where it stalls."""
-    if plot is not None and not module_is_installed("matplotlib"):
-        raise UserError(
-            "matplotlib is not installed", place="--plot", remedy="install the extra `report`"
-        )
+    if plot is not None:
+        _require("matplotlib", "report")
+    _require("rpds", "verify")
+    from runspec.simulate.run import simulate  # it imports what the extra installs
+
     population = read_swarm(swarm) if swarm is not None else None
     spec = sound_spec(files)
     result = simulate(spec, model_config(spec, files.path.parent), population, seed=seed)
@@ -43,12 +43,21 @@ def simulate_command(
     return 1 if result.ended == "stalled" else 0
 
 
+def _require(module: str, extra: str) -> None:
+    if not module_is_installed(module):
+        raise UserError(
+            f"{module} is not installed",
+            place="runspec simulate",
+            remedy=f"install the extra `{extra}` (docs/install.md)",
+        )
+
+
 def show_result(name: str, result: Result, console: Console) -> None:
     """The result, for people."""
     ends = {
         "finished": "finished",
         "stalled": "stalled",
-        "max_hours": "budget.max_hours is over",
+        "max_hours": "not finished: its time is over",
     }
     trained, time = len(result.trained), duration(result.seconds)
     console.print(Text(f"{name}: {trained} steps in {time}, {ends[result.ended]}", style="bold"))

@@ -63,7 +63,7 @@ class Result:
 
     seed: int
     ended: str
-    """`finished`, `stalled`, or `max_hours`: the budget's time is over."""
+    """`finished`, `stalled`, or `max_hours`: `budget.max_hours`, or `run.LONGEST_H`, is over."""
     reason: str
     """Of a stall, with what the step waited for; else for what the next step waits."""
     remedy: str

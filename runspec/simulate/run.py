@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
-
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
@@ -17,11 +15,14 @@ from runspec.simulate.result import Result
 from runspec.simulate.world import World
 from verify.coordinator.policy import Policy
 
+LONGEST_H = 1000.0
+"""Hours that a run without `budget.max_hours` is simulated at most."""
+
 
 def simulate(
     spec: RunSpec, config: ModelConfig | None, swarm: Swarm | None = None, *, seed: int = 0
 ) -> Result:
-    """Simulates a run to its end, to a stall, or to `budget.max_hours`.
+    """Simulates a run to its end, to a stall, or for `budget.max_hours` or `LONGEST_H`.
 
     Args:
         spec: of the run.
@@ -62,6 +63,6 @@ def simulate(
         checks,
         backlog=spec.verify.backlog.submissions,
         seed=seed,
-        horizon_s=3600.0 * spec.budget.max_hours if spec.budget.max_hours else inf,
+        horizon_s=3600.0 * (spec.budget.max_hours or LONGEST_H),
     )
     return world.run()
