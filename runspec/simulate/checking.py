@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from random import Random
+from typing import TYPE_CHECKING
 
 from runspec.estimate.timeline import Lengths
-from runspec.simulate.clock import Clock
-from runspec.simulate.coordinator import Coordinator
 from runspec.simulate.strategies import Content
 from verify.coordinator.claims import Claims
 from verify.coordinator.events import GroupGrade, SubmissionJudged, SubmissionSetAside
 from verify.coordinator.state import LeaseRecord
+
+if TYPE_CHECKING:
+    from runspec.simulate.world import World
 
 UNRECOMPUTED_S_TOKEN = 15e-6
 """Seconds an output token of a submission that is not recomputed: parsing, grading, checks and
@@ -54,28 +56,13 @@ class Checking:
     """Judges submissions in the order and by the claims of `verify.coordinator`.
 
     Args:
-        coordinator: of the run.
-        clock: the run's.
+        world: the run.
         checks: times.
         seed: of all that is drawn.
-        lengths: output tokens of each rollout of a lease.
-        filtered: whether the filter drops a group of a lease.
-        wake: called when a validator works again.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        clock: Clock,
-        checks: Checks,
-        seed: int,
-        *,
-        lengths: Callable[[str], Lengths],
-        filtered: Callable[[str, int], bool],
-        wake: Callable[[], None],
-    ) -> None:
-        self._coordinator, self._clock, self._checks = coordinator, clock, checks
-        self._lengths, self._filtered, self._wake = lengths, filtered, wake
+    def __init__(self, world: World, checks: Checks, seed: int) -> None:
+        self._world, self._checks = world, checks
         self._claims, self._contents = Claims(), dict[str, Content]()
         names = [f"validator-{number}" for number in range(checks.count)]
         self._all = [_Validator(name, Random(f"{seed}/{name}")) for name in names]
@@ -89,18 +76,18 @@ class Checking:
 
     def next_change(self) -> float:
         """When time alone may give a validator work; infinite: never."""
-        due = self._claims.next_change(self._clock.now)
+        due = self._claims.next_change(self._world.clock.now)
         return inf if due is None else due
 
     def received(self, digest: str, content: Content) -> None:
         """Takes note of what a submission is."""
         self._contents[digest] = content
         if not self._all:  # submissions are believed as they come
-            self._judge(self._coordinator.state.leases[digest], "nobody", recomputed=False)
+            self._judge(self._world.coordinator.state.leases[digest], "nobody", recomputed=False)
 
     def take_work(self) -> None:
         """Gives submissions to the validators that are free."""
-        now, state = self._clock.now, self._coordinator.state
+        now, state = self._world.clock.now, self._world.coordinator.state
         waiting = {r.submission: r for r in state.to_judge if r.submission is not None}
         if not waiting:
             return
@@ -121,12 +108,12 @@ class Checking:
 
     def _known(self) -> LeaseRecord | None:
         """An accepted submission, by which a validator can show that it works."""
-        state = self._coordinator.state
+        state = self._world.coordinator.state
         accepted = (r for r in reversed(list(state.leases.values())) if r.status == "accepted")
         return next((r for r in accepted if state.lag(r) <= state.policy.async_level), None)
 
     def _begin(self, validator: _Validator, record: LeaseRecord) -> None:
-        share = self._coordinator.state.share_of(record.lease.worker)
+        share = self._world.coordinator.state.share_of(record.lease.worker)
         recomputed = validator.dice.random() < (1.0 if record.status == "accepted" else share)
         seconds = self._seconds(record, recomputed)
         validator.submission, life = record.submission, validator.life
@@ -136,13 +123,13 @@ class Checking:
                 validator.busy_s += seconds
                 self._end(validator, record, recomputed)
 
-        self._clock.after(seconds + 2 * self._checks.request_s, end)
+        self._world.clock.after(seconds + 2 * self._checks.request_s, end)
 
     def _seconds(self, record: LeaseRecord, recomputed: bool) -> float:
         content = self._contents[record.digest]
         if content == "rubbish":
             return REFUSED_S
-        lengths = self._lengths(record.digest)
+        lengths = self._world.lengths(record.digest)
         seconds = self._checks.recompute_s(lengths)
         if not recomputed:
             seconds = min(seconds, UNRECOMPUTED_S_TOKEN * sum(lengths))
@@ -151,25 +138,25 @@ class Checking:
     def _end(self, validator: _Validator, record: LeaseRecord, recomputed: bool) -> None:
         validator.submission = None
         assert record.submission is not None
-        current = self._coordinator.state.leases.get(record.digest)
+        current = self._world.coordinator.state.leases.get(record.digest)
         if current is not None and current.status == "submitted":
             self._judge(current, validator.name, recomputed=recomputed)
         self._claims.settle(validator.name, record.submission)
-        waiting = {r.submission: r for r in self._coordinator.state.to_judge}
+        waiting = {r.submission: r for r in self._world.coordinator.state.to_judge}
         for submission, attempts in self._claims.hopeless().items():
             if hopeless := waiting.get(submission):
-                self._coordinator.record(
-                    SubmissionSetAside(self._clock.now, hopeless.digest, submission, attempts)
+                self._world.coordinator.record(
+                    SubmissionSetAside(self._world.clock.now, hopeless.digest, submission, attempts)
                 )
             self._claims.forget(submission)
 
     def _judge(self, record: LeaseRecord, validator: str, *, recomputed: bool) -> None:
         content = self._contents[record.digest]
         accepted = content == "rollouts" or (content == "wrong" and not recomputed)
-        size = self._coordinator.state.policy.group_size
-        lengths, grades = self._lengths(record.digest), []
+        size = self._world.coordinator.state.policy.group_size
+        lengths, grades = self._world.lengths(record.digest), []
         for group in range(record.lease.groups if accepted else 0):
-            filtered = self._filtered(record.digest, group)
+            filtered = self._world.filtered(record.digest, group)
             tokens = int(sum(lengths[group * size : (group + 1) * size]))
             grades.append(
                 GroupGrade(
@@ -185,9 +172,9 @@ class Checking:
                 )
             )
         assert record.submission is not None
-        self._coordinator.record(
+        self._world.coordinator.record(
             SubmissionJudged(
-                at=self._clock.now,
+                at=self._world.clock.now,
                 lease=record.digest,
                 submission=record.submission,
                 verdict=f"verdict on {record.submission}",
@@ -206,12 +193,12 @@ class Checking:
         def fail() -> None:
             validator.life, validator.works = validator.life + 1, False
             validator.submission = None
-            self._clock.after(self._checks.restart_s, restart)
+            self._world.clock.after(self._checks.restart_s, restart)
 
         def restart() -> None:
             validator.works = True
-            self._claims.keep(validator.name, (), self._clock.now)
+            self._claims.keep(validator.name, (), self._world.clock.now)
             self._plan_failure(validator)
-            self._wake()
+            self._world.wake()
 
-        self._clock.after(validator.dice.expovariate(1.0 / self._checks.mean_life_s), fail)
+        self._world.clock.after(validator.dice.expovariate(1.0 / self._checks.mean_life_s), fail)

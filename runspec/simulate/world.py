@@ -68,15 +68,7 @@ class World:
         self._publisher_free = 0.0
         self.coordinator = Coordinator(policy, backlog, self.clock, self._observe)
         self._workers = {member.key: Worker(member, self) for member in members}
-        self._checking = Checking(
-            self.coordinator,
-            self.clock,
-            checks,
-            seed,
-            lengths=self.lengths,
-            filtered=lambda digest, group: model.filtered(*self._numbered(digest, group)),
-            wake=self._wake,
-        )
+        self._checking = Checking(self, checks, seed)
 
     def run(self) -> Result:
         """Runs to the last trained step, to a stall, or to the horizon."""
@@ -132,12 +124,14 @@ class World:
         if self.coordinator.submit(digest):
             self._checking.received(digest, content)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Has everybody look again, though no event was recorded."""
         self._touched = True
 
-    def _numbered(self, digest: str, group: int) -> tuple[int, int]:
+    def filtered(self, digest: str, group: int) -> bool:
+        """Whether the filter drops a group of a lease."""
         step, groups = self._first[digest]
-        return step, groups[group]
+        return self._model.filtered(step, groups[group])
 
     # Reactions to events.
 
