@@ -113,8 +113,11 @@ class Record:
     def _groups(self, state: State, workers: Sequence[Worker]) -> list[GroupResult]:
         pending: Counter[str] = Counter()
         for record in state.leases.values():
-            waiting = record.lease.groups if record.status == "submitted" else len(record.usable)
-            pending[record.lease.worker] += waiting
+            if state.lag(record) <= state.policy.async_level:  # else nobody judges it any more
+                judged = record.status != "submitted"
+                pending[record.lease.worker] += (
+                    len(record.usable) if judged else record.lease.groups
+                )
         by_group: dict[str, list[Worker]] = {}
         for worker in workers:
             by_group.setdefault(worker.member.group.name, []).append(worker)
