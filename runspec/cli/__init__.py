@@ -196,6 +196,28 @@ def plan(
 
 
 @app.command(rich_help_panel=RUN)
+def simulate(
+    file: File,
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+    swarm: Annotated[
+        Path | None, typer.Option("--swarm", help="Who works, comes, goes and attacks.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0,
+    as_json: Json = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Writes an HTML page with plots.")
+    ] = None,
+) -> None:
+    """Simulates a run with volunteers that come, go and attack. Exits 1 if it stalls."""
+    from runspec.cli.simulate import simulate_command
+
+    files = _files(file, profile, placement, overrides)
+    raise typer.Exit(simulate_command(files, swarm, seed, as_json, plot))
+
+
+@app.command(rich_help_panel=RUN)
 def diff(
     file: File,
     profile: Profile = None,

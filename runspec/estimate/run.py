@@ -108,7 +108,7 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
     """
     size = version_size(spec, config) if config is not None else None
     slowest_last = tuple(arrivals(spec, size.follower)) if size is not None else ()
-    unknown = tuple(_unknown(spec, config))
+    unknown = tuple(unknown_speeds(spec, config))
     check = check_tokens_per_s(spec, config)
     settled = None if unknown or size is None else timeline(run_model(spec, config, size))
     run_s = settled.start_s + (spec.steps - 1) * settled.step_s if settled else None
@@ -217,7 +217,7 @@ def _replicas(
     spec: RunSpec, config: ModelConfig | None, size: VersionSize, prompt: float
 ) -> Iterator[Replica]:
     fetch = broadcast_times(spec, size.follower)
-    rebuild_s = size.whole / assumed.REBUILD_BYTES_S if size.follower < size.whole else 0.0
+    rebuild_s = rebuild_seconds(size)
     for pool in spec.samplers:
         speed = decode_speed(pool, spec, config)
         assert speed is not None, "asked for the model of an unknown speed"
@@ -232,6 +232,11 @@ def _replicas(
                 lease_groups=lease_groups(pool, spec),
                 sample_s=sample_s,
             )
+
+
+def rebuild_seconds(size: VersionSize) -> float:
+    """Seconds in which a sampler makes a version of a delta; 0 where whole versions travel."""
+    return size.whole / assumed.REBUILD_BYTES_S if size.follower < size.whole else 0.0
 
 
 def _sampling(speed: Decode, prompt: float) -> Callable[[Lengths], float]:
@@ -257,7 +262,8 @@ def _pool(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -> PoolE
     )
 
 
-def _unknown(spec: RunSpec, config: ModelConfig | None) -> Iterator[str]:
+def unknown_speeds(spec: RunSpec, config: ModelConfig | None) -> Iterator[str]:
+    """Fields of the spec without which there is no timeline."""
     if config is None:
         yield "model.hf"
         return

@@ -17,8 +17,22 @@ from verify.coordinator.events import (
 )
 from verify.coordinator.reputation import BAN_AFTER, CLEAR_AFTER, should_quarantine
 from verify.coordinator.state import State
+from verify.coordinator.transitions import apply
 
 SET_ASIDE = "set aside: validators came to no verdict on a submission"
+
+
+def recorded(state: State, event: Event) -> tuple[State, list[Event]]:
+    """The state after an event and its consequences, and these events: one transaction.
+
+    Raises:
+        IllegalTransition: the event cannot follow.
+    """
+    state, events = apply(state, event), [event]
+    for follows in consequences(state, event):
+        state = apply(state, follows)
+        events.append(follows)
+    return state, events
 
 
 def consequences(state: State, event: Event) -> list[Event]:

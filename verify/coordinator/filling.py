@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from verify.coordinator.events import TrainedGroup
 from verify.coordinator.stalls import Stalled, unfilled, unopened
 from verify.coordinator.state import LeaseRecord, State
+from verify.formats.lease import Lease
 
 IDLE_DEADLINE_S = 900.0
 """Least time in seconds that a run waits for its first worker or next version."""
@@ -146,6 +147,31 @@ def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Grant | None
         index = step.next_index.get(key, 0)
         return Grant(number, nonce, index, groups, newest.version, newest.manifest_digest)
     return None
+
+
+def granted_lease(state: State, key: str, grant: Grant, *, run: str, now: float) -> Lease:
+    """The lease that a decision grants.
+
+    Args:
+        state: that the decision was made of.
+        key: the worker's.
+        grant: the decision.
+        run: the run's name.
+        now: seconds since the epoch.
+    """
+    return Lease(
+        run=run,
+        step=grant.step,
+        nonce=grant.nonce,
+        worker=key,
+        pool=state.workers[key].pool,
+        index=grant.index,
+        groups=grant.groups,
+        version=grant.version,
+        manifest_digest=grant.manifest_digest,
+        issued=now,
+        expires=now + state.policy.lease_timeout_s,
+    )
 
 
 def needed_groups(state: State, number: int) -> int:

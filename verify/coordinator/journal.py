@@ -17,7 +17,7 @@ from pathlib import Path
 from runspec.core.errors import UserError
 from runspec.core.files import remove_leftovers, write_atomic
 from runspec.core.process import RunStopped
-from verify.coordinator.consequences import consequences
+from verify.coordinator.consequences import recorded
 from verify.coordinator.events import CoordinatorStarted, Event, RolledBack, StepClosed
 from verify.coordinator.history import History
 from verify.coordinator.policy import Policy
@@ -76,10 +76,7 @@ class Journal:
             NotNow: it cannot be written just now; nothing has changed.
             UserError: nothing can be written, or not for longer than `STORAGE_S`.
         """
-        state, events = apply(self.state, event), [event]
-        for follows in consequences(state, event):
-            state = apply(state, follows)
-            events.append(follows)
+        state, events = recorded(self.state, event)
         try:
             self.ledger.append(events)
         except NotNow as error:
@@ -87,8 +84,8 @@ class Journal:
             raise
         self.written(self.ledger.place)
         self.state = state
-        for recorded in events:
-            self.history.take(recorded, state.leases)
+        for new in events:
+            self.history.take(new, state.leases)
         for follows in events[1:]:
             _log.warning("%s", follows)
         waiting, self._changed = self._changed, asyncio.Event()

@@ -27,7 +27,7 @@ from verify.coordinator.intake import Refusal, received, to_the_end, write_small
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.state import LeaseRecord
 from verify.formats.layout import SubmissionFiles, submission_files
-from verify.formats.lease import Lease, lease_digest, sign_lease
+from verify.formats.lease import lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope
 from verify.limits import max_submission_bytes
 
@@ -133,19 +133,8 @@ class Leasing:
                     self._journal.record(self._sign_lease(key, decision, now))
 
     def _sign_lease(self, key: str, grant: filling.Grant, now: float) -> LeaseGranted:
-        lease = Lease(
-            run=self._spec.name,
-            step=grant.step,
-            nonce=grant.nonce,
-            worker=key,
-            pool=self._journal.state.workers[key].pool,
-            index=grant.index,
-            groups=grant.groups,
-            version=grant.version,
-            manifest_digest=grant.manifest_digest,
-            issued=now,
-            expires=now + self._journal.state.policy.lease_timeout_s,
-        )
+        state, run = self._journal.state, self._spec.name
+        lease = filling.granted_lease(state, key, grant, run=run, now=now)
         document = sign_lease(lease, self._key)
         return LeaseGranted(now, lease, lease_digest(document), document.decode())
 

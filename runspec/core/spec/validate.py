@@ -36,7 +36,7 @@ def validate(root: MapNode, findings: list[Finding]) -> RunSpec | None:
     try:
         spec = RunSpec.model_validate(to_python(root))
     except ValidationError as error:
-        _extend(findings, (_finding(root, item) for item in error.errors(include_url=False)))
+        _extend(findings, (schema_finding(root, item) for item in error.errors(include_url=False)))
     _extend(findings, misread_scalars(root))
     return spec
 
@@ -89,7 +89,8 @@ def _item(node: ListNode, step: int | str) -> Node | None:
     return next((item for item in node.items if object_name(item) == step), None)
 
 
-def _finding(root: MapNode, error: Any) -> Finding:
+def schema_finding(root: MapNode, error: Any) -> Finding:
+    """One of pydantic's errors, at the place that wrote the value."""
     location, kind = error["loc"], error["type"]
     place, path, node, found = locate(root, location)
     if kind == "missing":

@@ -1,0 +1,136 @@
+"""`runspec simulate`: a run on a virtual clock, with a population of workers."""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from runspec.cli.spec_files import sound_spec
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.core.models.of_spec import model_config
+from runspec.core.spec.load import SpecFiles
+from runspec.local.machine import module_is_installed
+from runspec.local.plots import Curve, Figure, draw
+from runspec.local.text import duration, number
+from runspec.simulate.population import read_swarm
+from runspec.simulate.result import Result
+
+
+def simulate_command(
+    files: SpecFiles, swarm: Path | None, seed: int, as_json: bool, plot: Path | None
+) -> int:
+    """Prints what a run with a population comes to; returns 1 where it stalls."""
+    if plot is not None:
+        _require("matplotlib", "report")
+    _require("rpds", "verify")
+    from runspec.simulate.run import simulate  # it imports what the extra installs
+
+    population = read_swarm(swarm) if swarm is not None else None
+    spec = sound_spec(files)
+    result = simulate(spec, model_config(spec, files.path.parent), population, seed=seed)
+    if as_json:
+        print(json.dumps(result.to_json(), indent=2))
+    else:
+        show_result(spec.name, result, Console(highlight=False))
+    if plot is not None:
+        write_atomic(plot, page(spec.name, result).encode())
+    return 1 if result.ended == "stalled" else 0
+
+
+def _require(module: str, extra: str) -> None:
+    if not module_is_installed(module):
+        raise UserError(
+            f"{module} is not installed",
+            place="runspec simulate",
+            remedy=f"install the extra `{extra}` (docs/install.md)",
+        )
+
+
+def show_result(name: str, result: Result, console: Console) -> None:
+    """The result, for people."""
+    ends = {
+        "finished": "finished",
+        "stalled": "stalled",
+        "max_hours": "not finished: its time is over",
+    }
+    trained, time = len(result.trained), duration(result.seconds)
+    console.print(Text(f"{name}: {trained} steps in {time}, {ends[result.ended]}", style="bold"))
+    if result.ended != "finished":
+        said = result.reason if result.ended == "stalled" else f"it waits for {result.reason}"
+        _say(console, said, "red")
+    if result.remedy:
+        _say(console, f"remedy: {result.remedy}")
+    _say(console, f"steps an hour: {number(result.steps_per_hour)}")
+    _say(console, f"rollouts of honest workers that are wasted: {_share(result.wasted_share)}")
+    idle = f"learner {_share(result.idle_learner)}, validators {_share(result.idle_validators)}"
+    _say(console, f"idle: {idle}")
+    waits = sorted(result.waits.items(), key=lambda item: -item[1])
+    waited = (f"{what} {_share(seconds / result.seconds)}" for what, seconds in waits)
+    _say(console, f"the next step to close waits for: {', '.join(waited)}")
+    console.print(_groups(result))
+    if result.sanctions:
+        console.print("\nQuarantines and bans")
+        console.print(_sanctions(result))
+
+
+def page(name: str, result: Result) -> str:
+    """An HTML page with the time of each step, and what became of the groups that it leased."""
+    ends = [0.0, *result.trained]
+    times = [(step, (end - ends[step]) / 60.0) for step, end in enumerate(ends[1:])]
+    lost = {
+        label: [(step.number, float(getattr(step, label))) for step in result.steps]
+        for label in ("rejected", "withheld", "filtered")
+    }
+    figures = (
+        Figure("Time of a step, minutes", "", [Curve("", times)], bottom=0.0),
+        Figure(
+            "Groups that no step trains",
+            "",
+            [Curve(label, points, averaged=False) for label, points in lost.items()],
+            bottom=0.0,
+        ),
+    )
+    drawn = "\n".join(f"<h2>{figure.title}</h2>\n{draw(figure)}" for figure in figures)
+    title = html.escape(f"{name}, simulated with seed {result.seed}")
+    head = f'<!doctype html>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+    return f"{head}<h1>{title}</h1>\n{drawn}\n"
+
+
+def _groups(result: Result) -> Table:
+    columns = ("accepted", "rejected", "withheld", "trained", "wasted", "idle")
+    table = Table("workers", "", "strategy", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right")
+    for group in result.groups:
+        counts = [group.accepted, group.rejected, group.withheld, group.trained, group.wasted]
+        shown = (f"{count:,}" for count in counts)
+        table.add_row(group.name, f"{group.workers}", group.strategy, *shown, _share(group.idle))
+    return table
+
+
+def _sanctions(result: Result) -> Table:
+    """How many workers of a group met what, from when to when."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for sanction in result.sanctions:
+        group, why = sanction.worker.rpartition("-")[0], sanction.reason.partition(":")[0]
+        found.setdefault((group, sanction.what, why), []).append(sanction.at)
+    table = Table("workers", "", "", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for (group, what, why), times in found.items():
+        span = f"{duration(times[0])} to {duration(times[-1])}"
+        table.add_row(group, f"{len(times)} x {what}", f"{span}{f' ({why})' if why else ''}")
+    return table
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    if text:
+        console.print(Text(f"  {text}", style=style), soft_wrap=True)

@@ -1,0 +1,204 @@
+"""The validators of a simulated run: their queue, their checks, their failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from random import Random
+from typing import TYPE_CHECKING
+
+from runspec.estimate.timeline import Lengths
+from runspec.simulate.strategies import Content
+from verify.coordinator.claims import Claims
+from verify.coordinator.events import GroupGrade, SubmissionJudged, SubmissionSetAside
+from verify.coordinator.state import LeaseRecord
+
+if TYPE_CHECKING:
+    from runspec.simulate.world import World
+
+UNRECOMPUTED_S_TOKEN = 15e-6
+"""Seconds an output token of a submission that is not recomputed: parsing, grading, checks and
+verdict rows of the laptop profile (docs/performance.md, "The validator")."""
+REFUSED_S = 0.02
+"""Seconds of a submission that cannot be parsed: its transfer and verdict (docs/performance.md)."""
+_REASONS = {
+    "rubbish": "format: no safetensors file",
+    "wrong": "logprobs_submission: 0.5 > 0.01",
+}
+
+
+@dataclass
+class _Validator:
+    name: str
+    dice: Random
+    """Of its failures, and of what it recomputes."""
+    submission: str | None = None
+    works: bool = True
+    life: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Checks:
+    """How long validators take, and when they fail; times in seconds."""
+
+    count: int
+    speed: float
+    recompute_s: Callable[[Lengths], float]
+    """Whole check of the submission of a lease, recomputed."""
+    request_s: float
+    mean_life_s: float | None
+    restart_s: float
+
+
+class Checking:
+    """Judges submissions in the order and by the claims of `verify.coordinator`.
+
+    Args:
+        world: the run.
+        checks: times.
+        seed: of all that is drawn.
+    """
+
+    def __init__(self, world: World, checks: Checks, seed: int) -> None:
+        self._world, self._checks = world, checks
+        self._claims, self._contents = Claims(), dict[str, Content]()
+        names = [f"validator-{number}" for number in range(checks.count)]
+        self._all = [_Validator(name, Random(f"{seed}/{name}")) for name in names]
+        for validator in self._all:
+            self._plan_failure(validator)
+
+    @property
+    def busy_s(self) -> Sequence[float]:
+        """Seconds at work of each validator."""
+        return [validator.busy_s for validator in self._all]
+
+    def next_change(self) -> float:
+        """When time alone may give a validator work; infinite: never."""
+        due = self._claims.next_change(self._world.clock.now)
+        return inf if due is None else due
+
+    def received(self, digest: str, content: Content) -> None:
+        """Takes note of what a submission is."""
+        self._contents[digest] = content
+        if not self._all:  # submissions are believed as they come
+            self._judge(self._world.coordinator.state.leases[digest], "nobody", recomputed=False)
+
+    def take_work(self) -> None:
+        """Gives submissions to the validators that are free."""
+        now, state = self._world.clock.now, self._world.coordinator.state
+        waiting = {r.submission: r for r in state.to_judge if r.submission is not None}
+        if not waiting:
+            return
+        for validator in self._all:
+            if validator.submission is not None:
+                self._claims.prolong(validator.name, now)
+        for validator in self._all:
+            if validator.works and validator.submission is None:
+                known = self._known() if self._claims.suspects else None
+                judged = known.submission if known else None
+                chosen = self._claims.claim(validator.name, waiting, now, judged=judged)
+                if chosen is not None:
+                    record = waiting.get(chosen) or known
+                    assert record is not None
+                    self._begin(validator, record)
+                elif not self._claims.suspects:
+                    return
+
+    def _known(self) -> LeaseRecord | None:
+        """An accepted submission, by which a validator can show that it works."""
+        state = self._world.coordinator.state
+        accepted = (r for r in reversed(list(state.leases.values())) if r.status == "accepted")
+        return next((r for r in accepted if state.lag(r) <= state.policy.async_level), None)
+
+    def _begin(self, validator: _Validator, record: LeaseRecord) -> None:
+        share = self._world.coordinator.state.share_of(record.lease.worker)
+        recomputed = validator.dice.random() < (1.0 if record.status == "accepted" else share)
+        seconds = self._seconds(record, recomputed)
+        validator.submission, life = record.submission, validator.life
+
+        def end() -> None:
+            if validator.life == life:
+                validator.busy_s += seconds
+                self._end(validator, record, recomputed)
+
+        self._world.clock.after(seconds + 2 * self._checks.request_s, end)
+
+    def _seconds(self, record: LeaseRecord, recomputed: bool) -> float:
+        content = self._contents[record.digest]
+        if content == "rubbish":
+            return REFUSED_S
+        lengths = self._world.lengths(record.digest)
+        seconds = self._checks.recompute_s(lengths)
+        if not recomputed:
+            seconds = min(seconds, UNRECOMPUTED_S_TOKEN * sum(lengths))
+        return seconds / self._checks.speed
+
+    def _end(self, validator: _Validator, record: LeaseRecord, recomputed: bool) -> None:
+        validator.submission = None
+        assert record.submission is not None
+        current = self._world.coordinator.state.leases.get(record.digest)
+        if current is not None and current.status == "submitted":
+            self._judge(current, validator.name, recomputed=recomputed)
+        self._claims.settle(validator.name, record.submission)
+        waiting = {r.submission: r for r in self._world.coordinator.state.to_judge}
+        for submission, attempts in self._claims.hopeless().items():
+            if hopeless := waiting.get(submission):
+                self._world.coordinator.record(
+                    SubmissionSetAside(self._world.clock.now, hopeless.digest, submission, attempts)
+                )
+            self._claims.forget(submission)
+
+    def _judge(self, record: LeaseRecord, validator: str, *, recomputed: bool) -> None:
+        content = self._contents[record.digest]
+        accepted = content == "rollouts" or (content == "wrong" and not recomputed)
+        size = self._world.coordinator.state.policy.group_size
+        lengths, grades = self._world.lengths(record.digest), []
+        for group in range(record.lease.groups if accepted else 0):
+            filtered = self._world.filtered(record.digest, group)
+            tokens = int(sum(lengths[group * size : (group + 1) * size]))
+            grades.append(
+                GroupGrade(
+                    group=group,
+                    outcome="filtered" if filtered else "usable",
+                    rollouts=size,
+                    tokens=tokens,
+                    target=None,
+                    task_reward=0.0 if filtered else 0.5,
+                    reward=0.5,
+                    length_error=None,
+                    logprob_diff=0.0 if recomputed else None,
+                )
+            )
+        assert record.submission is not None
+        self._world.coordinator.record(
+            SubmissionJudged(
+                at=self._world.clock.now,
+                lease=record.digest,
+                submission=record.submission,
+                verdict=f"verdict on {record.submission}",
+                validator=validator,
+                accepted=accepted,
+                reason="" if accepted else _REASONS[content],
+                groups=tuple(grades),
+            )
+        )
+
+    def _plan_failure(self, validator: _Validator) -> None:
+        """Schedules the end of a validator's process; what it had claimed then failed once."""
+        if self._checks.mean_life_s is None:
+            return
+
+        def fail() -> None:
+            validator.life, validator.works = validator.life + 1, False
+            validator.submission = None
+            self._world.clock.after(self._checks.restart_s, restart)
+
+        def restart() -> None:
+            validator.works = True
+            self._claims.keep(validator.name, (), self._world.clock.now)
+            self._plan_failure(validator)
+            self._world.wake()
+
+        self._world.clock.after(validator.dice.expovariate(1.0 / self._checks.mean_life_s), fail)

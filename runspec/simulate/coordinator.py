@@ -1,0 +1,132 @@
+"""The coordinator of a simulated run: its pure decisions, recorded as its services record them.
+
+Signatures, files and HTTP are left out. Whatever decides is `verify.coordinator`'s own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from runspec.simulate.clock import Clock
+from verify.coordinator import filling
+from verify.coordinator.consequences import recorded
+from verify.coordinator.events import (
+    CoordinatorStarted,
+    Event,
+    LeaseExpired,
+    LeaseGranted,
+    LeaseReleased,
+    LeaseResumed,
+    NonceDrawn,
+    StepClosed,
+    SubmissionReceived,
+    VersionPublished,
+    WorkerRegistered,
+)
+from verify.coordinator.policy import Policy
+from verify.coordinator.stalls import Stalled
+from verify.coordinator.state import LeaseRecord, State
+
+
+class Coordinator:
+    """State and clock of a run.
+
+    Args:
+        policy: of the spec.
+        backlog: `verify.backlog.submissions`.
+        clock: the run's.
+        observe: told of each event, with the state before it.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        backlog: int,
+        clock: Clock,
+        observe: Callable[[State, Event], None],
+    ) -> None:
+        self.state, self._backlog, self._clock = State(policy), backlog, clock
+        self._observe, self._count = observe, 0
+        self.stalled: Stalled | None = None
+        self.record(CoordinatorStarted(clock.now))
+
+    def record(self, event: Event) -> None:
+        """Applies an event and its consequences."""
+        before = self.state
+        self.state, events = recorded(before, event)
+        for new in events:
+            self._observe(before, new)
+
+    def register(self, key: str, pool: str, invite: str | None) -> None:
+        """Makes a key a worker."""
+        if key not in self.state.workers:
+            self.record(WorkerRegistered(self._clock.now, key, pool, invite))
+
+    def publish(self, version: int) -> None:
+        """Takes note of a version."""
+        self.record(VersionPublished(self._clock.now, version, f"version {version}"))
+
+    def lease(self, key: str, holding: Collection[str]) -> LeaseRecord | None:
+        """Answers a worker that asks for work, as `leasing.Leasing` does."""
+        while True:
+            now, state = self._clock.now, self.state
+            decision = filling.decide_lease(state, key, now, holding=holding)
+            match decision:
+                case filling.Held(record):
+                    return record
+                case None:
+                    return None
+                case _ if len(state.to_judge) >= self._backlog:
+                    return None
+                case filling.NonceNeeded(step):
+                    self.record(NonceDrawn(now, step, self._name("nonce"), len(state.workers)))
+                case filling.Resume(record):
+                    self.record(LeaseResumed(now, record.digest))
+                case filling.Grant():
+                    lease = filling.granted_lease(state, key, decision, run="simulated", now=now)
+                    self.record(LeaseGranted(now, lease, self._name("lease"), ""))
+
+    def release(self, digest: str) -> None:
+        """Takes a lease back, where the coordinator does."""
+        record = self.state.leases.get(digest)
+        if (
+            record is not None
+            and record.status == "open"
+            and filling.takes_back(self.state, record)
+        ):
+            self.record(LeaseReleased(self._clock.now, digest))
+
+    def submit(self, digest: str) -> bool:
+        """Takes a submission in; False where the lease is over."""
+        record, now = self.state.leases.get(digest), self._clock.now
+        if record is None or record.status != "open" or record.expires <= now:
+            return False
+        self.record(SubmissionReceived(now, digest, digest.replace("lease", "answer"), 1))
+        return True
+
+    def advance(self) -> None:
+        """Expires leases and closes steps, as `closing.Closing` does; notes where the run ends."""
+        now = self._clock.now
+        for record in filling.expired_leases(self.state, now):
+            self.record(LeaseExpired(now, record.digest))
+        while decision := filling.decide_close(self.state, now):
+            if isinstance(decision, Stalled):
+                self.stalled = decision
+                return
+            self.record(StepClosed(now, decision.step, decision.groups, ""))
+
+    def has_work(self) -> bool:
+        """Whether a worker of some kind may be leased groups now."""
+        state = self.state
+        newest, level = state.newest, state.policy.async_level
+        if newest is None or len(state.to_judge) >= self._backlog:
+            return False
+        last = min(state.policy.steps, newest.version + level + 1)
+        return any(
+            number not in state.steps or filling.leasable_groups(state, number) > 0
+            for number in range(state.next_close, last)
+        )
+
+    def _name(self, kind: str) -> str:
+        self._count += 1
+        return f"{kind} {self._count}"

@@ -1,0 +1,114 @@
+"""The members of a population, each with its engine, links, strategy and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.estimate import assumed
+from runspec.estimate.run import rebuild_seconds
+from runspec.estimate.sampler import lease_groups
+from runspec.estimate.speed import decode_speed
+from runspec.estimate.timeline import Lengths, Model, Replica
+from runspec.estimate.version_size import VersionSize
+from runspec.simulate.population import Group, Swarm
+from runspec.simulate.strategies import Strategy, strategies
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker of a population."""
+
+    key: str
+    group: Group
+    pool: str
+    replica: Replica
+    first_fetch_s: float
+    """Until it has its first version, where it joins a run that has begun."""
+    strategy: Strategy
+    dice: Random
+
+    @property
+    def honest(self) -> bool:
+        return self.group.strategy.kind == "honest"
+
+
+def planned_swarm(spec: RunSpec) -> Swarm:
+    """The population of `runspec plan`: the replicas of the spec, honest and always there."""
+    return Swarm(
+        workers=[
+            Group(name=pool.name, count=pool.replicas, pool=pool.name, known=True)
+            for pool in spec.samplers
+        ]
+    )
+
+
+def members(
+    swarm: Swarm, spec: RunSpec, config: ModelConfig, size: VersionSize, model: Model, seed: int
+) -> list[Member]:
+    """Every worker of a population.
+
+    Args:
+        swarm: the population.
+        spec: of the run.
+        config: the model's shape.
+        size: of a version.
+        model: the run as `runspec plan` sees it, for the links of its pools.
+        seed: of all that is drawn.
+
+    Raises:
+        UserError: a pool or hardware that is not known.
+    """
+    pools = {pool.name: pool for pool in spec.samplers}
+    found = []
+    for group in swarm.workers:
+        name = group.pool or spec.samplers[0].name
+        if name not in pools:
+            raise UserError(
+                f"the run has no pool {name!r}", place=group.name, remedy=f"one of {sorted(pools)}"
+            )
+        planned = [replica for replica in model.replicas if replica.pool == name]
+        sample_s = _sampling(group, pools[name], spec, config)
+        make = strategies(group.strategy)
+        for index in range(group.count):
+            fetch_s = planned[index % len(planned)].fetch_s if planned else 0.0
+            if group.download is not None:
+                fetch_s = 8 * size.follower / group.download + rebuild_seconds(size)
+            replica = Replica(
+                name,
+                fetch_s,
+                size.whole / assumed.LOAD_BYTES_S,
+                lease_groups(pools[name], spec),
+                sample_s,
+            )
+            first_fetch_s = fetch_s * size.joiner / size.follower
+            key = f"{group.name}-{index}"
+            dice = Random(f"{seed}/{key}")
+            found.append(Member(key, group, name, replica, first_fetch_s, make(), dice))
+    return found
+
+
+def _sampling(
+    group: Group, pool: SamplerPool, spec: RunSpec, config: ModelConfig
+) -> Callable[[Lengths], float]:
+    """Seconds of a lease on one worker of a group."""
+    if group.hardware is not None:
+        ranks = group.hardware.count or 1
+        parallel = pool.parallel.model_copy(update={"tensor": ranks, "data": 1})
+        changes = {"hardware": group.hardware, "parallel": parallel, "tokens_per_s": None}
+        pool = pool.model_copy(update=changes)
+    if group.tokens_per_s is not None:
+        pool = pool.model_copy(update={"tokens_per_s": group.tokens_per_s})
+    rate = decode_speed(pool, spec, config)
+    if rate is None:
+        raise UserError(
+            f"the speed of {pool.hardware.kind} is not known",
+            place=f"workers.{group.name}.hardware",
+            remedy="give tokens_per_s, or memory_bandwidth and peak_flops",
+        )
+    decode, prompt = rate, assumed.mean_prompt_tokens(spec).value
+    return lambda lengths: decode.lease_seconds(lengths, prompt) / group.speed

@@ -1,0 +1,162 @@
+"""The swarm file: who works in a simulated run, when they come and go, and who is hostile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from runspec.core.errors import BadUsage
+from runspec.core.spec.findings import Finding, format_finding
+from runspec.core.spec.schema import Hardware
+from runspec.core.spec.schema.block import Block
+from runspec.core.spec.schema_keys import close_match
+from runspec.core.spec.validate import locate, schema_finding, to_python
+from runspec.core.spec.values import Count, Duration, Name, Positive, ProcessesOrNone, Rate, Share
+from runspec.core.spec.yaml_nodes import MapNode, parse_yaml
+
+StrategyKind = Literal[
+    "honest",
+    "refuse",
+    "rubbish",
+    "wrong",
+    "withhold",
+    "delay",
+    "alternate",
+    "sleeper",
+    "collude",
+]
+Misdeed = Literal["withhold", "rubbish", "wrong", "refuse"]
+
+
+class StrategyBlock(Block):
+    """What the workers of a group do with a lease (`runspec.simulate.strategies`)."""
+
+    kind: StrategyKind = "honest"
+    misdeed: Misdeed = "withhold"
+    """What `alternate`, `sleeper` and `collude` do where they are not honest."""
+    honest: Count = 1
+    """`alternate`: leases of every `of` that are answered honestly."""
+    of: Count = 4
+    """`alternate`: leases of a round."""
+    record: Count = 1
+    """`sleeper`, `collude`: accepted submissions of each member before the first misdeed."""
+    margin: Duration = 1.0
+    """`delay`: time before the end of a lease at which it is answered."""
+    think: Duration = 0.05
+    """Time until a lease is refused, or answered with rubbish."""
+
+
+class Absence(Block):
+    """A time in which a share of a group is away, again and again: a night."""
+
+    begins: Duration
+    lasts: Duration
+    every: Duration = 86400.0
+    share: Share = 1.0
+    """Share of the group; who it is, is drawn each time."""
+
+
+class Group(Block):
+    """Workers of one kind."""
+
+    name: Name
+    count: ProcessesOrNone
+    pool: Name | None = None
+    """Of the spec; null: the first."""
+    hardware: Hardware | None = None
+    """Of one worker, with the pool's model: its speed is the roofline of `runspec plan`. Null: the
+    pool's."""
+    tokens_per_s: Positive | None = None
+    """Measured speed of one worker, in place of the roofline."""
+    speed: Positive = 1.0
+    """Speed over that which pool or hardware give."""
+    download: Rate | None = None
+    """Link of one worker; null: the pool's links."""
+    known: bool = False
+    """Whether its keys are the run's own or invited."""
+    arrives: Duration | None = None
+    """When its workers register first; null: at the start."""
+    over: Duration | None = None
+    """Time over which they arrive, each at a moment that is drawn; null: all at once."""
+    stays: Duration | None = None
+    """Mean time that a worker stays, drawn exponentially; null: to the end."""
+    away: Duration = 3600.0
+    """Mean time until it comes back."""
+    crashes: Share = 0.0
+    """Share of its departures that are crashes: leases are not given back."""
+    absent: list[Absence] = []
+    poll: Duration | None = None
+    """Time for which a question for a lease stays open; null: 1 s of an honest worker, and as long
+    as the coordinator allows of any other."""
+    strategy: StrategyBlock = StrategyBlock()
+
+
+class ValidatorsBlock(Block):
+    """The validators."""
+
+    count: ProcessesOrNone | None = None
+    """Null: `verify.validators`."""
+    speed: Positive = 1.0
+    """Speed over that of the spec's."""
+    fails: Duration | None = None
+    """Mean time until a validator's process ends, drawn exponentially; null: never."""
+    restarts: Duration = 60.0
+    """Time until it works again."""
+
+
+class Swarm(Block):
+    """A swarm file."""
+
+    workers: Annotated[list[Group], Field(min_length=1)]
+    validators: ValidatorsBlock = ValidatorsBlock()
+    request: Duration | None = None
+    """Time of one request to the coordinator; null: none."""
+
+
+def read_swarm(path: Path) -> Swarm:
+    """Reads a swarm file.
+
+    Raises:
+        BadUsage: it cannot be read, or does not fit, with each place.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadUsage(
+            f"cannot be read: {error}", place=str(path), remedy="name a swarm file"
+        ) from error
+    document = parse_yaml(text, str(path))
+    findings = list(document.findings)
+    swarm, root = None, document.root
+    if isinstance(root, MapNode):
+        try:
+            swarm = Swarm.model_validate(to_python(root))
+        except ValidationError as error:
+            findings += [_finding(root, item) for item in error.errors(include_url=False)]
+    if swarm is None or findings:
+        said = "\n".join(format_finding(finding) for finding in findings) or "a map was expected"
+        raise BadUsage(
+            f"the swarm file has errors\n{said}", place=str(path), remedy="see docs/simulate.md"
+        )
+    names = [group.name for group in swarm.workers]
+    if len(set(names)) < len(names):
+        raise BadUsage("two groups of one name", place=f"{path}: workers", remedy="rename one")
+    return swarm
+
+
+def _finding(root: MapNode, error: ErrorDetails) -> Finding:
+    """An error at its place; of an unknown key with the keys that there are."""
+    if error["type"] != "extra_forbidden":
+        return schema_finding(root, error)
+    *where, key = error["loc"]
+    place, path, node, _ = locate(root, tuple(where))
+    blocks: list[type[Block]] = [Swarm, Group, StrategyBlock, Absence, ValidatorsBlock, Hardware]
+    known = sorted({name for block in blocks for name in block.model_fields})
+    match = close_match(str(key), known)
+    if isinstance(node, MapNode) and key in node.entries:
+        place = node.entries[key].key_place
+    hint = f"did you mean {match}?" if match else ""
+    return Finding(place, "unknown-key", f"{key} is not known", path=path, suggestion=hint)

@@ -1,0 +1,119 @@
+"""What a worker does with a lease: the honest one, and the hostile ones.
+
+A strategy sees what a worker sees: its leases, and the verdicts on its submissions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from runspec.simulate.population import StrategyBlock
+from verify.formats.lease import Lease
+
+Content = Literal["rollouts", "wrong", "rubbish"]
+"""`wrong` looks like rollouts and fails where it is recomputed; `rubbish` cannot be parsed."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a lease comes to."""
+
+    what: Content | Literal["withhold", "refuse"]
+    """`refuse`: the lease is given back."""
+    not_before: float = 0.0
+    """Earliest time at which it is handed in or given back."""
+
+
+class Strategy:
+    """Answers every lease alike: `honest`, `refuse`, `rubbish`, `wrong`, `withhold`."""
+
+    def __init__(self, what: Content | Literal["withhold", "refuse"], think_s: float = 0.0) -> None:
+        self._what, self._think_s = what, think_s
+
+    def answer(self, lease: Lease, now: float) -> Answer:
+        """Decides on a lease that was just granted."""
+        return Answer(self._what, now + self._think_s)
+
+    def judged(self, accepted: bool) -> None:
+        """Takes note of a verdict on one of the worker's submissions."""
+
+
+class Delay(Strategy):
+    """Samples honestly, and hands in just before the lease ends."""
+
+    def __init__(self, margin_s: float) -> None:
+        super().__init__("rollouts")
+        self._margin_s = margin_s
+
+    def answer(self, lease: Lease, now: float) -> Answer:
+        return Answer("rollouts", lease.expires - self._margin_s)
+
+
+class Alternate(Strategy):
+    """Answers the first `honest` of every `of` leases, and misbehaves at the others."""
+
+    def __init__(self, honest: int, of: int, misdeed: Strategy) -> None:
+        super().__init__("rollouts")
+        self._honest, self._of, self._misdeed = honest, of, misdeed
+        self._seen = 0
+
+    def answer(self, lease: Lease, now: float) -> Answer:
+        turn, self._seen = self._seen % self._of, self._seen + 1
+        return Answer("rollouts") if turn < self._honest else self._misdeed.answer(lease, now)
+
+
+class Sleeper(Strategy):
+    """Works honestly until it has a record, then misbehaves for ever."""
+
+    def __init__(self, record: int, misdeed: Strategy) -> None:
+        super().__init__("rollouts")
+        self.missing, self._misdeed = record, misdeed
+
+    def answer(self, lease: Lease, now: float) -> Answer:
+        return Answer("rollouts") if not self.ready() else self._misdeed.answer(lease, now)
+
+    def judged(self, accepted: bool) -> None:
+        self.missing -= accepted
+
+    def ready(self) -> bool:
+        """Whether the misdeeds begin."""
+        return self.missing <= 0
+
+
+class Colluder(Sleeper):
+    """A sleeper of a group: all of them misbehave once each has its record."""
+
+    def __init__(self, record: int, misdeed: Strategy, group: list[Colluder]) -> None:
+        super().__init__(record, misdeed)
+        self._group = group
+        group.append(self)
+
+    def ready(self) -> bool:
+        return all(member.missing <= 0 for member in self._group)
+
+
+def strategies(block: StrategyBlock) -> Callable[[], Strategy]:
+    """Makes the strategy of one member after the other of a group."""
+    group: list[Colluder] = []
+
+    def make() -> Strategy:
+        misdeed = Strategy(block.misdeed, block.think)
+        match block.kind:
+            case "honest":
+                return Strategy("rollouts")
+            case "wrong":
+                return Strategy("wrong")
+            case "refuse" | "rubbish" | "withhold":
+                return Strategy(block.kind, block.think)
+            case "delay":
+                return Delay(block.margin)
+            case "alternate":
+                return Alternate(block.honest, block.of, misdeed)
+            case "sleeper":
+                return Sleeper(block.record, misdeed)
+            case "collude":
+                return Colluder(block.record, misdeed, group)
+
+    return make

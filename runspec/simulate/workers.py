@@ -1,0 +1,185 @@
+"""A worker of a simulated run: presence, engine and leases."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from runspec.simulate.fleet import Member
+from runspec.simulate.population import Absence
+from runspec.simulate.strategies import Answer, Content
+from verify.coordinator.state import LeaseRecord
+from verify.formats.lease import Lease
+
+if TYPE_CHECKING:
+    from runspec.simulate.world import World
+
+HONEST_POLL_S = 1.0
+"""`sampler.worker.worker.LEASE_POLL_S`: how long an honest question for a lease stays open."""
+LONGEST_POLL_S = 30.0
+"""`verify.coordinator.server.MAX_WAIT_S`."""
+
+
+class Worker:
+    """One member of the population."""
+
+    def __init__(self, member: Member, world: World) -> None:
+        self.member, self.key, self._world = member, member.key, world
+        honest = HONEST_POLL_S if member.honest else LONGEST_POLL_S
+        self.poll_s = min(member.group.poll or honest, LONGEST_POLL_S)
+        self.present = False
+        self.sampled_groups = 0
+        self.busy_s = self.present_s = 0.0
+        self._since = 0.0
+        self._life = 0
+        """Counts its departures: what was begun before one never ends."""
+        self._held: set[str] = set()
+        self._queue: deque[tuple[str, Lease, Answer]] = deque()
+        self._working = False
+        self._have: set[int] = set()
+        self._loaded: int | None = None
+        self._fetching: int | None = None
+
+    # Presence.
+
+    def plan_presence(self) -> None:
+        """Schedules its first arrival and its nights."""
+        group, dice, clock = self.member.group, self.member.dice, self._world.clock
+        clock.at((group.arrives or 0.0) + dice.uniform(0.0, group.over or 0.0), self._arrive)
+        for absence in group.absent:
+            self._plan_absence(absence, absence.begins)
+
+    def _plan_absence(self, absence: Absence, begins: float) -> None:
+        def begin() -> None:
+            self._plan_absence(absence, begins + absence.every)
+            if self.present and self.member.dice.random() < absence.share:
+                self._depart(back_after=absence.lasts)
+
+        self._world.clock.at(begins, begin)
+
+    def _arrive(self) -> None:
+        group, clock = self.member.group, self._world.clock
+        self.present, self._since = True, clock.now
+        invite = "invite" if group.known else None
+        self._world.coordinator.register(self.key, self.member.pool, invite)
+        self.fetch()
+        if group.stays is not None:
+            away = self._drawn(group.away)
+            self._later(self._drawn(group.stays), lambda: self._depart(back_after=away))
+        self._world.ask(self)
+
+    def _depart(self, back_after: float) -> None:
+        """Leaves, and comes back; unless it crashes, gives its leases back."""
+        self._life += 1
+        self.end()
+        self.present, self._working, self._fetching = False, False, None
+        self._world.hang_up(self)
+        if self.member.dice.random() >= self.member.group.crashes:
+            for record in self._world.coordinator.state.unsettled.get(self.key, ()):
+                self._world.coordinator.release(record.digest)
+        self._queue.clear()
+        self._held.clear()
+        self._world.clock.after(back_after, self._arrive)
+
+    def end(self) -> None:
+        """Adds up its presence, at the end of the run too."""
+        if self.present:
+            self.present_s += self._world.clock.now - self._since
+            self._since = self._world.clock.now
+
+    def holding(self) -> set[str]:
+        """Digests of the leases that it works on, or pretends to: after a departure none."""
+        leases = self._world.coordinator.state.leases
+        self._held = {digest for digest in self._held if digest in leases}
+        return self._held
+
+    # Leases.
+
+    def granted(self, record: LeaseRecord) -> None:
+        """Takes note of a lease."""
+        self._held.add(record.digest)
+        self._later(self._world.request_s, lambda: self._begin(record))
+
+    def _begin(self, record: LeaseRecord) -> None:
+        digest = record.digest
+        answer = self.member.strategy.answer(record.lease, self._world.clock.now)
+        if answer.what == "withhold":
+            self._world.ask(self)
+        elif answer.what == "rollouts" or answer.what == "wrong":
+            self._queue.append((digest, record.lease, answer))
+            self._work()
+        else:
+            self._at(answer.not_before, lambda: self._answer_at_once(digest, answer))
+
+    def _answer_at_once(self, digest: str, answer: Answer) -> None:
+        if answer.what == "refuse":
+            self._world.coordinator.release(digest)
+        else:
+            self._world.hand_in(digest, "rubbish")
+        self._world.ask(self)
+
+    # Engine and links, as `runspec.estimate.timeline` has them.
+
+    def fetch(self) -> None:
+        """Starts the next fetch: of the version that its lease names, else of the newest."""
+        newest = self._world.coordinator.state.newest
+        if self._fetching is not None or newest is None or not self.present:
+            return
+        version = self._queue[0][1].version if self._queue else newest.version
+        if version in self._have:
+            version = newest.version
+        if version in self._have:
+            return
+        self._fetching = version
+        joins = not self._have and version > 0
+        seconds = self.member.first_fetch_s if joins else self.member.replica.fetch_s
+        self._later(seconds, self._fetched)
+
+    def _fetched(self) -> None:
+        assert self._fetching is not None
+        self._have.add(self._fetching)
+        self._fetching = None
+        self._work()
+        self.fetch()
+
+    def _work(self) -> None:
+        """Samples the next lease, if its version is here."""
+        if self._working or not self._queue:
+            return
+        digest, lease, answer = self._queue[0]
+        if lease.version not in self._have:
+            self.fetch()
+            return
+        self._working = True
+        switch = self.member.replica.load_s if self._loaded != lease.version else 0.0
+        self._loaded = lease.version
+        seconds = switch + self.member.replica.sample_s(self._world.lengths(digest))
+        self._later(seconds, lambda: self._sampled(digest, lease, answer, seconds))
+
+    def _sampled(self, digest: str, lease: Lease, answer: Answer, seconds: float) -> None:
+        self._queue.popleft()
+        self._working = False
+        self.busy_s += seconds
+        self.sampled_groups += lease.groups
+        content: Content = "wrong" if answer.what == "wrong" else "rollouts"
+        ready = self._world.clock.now + self._world.request_s
+        self._at(max(ready, answer.not_before), lambda: self._world.hand_in(digest, content))
+        self._world.ask(self)
+        self._work()
+
+    # Time.
+
+    def _drawn(self, mean: float) -> float:
+        return self.member.dice.expovariate(1.0 / mean)
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Runs an action after some seconds, unless the worker departs before; 0: at once."""
+        if seconds > 0.0:
+            self._at(self._world.clock.now + seconds, action)
+        else:
+            action()
+
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        life = self._life
+        self._world.clock.at(time, lambda: action() if self._life == life else None)

@@ -1,0 +1,230 @@
+"""The loop of a simulated run: learner, publisher, workers and validators around the coordinator.
+
+Each action may change the coordinator's state. Then leases expire, steps close, validators take
+submissions and workers that wait are leased work, in the order of the real server: a long poll that
+began earlier is answered first, and one that ends without work goes to the back of the queue.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from math import inf
+
+from runspec.estimate.timeline import Lengths, Model
+from runspec.simulate.checking import Checking, Checks
+from runspec.simulate.clock import Clock
+from runspec.simulate.coordinator import Coordinator
+from runspec.simulate.fleet import Member
+from runspec.simulate.record import Record
+from runspec.simulate.result import Result
+from runspec.simulate.strategies import Content
+from runspec.simulate.workers import Worker
+from verify.coordinator import filling
+from verify.coordinator.events import Event, LeaseGranted, StepClosed, SubmissionJudged
+from verify.coordinator.policy import Policy
+from verify.coordinator.state import State
+
+_LOOKS = 60
+"""Looks at waiting workers within one `lease_timeout`, where time alone may give them work."""
+
+
+class World:
+    """A run.
+
+    Args:
+        model: times of learner, publisher and links, and what is drawn, as `runspec plan` has them.
+        policy: of the spec.
+        members: the population.
+        checks: the validators.
+        backlog: `verify.backlog.submissions`.
+        seed: of all that is drawn.
+        horizon_s: the run ends after this time.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        policy: Policy,
+        members: Sequence[Member],
+        checks: Checks,
+        *,
+        backlog: int,
+        seed: int,
+        horizon_s: float,
+    ) -> None:
+        self.clock, self.request_s = Clock(), checks.request_s
+        self._model, self._seed, self._horizon_s = model, seed, horizon_s
+        self._record = Record(policy.group_size)
+        self._first: dict[str, tuple[int, range]] = {}
+        self._leased: dict[int, int] = {}
+        self._waiting: dict[Worker, float] = {}
+        self._touched = True
+        self._look_at = inf
+        self._to_train: deque[tuple[int, int]] = deque()
+        self._training = False
+        self._publisher_free = 0.0
+        self.coordinator = Coordinator(policy, backlog, self.clock, self._observe)
+        self._workers = {member.key: Worker(member, self) for member in members}
+        self._checking = Checking(self, checks, seed)
+
+    def run(self) -> Result:
+        """Runs to the last trained step, to a stall, or to the horizon."""
+        for worker in self._workers.values():
+            worker.plan_presence()
+        self.clock.at(0.0, partial(self._published, 0))
+        ended = ""
+        while not ended:
+            due = filling.next_due(self.coordinator.state) or inf
+            due = min(due if due > self.clock.now else inf, self._look_at)
+            if min(due, self.clock.next) > self._horizon_s:
+                ended, self.clock.now = "max_hours", self._horizon_s
+            elif self.clock.next <= due:
+                self.clock.run_next()
+            else:
+                self.clock.now, self._touched = due, True
+            if self._touched and not ended:
+                self._settle()
+            if self.coordinator.stalled is not None:
+                ended = "stalled"
+            elif self.coordinator.state.finished and not (self._training or self._to_train):
+                ended = "finished"
+        for worker in self._workers.values():
+            worker.end()
+        return self._record.result(
+            self._seed,
+            ended,
+            self.clock.now,
+            self.coordinator,
+            list(self._workers.values()),
+            self._checking.busy_s,
+        )
+
+    # What workers and validators ask of it.
+
+    def ask(self, worker: Worker) -> None:
+        """Puts a worker among those that wait for a lease."""
+        if not self.coordinator.state.finished:
+            self._waiting.setdefault(worker, self.clock.now)
+            self._touched = True
+
+    def hang_up(self, worker: Worker) -> None:
+        """Takes a worker out of those that wait."""
+        self._waiting.pop(worker, None)
+
+    def lengths(self, digest: str) -> Lengths:
+        """Output tokens of each rollout of a lease."""
+        step, groups = self._first[digest]
+        return tuple(chain.from_iterable(self._model.lengths(step, group) for group in groups))
+
+    def hand_in(self, digest: str, content: Content) -> None:
+        """Hands in the answer to a lease; one whose time is over is refused."""
+        if self.coordinator.submit(digest):
+            self._checking.received(digest, content)
+
+    def wake(self) -> None:
+        """Has everybody look again, though no event was recorded."""
+        self._touched = True
+
+    def filtered(self, digest: str, group: int) -> bool:
+        """Whether the filter drops a group of a lease."""
+        step, groups = self._first[digest]
+        return self._model.filtered(step, groups[group])
+
+    # Reactions to events.
+
+    def _observe(self, before: State, event: Event) -> None:
+        self._touched = True
+        self._record.take(before, event)
+        match event:
+            case LeaseGranted(lease=lease, digest=digest):
+                first = self._leased.get(lease.step, 0)
+                self._leased[lease.step] = first + lease.groups
+                self._first[digest] = lease.step, range(first, first + lease.groups)
+            case SubmissionJudged(lease=digest, accepted=accepted):
+                worker = before.leases[digest].lease.worker
+                self._workers[worker].member.strategy.judged(accepted)
+            case StepClosed(step=step, trained=trained):
+                self._to_train.append((step, len(trained)))
+                self.clock.after(self.request_s, self._train)
+            case _:
+                pass
+
+    def _settle(self) -> None:
+        """Lets the coordinator, the validators and those that wait act until nothing changes."""
+        self._touched, self._look_at = False, inf
+        state = None
+        while state is not self.coordinator.state and self.coordinator.stalled is None:
+            state = self.coordinator.state
+            self.coordinator.advance()
+            self._checking.take_work()
+            self._grant()
+        self._touched = False
+        self._look_at = min(self._look_at, self._checking.next_change())
+        self._record.waits(self.clock.now, self.coordinator.state)
+
+    def _grant(self) -> None:
+        """Leases work to those who wait, the earliest question first.
+
+        Of workers that hold nothing and differ in nothing that decides, one refusal counts for all.
+        """
+        if not self._waiting or not self.coordinator.has_work():
+            return
+        now, refused = self.clock.now, set[tuple]()
+        for worker in sorted(self._waiting, key=self._asked_at):
+            state = self.coordinator.state
+            if worker.key in state.bans:
+                del self._waiting[worker]
+                continue
+            kind = _kind(state, worker.key)
+            if kind in refused:
+                continue
+            record = self.coordinator.lease(worker.key, worker.holding())
+            if record is not None:
+                del self._waiting[worker]
+                worker.granted(record)
+                if not self.coordinator.has_work():
+                    return
+            elif kind is not None:
+                refused.add(kind)
+        if self._waiting:
+            self._look_at = now + max(1.0, self.coordinator.state.policy.lease_timeout_s / _LOOKS)
+
+    def _asked_at(self, worker: Worker) -> float:
+        """When the open question of a waiting worker began."""
+        first, now = self._waiting[worker], self.clock.now
+        return first + (now - first) // worker.poll_s * worker.poll_s
+
+    # Learner and publisher.
+
+    def _published(self, version: int) -> None:
+        self.coordinator.publish(version)
+        for worker in self._workers.values():
+            worker.fetch()
+
+    def _train(self) -> None:
+        if self._training or not self._to_train:
+            return
+        self._training = True
+        step, groups = self._to_train.popleft()
+        seconds = self._model.train_s * groups / self._model.groups
+        self.clock.after(seconds, partial(self._trained, step, seconds))
+
+    def _trained(self, step: int, seconds: float) -> None:
+        self._training = False
+        self._record.trained(step, self.clock.now, seconds)
+        start = max(self.clock.now, self._publisher_free)
+        self._publisher_free = start + self._model.publish_s
+        self.clock.at(self._publisher_free + self.request_s, partial(self._published, step + 1))
+        self._train()
+
+
+def _kind(state: State, key: str) -> tuple | None:
+    """What decides on a lease for a worker that has nothing unsettled and nothing rejected; None
+    for any other worker."""
+    worker = state.workers[key]
+    if state.unsettled.get(key) or any(step.rejected.get(key) for step in state.steps.values()):
+        return None
+    return worker.pool, worker.invite, worker.standing.newcomer
