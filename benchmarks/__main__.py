@@ -1,8 +1,8 @@
 """Runs benchmarks by name: `python -m benchmarks [NAME ...]`. Each prints JSON.
 
 Without a name all run that take minutes on a laptop; a GPU's, the peers', the compilations for
-large slices, the export, which takes 24 GB of disk, and the forged proofs and the attacks, which
-take half an hour each, run when they are named.
+large slices, the export, which takes 24 GB of disk, the kills of processes, and the forged proofs
+and the attacks, which take half an hour each, run when they are named.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ NAMED_ONLY = (
     "gpu_attention",
     "gpu_learner",
     "learner_peers",
+    "recovery",
     "toploc_null",
     "weak_scaling",
 )

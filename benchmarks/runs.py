@@ -21,6 +21,15 @@ class MeasuredRun:
     """A dict a step, as in metrics.jsonl."""
 
 
+def apply_command(name: str, overrides: dict[str, Any], runs_dir: Path) -> list[str]:
+    """The command that starts, or goes on with, a run of the laptop profile of TARGET-SHORT."""
+    command = [sys.executable, "-m", "runspec", "apply", str(ROOT / SPEC)]
+    command += ["--profile", "laptop", "--runs-dir", str(runs_dir), "--set", f"name={name}"]
+    for path, value in overrides.items():
+        command += ["--set", f"{path}={value}"]
+    return command
+
+
 def measure(name: str, overrides: dict[str, Any], runs_dir: Path | None = None) -> MeasuredRun:
     """Applies the laptop profile of TARGET-SHORT and waits for its end.
 
@@ -29,10 +38,7 @@ def measure(name: str, overrides: dict[str, Any], runs_dir: Path | None = None) 
     """
     with tempfile.TemporaryDirectory(prefix="runspec-bench-") as temporary:
         folder = runs_dir or Path(temporary) / "runs"
-        command = [sys.executable, "-m", "runspec", "apply", str(ROOT / SPEC)]
-        command += ["--profile", "laptop", "--runs-dir", str(folder), "--set", f"name={name}"]
-        for path, value in overrides.items():
-            command += ["--set", f"{path}={value}"]
+        command = apply_command(name, overrides, folder)
         print("+", *command, file=sys.stderr, flush=True)
         subprocess.run(command, check=True, stdout=sys.stderr)
         run_dir = folder / name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -15,12 +14,12 @@ from broadcast.manifest import Chunk
 from broadcast.recent import Recent
 from broadcast.shelf import Shelf
 from runspec.core.errors import UserError
+from runspec.core.files import FULL
 
 STALL_S = 5.0
 """Who waits for a chunk is sent away when no byte of it has come for so long."""
 MISSED_S = 3.0
 """What no upstream had is not asked for again before this."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(eq=False)
@@ -147,7 +146,7 @@ class Transfers:
                         await self._fetcher.chunk(chunk, what, deadline, into=into)
                     return
                 except OSError as error:
-                    if error.errno in _FULL and self._shelf.drop_one(version):
+                    if error.errno in FULL and self._shelf.drop_one(version):
                         continue
                     raise UserError(
                         f"cannot store a chunk of version {version}: {error.strerror}",

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from broadcast.client import WeightsClient
 from broadcast.loaded import LoadedVersions
+from learner_jax.compile_cache import cache_folder, keep_compiled
 from learner_jax.execution import execution, full_float32
 from learner_jax.leaves import load_params
 from learner_jax.model import bind
@@ -62,6 +63,7 @@ class JaxPrefill:
         # A validator has hardware of its own: the kernel is the platform's.
         learner = spec.learner.model_copy(update={"attention": "auto"})
         full_float32(learner.compute_dtype)
+        keep_compiled(cache_folder(spec))  # a validator that starts again has all that waits to do
         mesh = make_mesh(schema.Mesh(fsdp=len(jax.devices())))
         client = WeightsClient(
             weights.urls,

@@ -1,8 +1,8 @@
 """Processes that have vLLM imported when they start.
 
-vLLM's import takes ten seconds of a core. A fork server of `multiprocessing` imports it once for a
-process of tests. vLLM's engine processes and their ranks are forked from it, and so are programs
-that `Program` starts. The product itself spawns them: `orphan_maker` and whole runs show that.
+vLLM's import takes ten seconds of a core. The server of `sampler.engine.forked` imports it once for
+a process of tests. vLLM's engine processes are forked from it, and here their ranks and programs
+that `Program` starts as well.
 """
 
 from __future__ import annotations
@@ -11,61 +11,22 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import context, forkserver, popen_forkserver
-from multiprocessing.connection import wait
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+
+from sampler.engine import forked
+from sampler.engine.forked import CONTEXT, IN_VLLM
 
 SAMPLER = "import runpy; runpy.run_module('sampler', run_name='__main__', alter_sys=True)"
 """Code of `python -m sampler`."""
 
 
-class _Handle(popen_forkserver.Popen):
-    """Takes questions of several threads: the exit code arrives once, through a pipe."""
-
-    _lock = threading.Lock()
-
-    def poll(self, flag: int = os.WNOHANG) -> int | None:
-        if flag != os.WNOHANG and self.returncode is None:
-            wait([self.sentinel])
-        with self._lock:
-            return super().poll()
-
-
-class _Process(context.ForkServerProcess):
-    """Has the environment variables of the process that starts it, as a spawned one has."""
-
-    @staticmethod
-    def _Popen(process: _Process) -> _Handle:  # type: ignore[override]
-        process.variables = dict(os.environ)
-        return _Handle(process)
-
-    def run(self) -> None:
-        os.environ.clear()
-        os.environ.update(self.variables)
-        super().run()
-
-
-class Preloaded(context.ForkServerContext):
-    """The context of `multiprocessing` whose processes have vLLM imported."""
-
-    Process = _Process
-
-
-CONTEXT = Preloaded()
-IN_VLLM = SimpleNamespace(get_context=lambda method: CONTEXT)
-"""What `vllm.utils.system_utils` has for the module `multiprocessing`."""
-
-
 def serve() -> None:
     """Starts the server; it ends with this process."""
-    forkserver.set_forkserver_preload(["tests.preloads"])
-    forkserver.ensure_running()
+    forked.serve("tests.preloads")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import get_args
 from pydantic import TypeAdapter, ValidationError
 
 from runspec.core.distribution import install_command
-from runspec.core.errors import UserError
+from runspec.core.errors import NotNow, UserError
 from runspec.core.hashing import hash_parts
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.events import Event
@@ -28,10 +28,6 @@ from verify.ledger_store import LedgerStore, SqliteStore, StoredRow, StoreError,
 FIRST_CHAIN = bytes(32).hex()
 _KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 _CODECS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
-
-
-class NotNow(UserError):
-    """Nothing could be written just now (the disk is full, say): this process goes on as before."""
 
 
 class BadRow(ValueError):

@@ -198,8 +198,16 @@ def another_writes() -> StoreError:
     )
 
 
+def is_passing(error: OSError | sqlite3.Error) -> bool:
+    """Whether a later try may do: the disk is full, or another process is writing."""
+    return _code(error) & _PRIMARY in _PASSING
+
+
 def _store_error(error: OSError | sqlite3.Error) -> StoreError:
-    code = error.sqlite_errorcode if isinstance(error, sqlite3.Error) else sqlite3.SQLITE_OK
     # The log has the row then, and recovery after a crash may read it from there.
-    in_doubt = code == sqlite3.SQLITE_IOERR_FSYNC
-    return StoreError(str(error), passing=code & _PRIMARY in _PASSING, in_doubt=in_doubt)
+    in_doubt = _code(error) == sqlite3.SQLITE_IOERR_FSYNC
+    return StoreError(str(error), passing=is_passing(error), in_doubt=in_doubt)
+
+
+def _code(error: OSError | sqlite3.Error) -> int:
+    return error.sqlite_errorcode if isinstance(error, sqlite3.Error) else sqlite3.SQLITE_OK

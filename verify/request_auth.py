@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from runspec.core.hashing import digest_bytes, hash_parts, is_digest
-from runspec.core.keys import SigningKey, signature_is_valid
+from runspec.core.keys import SigningKey, is_public_key, signature_is_valid
 from runspec.core.roles import CLOCK_SKEW_S
 
 KEY, TIME, NONCE = "Runspec-Key", "Runspec-Time", "Runspec-Nonce"
@@ -117,6 +117,8 @@ class RequestChecker:
         body_digest, signature = headers.get(BODY, ""), headers.get(SIGNATURE, "")
         if not (is_digest(key) and is_digest(body_digest)):
             raise Unauthorised(f"{KEY} and {BODY} must be 64 hex characters each")
+        if not is_public_key(key):
+            raise Unauthorised(f"{key[:16]} is a key as which anybody can sign: make another")
         if not (_TIME.fullmatch(moment) and _NONCE.fullmatch(nonce)):
             raise Unauthorised(f"{TIME} must be seconds since the epoch, {NONCE} 32 hex characters")
         if abs(now - int(moment)) > CLOCK_SKEW_S:

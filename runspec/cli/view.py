@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from runspec.core.files import FULL
 from runspec.local.metrics import Row
 from runspec.local.state import RoleRow
 from runspec.local.supervisor import Watcher
@@ -58,7 +59,11 @@ class PlainView:
             self._print(line)
 
     def _print(self, line: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {line}", file=self._out, flush=True)
+        try:
+            print(f"{time.strftime('%H:%M:%S')} {line}", file=self._out, flush=True)
+        except OSError as error:
+            if error.errno not in FULL:  # a full disk: written with the next line that can be
+                raise
 
 
 class LiveView:

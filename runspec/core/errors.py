@@ -39,6 +39,10 @@ class BadUsage(UserError):
     exit_code = 2
 
 
+class NotNow(UserError):
+    """Nothing could be written just now (the disk is full, say): this process goes on as before."""
+
+
 @contextmanager
 def bad_usage() -> Iterator[None]:
     """Makes every UserError that is raised inside a BadUsage; decorates functions, too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -13,6 +14,8 @@ from typing import BinaryIO
 
 from runspec.core.errors import UserError
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk, or of a user's share of one, that is full."""
 _TEMPORARY = ".tmp-"
 _REMEDY = "free disk space or mend the permissions, then start again"
 

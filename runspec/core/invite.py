@@ -16,7 +16,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 from runspec.core.hashing import is_digest
-from runspec.core.keys import SigningKey
+from runspec.core.keys import SigningKey, is_public_key
 from runspec.core.signed import BadSignature, is_time, open_document, sign_document
 
 KIND, PROOF_KIND = "invite", "invited"
@@ -138,7 +138,7 @@ def open_invite(
 
 
 def _check_fields(invite: Invite) -> None:
-    if not (isinstance(invite.run, str) and is_digest(invite.key)):
+    if not (isinstance(invite.run, str) and is_public_key(invite.key)):
         raise BadSignature("invite: run or key is malformed")
     if not (invite.pool is None or isinstance(invite.pool, str)):
         raise BadSignature("invite: pool must be a name or null")

@@ -16,6 +16,11 @@ from runspec.core.files import temporary_name
 from runspec.core.hashing import is_digest
 
 _SIGNATURE = re.compile(r"[0-9a-f]{128}")
+_PRIME = 2**255 - 19
+_ORDER_8 = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
+_LOW_ORDER = {0, 1, _PRIME - 1, _ORDER_8, _PRIME - _ORDER_8}
+"""y of the eight points whose order divides 8 ("Taming the many EdDSAs", eprint 2020/1244, table 1;
+libsodium's `ge25519_has_small_order` has the same)."""
 
 
 class SigningKey:
@@ -96,9 +101,21 @@ class SigningKey:
         return self._private.sign(message).hex()
 
 
+def is_public_key(text: object) -> bool:
+    """Whether `text` can name a signer: 64 lower-case hexadecimal characters, one spelling a key.
+
+    Anybody can sign as a point of low order, and cryptography's `verify` accepts that. A y that is
+    not below the prime is a second spelling of another point (RFC 8032, 5.1.3).
+    """
+    if not is_digest(text):
+        return False
+    y = int.from_bytes(bytes.fromhex(str(text)), "little") % 2**255  # the top bit is the sign of x
+    return y < _PRIME and y not in _LOW_ORDER
+
+
 def signature_is_valid(public_hex: str, message: bytes, signature_hex: str) -> bool:
     """Whether the signature is this key's over this message; malformed input is simply false."""
-    if not is_digest(public_hex):  # a public key has the form of a digest: 32 bytes in hex
+    if not is_public_key(public_hex):
         return False
     if not isinstance(signature_hex, str) or _SIGNATURE.fullmatch(signature_hex) is None:
         return False  # fromhex takes capitals and blanks too: one signature, one spelling

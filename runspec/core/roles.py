@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from runspec.core.hashing import is_digest
-from runspec.core.keys import SigningKey
+from runspec.core.keys import SigningKey, is_public_key
 from runspec.core.signed import BadSignature, is_time, open_document, sign_document
 
 KIND = "roles"
@@ -72,7 +71,7 @@ def open_roles(data: bytes, *, root_public_key: str, run: str, now: float | None
     if not isinstance(roles, dict) or set(roles) != set(ROLE_NAMES):
         raise BadSignature("roles: must name exactly publisher, coordinator and validator")
     for name, keys in roles.items():
-        if not isinstance(keys, list) or not all(is_digest(key) for key in keys):
+        if not isinstance(keys, list) or not all(is_public_key(key) for key in keys):
             raise BadSignature(f"roles: {name} must be a list of public keys")
     held = {name: frozenset(roles[name]) for name in ROLE_NAMES}
     return Roles(run=run, issued=float(issued), expires=float(expires), **held)

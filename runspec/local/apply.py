@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from runspec.core.errors import UserError
@@ -21,7 +22,9 @@ from runspec.local.progress import RunProgress, StageProgress
 from runspec.local.role_errors import last_error
 from runspec.local.snapshot import REMEDY
 from runspec.local.state import RunState
+from runspec.local.storage import StorageWait
 from runspec.local.supervisor import Progress, Session, Supervisor, Watcher, describe_exit
+from verify.patience import STORAGE_S
 
 LOG_LINES = 20
 
@@ -60,6 +63,7 @@ def drive(
 ) -> Outcome:
     """`supervise` with the processes given: each stage by itself, then all roles at once."""
     live = LiveRun(run, state, roles_of)
+    state.storage = StorageWait(STORAGE_S, partial(watcher.event, "supervisor"), stop_requests)
     session = Session(run.directory / "logs", state, watcher, stop_requests, live.take)
 
     def until_end(specs: Sequence[RoleSpec], progress: Progress) -> Outcome:

@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from runspec.core.errors import UserError
+from runspec.core.errors import NotNow, UserError
+from runspec.core.files import FULL
 from runspec.core.process import SUPERVISOR
 from runspec.local.endpoints import port_answers
 from runspec.local.processes import RoleSpec
@@ -68,6 +69,7 @@ def start_child(role: RoleSpec, logs: Path) -> Child:
     """Starts a role in a process group of its own, its output appended to logs/<role>.log.
 
     Raises:
+        NotNow: the disk is too full for the log.
         UserError: the log cannot be written or the command cannot be started.
     """
     path = logs / f"{role.name}.log"
@@ -87,7 +89,7 @@ def start_child(role: RoleSpec, logs: Path) -> Child:
                     start_new_session=True,
                 )
     except OSError as error:
-        raise UserError(
+        raise (NotNow if error.errno in FULL else UserError)(
             f"cannot start {role.name}: {error}",
             place=str(path),
             remedy="free disk space or mend what the message names, then apply again",

@@ -16,8 +16,10 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from runspec.core.errors import UserError
+from runspec.core.errors import NotNow, UserError
+from runspec.local.storage import StorageWait
 from verify.formats.layout import STATE_FILE
+from verify.ledger_store import is_passing
 
 T = TypeVar("T", "RunRow", "RoleRow", "EventRow", "SessionRow", "AppliedRow", "RequestRow")
 BUSY_S = 10.0
@@ -119,6 +121,8 @@ class RunState:
     """
 
     def __init__(self, run_dir: Path) -> None:
+        self.storage = StorageWait()
+        """Decides how often a statement is tried; once, unless the supervisor sets another."""
         self._path = run_dir / STATE_FILE
         with self._errors():
             if self._path.exists() and not os.access(run_dir, os.W_OK):
@@ -230,12 +234,10 @@ class RunState:
 
     def _write(self, statement: str, values: tuple = ()) -> int:
         """Returns the id of the row that was inserted, if one was."""
-        with self._errors():
-            return self._db.execute(statement, values).lastrowid or 0
+        return self._execute(statement, values)[1]
 
     def _number(self, statement: str) -> float:
-        with self._errors():
-            return float(self._db.execute(statement).fetchone()[0])
+        return float(self._execute(statement)[0][0][0])
 
     def _row(self, kind: type[T], where: str, *values: object) -> T | None:
         return next(iter(self._rows(kind, where, *values)), None)
@@ -243,9 +245,17 @@ class RunState:
     def _rows(self, kind: type[T], where: str, *values: object) -> list[T]:
         """Rows as values of a dataclass, whose fields are columns."""
         columns = ", ".join(kind.__dataclass_fields__)
-        with self._errors():
-            found = self._db.execute(f"SELECT {columns} {where}", values).fetchall()
-        return [kind(*row) for row in found]
+        return [kind(*row) for row in self._execute(f"SELECT {columns} {where}", values)[0]]
+
+    def _execute(self, statement: str, values: tuple = ()) -> tuple[list[tuple], int]:
+        """Returns the rows that were found, and the id of the row that was inserted, or 0."""
+
+        def attempt() -> tuple[list[tuple], int]:
+            with self._errors():
+                cursor = self._db.execute(statement, values)
+                return cursor.fetchall(), cursor.lastrowid or 0
+
+        return self.storage(attempt)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -253,7 +263,7 @@ class RunState:
             yield
         except sqlite3.Error as error:
             damaged = not isinstance(error, sqlite3.OperationalError)
-            raise UserError(
+            raise (NotNow if is_passing(error) else UserError)(
                 f"cannot use the run's state: {error}",
                 place=str(self._path),
                 remedy="bring the file back from a copy, or `runspec delete` the run"

@@ -193,8 +193,8 @@ class Supervisor:
     def _act(self, action: Action) -> None:
         match action.do:
             case "start":
-                child = start_child(self._specs[action.role], self._session.logs)
-                self._children[action.role] = child
+                start = partial(start_child, self._specs[action.role], self._session.logs)
+                self._children[action.role] = self._session.state.storage(start)
             case "stop":
                 self._children[action.role].send(signal.SIGTERM)
             case "kill":

@@ -37,6 +37,7 @@ from sampler.engine.checks import (
     require_same_logprobs,
 )
 from sampler.engine.core import Core, EngineDied, Start, StartFailed
+from sampler.engine.forked import IN_VLLM, serve
 from sampler.engine.front import Front, Submission
 from sampler.engine.loop import Loop
 from sampler.engine.requests import (
@@ -90,7 +91,7 @@ class Engine:
         self.running = 0
         """Sequences submitted and not finished."""
         # vLLM's import takes seconds, in which the first version may arrive.
-        self._loop.run(_import())
+        self._loop.run(_import(forked=pool.hardware.kind == "cpu"))
 
     @property
     def capacity(self) -> int:
@@ -374,10 +375,14 @@ class Engine:
         return self._front
 
 
-async def _import() -> None:
+async def _import(*, forked: bool) -> None:
     """What modules make stays: looking for garbage in it was a fifth of the import's time."""
+    if forked:
+        serve()
     gc.disable()
     try:
-        import vllm.v1.engine.async_llm  # noqa: F401
+        import vllm.v1.engine.async_llm
     finally:
         gc.enable()
+    if forked:
+        vllm.utils.system_utils.multiprocessing = IN_VLLM

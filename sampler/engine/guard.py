@@ -29,7 +29,7 @@ _beside: list[int] = []
 
 
 def guard_from_the_start() -> None:
-    """In an engine core: `die_with_parent`, called before it imports vLLM, which takes seconds."""
+    """In an engine core: `die_with_parent`, called before it starts vLLM, which takes seconds."""
     if multiprocessing.current_process().name.startswith(CORE_NAME):
         _wait_for_parent()
 
@@ -37,10 +37,9 @@ def guard_from_the_start() -> None:
 def die_with_parent() -> None:
     """From now on this process, and a coordinator beside it, are killed as soon as the one that
     spawned them is gone."""
-    parent = multiprocessing.parent_process()
-    if parent is None or parent.pid is None:
+    if multiprocessing.parent_process() is None:
         raise RuntimeError("no process of multiprocessing's")
-    _beside[:] = _named_children(parent.pid, COORDINATOR)
+    _beside[:] = _named_children(os.getppid(), COORDINATOR)  # the server's, where it was forked
     _wait_for_parent()
 
 

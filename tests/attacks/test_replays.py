@@ -15,8 +15,9 @@ from runspec.core.hashing import digest_bytes
 from tests.attacks.setting import fresh, refused, rejection, take_lease
 from tests.verify.bench import Bench, lease_for
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission
-from tests.verify.coordinator.over_http import granted
+from tests.verify.coordinator.over_http import granted, post, status
 from tests.verify.small_model import Worker, fixed_key
+from tests.weak_keys import WEAK_KEYS, WeakKey
 from verify.client import SubmissionRefused
 from verify.formats.lease import lease_digest
 from verify.formats.submission import Rollout, sign_submission
@@ -123,6 +124,17 @@ class TestAnotherWorkersFile:
             proofs=build_proofs(made.hidden),
             length_penalty=float(np.float32(length)),
         )
+
+
+class TestWeakKey:
+    """Comes with a key as which anybody can sign, so that nobody can be held to what it did."""
+
+    @pytest.mark.parametrize("public_hex", WEAK_KEYS)
+    def test_it_is_not_registered(self, site: Site, public_hex: str) -> None:
+        body = canonical_json({"pool": "near", "info": {}})
+        answer = post(site, WeakKey(public_hex), "/v1/workers", body)
+        assert (answer.status_code, "anybody can sign" in answer.text) == (401, True)
+        assert public_hex not in {worker["key"] for worker in status(site)["workers"]}
 
 
 class TestReplayedRequest:

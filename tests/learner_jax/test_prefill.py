@@ -260,8 +260,13 @@ def published(run: Run) -> Iterator[tuple[Run, str]]:
 
 @pytest.mark.parametrize(("name", "kind"), [("jax", JaxPrefill), ("torch", TorchPrefill)])
 def test_versions_are_fetched_checked_and_kept_apart(
-    name: str, kind: type, published: tuple[Run, str], tmp_path: Path
+    name: str,
+    kind: type,
+    published: tuple[Run, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # given an engine, loaded by its name, that knows the run's root key and a URL
     run, url = published
     where = WeightsLocation(run.spec.name, [url], run.root.public_hex, tmp_path / "cache")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from runspec.core.errors import UserError
+from runspec.core.errors import NotNow, UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
@@ -30,7 +30,7 @@ from verify.coordinator.events import (
 )
 from verify.coordinator.transitions import replay
 from verify.formats.lease import open_lease
-from verify.ledger import Ledger, NotNow, decode_event, open_ledger
+from verify.ledger import Ledger, decode_event, open_ledger
 from verify.ledger_store import LedgerStore, SqliteStore, StoreError
 
 Open = Callable[[], LedgerStore]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from runspec.core.errors import UserError
+from runspec.core.errors import NotNow, UserError
 from runspec.core.files import write_atomic
 from runspec.core.keys import SigningKey
 from runspec.core.latest import Latest
@@ -21,7 +21,6 @@ from verify.coordinator.stalls import RUN_DIR, Stalled
 from verify.coordinator.state import Tally
 from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
 from verify.formats.layout import STATE_FILE
-from verify.ledger import NotNow
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runspec.core.errors import UserError
+from runspec.core.errors import NotNow, UserError
 from runspec.core.files import remove_leftovers, write_atomic
 from runspec.core.process import RunStopped
 from verify.coordinator.consequences import recorded
@@ -25,7 +25,7 @@ from verify.coordinator.state import State
 from verify.coordinator.transitions import apply
 from verify.formats import batch as batch_format
 from verify.formats.layout import STATE_FILE, SubmissionFiles, step_folder, submission_files
-from verify.ledger import Ledger, NotNow
+from verify.ledger import Ledger
 from verify.patience import STORAGE_S
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.connection_limits import connection_of
-from runspec.core.errors import UserError
+from runspec.core.errors import NotNow, UserError
 from runspec.core.hashing import digest_bytes, is_digest
 from runspec.core.roles import Roles
 from runspec.core.signed import BadSignature
@@ -36,7 +36,6 @@ from verify.coordinator.status import Status
 from verify.coordinator.transitions import IllegalTransition
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
-from verify.ledger import NotNow
 from verify.request_auth import ENVELOPE, SignedRequest, Unauthorised
 
 _log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from typing import NoReturn
 
 import aiohttp
 
+from runspec.core.errors import NotNow
 from runspec.core.latest import MAX_BYTES, Latest, open_latest
 from runspec.core.roles import Roles
 from runspec.core.signed import BadSignature
-from verify.ledger import NotNow
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 10

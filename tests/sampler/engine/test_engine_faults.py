@@ -182,15 +182,15 @@ def _ask_until_it_ends(process: BaseProcess) -> None:
         pass
 
 
-def spawning_front(log: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """The process of `orphan_maker`, which starts vLLM's as the product does."""
+def front_of_its_own(log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """The process of `orphan_maker`, whose server forks vLLM's as the product's does."""
     with log.open("wb") as out:
         command = [sys.executable, "-c", ORPHAN_MAKER, *arguments]
         return subprocess.Popen(command, stdout=out)
 
 
 def forking_front(log: Path, *arguments: str) -> Program:
-    """The same, whose processes are forked from the server of `tests.preloaded`."""
+    """The same, which is forked from the server of `tests.preloaded`, as its processes are."""
     return Program(ORPHAN_MAKER, *arguments, log=log)
 
 
@@ -198,7 +198,7 @@ def forking_front(log: Path, *arguments: str) -> Program:
 @pytest.mark.parametrize(
     ("start", "kinds", "end"),
     [
-        (spawning_front, ["1,2", "starting"], signal.SIGKILL),
+        (front_of_its_own, ["1,2", "starting"], signal.SIGKILL),
         (forking_front, ["1,1", "2,1"], signal.SIGTERM),
     ],
 )
@@ -227,7 +227,9 @@ def test_no_process_of_vllms_outlives_its_front(
         pids = set(descendants()) - before
         assert len(pids) > len(kinds)
         if "starting" in kinds:
-            eventually(lambda: set(_spawned(front.pid)) - pids, "a core starts", deadline_s=WAIT_S)
+            eventually(
+                lambda: set(descendants(front.pid)) - pids, "a core starts", deadline_s=WAIT_S
+            )
             pids |= set(descendants(front.pid))
         # when it ends without a chance to clean up
         front.send_signal(end)
@@ -267,12 +269,6 @@ def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
     threading.Event().wait(IDLE_S)
     # then its core has slept
     assert cpu_seconds(core) - before < IDLE_CPU_S
-
-
-def _spawned(pid: int) -> list[int]:
-    """Processes below one that `multiprocessing` spawned."""
-    words = {child: Path(f"/proc/{child}/cmdline") for child in descendants(pid)}
-    return [c for c, path in words.items() if path.exists() and b"spawn_main" in path.read_bytes()]
 
 
 def _threads_of_engines() -> set[str]:

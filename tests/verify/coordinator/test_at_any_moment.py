@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.errors import UserError
+from runspec.core.errors import NotNow, UserError
 from runspec.core.keys import SigningKey
 from runspec.core.latest import Latest
 from runspec.core.process import RunStopped
@@ -36,7 +36,7 @@ from verify.formats.layout import submission_files
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
-from verify.ledger import Ledger, NotNow
+from verify.ledger import Ledger
 
 ACTS = 500
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from runspec.core.errors import UserError
+from runspec.core.errors import NotNow, UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, verdict
@@ -28,7 +28,6 @@ from verify.coordinator.activity import Activity
 from verify.coordinator.closing import Closing
 from verify.coordinator.events import CoordinatorStarted, StepClosed
 from verify.coordinator.journal import Journal
-from verify.ledger import NotNow
 from verify.patience import STORAGE_S
 
 
