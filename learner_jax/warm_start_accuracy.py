@@ -14,7 +14,7 @@ from runspec.core.spec.schema import RunSpec
 from verify.plugins import Split, WarmStartData
 
 SAMPLED_PROBLEMS = 64
-"""Of each split, answered by the model when it is made."""
+"""Number of problems of each split that a new model answers."""
 FEW_RIGHT = 0.05
 """Share of right answers to training problems under which a run has little to learn from."""
 

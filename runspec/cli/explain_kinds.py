@@ -27,7 +27,7 @@ def kinds() -> dict[tuple[str, str], EntryPoint]:
 
 
 def kind_paragraphs(point: EntryPoint) -> Iterator[str]:
-    """What a kind's class says of itself, how a spec names it, and which package brings it."""
+    """Yields the docstring of a kind's class, how a spec names it, and which package brings it."""
     said = inspect.cleandoc(_docstring(point) or "Its package does not say what it is.")
     yield from said.partition("\n\nRaises:")[0].partition("\n\nArgs:")[0].split("\n\n")
     example = _GROUPS[point.group][1].format(point.name)

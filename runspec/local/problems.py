@@ -34,7 +34,7 @@ five seconds."""
 SHOWN_AFTER_S = 3.0
 """Seconds after which its progress is shown."""
 MODULES = ("sampler", "numpy", "tokenizers", "pyarrow")
-"""What it imports."""
+"""Packages that the check imports."""
 _INFORMS = " I check "
 """Before what its log says at level INFO (`runspec.core.process.setup_logging`)."""
 _LOG, _REPORT = "log", "report.json"
@@ -46,7 +46,7 @@ _LINES = 10
 
 @dataclass(frozen=True)
 class CheckedProblems:
-    """What was found."""
+    """The result of a check."""
 
     lacking: Sequence[Missing]
     notes: Sequence[str]
@@ -54,7 +54,7 @@ class CheckedProblems:
 
 
 def absent_modules(is_installed: Callable[[str], bool] = module_is_installed) -> list[str]:
-    """What the check imports and this machine has not installed."""
+    """Packages that the check imports and this machine lacks."""
     return [name for name in MODULES if not is_installed(name)]
 
 
@@ -143,6 +143,6 @@ def _run(command: Sequence[str], folder: Path, say: Callable[[str], None], silen
 
 
 def _progress(log: Path) -> str:
-    """What it is at, less what plug-ins print; empty where it has not said so."""
+    """The newest step that the check has logged; empty where there is none."""
     told = [line.partition(_INFORMS)[2] for line in last_lines(log, _LINES)]
     return next((f"reading the problems: {text}" for text in reversed(told) if text), "")

@@ -1,4 +1,4 @@
-"""What a role says went wrong: the last error in its log."""
+"""Finds the last error that a role has logged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RoleError:
     """An error for people; each text is one printable line."""
 
     thing: str
-    """What is wrong, with its place."""
+    """The fault, with its place."""
     remedy: str = ""
 
 

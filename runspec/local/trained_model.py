@@ -40,7 +40,7 @@ def trained_model(run_dir: Path, spec: RunSpec) -> list[str]:
 
 
 def _lacking(folder: Path) -> Iterator[str]:
-    """What of a complete directory is not there."""
+    """Yields a line for each part that the directory lacks."""
     from bridge.safetensors_io import read_headers  # draws numpy
 
     try:

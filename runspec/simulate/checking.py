@@ -32,7 +32,7 @@ _REASONS = {
 class _Validator:
     name: str
     dice: Random
-    """Of its failures, and of what it recomputes."""
+    """Draws its failures, and which submissions it recomputes."""
     submission: str | None = None
     works: bool = True
     life: int = 0

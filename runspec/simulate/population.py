@@ -32,11 +32,11 @@ Misdeed = Literal["withhold", "rubbish", "wrong", "refuse"]
 
 
 class StrategyBlock(Block):
-    """What the workers of a group do with a lease (`runspec.simulate.strategies`)."""
+    """How the workers of a group answer a lease (`runspec.simulate.strategies`)."""
 
     kind: StrategyKind = "honest"
     misdeed: Misdeed = "withhold"
-    """What `alternate`, `sleeper` and `collude` do where they are not honest."""
+    """How `alternate`, `sleeper` and `collude` answer where they are not honest."""
     honest: Count = 1
     """`alternate`: leases of every `of` that are answered honestly."""
     of: Count = 4
@@ -65,10 +65,10 @@ class Group(Block):
     name: Name
     count: ProcessesOrNone
     pool: Name | None = None
-    """Of the spec; null: the first."""
+    """The pool of the spec; null: the first."""
     hardware: Hardware | None = None
-    """Of one worker, with the pool's model: its speed is the roofline of `runspec plan`. Null: the
-    pool's."""
+    """Devices of one worker, with the pool's model: its speed is the roofline of `runspec plan`. Null:
+    the pool's."""
     tokens_per_s: Positive | None = None
     """Measured speed of one worker, in place of the roofline."""
     speed: Positive = 1.0

@@ -1,4 +1,4 @@
-"""What a simulated run came to: plain data."""
+"""The result of a simulated run, as plain data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """What became of one group of the population."""
+    """The outcome of one group of the population."""
 
     name: str
     strategy: str
@@ -65,7 +65,7 @@ class Result:
     ended: str
     """`finished`, `stalled`, or `max_hours`: `budget.max_hours`, or `run.LONGEST_H`, is over."""
     reason: str
-    """Of a stall, with what the step waited for; else for what the next step waits."""
+    """Why the run stalled, with what the step waited for; else, what the next step waits for."""
     remedy: str
     seconds: float
     steps: tuple[StepResult, ...]

@@ -1,4 +1,4 @@
-"""What a worker does with a lease: the honest one, and the hostile ones.
+"""Strategies decide how a worker answers a lease: an honest one, and hostile ones.
 
 A strategy sees what a worker sees: its leases, and the verdicts on its submissions.
 """
@@ -18,7 +18,7 @@ Content = Literal["rollouts", "wrong", "rubbish"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a lease comes to."""
+    """How a worker answers a lease."""
 
     what: Content | Literal["withhold", "refuse"]
     """`refuse`: the lease is given back."""

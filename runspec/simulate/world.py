@@ -222,8 +222,8 @@ class World:
 
 
 def _kind(state: State, key: str) -> tuple | None:
-    """What decides on a lease for a worker that has nothing unsettled and nothing rejected; None
-    for any other worker."""
+    """The key of equal workers, which get equal leases: those with nothing unsettled and nothing
+    rejected. None for any other worker."""
     worker = state.workers[key]
     if state.unsettled.get(key) or any(step.rejected.get(key) for step in state.steps.values()):
         return None

@@ -25,7 +25,7 @@ _LIBRARIES = (
     ("torch", "../torch.libs/libgomp*.so*"),
     ("torch", "lib/libgomp*.so*"),
 )
-"""What vLLM has the loader put before all else in a core of CPUs: package, and pattern in it."""
+"""Libraries that vLLM preloads in a core of CPUs: package, and pattern in it."""
 
 
 class _Handle(popen_forkserver.Popen):
@@ -66,7 +66,7 @@ class Forked(context.ForkServerContext):
 
 CONTEXT = Forked()
 IN_VLLM = SimpleNamespace(get_context=lambda method: CONTEXT)
-"""What `vllm.utils.system_utils` has for the module `multiprocessing`: vLLM's own setting takes no
+"""Stands in `vllm.utils.system_utils` for the module `multiprocessing`: vLLM's own setting takes no
 way to start processes but spawning and forking the worker, which has threads."""
 
 
@@ -83,7 +83,7 @@ def serve(preload: str = "sampler.engine.preload") -> None:
 
 @contextmanager
 def _libraries_first() -> Iterator[None]:
-    """What starts inside the block is loaded as vLLM has its cores loaded."""
+    """Processes that start inside the block preload the libraries that vLLM's cores preload."""
     before = os.environ.get("LD_PRELOAD")
     found = [path for package, pattern in _LIBRARIES for path in _find(package, pattern)]
     os.environ["LD_PRELOAD"] = ":".join([*found, before] if before else found)

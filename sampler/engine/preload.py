@@ -1,4 +1,4 @@
-"""What the server of `sampler.engine.forked` imports. It ends with the worker, not before."""
+"""The modules that the server of `sampler.engine.forked` imports. It ends with the worker."""
 
 from __future__ import annotations
 

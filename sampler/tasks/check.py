@@ -46,11 +46,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Checked:
-    """What was found."""
+    """The result of a check."""
 
     max_prompt_tokens: int
     faults: list[UserError] = field(default_factory=list)
-    """What would end the run, or leave it without rewards; `place` is a path of the spec."""
+    """Faults that end the run or leave it without rewards; `place` is a path of the spec."""
     notes: list[str] = field(default_factory=list)
     """A line for each source: how many problems there are, and how many are left out."""
 
@@ -237,7 +237,7 @@ def _try_graders(
 
 
 def _ungraded(source: ProblemSource, kind: str, names: Collection[str]) -> tuple[str, str]:
-    """What to say of a task type without a reward, and what to do about it."""
+    """Message and remedy for a task type without a reward."""
     count = len(source)
     if len(source.task_types) > 1:
         count = sum(source.problem(i).task_type == kind for i in range(len(source)))

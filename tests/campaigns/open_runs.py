@@ -1,4 +1,4 @@
-"""What random mixtures of up to 1,000 hostile keys do to a simulated run.
+"""Measures what random mixtures of up to 1,000 hostile keys do to a simulated run.
 
 Each mixture meets a run with one known worker, and one with two honest strangers. The factor is the
 time of the run over its time without hostile keys.

@@ -26,7 +26,7 @@ _MISDEEDS = ("withhold", "rubbish", "wrong", "refuse")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a mixture does to a run."""
+    """The effect of a mixture on a run."""
 
     factor: float
     """Time of all steps over that without hostile keys; of a run that stalls, of its steps."""

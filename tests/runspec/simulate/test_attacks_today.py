@@ -1,4 +1,4 @@
-"""What hostile keys do to a run TODAY: the three attacks that the promise of an open run is about.
+"""The three attacks that the promise of an open run is about, with their effect TODAY.
 
 These tests hold the faults. A mechanism that keeps the promise makes them fail; then each is turned
 into what is promised: the run finishes within 1.5 times its undisturbed time.

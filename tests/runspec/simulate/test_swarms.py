@@ -1,4 +1,4 @@
-"""What members of a swarm do to a run: churn, validators that fail, every strategy."""
+"""Members of a swarm: churn, validators that fail, every strategy."""
 
 from __future__ import annotations
 
