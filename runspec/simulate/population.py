@@ -67,8 +67,8 @@ class Group(Block):
     pool: Name | None = None
     """The pool of the spec; null: the first."""
     hardware: Hardware | None = None
-    """Devices of one worker, with the pool's model: its speed is the roofline of `runspec plan`. Null:
-    the pool's."""
+    """Devices of one worker, which has the pool's model: `runspec plan` says how fast they are.
+    Null: the pool's."""
     tokens_per_s: Positive | None = None
     """Measured speed of one worker, in place of the roofline."""
     speed: Positive = 1.0

@@ -38,7 +38,7 @@ class Record:
     sanctions: list[Sanction] = field(default_factory=list)
     waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """By worker and name, counts of leases (accepted, rejected, withheld) and groups (trained, ...)."""
+    """Counts of leases (accepted, rejected, withheld) and of groups, by worker and name."""
     _waits: tuple[float, str] = (0.0, "the publisher")
 
     def take(self, before: State, event: Event) -> None:
