@@ -22,6 +22,8 @@ from runspec.core.spec.yaml_nodes import parse_yaml
 from tests.first_run_page import blocks, commands, files
 from tests.runspec.lock.repository import write_model
 
+pytestmark = pytest.mark.slow
+
 NEED_A_RUN = ("runspec apply", "runspec status", "runspec describe", "runspec logs")
 NEED_AN_ENGINE = ("python -m sampler solve-rates",)
 

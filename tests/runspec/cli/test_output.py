@@ -14,6 +14,8 @@ import pytest
 from tests.harness import ROOT, TARGET_SHORT
 from tests.waiting import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def unread() -> Iterator[int]:

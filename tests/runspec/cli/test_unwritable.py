@@ -17,6 +17,8 @@ from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import prepared, small_spec
 from tests.waiting import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 SPEC = (TARGET_SHORT, "--profile", "laptop", "--set", "name=small")
 Bound = Callable[..., CompletedProcess[str]]
 

@@ -29,6 +29,8 @@ from verify.coordinator.events import CoordinatorStarted, NonceDrawn, StepClosed
 from verify.formats.layout import STATE_FILE
 from verify.ledger import Ledger
 
+pytestmark = pytest.mark.slow
+
 CHANGED = ("seed=7", "steps=3", "algorithm.group_size=4", "checkpoints.every=3")
 
 

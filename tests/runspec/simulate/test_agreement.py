@@ -72,6 +72,7 @@ validators: {count: 8, fails: 6h}
 """
 
 
+@pytest.mark.slow
 def test_a_thousand_workers_and_a_hundred_steps(tmp_path: Path):
     spec = [SPECS / "target_long.yaml", "--set", "steps=100"]
     begun = time.process_time()
