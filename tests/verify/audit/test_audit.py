@@ -145,6 +145,7 @@ def test_any_byte_of_any_row_is_found(audited: Site, data: st.DataObject):
     with closing(sqlite3.connect(audited.run_dir / "state.db")) as database:
         rows = database.execute(
             "SELECT seq, CAST(kind AS BLOB), CAST(body AS BLOB), CAST(chain AS BLOB) FROM ledger"
+            " ORDER BY seq"
         ).fetchall()
     seq, *texts = data.draw(st.sampled_from(rows), label="row")
     column = data.draw(st.sampled_from(["kind", "body", "chain", "seq"]), label="column")
@@ -168,6 +169,8 @@ def test_any_byte_of_any_row_is_found(audited: Site, data: st.DataObject):
         copy.execute(statement, changed, seq)
 
     expected = {"rows"} if column == "seq" else {"chain"}
+    if column == "seq" and number + 1 == seq == rows[-1][0]:
+        expected = {"chain"}  # the newest row in the place of the one before: no number is missing
     assert expected <= whats(copy)
 
 
