@@ -11,8 +11,6 @@ import pytest
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import prepared, small_spec
-from tests.sampler.grading.plugin import install
-from tests.sampler.tasks.row_files import make_rows, write_jsonl
 
 LAPTOP = ROOT / "specs" / "profiles" / "laptop.yaml"
 
@@ -128,47 +126,4 @@ def test_a_directory_of_a_model_that_lacks_something_is_named_with_what(
     assert done.returncode == 1
     assert squeezed(said.format(folder)) in squeezed(done.stderr)
     assert "hf download" not in done.stderr
-    assert not (tmp_path / "runs").exists()
-
-
-GRADER = """\
-class Chess:
-    role = "task"
-
-    def __init__(self, reward):
-        pass
-
-    def score(self, problem, answer):
-        return float(problem.verification["solution"] == answer)
-"""
-
-
-def test_a_grader_that_raises_is_found_before_a_role_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # given a package whose reward raises on every answer
-    points = "[runspec.rewards]\nchess = chess_kinds:Chess\n"
-    install(tmp_path, monkeypatch, "chess_kinds", points, GRADER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    rows = [row | {"task_type": "chess"} for row in make_rows(60)]
-    spec = tmp_path / "spec.yaml"
-    spec.write_text(
-        f"extends: [{TARGET_SHORT}, {LAPTOP}]\n"
-        f"data: {{sources: {{spell_backward: null, mine: {{kind: jsonl, uri: rows.jsonl}}}}}}\n"
-        "reward: {spelling: null, mine: {kind: chess}}\n"
-    )
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    # when it is applied
-    done = runspec("apply", spec, "--runs-dir", tmp_path / "runs")
-    # then the reward, the answer and the exception are named, and nothing was made
-    assert done.returncode == 1
-    said = squeezed("reward.mine the grader of kind chess fails on the answer '': p-0: KeyError")
-    assert said in squeezed(done.stderr)
-    assert not (tmp_path / "runs").exists()
-    # and a row without a task type is named with its file and its number
-    del rows[6]["task_type"]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    done = runspec("apply", spec, "--runs-dir", tmp_path / "runs")
-    assert done.returncode == 1
-    assert squeezed("data.sources.mine rows.jsonl:7: task_type is missing") in squeezed(done.stderr)
     assert not (tmp_path / "runs").exists()

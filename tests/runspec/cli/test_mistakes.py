@@ -189,7 +189,10 @@ def of_another_type(rows: list[dict[str, object]]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (without("task_type"), ("problems.jsonl", "17", "task_type", "missing")),
+        (
+            without("task_type"),
+            ("sources.problems", "problems.jsonl:17", "task_type is missing"),
+        ),
         (without("verification_info"), ("problems.jsonl", "17", "verification_info", "missing")),
         (of_another_type, ("poetry", "math", "reward")),
     ],
@@ -221,7 +224,7 @@ class Term:
     ("source", "words"),
     [
         ("import no_such_library\n" + RAISES, ("no_such_library", "own_rewards.py:1")),
-        (RAISES, ("KeyError: 'gold'", "own_rewards.py:8")),
+        (RAISES, ("reward.mine", "kind mine", "answer ''", "KeyError: 'gold'", "own_rewards.py:8")),
     ],
     ids=["does not import", "raises on the first answer"],
 )

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from runspec.simulate.workers import HONEST_POLL_S, LONGEST_POLL_S
+from sampler.worker.worker import LEASE_POLL_S
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.simulate.simulated import LAPTOP, group, simulated
+from verify.coordinator.server import MAX_WAIT_S
 
 OWN = "workers:\n  - {name: own, count: 2, known: true}\n"
 SHORT_LEASES = ("--set", "verify.lease_timeout=5s")
@@ -129,3 +132,7 @@ def test_people_read_a_table_and_a_page(tmp_path: Path):
     assert "the next step to close waits for: " in ended.stdout
     assert "x quarantined" in ended.stdout
     assert page.read_text().count("<svg") == 2
+
+
+def test_its_polls_are_those_of_the_worker_and_the_server():
+    assert (HONEST_POLL_S, LONGEST_POLL_S) == (LEASE_POLL_S, MAX_WAIT_S)
