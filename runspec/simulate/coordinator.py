@@ -15,6 +15,7 @@ from verify.coordinator.events import (
     Event,
     LeaseExpired,
     LeaseGranted,
+    LeaseOverdue,
     LeaseReleased,
     LeaseResumed,
     NonceDrawn,
@@ -57,10 +58,10 @@ class Coordinator:
         for new in events:
             self._observe(before, new)
 
-    def register(self, key: str, pool: str, invite: str | None) -> None:
+    def register(self, key: str, pool: str, *, known: bool) -> None:
         """Makes a key a worker."""
         if key not in self.state.workers:
-            self.record(WorkerRegistered(self._clock.now, key, pool, invite))
+            self.record(WorkerRegistered(self._clock.now, key, pool, own=known))
 
     def publish(self, version: int) -> None:
         """Takes note of a version."""
@@ -82,6 +83,8 @@ class Coordinator:
                     self.record(NonceDrawn(now, step, self._name("nonce"), len(state.workers)))
                 case filling.Resume(record):
                     self.record(LeaseResumed(now, record.digest))
+                case filling.Overdue(record):
+                    self.record(LeaseOverdue(now, record.digest))
                 case filling.Grant():
                     lease = filling.granted_lease(state, key, decision, run="simulated", now=now)
                     self.record(LeaseGranted(now, lease, self._name("lease"), ""))
@@ -89,11 +92,7 @@ class Coordinator:
     def release(self, digest: str) -> None:
         """Takes a lease back, where the coordinator does."""
         record = self.state.leases.get(digest)
-        if (
-            record is not None
-            and record.status == "open"
-            and filling.takes_back(self.state, record)
-        ):
+        if record is not None and record.status == "open" and filling.takes_back(record):
             self.record(LeaseReleased(self._clock.now, digest))
 
     def submit(self, digest: str) -> bool:
@@ -113,19 +112,15 @@ class Coordinator:
             if isinstance(decision, Stalled):
                 self.stalled = decision
                 return
+            if isinstance(decision, filling.Waiting):
+                self.record(CoordinatorStarted(now))
+                return
             self.record(StepClosed(now, decision.step, decision.groups, ""))
 
-    def has_work(self) -> bool:
-        """Whether a worker of some kind may be leased groups now."""
-        state = self.state
-        newest, level = state.newest, state.policy.async_level
-        if newest is None or len(state.to_judge) >= self._backlog:
-            return False
-        last = min(state.policy.steps, newest.version + level + 1)
-        return any(
-            number not in state.steps or filling.leasable_groups(state, number) > 0
-            for number in range(state.next_close, last)
-        )
+    @property
+    def full(self) -> bool:
+        """Whether so much waits for a verdict that nothing is leased."""
+        return len(self.state.to_judge) >= self._backlog
 
     def _name(self, kind: str) -> str:
         self._count += 1

@@ -61,8 +61,7 @@ class Worker:
     def _arrive(self) -> None:
         group, clock = self.member.group, self._world.clock
         self.present, self._since = True, clock.now
-        invite = "invite" if group.known else None
-        self._world.coordinator.register(self.key, self.member.pool, invite)
+        self._world.coordinator.register(self.key, self.member.pool, known=group.known)
         self.fetch()
         if group.stays is not None:
             away = self._drawn(group.away)

@@ -25,7 +25,7 @@ from runspec.simulate.workers import Worker
 from verify.coordinator import filling
 from verify.coordinator.events import Event, LeaseGranted, StepClosed, SubmissionJudged
 from verify.coordinator.policy import Policy
-from verify.coordinator.state import State
+from verify.coordinator.state import Rank, State
 
 _LOOKS = 60
 """Looks at waiting workers within one `lease_timeout`, where time alone may give them work."""
@@ -166,36 +166,33 @@ class World:
         self._record.waits(self.clock.now, self.coordinator.state)
 
     def _grant(self) -> None:
-        """Leases work to those who wait, the earliest question first.
+        """Leases work to those who wait, in turn.
 
         Of workers that hold nothing and differ in nothing that decides, one refusal counts for all.
         """
-        if not self._waiting or not self.coordinator.has_work():
+        asking = {worker.key: worker for worker in self._waiting}
+        if not asking or self.coordinator.full:
             return
         now, refused = self.clock.now, set[tuple]()
-        for worker in sorted(self._waiting, key=self._asked_at):
-            state = self.coordinator.state
-            if worker.key in state.bans:
+        for key in filling.in_turn(self.coordinator.state, asking):
+            worker, state = asking[key], self.coordinator.state
+            if key in state.bans:
                 del self._waiting[worker]
                 continue
-            kind = _kind(state, worker.key)
+            kind = _kind(state, key)
             if kind in refused:
                 continue
-            record = self.coordinator.lease(worker.key, worker.holding())
+            record = self.coordinator.lease(key, worker.holding())
             if record is not None:
                 del self._waiting[worker]
                 worker.granted(record)
-                if not self.coordinator.has_work():
-                    return
             elif kind is not None:
                 refused.add(kind)
         if self._waiting:
-            self._look_at = now + max(1.0, self.coordinator.state.policy.lease_timeout_s / _LOOKS)
-
-    def _asked_at(self, worker: Worker) -> float:
-        """When the open question of a waiting worker began."""
-        first, now = self._waiting[worker], self.clock.now
-        return first + (now - first) // worker.poll_s * worker.poll_s
+            state = self.coordinator.state
+            look = now + max(1.0, state.policy.lease_timeout_s / _LOOKS)
+            due = filling.next_overdue(state, [worker.key for worker in self._waiting], now)
+            self._look_at = min(self._look_at, look, due or look)
 
     # Learner and publisher.
 
@@ -222,9 +219,8 @@ class World:
 
 
 def _kind(state: State, key: str) -> tuple | None:
-    """The key of equal workers, which get equal leases: those with nothing unsettled and nothing
-    rejected. None for any other worker."""
-    worker = state.workers[key]
-    if state.unsettled.get(key) or any(step.rejected.get(key) for step in state.steps.values()):
+    """The key of equal workers, which get equal leases: new ones with nothing unsettled. None for
+    any other worker."""
+    if state.unsettled.get(key) or state.rank(key) is not Rank.NEW:
         return None
-    return worker.pool, worker.invite, worker.standing.newcomer
+    return (state.workers[key].pool,)

@@ -37,6 +37,10 @@ class Admission:
         self._new_keys = new_keys
         self._trusted = frozenset(pool.name for pool in spec.samplers if pool.trust == "trusted")
 
+    def is_own(self, key: str) -> bool:
+        """Whether it is one of the run's own workers."""
+        return key in self._own
+
     def admit(
         self, state: State, key: str, pool: str, used: object, now: float, *, address: str
     ) -> str | None:

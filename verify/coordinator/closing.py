@@ -115,6 +115,10 @@ class Closing:
                     place=f"run {self._run}",
                     remedy=decision.remedy.replace(RUN_DIR, str(self._journal.run_dir)),
                 )
+            if isinstance(decision, filling.Waiting):
+                _log.warning("%s; it goes on when workers come", decision.reason)
+                self._journal.record(CoordinatorStarted(now))
+                return
             self._close_step(decision, now)
 
     def _notice_jump(self, now: float) -> None:

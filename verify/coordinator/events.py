@@ -16,8 +16,8 @@ from verify.gap_noise import GapNoise
 
 @dataclass(frozen=True)
 class CoordinatorStarted:
-    """The process started, or its clock jumped, as after a sleep of the machine. Deadlines do not
-    count the time in which nobody could work."""
+    """Deadlines, and the groups that an open step may lease, count from here: the process started,
+    its clock jumped, as after a sleep of the machine, or a deadline passed with too few workers."""
 
     at: float
 
@@ -30,6 +30,8 @@ class WorkerRegistered:
     pool: str
     invite: str | None = None
     """Public key of the invite by which it came."""
+    own: bool = False
+    """Whether it is one of the run's own workers."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,14 @@ class LeaseGranted:
     digest: str
     document: str
     """The signed bytes, which are UTF-8 text."""
+
+
+@dataclass(frozen=True)
+class LeaseOverdue:
+    """Its worker was silent for so long that others are leased the groups. It may still answer."""
+
+    at: float
+    lease: str
 
 
 @dataclass(frozen=True)
@@ -258,6 +268,7 @@ Event = (
     | VersionPublished
     | NonceDrawn
     | LeaseGranted
+    | LeaseOverdue
     | LeaseExpired
     | LeaseReleased
     | LeaseResumed

@@ -33,16 +33,20 @@ The rules (DESIGN, "Filling a step"):
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from verify.coordinator.events import TrainedGroup
 from verify.coordinator.stalls import Stalled, unfilled, unopened
-from verify.coordinator.state import LeaseRecord, State
+from verify.coordinator.state import LeaseRecord, Rank, State
 from verify.formats.lease import Lease
 
 IDLE_DEADLINE_S = 900.0
 """Least time in seconds that a run waits for its first worker or next version."""
+PATIENCE = 2.0
+"""A lease is overdue after this many times what the worker that waits for it takes for one."""
 MAX_OPEN_LEASES = 3
 """One fills the engine, one has its last sequences sampled, one is being submitted. With fewer, the
 engine idles at the end of each lease. More would tie groups to one worker and to older versions."""
@@ -58,6 +62,13 @@ class Held:
 @dataclass(frozen=True)
 class Resume:
     """The worker gave this lease back and may go on with it: record that, then ask again."""
+
+    record: LeaseRecord
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """The worker of this lease was silent for too long: record that, then ask again."""
 
     record: LeaseRecord
 
@@ -90,9 +101,16 @@ class Close:
     complete: bool
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """The next step waits for workers: say so, and let the deadline begin anew."""
+
+    reason: str
+
+
 def decide_lease(
     state: State, key: str, now: float, *, holding: Collection[str] = ()
-) -> Held | Resume | NonceNeeded | Grant | None:
+) -> Held | Resume | Overdue | NonceNeeded | Grant | None:
     """Decide what to answer a worker that asks for work; None: nothing now.
 
     Args:
@@ -104,48 +122,95 @@ def decide_lease(
     """
     if key in state.bans:
         return None
-    mine = [
-        record
-        for record in state.unsettled.get(key, ())
-        if record.status in ("open", "released") and record.expires > now
-    ]
+    unsettled = state.unsettled.get(key, ())
+    mine = [r for r in unsettled if r.status in ("open", "released") and r.expires > now]
     in_time = [record for record in mine if record.lease.expires > now]  # not deferred past it
     for record in in_time:
         if record.status == "open" and record.digest not in holding:
             return Held(record)
-    quarantined = state.workers[key].standing.quarantine is not None
-    if quarantined and (len(mine) > 1 or _unjudged(state, key)):
-        return None
     for record in in_time:
-        if record.status == "released" and _still_needed(state, record):
+        if record.status == "released" and _still_needed(state, record, now):
             return Resume(record)
-    if len(mine) >= (1 if quarantined else MAX_OPEN_LEASES):
+    if len(mine) >= MAX_OPEN_LEASES:
         return None
-    return _new_lease(state, key, now)
+    if state.rank(key) is Rank.NEW and any(_undecided(state, key)):
+        return None
+    return _new_lease(state, key, now) or _overdue_lease(state, key, now)
+
+
+def in_turn(state: State, asking: Iterable[str]) -> list[str]:
+    """Sort workers that ask for work: by rank, then who was served longest ago, however it asks."""
+
+    def turn(key: str) -> tuple[Rank, float, int]:
+        worker = state.workers[key]
+        return state.rank(key), worker.served, worker.number
+
+    return sorted(asking, key=turn)
+
+
+def next_overdue(state: State, asking: Iterable[str], now: float) -> float | None:
+    """When a lease may next become overdue to one of the workers that ask."""
+    times = []
+    for key in asking:
+        pace, rank = state.workers[key].pace, state.rank(key)
+        if pace is not None and rank is not Rank.NEW:
+            times += [
+                since + PATIENCE * pace.seconds(groups)
+                for (holder, groups), since in state.silent.items()
+                if rank <= holder
+            ]
+    return min((at for at in times if at > now), default=None)
+
+
+def _most_groups(state: State, key: str) -> int:
+    """Groups of the next lease of a worker, at most."""
+    worker = state.workers[key]
+    most = state.policy.groups_per_submission[worker.pool]
+    match state.rank(key):
+        case Rank.KNOWN:
+            return most
+        case Rank.RECORDED:
+            held = sum(record.lease.groups for record in _undecided(state, key))
+            return min(most, worker.standing.trust - held)
+        case Rank.NEW:
+            return 1
 
 
 def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Grant | None:
     """A lease of the lowest step that needs groups and may be leased to this worker."""
-    policy, worker = state.policy, state.workers[key]
-    held_back = False
-    for number in range(state.next_close, policy.steps):
-        if state.newest is None or number - state.newest.version > policy.async_level:
-            return None
+    policy, worker, newest = state.policy, state.workers[key], state.newest
+    if newest is None:
+        return None
+    short = False
+    for number in range(
+        state.next_close, min(policy.steps, newest.version + policy.async_level + 1)
+    ):
         step = state.steps.get(number)
         if step is None:
-            return None if held_back else NonceNeeded(number)
-        groups = min(policy.groups_per_submission[worker.pool], leasable_groups(state, number))
-        if worker.standing.newcomer and groups > 0:
-            groups = min(groups, newcomer_room(state, number, now))
-            held_back |= groups <= 0
-        if groups <= 0 or step.rejected.get(key, 0) >= policy.groups:
+            return None if short else NonceNeeded(number)
+        room = leasable_groups(state, number, state.rank(key), now)
+        groups = min(_most_groups(state, key), room)
+        if groups <= 0:
+            short |= needed_groups(state, number) > 0
             continue
         nonce = step.nonce_for(worker)
         if nonce is None:
             return NonceNeeded(number)
-        newest = state.newest
         index = step.next_index.get(key, 0)
         return Grant(number, nonce, index, groups, newest.version, newest.manifest_digest)
+    return None
+
+
+def _overdue_lease(state: State, key: str, now: float) -> Overdue | None:
+    """The oldest lease that a worker without work waits for, if its holder is silent for longer
+    than the worker itself ever took lately."""
+    pace, rank = state.workers[key].pace, state.rank(key)
+    if pace is None or rank is Rank.NEW:
+        return None
+    silent = (r for r in state.sampling if rank <= r.rank and r.lease.worker != key)
+    for record in silent:
+        if now >= record.since + PATIENCE * pace.seconds(record.lease.groups):
+            return Overdue(record)
     return None
 
 
@@ -175,59 +240,66 @@ def granted_lease(state: State, key: str, grant: Grant, *, run: str, now: float)
 
 
 def needed_groups(state: State, number: int) -> int:
-    """Groups that an open step has neither trainable nor outstanding."""
-    held = state.outstanding[number] + state.usable[number]
+    """Groups that an open step has neither trainable nor under way, by workers it relies on."""
+    held = state.usable[number]
+    held += state.awaited[number, Rank.KNOWN] + state.awaited[number, Rank.RECORDED]
     if number == state.next_close:  # late ones of closed steps too
         held += sum(groups for step, groups in state.usable.items() if step < number)
     return max(0, state.policy.groups - held)
 
 
-def leasable_groups(state: State, number: int) -> int:
-    """Groups of an open step that may be leased now."""
-    room = state.policy.max_groups - state.steps[number].leased
-    return min(needed_groups(state, number), room)
+def leasable_groups(state: State, number: int, rank: Rank, now: float) -> int:
+    """Groups of an open step that a worker of a rank may be leased now."""
+    policy, step = state.policy, state.steps[number]
+    needed = needed_groups(state, number)
+    if rank is Rank.KNOWN:
+        return min(needed, policy.max_groups - step.leased)
+    left = policy.max_groups - step.accepted
+    if rank is Rank.RECORDED:
+        return min(needed, left)
+    return min(policy.groups - state.usable[number], left, trial_groups(state, number, now))
 
 
-def newcomer_room(state: State, number: int, now: float) -> int:
-    """Groups of an open step that newcomers may be leased now; 0 or less: none."""
-    policy = state.policy
-    if policy.newcomer_groups >= policy.groups or all(key in state.bans for key in state.named):
-        return policy.groups
-    held, failed = newcomer_groups(state, number, now)
-    return min(policy.newcomer_groups - held - failed, leasable_groups(state, number) - failed)
+def trial_groups(state: State, number: int, now: float) -> int:
+    """Groups of an open step that new workers may be leased now, one at a time.
+
+    Together they may hold a share of it while anybody else is there. Nothing relies on what they
+    hold. What one did not deliver is leased to the next when the lease's time is over.
+    """
+    alone = all(key in state.bans for key in state.named)
+    most = state.policy.groups if alone else state.policy.newcomer_groups
+    return most - tried_groups(state, number, now)
 
 
-def newcomer_groups(state: State, number: int, now: float) -> tuple[int, int]:
-    """Return how many groups of a step newcomers hold, and how many they did not deliver."""
-    of_step = state.newcomers.get(number)
-    if of_step is None:
-        return 0, 0
-    return of_step.held, sum(groups for until, groups in of_step.failed if now < until)
+def tried_groups(state: State, number: int, now: float) -> int:
+    """Groups of an open step that new workers hold, or did not deliver lately."""
+    ends = state.trials.get(number, ())
+    return len(ends) - bisect_right(ends, now)
 
 
-def _unjudged(state: State, key: str) -> bool:
-    """Whether a worker waits for a verdict that is still to come."""
-    return any(
-        record.status == "submitted" and state.lag(record) <= state.policy.async_level
-        for record in state.unsettled.get(key, ())
-    )
+def _undecided(state: State, key: str) -> Iterator[LeaseRecord]:
+    """The leases of a worker that are open, given back, or wait for a verdict still to come."""
+    for record in state.unsettled.get(key, ()):
+        if record.status != "submitted" or state.lag(record) <= state.policy.async_level:
+            yield record
 
 
-def _still_needed(state: State, record: LeaseRecord) -> bool:
+def _still_needed(state: State, record: LeaseRecord, now: float) -> bool:
     """Whether a lease that was given back may be taken up again: nobody else got its groups."""
-    number = record.lease.step
-    return number in state.steps and leasable_groups(state, number) >= record.lease.groups
+    number, groups = record.lease.step, record.lease.groups
+    if number not in state.steps:
+        return False
+    if record.rank is Rank.NEW:
+        return state.policy.groups - state.usable[number] >= groups
+    return leasable_groups(state, number, record.rank, now) >= groups
 
 
-def takes_back(state: State, record: LeaseRecord) -> bool:
+def takes_back(record: LeaseRecord) -> bool:
     """Whether the groups of an open lease that its holder gives back may be leased to others.
 
     Once only: each return is a row of the ledger, on disk before it is answered.
     """
-    if record.resumed:
-        return False
-    step = state.steps.get(record.lease.step)
-    return step is None or step.given_back + record.lease.groups <= state.policy.groups
+    return not record.resumed
 
 
 def expired_leases(state: State, now: float) -> list[LeaseRecord]:
@@ -235,7 +307,7 @@ def expired_leases(state: State, now: float) -> list[LeaseRecord]:
     return [r for r in _unanswered(state) if r.expires <= now]
 
 
-def decide_close(state: State, now: float) -> Close | Stalled | None:
+def decide_close(state: State, now: float) -> Close | Stalled | Waiting | None:
     """Whether the next step to close can be closed, or never will be; None: not yet."""
     policy, number = state.policy, state.next_close
     if state.finished:
@@ -243,15 +315,17 @@ def decide_close(state: State, now: float) -> Close | Stalled | None:
     step = state.steps.get(number)
     if step is None:
         return _idle(state, now)
-    groups = _groups_in_lease_order(state, past_outstanding=False)
+    groups = _groups_in_order(state, past_awaited=False)
     if len(groups) >= policy.groups:
         return Close(number, groups[: policy.groups], complete=True)
-    if now < step.since + policy.deadline_s and not _exhausted(state, number):
+    exhausted = _exhausted(state, number)
+    if now < step.since + policy.deadline_s and not exhausted:
         return None
-    groups = _groups_in_lease_order(state, past_outstanding=True)[: policy.groups]
+    groups = _groups_in_order(state, past_awaited=True)[: policy.groups]
     if len(groups) >= policy.min_groups:
         return Close(number, groups, complete=len(groups) == policy.groups)
-    return unfilled(state, number, had=len(groups), now=now)
+    why = unfilled(state, number, had=len(groups), now=now)
+    return why if exhausted else Waiting(why.reason)
 
 
 def next_due(state: State) -> float | None:
@@ -267,35 +341,40 @@ def _unanswered(state: State) -> Iterator[LeaseRecord]:
     return (r for r in state.leases.values() if r.status in ("open", "released"))
 
 
-def _groups_in_lease_order(state: State, *, past_outstanding: bool) -> tuple[TrainedGroup, ...]:
-    """The groups that the next step to close may train, up to its first undecided lease.
-
-    Late leases of steps that are closed hold nothing back: they have had their time.
-    """
-    groups: list[TrainedGroup] = []
+def _groups_in_order(state: State, *, past_awaited: bool) -> tuple[TrainedGroup, ...]:
+    """The groups that the next step to close may train: late ones of steps that are closed, which
+    hold nothing back, then rank by rank those up to the first lease that is awaited."""
+    late: list[TrainedGroup] = []
+    own: dict[Rank, list[TrainedGroup]] = {rank: [] for rank in Rank}
+    held_back = set[Rank]()
     for record in state.leases.values():
-        if record.lease.step > state.next_close:
-            continue  # the lag needs no look: `apply` strikes groups beyond it from `usable`
-        own = record.lease.step == state.next_close
-        if own and record.outstanding and not past_outstanding:
-            break
-        groups += [TrainedGroup(record.digest, group) for group in record.usable]
-        if len(groups) >= state.policy.groups:
-            break
-    return tuple(groups)
+        groups = [TrainedGroup(record.digest, group) for group in record.usable]
+        if record.lease.step < state.next_close:
+            late += groups  # the lag needs no look: `apply` strikes groups beyond it from `usable`
+        elif record.lease.step == state.next_close:
+            if record.awaited and not past_awaited:
+                held_back.add(record.rank)
+            elif record.rank not in held_back:
+                own[record.rank] += groups
+    return tuple(chain(late, *own.values()))
 
 
 def _exhausted(state: State, number: int) -> bool:
-    """Whether all that may be leased was leased and decided, and was not enough."""
-    return not state.outstanding[number] and state.steps[number].leased >= state.policy.max_groups
+    """Whether known workers were leased all that a step may lease them, and it was not enough."""
+    awaited = any(state.awaited[number, rank] for rank in Rank)
+    return not awaited and state.steps[number].leased >= state.policy.max_groups
 
 
 def _idle_s(state: State) -> float:
     return max(state.policy.deadline_s, IDLE_DEADLINE_S)
 
 
-def _idle(state: State, now: float) -> Stalled | None:
-    """Stall if no step was open for too long: the run waits for its publisher or first worker."""
+def _idle(state: State, now: float) -> Stalled | Waiting | None:
+    """If no step was open for too long, the run waits for its publisher or for a worker."""
     if now < state.progress + _idle_s(state):
         return None
-    return unopened(state, now)
+    why = unopened(state, now)
+    published = state.newest is not None and state.newest.version >= (
+        state.next_close - state.policy.async_level
+    )
+    return Waiting(why.reason) if published else why

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from verify.coordinator.admission import Admission
 from verify.coordinator.edge import Edge
 from verify.coordinator.events import (
     LeaseGranted,
+    LeaseOverdue,
     LeaseReleased,
     LeaseResumed,
     NonceDrawn,
@@ -25,13 +27,21 @@ from verify.coordinator.events import (
 )
 from verify.coordinator.intake import Refusal, received, to_the_end, write_small
 from verify.coordinator.journal import Finished, Journal
-from verify.coordinator.state import LeaseRecord
+from verify.coordinator.state import LeaseRecord, State
 from verify.formats.layout import SubmissionFiles, submission_files
 from verify.formats.lease import lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope
 from verify.limits import max_submission_bytes
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Question:
+    """A request for a lease that is waiting for its answer."""
+
+    holding: Collection[str]
+    answer: LeaseRecord | None = None
 
 
 class Leasing:
@@ -60,6 +70,12 @@ class Leasing:
         self._staff = roles.publisher | roles.coordinator | roles.validator
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._uploading: set[str] = set()
+        self._asking: dict[str, list[_Question]] = {}
+        """Those who wait for a lease, by key."""
+        self._settled: State | None = None
+        """The state in which there is no more work for those who wait."""
+        self._overdue_at: float | None = None
+        """When there may be more though nothing changes."""
 
     def register(self, key: str, pool: str, invite: object = None, *, address: str) -> None:
         """Makes a key a worker of a pool; doing it again changes nothing, and needs no invite.
@@ -84,7 +100,8 @@ class Leasing:
             now = self._journal.clock()
             state = self._journal.state
             by = self._admission.admit(state, key, pool, invite, now, address=address)
-            self._journal.record(WorkerRegistered(now, key, pool, by))
+            own = by is None and self._admission.is_own(key)
+            self._journal.record(WorkerRegistered(now, key, pool, by, own))
             _log.info("worker %s of pool %s registered", key[:16], pool)
 
     async def lease(self, key: str, holding: Collection[str], wait_s: float) -> bytes | None:
@@ -102,14 +119,44 @@ class Leasing:
         if key not in self._journal.state.workers:
             raise Refusal(403, "this key is not registered: POST /v1/workers first")
         deadline = self._journal.clock() + wait_s
-        while True:
-            if self._journal.state.finished:
-                raise Finished
-            record = self._lease_now(key, holding)
-            if record is not None:
-                return record.document.encode()
-            if not await self._journal.change(deadline):
-                return None
+        question = _Question(holding)
+        questions = self._asking.setdefault(key, [])
+        questions.append(question)
+        new = [key]
+        try:
+            while True:
+                if self._journal.state.finished:
+                    raise Finished
+                self._answer_in_turn(new)
+                new = []
+                if question.answer is not None:
+                    return question.answer.document.encode()
+                if not await self._journal.change(deadline, due=self._overdue_at):
+                    return None
+        finally:
+            questions.remove(question)
+            if not questions:
+                del self._asking[key]
+
+    def _answer_in_turn(self, new: Sequence[str]) -> None:
+        """Answers the open questions for which there is work.
+
+        All who wait call it when something changes; the first answers everybody.
+
+        Args:
+            new: who asks since just now. Nobody else has to be heard if nothing changed.
+        """
+        late = self._overdue_at is not None and self._journal.clock() >= self._overdue_at
+        asking = self._asking if late else new
+        while asking or self._settled is not self._journal.state:
+            state = self._journal.state
+            for key in filling.in_turn(state, asking or self._asking):
+                for question in self._asking[key]:
+                    if question.answer is None:
+                        question.answer = self._lease_now(key, question.holding)
+            now = self._journal.clock()
+            self._overdue_at = filling.next_overdue(self._journal.state, self._asking, now)
+            self._settled, asking = state, ()
 
     def _lease_now(self, key: str, holding: Collection[str]) -> LeaseRecord | None:
         while True:
@@ -129,6 +176,13 @@ class Leasing:
                     )
                 case filling.Resume(record):
                     self._journal.record(LeaseResumed(now, record.digest))
+                case filling.Overdue(record):
+                    self._journal.record(LeaseOverdue(now, record.digest))
+                    _log.warning(
+                        "worker %s is silent: others are leased the groups of its lease %d of "
+                        "step %d too",
+                        *(record.lease.worker[:16], record.lease.index, record.lease.step),
+                    )
                 case filling.Grant():
                     self._journal.record(self._sign_lease(key, decision, now))
 
@@ -152,7 +206,7 @@ class Leasing:
             record = self._journal.state.leases.get(digest)
             if record is None or record.lease.worker != key or record.status != "open":
                 continue
-            if digest not in self._uploading and filling.takes_back(self._journal.state, record):
+            if digest not in self._uploading and filling.takes_back(record):
                 self._journal.record(LeaseReleased(self._journal.clock(), digest))
 
     async def submit(

@@ -36,9 +36,6 @@ WORKERS_GAPS = "seeded_sampling_worker"
 QUARANTINE_AFTER = 2
 BAN_AFTER = 6
 CLEAR_AFTER = 5
-SILENT_AFTER = 4
-"""Leases withheld since the last accepted submission: more than a machine that goes down leaves
-behind (`filling.MAX_OPEN_LEASES`)."""
 _PRIOR = 20.0
 _REJECTION = 20.0
 """A rejection weighs as much as all that a new key has to prove."""
@@ -57,25 +54,27 @@ class Standing:
     """Accepted since the last rejection; in quarantine accepted *and recomputed* since it began."""
     recomputed_in_a_row: int = 0
     """Accepted and recomputed since the last rejection."""
-    silent: int = 0
-    """Withheld since the last accepted submission."""
+    delivered: int = 0
+    """Groups accepted in time since it last failed to answer a lease, or gave one back."""
+    late: int = 0
+    """Leases that others were leased in its place."""
     strikes: int = 0
     quarantine: str | None = None
     """Why all its work is recomputed and it holds one lease at most; None: it is free."""
 
     @property
-    def newcomer(self) -> bool:
-        """Whether it has no accepted work, is in quarantine, or withheld `SILENT_AFTER` leases."""
-        silent = self.silent >= SILENT_AFTER
-        return self.accepted == 0 or self.quarantine is not None or silent
+    def trust(self) -> int:
+        """How many groups of its open leases steps may rely on, if it is a stranger."""
+        return self.delivered // (1 + self.rejected + self.withheld + self.late)
 
-    def after_verdict(self, *, accepted: bool, recomputed: bool) -> Standing:
+    def after_verdict(self, groups: int, *, accepted: bool, recomputed: bool) -> Standing:
         """After a verdict on one of its submissions."""
         if not accepted:
             return replace(
                 self,
                 rejected=self.rejected + 1,
                 strikes=self.strikes + 1,
+                delivered=0,
                 in_a_row=0,
                 recomputed_in_a_row=0,
             )
@@ -84,7 +83,7 @@ class Standing:
         return replace(
             self,
             accepted=self.accepted + 1,
-            silent=0,
+            delivered=self.delivered + groups,
             in_a_row=row,
             recomputed_in_a_row=self.recomputed_in_a_row + recomputed,
             strikes=0 if row >= CLEAR_AFTER else self.strikes,
@@ -96,7 +95,15 @@ class Standing:
 
     def after_withholding(self) -> Standing:
         """After a lease that was not answered."""
-        return replace(self, withheld=self.withheld + 1, silent=self.silent + 1)
+        return replace(self, withheld=self.withheld + 1, delivered=0, recomputed_in_a_row=0)
+
+    def after_silence(self) -> Standing:
+        """After a lease that others were leased in its place."""
+        return replace(self, late=self.late + 1, delivered=0)
+
+    def after_return(self) -> Standing:
+        """After a lease that it gave back."""
+        return replace(self, delivered=0)
 
     def quarantined(self, reason: str) -> Standing:
         """From now on `CLEAR_AFTER` in a row are needed that are recomputed and accepted."""
@@ -110,7 +117,7 @@ class Standing:
 def reputation(standing: Standing) -> float:
     """r of the module's formula, in [0, 1)."""
     good = standing.recomputed_in_a_row
-    return good / (good + _PRIOR + _REJECTION * standing.rejected + standing.withheld)
+    return good / (good + _PRIOR + _REJECTION * (standing.rejected + standing.withheld))
 
 
 def prefill_share(standing: Standing, *, start: float, floor: float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verify.coordinator.events import GroupGrade
-from verify.coordinator.state import State, Tally
+from verify.coordinator.state import Rank, State, Tally
 
 RUN_DIR = "RUN_DIR"
 """Stands in a remedy for the run directory, which a State does not know."""
@@ -78,7 +78,7 @@ def unfilled(state: State, number: int, *, had: int, now: float) -> Stalled:
         f"(max_groups allows {policy.max_groups})",
         *(loss.text for loss in losses),
     ]
-    if not enough or state.outstanding[number]:
+    if not enough or any(state.awaited[number, rank] for rank in Rank):
         parts.append(f"waited for {waited_for(state)}")
     return Stalled("; ".join(parts), losses[0].remedy if enough else _WAIT_LONGER)
 
@@ -97,10 +97,10 @@ def waited_for(state: State) -> str:
     if state.finished:
         return "nobody: every step is closed"
     number, newest = state.next_close, state.newest
-    outstanding = [r for r in state.leases.values() if r.lease.step == number and r.outstanding]
-    if outstanding:
-        sampling = sorted({r.lease.worker[:16] for r in outstanding if r.status == "open"})
-        validating = sum(r.status == "submitted" for r in outstanding)
+    awaited = [r for r in state.leases.values() if r.lease.step == number and r.awaited]
+    if awaited:
+        sampling = sorted({r.lease.worker[:16] for r in awaited if r.status == "open"})
+        validating = sum(r.status == "submitted" for r in awaited)
         parts = [f"worker {worker}" for worker in sampling]
         parts += [f"validators ({validating} submissions)"] if validating else []
         return ", ".join(parts)

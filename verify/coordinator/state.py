@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
 from typing import Literal
 
@@ -22,6 +23,38 @@ from verify.formats.lease import Lease
 from verify.gap_noise import GapNoise
 
 
+class Rank(IntEnum):
+    """Whose leases a step relies on; the better ones come first (`filling`)."""
+
+    KNOWN = 0
+    """The run's own workers, and those that came with an invite."""
+    RECORDED = 1
+    """Strangers that answered their last leases (`Standing.trust`)."""
+    NEW = 2
+    """All others, and who is in quarantine."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The longest times that a worker took lately, in seconds."""
+
+    lease_s: float
+    group_s: float
+    """For a group, on average over its lease."""
+
+    def after(self, lease_s: float, groups: int) -> Pace:
+        """After another lease: a longer time counts at once, a shorter one little by little."""
+        return Pace(_longest(self.lease_s, lease_s), _longest(self.group_s, lease_s / groups))
+
+    def seconds(self, groups: int) -> float:
+        """Return the longest time that a lease of some groups should take."""
+        return max(self.lease_s, groups * self.group_s)
+
+
+def _longest(before: float, now: float) -> float:
+    return max(now, 0.8 * before + 0.2 * now)
+
+
 @dataclass(frozen=True)
 class Worker:
     """A registered key and what it has earned."""
@@ -31,6 +64,12 @@ class Worker:
     pool: str
     invite: str | None = None
     """Public key of the invite by which it came."""
+    own: bool = False
+    """Whether it is one of the run's own."""
+    served: float = 0.0
+    """When it was last granted a lease; 0: never."""
+    pace: Pace | None = None
+    """None: nothing was accepted yet."""
     accepted_rollouts: int = 0
     accepted_tokens: int = 0
     """Its credits: output tokens of accepted groups, filtered ones included."""
@@ -39,6 +78,14 @@ class Worker:
     """Excess of its submissions together since the sum was last below 0, nats (`gap_history`)."""
     gap_noise: GapNoise | None = None
     """Noise of the calibration that the sum belongs to."""
+
+    @property
+    def rank(self) -> Rank:
+        if self.standing.quarantine is not None:
+            return Rank.NEW
+        if self.own or self.invite is not None:
+            return Rank.KNOWN
+        return Rank.RECORDED if self.standing.trust else Rank.NEW
 
     @property
     def unproven(self) -> bool:
@@ -60,12 +107,10 @@ class OpenStep:
     """Start of the deadline: `opened`, or the coordinator's last start."""
     draws: tuple[Draw, ...]
     leased: int = 0
-    """Groups, failed ones included; without those that were given back."""
-    given_back: int = 0
-    """Groups whose holders left, and did not come back."""
+    """Groups leased to known workers, failed ones included; without those given back."""
+    accepted: int = 0
+    """Groups of other workers that were accepted, trainable or not."""
     next_index: HashTrieMap[str, int] = field(default_factory=HashTrieMap)
-    rejected: HashTrieMap[str, int] = field(default_factory=HashTrieMap)
-    """For each worker the groups of its rejected submissions."""
 
     def nonce_for(self, worker: Worker) -> str | None:
         return next((d.nonce for d in self.draws if worker.number < d.workers), None)
@@ -83,8 +128,16 @@ class LeaseRecord:
     verdict: str | None = None
     usable: tuple[int, ...] = ()
     """Groups that may be trained on and have not been."""
-    newcomer: bool = False
-    """Whether its worker was a newcomer when it was granted (`Standing.newcomer`)."""
+    rank: Rank = Rank.NEW
+    """Its worker's when it was granted."""
+    since: float = 0.0
+    """Since when its worker has no older lease to work on."""
+    took_s: float = 0.0
+    """From `since` to the submission."""
+    overdue: bool = False
+    """Whether others are leased its groups, for its worker is silent."""
+    late: bool = False
+    """Whether it was overdue when it was answered."""
     recomputed: bool = False
     """Whether its rollouts were recomputed before they were accepted."""
     resumed: bool = False
@@ -101,8 +154,9 @@ class LeaseRecord:
         return max(self.lease.expires, self.deferred_until)
 
     @property
-    def outstanding(self) -> bool:
-        return self.status in ("open", "submitted")
+    def awaited(self) -> bool:
+        """Whether a step counts on its groups, which are not decided."""
+        return self.status in ("open", "submitted") and not self.overdue
 
 
 @dataclass(frozen=True)
@@ -121,23 +175,13 @@ class Tally:
     grades: tuple[GroupGrade, ...] = ()
 
 
-@dataclass
-class NewcomerGroups:
-    """Groups of a step that were leased to newcomers and not accepted."""
-
-    held: int = 0
-    """Groups still to be decided."""
-    failed: list[tuple[float, int]] = field(default_factory=list)
-    """Groups not delivered: until when they count, and how many."""
-
-
 @dataclass(frozen=True)
 class State:
     policy: Policy
     newest: VersionPublished | None = None
     workers: HashTrieMap[str, Worker] = field(default_factory=HashTrieMap)
     named: HashTrieSet[str] = field(default_factory=HashTrieSet)
-    """The keys of `workers` that are no newcomers, banned ones included."""
+    """The keys of `workers` that are not of rank `NEW`, banned ones included."""
     unproven: int = 0
     """How many of `workers` are."""
     bans: HashTrieMap[str, str] = field(default_factory=HashTrieMap)
@@ -187,38 +231,74 @@ class State:
     def to_judge(self) -> Sequence[LeaseRecord]:
         """Submitted leases that can still train, in lease order."""
         submitted = (r for r in self.leases.values() if r.status == "submitted")
-        return [r for r in submitted if self.lag(r) <= self.policy.async_level]
+        in_time = (r for r in submitted if self.lag(r) <= self.policy.async_level)
+        return sorted(in_time, key=lambda record: record.rank is not Rank.KNOWN)
 
     @cached_property
-    def outstanding(self) -> Counter[int]:
-        """Groups that nobody has decided, by the step of their leases."""
-        groups: Counter[int] = Counter()
+    def awaited(self) -> Counter[tuple[int, Rank]]:
+        """Groups that a step counts on, by the step and the rank of their leases."""
+        groups: Counter[tuple[int, Rank]] = Counter()
         for records in self.unsettled.values():
             for record in records:
-                groups[record.lease.step] += record.lease.groups if record.outstanding else 0
+                if record.awaited:
+                    groups[record.lease.step, record.rank] += record.lease.groups
         return groups
 
     @cached_property
     def usable(self) -> Counter[int]:
-        """Groups that may be trained on and have not been, by the step of their leases."""
+        """Groups that may be trained on and have not been, by the step of their leases.
+
+        Without those of a new worker that come after an undecided lease of another one: nobody
+        knows when they may train.
+        """
         groups: Counter[int] = Counter()
+        held_back = set[int]()
         for record in self.leases.values():
-            groups[record.lease.step] += len(record.usable)
+            step = record.lease.step
+            if record.rank is not Rank.NEW or step < self.next_close:
+                groups[step] += len(record.usable)
+            elif record.awaited:
+                held_back.add(step)
+            elif step not in held_back:
+                groups[step] += len(record.usable)
         return groups
 
     @cached_property
-    def newcomers(self) -> Mapping[int, NewcomerGroups]:
-        """Groups of newcomers, by step."""
-        found: dict[int, NewcomerGroups] = defaultdict(NewcomerGroups)
+    def sampling(self) -> Sequence[LeaseRecord]:
+        """Leases of open steps that are relied on and not answered, in lease order."""
+        return [
+            record
+            for record in self.leases.values()
+            if record.status == "open"
+            and not record.overdue
+            and record.rank is not Rank.NEW
+            and record.lease.step in self.steps
+        ]
+
+    @cached_property
+    def silent(self) -> Mapping[tuple[Rank, int], float]:
+        """Since when no holder of a lease in `sampling` was heard of, by its rank and groups."""
+        since: dict[tuple[Rank, int], float] = {}
+        for record in self.sampling:
+            kind = record.rank, record.lease.groups
+            since[kind] = min(since.get(kind, record.since), record.since)
+        return since
+
+    @cached_property
+    def trials(self) -> Mapping[int, Sequence[float]]:
+        """Ends of the leases of new workers that were not accepted, by step, in order of time."""
+        found: dict[int, list[float]] = defaultdict(list)
         for record in self.leases.values():
-            if record.newcomer and record.status != "accepted":
-                of_step = found[record.lease.step]
-                if record.outstanding:
-                    of_step.held += record.lease.groups
-                else:
-                    until = record.expires + self.policy.lease_timeout_s
-                    of_step.failed.append((until, record.lease.groups))
-        return found
+            if record.rank is Rank.NEW and record.status != "accepted":
+                found[record.lease.step].append(record.expires)
+        return {step: sorted(ends) for step, ends in found.items()}
+
+    def rank(self, key: str) -> Rank:
+        """Return a worker's rank; one whose invite was revoked is a stranger."""
+        worker = self.workers[key]
+        if worker.rank is Rank.KNOWN and worker.invite in self.revoked:
+            return Rank.RECORDED if worker.standing.trust else Rank.NEW
+        return worker.rank
 
     def share_of(self, worker: str) -> float:
         """How likely a submission of a worker's is to be recomputed."""

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from verify.coordinator.activity import Activity, Peer, Peers
 from verify.coordinator.edge import Edge
 from verify.coordinator.edge.cache import Cache
-from verify.coordinator.filling import needed_groups, newcomer_groups
+from verify.coordinator.filling import needed_groups, tried_groups
 from verify.coordinator.history import History
 from verify.coordinator.journal import Journal
 from verify.coordinator.judging import Judging
@@ -88,7 +88,7 @@ class Status:
 
 
 def _step(state: State, number: int, now: float) -> dict[str, Any]:
-    step, (held, failed) = state.steps[number], newcomer_groups(state, number, now)
+    step = state.steps[number]
     return {
         "step": number,
         "opened": step.opened,
@@ -97,8 +97,7 @@ def _step(state: State, number: int, now: float) -> dict[str, Any]:
         "deadline": step.since + state.policy.deadline_s,
         "newcomers": {
             "may_hold": state.policy.newcomer_groups,
-            "hold": held,
-            "failed_lately": failed,
+            "hold": tried_groups(state, number, now),
         },
     }
 

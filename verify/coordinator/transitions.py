@@ -20,6 +20,7 @@ from verify.coordinator.events import (
     KeyBanned,
     LeaseExpired,
     LeaseGranted,
+    LeaseOverdue,
     LeaseReleased,
     LeaseResumed,
     NonceDrawn,
@@ -37,7 +38,7 @@ from verify.coordinator.events import (
 from verify.coordinator.gap_history import with_gaps
 from verify.coordinator.policy import Policy
 from verify.coordinator.reputation import Standing
-from verify.coordinator.state import Draw, LeaseRecord, OpenStep, State, Tally, Worker
+from verify.coordinator.state import Draw, LeaseRecord, OpenStep, Pace, Rank, State, Tally, Worker
 
 LONGEST_DEFERRAL_S = 600.0
 """A lease is extended by no more at once, beyond the time of the event."""
@@ -62,12 +63,15 @@ def apply(state: State, event: Event) -> State:
     """
     match event:
         case CoordinatorStarted():
-            steps = {n: replace(s, since=event.at) for n, s in state.steps.items()}
+            steps = {
+                number: replace(step, since=event.at, leased=0, accepted=0)
+                for number, step in state.steps.items()
+            }
             return replace(state, steps=steps, progress=event.at)
         case WorkerRegistered():
             _require(event.worker not in state.workers, "a key is registered twice")
             _require(event.invite not in state.revoked, "a key that came with a revoked invite")
-            worker = Worker(len(state.workers), event.pool, event.invite)
+            worker = Worker(len(state.workers), event.pool, event.invite, event.own)
             if event.invite is not None:
                 uses = state.invited.get(event.invite, 0) + 1
                 state = replace(state, invited=state.invited.insert(event.invite, uses))
@@ -96,6 +100,8 @@ def apply(state: State, event: Event) -> State:
             return _draw(state, event)
         case LeaseGranted():
             return _grant(state, event)
+        case LeaseOverdue():
+            return _overdue(state, event)
         case LeaseExpired():
             return _expire(state, event)
         case LeaseReleased():
@@ -105,10 +111,7 @@ def apply(state: State, event: Event) -> State:
         case SubmissionDeferred():
             return _defer(state, event)
         case SubmissionReceived():
-            record = _record(state, event.lease, "open")
-            return _with_lease(
-                state, replace(record, status="submitted", submission=event.submission)
-            )
+            return _receive(state, event)
         case SubmissionJudged():
             return _judge(state, event)
         case SubmissionSetAside():
@@ -172,16 +175,42 @@ def _grant(state: State, event: LeaseGranted) -> State:
     _require(step.nonce_for(worker) == lease.nonce, "a lease under a nonce that is not its own")
     _require(step.next_index.get(lease.worker, 0) == lease.index, "lease indices have no holes")
     _require(lease.step - lease.version <= state.policy.async_level, "a lease beyond the lag")
-    step = replace(
-        step,
-        leased=step.leased + lease.groups,
-        next_index=step.next_index.insert(lease.worker, lease.index + 1),
-    )
-    record = LeaseRecord(lease, event.digest, event.document, newcomer=worker.standing.newcomer)
+    step = replace(step, next_index=step.next_index.insert(lease.worker, lease.index + 1))
+    rank = state.rank(lease.worker)
+    record = LeaseRecord(lease, event.digest, event.document, rank=rank, since=event.at)
     state = _with_lease(replace(state, steps={**state.steps, lease.step: step}), record)
+    state = _with_leased(state, record, lease.groups)
+    state = _with_worker(state, lease.worker, replace(worker, served=event.at))
     tally = state.tallies.get(lease.step, Tally())
     tally = replace(tally, leased_groups=tally.leased_groups + lease.groups)
     return replace(state, tallies={**state.tallies, lease.step: tally})
+
+
+def _receive(state: State, event: SubmissionReceived) -> State:
+    record = _record(state, event.lease, "open")
+    took_s = max(0.0, event.at - record.since)
+    received = replace(
+        record,
+        status="submitted",
+        submission=event.submission,
+        took_s=took_s,
+        overdue=False,
+        late=record.overdue,
+    )
+    found = False
+    for other in state.unsettled[record.lease.worker]:  # in lease order
+        found |= other.digest == record.digest
+        if found and other.status == "open":
+            state = _with_lease(state, replace(other, since=event.at))
+    return _with_lease(state, received)
+
+
+def _overdue(state: State, event: LeaseOverdue) -> State:
+    record = _record(state, event.lease, "open")
+    _require(not record.overdue, "a lease is overdue twice")
+    state = _with_lease(state, replace(record, overdue=True))
+    key = record.lease.worker
+    return _with_standing(state, key, state.workers[key].standing.after_silence())
 
 
 def _expire(state: State, event: LeaseExpired) -> State:
@@ -204,7 +233,9 @@ def _release(state: State, event: LeaseReleased) -> State:
     up what the step may lease. The lease itself counts as withheld at its end."""
     record = _record(state, event.lease, "open")
     state = _with_leased(state, record, -record.lease.groups)
-    return _with_lease(state, replace(record, status="released"))
+    state = _with_lease(state, replace(record, status="released"))
+    key = record.lease.worker
+    return _with_standing(state, key, state.workers[key].standing.after_return())
 
 
 def _resume(state: State, event: LeaseResumed) -> State:
@@ -227,11 +258,11 @@ def _defer(state: State, event: SubmissionDeferred) -> State:
 
 
 def _with_leased(state: State, record: LeaseRecord, change: int) -> State:
-    """Change the groups of a step that count as leased."""
+    """Change the groups of a step that count as leased to known workers."""
     step = state.steps.get(record.lease.step)
-    if step is None:
+    if step is None or record.rank is not Rank.KNOWN:
         return state
-    step = replace(step, leased=step.leased + change, given_back=step.given_back - change)
+    step = replace(step, leased=max(0, step.leased + change))
     return replace(state, steps={**state.steps, record.lease.step: step})
 
 
@@ -240,7 +271,9 @@ def _judge(state: State, event: SubmissionJudged) -> State:
     _require(record.submission == event.submission, "a verdict on another submission")
     worker, tally, lease = state.workers[record.lease.worker], _tally(state, record), record.lease
     recomputed = any(group.logprob_diff is not None for group in event.groups)
-    standing = worker.standing.after_verdict(accepted=event.accepted, recomputed=recomputed)
+    standing = worker.standing.after_verdict(
+        0 if record.late else lease.groups, accepted=event.accepted, recomputed=recomputed
+    )
     worker = with_gaps(replace(worker, standing=standing), event.gap_excess, event.gap_noise)
     if not event.accepted:
         tally = replace(
@@ -250,14 +283,15 @@ def _judge(state: State, event: SubmissionJudged) -> State:
             last_rejection=event.reason[:300],
         )
         record = replace(record, status="rejected", verdict=event.verdict)
-        state = _with_rejected_groups(state, record)
     else:
         earned = [g for g in event.groups if g.outcome != "dropped"]
         worker = replace(
             worker,
             accepted_rollouts=worker.accepted_rollouts + sum(g.rollouts for g in earned),
             accepted_tokens=worker.accepted_tokens + sum(g.tokens for g in earned),
+            pace=(worker.pace or Pace(0.0, 0.0)).after(record.took_s, lease.groups),
         )
+        state = _with_accepted(state, record)
         tally = replace(tally, grades=tally.grades + event.groups)
         if dropped := len(event.groups) - len(earned):
             dropped += state.dropped_groups
@@ -332,13 +366,11 @@ def _without_usable(state: State, record: LeaseRecord) -> State:
     return _with_lease(state, replace(record, usable=()))
 
 
-def _with_rejected_groups(state: State, record: LeaseRecord) -> State:
+def _with_accepted(state: State, record: LeaseRecord) -> State:
     step = state.steps.get(record.lease.step)
-    if step is None:
+    if step is None or record.rank is Rank.KNOWN:
         return state
-    worker = record.lease.worker
-    groups = step.rejected.get(worker, 0) + record.lease.groups
-    step = replace(step, rejected=step.rejected.insert(worker, groups))
+    step = replace(step, accepted=step.accepted + record.lease.groups)
     return replace(state, steps={**state.steps, record.lease.step: step})
 
 
@@ -364,8 +396,9 @@ def _with_lease(state: State, record: LeaseRecord) -> State:
 
 def _with_worker(state: State, key: str, worker: Worker) -> State:
     before, named = state.workers.get(key), state.named
-    if before is None or before.standing.newcomer != worker.standing.newcomer:
-        named = named.discard(key) if worker.standing.newcomer else named.insert(key)
+    new = worker.rank is Rank.NEW
+    if before is None or (before.rank is Rank.NEW) != new:
+        named = named.discard(key) if new else named.insert(key)
     unproven = state.unproven + worker.unproven - (before is not None and before.unproven)
     workers = state.workers.insert(key, worker)
     return replace(state, workers=workers, named=named, unproven=unproven)

@@ -14,6 +14,7 @@ from verify.coordinator.edge.addresses import FORWARDED, Network, client_address
 from verify.coordinator.edge.limiter import AT_ONCE, Limiter, Name
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
+from verify.coordinator.state import Rank
 from verify.request_auth import RequestChecker, SignedRequest, Unauthorised
 
 
@@ -123,7 +124,7 @@ class Authentication:
     def _newcomer(self, key: str, request: web.Request) -> tuple[Name, ...]:
         """Names that a poll counts for; none if the key is the run's own or has accepted work."""
         worker = self._journal.state.workers.get(key)
-        if key in self._own or (worker is not None and not worker.standing.newcomer):
+        if key in self._own or (worker is not None and worker.rank is not Rank.NEW):
             return ()
         invited = worker is not None and worker.invite is not None
         kind = "invited poll" if invited else "newcomer poll"
