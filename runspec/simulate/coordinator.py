@@ -17,7 +17,6 @@ from verify.coordinator.events import (
     LeaseGranted,
     LeaseOverdue,
     LeaseReleased,
-    LeaseResumed,
     NonceDrawn,
     StepClosed,
     SubmissionReceived,
@@ -81,8 +80,6 @@ class Coordinator:
                     return None
                 case filling.NonceNeeded(step):
                     self.record(NonceDrawn(now, step, self._name("nonce"), len(state.workers)))
-                case filling.Resume(record):
-                    self.record(LeaseResumed(now, record.digest))
                 case filling.Overdue(record):
                     self.record(LeaseOverdue(now, record.digest))
                 case filling.Grant():
@@ -90,9 +87,9 @@ class Coordinator:
                     self.record(LeaseGranted(now, lease, self._name("lease"), ""))
 
     def release(self, digest: str) -> None:
-        """Takes a lease back, where the coordinator does."""
+        """Takes an open lease back."""
         record = self.state.leases.get(digest)
-        if record is not None and record.status == "open" and filling.takes_back(record):
+        if record is not None and record.status == "open":
             self.record(LeaseReleased(self._clock.now, digest))
 
     def submit(self, digest: str) -> bool:
@@ -111,9 +108,6 @@ class Coordinator:
         while decision := filling.decide_close(self.state, now):
             if isinstance(decision, Stalled):
                 self.stalled = decision
-                return
-            if isinstance(decision, filling.Waiting):
-                self.record(CoordinatorStarted(now))
                 return
             self.record(StepClosed(now, decision.step, decision.groups, ""))
 

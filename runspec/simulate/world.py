@@ -77,7 +77,7 @@ class World:
         self.clock.at(0.0, partial(self._published, 0))
         ended = ""
         while not ended:
-            due = filling.next_due(self.coordinator.state) or inf
+            due = filling.next_due(self.coordinator.state, self.clock.now) or inf
             due = min(due if due > self.clock.now else inf, self._look_at)
             if min(due, self.clock.next) > self._horizon_s:
                 ended, self.clock.now = "max_hours", self._horizon_s

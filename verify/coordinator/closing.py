@@ -92,7 +92,7 @@ class Closing:
         while going_on:
             try:
                 self._advance()
-                due = filling.next_due(self._journal.state)
+                due = filling.next_due(self._journal.state, self._journal.clock())
             except NotNow as error:
                 self._journal.put_off(error)
                 due = self._journal.clock() + _AGAIN_S
@@ -115,10 +115,6 @@ class Closing:
                     place=f"run {self._run}",
                     remedy=decision.remedy.replace(RUN_DIR, str(self._journal.run_dir)),
                 )
-            if isinstance(decision, filling.Waiting):
-                _log.warning("%s; it goes on when workers come", decision.reason)
-                self._journal.record(CoordinatorStarted(now))
-                return
             self._close_step(decision, now)
 
     def _notice_jump(self, now: float) -> None:

@@ -16,8 +16,8 @@ from verify.gap_noise import GapNoise
 
 @dataclass(frozen=True)
 class CoordinatorStarted:
-    """Deadlines, and the groups that an open step may lease, count from here: the process started,
-    its clock jumped, as after a sleep of the machine, or a deadline passed with too few workers."""
+    """The process started, or its clock jumped, as after a sleep of the machine. The deadlines of
+    open steps, and the groups that they may lease, count from here."""
 
     at: float
 
@@ -124,7 +124,7 @@ class LeaseOverdue:
 
 @dataclass(frozen=True)
 class LeaseExpired:
-    """No submission came in time: withheld. One that was released ends so too."""
+    """No submission came in time: withheld."""
 
     at: float
     lease: str
@@ -133,14 +133,6 @@ class LeaseExpired:
 @dataclass(frozen=True)
 class LeaseReleased:
     """Its holder leaves and says so: others may be leased the groups at once."""
-
-    at: float
-    lease: str
-
-
-@dataclass(frozen=True)
-class LeaseResumed:
-    """The holder came back in time, and the groups are still needed: the same lease again."""
 
     at: float
     lease: str
@@ -271,7 +263,6 @@ Event = (
     | LeaseOverdue
     | LeaseExpired
     | LeaseReleased
-    | LeaseResumed
     | SubmissionDeferred
     | SubmissionReceived
     | SubmissionJudged

@@ -1,34 +1,36 @@
 """The decisions of the coordinator: what to lease, when to close a step. Pure functions of a State.
 
-The rules (DESIGN, "Filling a step"):
+The rules (DESIGN, "Filling a step"; docs/public-runs.md has the promise that they keep):
 - A lease names the newest published version v, and step s is leased only while
   s - v <= async_level. So steps overlap as far as the lag allows and no further.
-- The lowest step that still needs groups is leased first. A step never has more groups outstanding
-  than it needs: failed, filtered and dropped groups are replaced by further leases.
-- Groups train in lease order, not in order of arrival, which would favour short outputs. So a lease
-  without a verdict holds back every group leased after it, until it is decided or expires.
+- A worker has a rank. Known are the run's own workers and invited ones. Recorded are strangers
+  whose last leases were answered. All others are new, and so is who is in quarantine.
+- Those who wait for work are served by rank, then in the order in which they were served last,
+  however often they ask.
+- The lowest step that needs groups is leased first. A step relies on the leases of known and of
+  recorded workers: it leases no more than it needs beside them. Failed, filtered and dropped groups
+  are replaced by further leases.
+- No step relies on a new worker. It gets trials: leases of one group, one at a time, each beside
+  what the step needs. New workers together hold at most `newcomer_groups` of a step, and what one
+  of them did not deliver counts until its lease ends. So leases that strangers see and do not
+  answer are few, and cost a step nothing.
+- A recorded worker holds no more groups than it delivered since it last failed, divided by one more
+  than its failures (`Standing.trust`). So a key wastes at most what it gave.
+- A lease is overdue once its worker was silent for `PATIENCE` times what a worker of the same or a
+  better rank, which waits for it without other work, takes for as much. Others are then leased its
+  groups too. Its worker may still answer, and what comes in time is trained.
+- Groups train in lease order within a rank, not in order of arrival, which would favour short
+  outputs. So a lease without a verdict holds back those of its rank that were leased after it,
+  until it is decided, overdue or expired. It holds back no better rank.
 - A step opens when a worker asks and nothing below it needs groups. Its nonce is drawn then, over
   the keys that are registered. A key registered later is covered by a draw of its own: no key can
   be chosen to suit a nonce, and no step depends on the workers that happened to come first.
-- A worker that leaves gives its open leases back (`released`), and others are leased the groups at
-  once. It gains no choice by that: the index stays used, the lease stays one of the few that the
-  worker may hold until it expires, and then counts as withheld. Seeds that it does not like cost it
-  as much time as leases that it never answers. Where it comes back before that, and the groups are
-  still needed, it is granted the same lease again.
-- What is given back does not count against `max_groups`, so that passing volunteers cannot stall a
-  step. But a step takes back no more groups than it needs: what is given back beyond that stays
-  open until it expires, so that many keys cannot look at more leases than that any faster either.
-- Newcomers are workers without an accepted submission, those in quarantine, and those that withheld
-  `SILENT_AFTER` leases since their last accepted one. Once others have work accepted, newcomers
-  hold at most `newcomer_groups` of a step together. What one of them failed to deliver counts for
-  one lease_timeout more, and in that time is leased to the others only. So many new keys delay a
-  step by one lease_timeout at most, while a worker with a name asks for work; and without such a
-  worker newcomers are leased it again after that time.
-- A worker in quarantine holds one lease at most, and is leased no other before its verdict. A
-  banned key is leased nothing.
-- A worker that had a whole step's worth of groups rejected is leased no more of that step, so that
-  a single bad worker cannot use up `max_groups`. Withheld leases do not count: `lease_timeout`
-  limits them already, and the only worker of a run may have been down with the coordinator.
+- A worker that leaves gives its open leases back, and others are leased the groups at once. It
+  gains little choice by that: a stranger that gave a lease back is new again.
+- `max_groups` bounds the groups of a step that known workers are leased, and those of others that
+  are accepted; of others only up to the deadline. A run ends only where known workers used it up,
+  or where nothing is published. Else a step with too few groups waits, and closes after its
+  deadline as soon as it has `min_groups`.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from verify.coordinator.state import LeaseRecord, Rank, State
 from verify.formats.lease import Lease
 
 IDLE_DEADLINE_S = 900.0
-"""Least time in seconds that a run waits for its first worker or next version."""
+"""Least time in seconds that a run waits for its next version."""
 PATIENCE = 2.0
 """A lease is overdue after this many times what the worker that waits for it takes for one."""
 MAX_OPEN_LEASES = 3
@@ -55,13 +57,6 @@ engine idles at the end of each lease. More would tie groups to one worker and t
 @dataclass(frozen=True)
 class Held:
     """The worker holds this lease already."""
-
-    record: LeaseRecord
-
-
-@dataclass(frozen=True)
-class Resume:
-    """The worker gave this lease back and may go on with it: record that, then ask again."""
 
     record: LeaseRecord
 
@@ -101,16 +96,9 @@ class Close:
     complete: bool
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """The next step waits for workers: say so, and let the deadline begin anew."""
-
-    reason: str
-
-
 def decide_lease(
     state: State, key: str, now: float, *, holding: Collection[str] = ()
-) -> Held | Resume | Overdue | NonceNeeded | Grant | None:
+) -> Held | Overdue | NonceNeeded | Grant | None:
     """Decide what to answer a worker that asks for work; None: nothing now.
 
     Args:
@@ -123,14 +111,11 @@ def decide_lease(
     if key in state.bans:
         return None
     unsettled = state.unsettled.get(key, ())
-    mine = [r for r in unsettled if r.status in ("open", "released") and r.expires > now]
-    in_time = [record for record in mine if record.lease.expires > now]  # not deferred past it
-    for record in in_time:
-        if record.status == "open" and record.digest not in holding:
+    mine = [r for r in unsettled if r.status == "open" and r.expires > now]
+    for record in mine:
+        deferred = record.lease.expires <= now
+        if record.digest not in holding and not deferred:
             return Held(record)
-    for record in in_time:
-        if record.status == "released" and _still_needed(state, record, now):
-            return Resume(record)
     if len(mine) >= MAX_OPEN_LEASES:
         return None
     if state.rank(key) is Rank.NEW and any(_undecided(state, key)):
@@ -254,21 +239,12 @@ def leasable_groups(state: State, number: int, rank: Rank, now: float) -> int:
     needed = needed_groups(state, number)
     if rank is Rank.KNOWN:
         return min(needed, policy.max_groups - step.leased)
-    left = policy.max_groups - step.accepted
+    early = now < step.since + policy.deadline_s
+    left = policy.max_groups - step.accepted if early else needed
     if rank is Rank.RECORDED:
         return min(needed, left)
-    return min(policy.groups - state.usable[number], left, trial_groups(state, number, now))
-
-
-def trial_groups(state: State, number: int, now: float) -> int:
-    """Groups of an open step that new workers may be leased now, one at a time.
-
-    Together they may hold a share of it while anybody else is there. Nothing relies on what they
-    hold. What one did not deliver is leased to the next when the lease's time is over.
-    """
-    alone = all(key in state.bans for key in state.named)
-    most = state.policy.groups if alone else state.policy.newcomer_groups
-    return most - tried_groups(state, number, now)
+    trials = policy.newcomer_groups - tried_groups(state, number, now)
+    return min(policy.groups - state.usable[number], left, trials)
 
 
 def tried_groups(state: State, number: int, now: float) -> int:
@@ -278,28 +254,10 @@ def tried_groups(state: State, number: int, now: float) -> int:
 
 
 def _undecided(state: State, key: str) -> Iterator[LeaseRecord]:
-    """The leases of a worker that are open, given back, or wait for a verdict still to come."""
+    """The leases of a worker that are open or wait for a verdict that is still to come."""
     for record in state.unsettled.get(key, ()):
         if record.status != "submitted" or state.lag(record) <= state.policy.async_level:
             yield record
-
-
-def _still_needed(state: State, record: LeaseRecord, now: float) -> bool:
-    """Whether a lease that was given back may be taken up again: nobody else got its groups."""
-    number, groups = record.lease.step, record.lease.groups
-    if number not in state.steps:
-        return False
-    if record.rank is Rank.NEW:
-        return state.policy.groups - state.usable[number] >= groups
-    return leasable_groups(state, number, record.rank, now) >= groups
-
-
-def takes_back(record: LeaseRecord) -> bool:
-    """Whether the groups of an open lease that its holder gives back may be leased to others.
-
-    Once only: each return is a row of the ledger, on disk before it is answered.
-    """
-    return not record.resumed
 
 
 def expired_leases(state: State, now: float) -> list[LeaseRecord]:
@@ -307,7 +265,7 @@ def expired_leases(state: State, now: float) -> list[LeaseRecord]:
     return [r for r in _unanswered(state) if r.expires <= now]
 
 
-def decide_close(state: State, now: float) -> Close | Stalled | Waiting | None:
+def decide_close(state: State, now: float) -> Close | Stalled | None:
     """Whether the next step to close can be closed, or never will be; None: not yet."""
     policy, number = state.policy, state.next_close
     if state.finished:
@@ -324,21 +282,21 @@ def decide_close(state: State, now: float) -> Close | Stalled | Waiting | None:
     groups = _groups_in_order(state, past_awaited=True)[: policy.groups]
     if len(groups) >= policy.min_groups:
         return Close(number, groups, complete=len(groups) == policy.groups)
-    why = unfilled(state, number, had=len(groups), now=now)
-    return why if exhausted else Waiting(why.reason)
+    return unfilled(state, number, had=len(groups), now=now) if exhausted else None
 
 
-def next_due(state: State) -> float | None:
+def next_due(state: State, now: float) -> float | None:
     """When time alone will next change a decision, in seconds since the epoch."""
     if state.finished:
         return None
     step = state.steps.get(state.next_close)
     closing = step.since + state.policy.deadline_s if step else state.progress + _idle_s(state)
-    return min([closing, *(record.expires for record in _unanswered(state))])
+    times = [closing, *(record.expires for record in _unanswered(state))]
+    return min((at for at in times if at > now), default=None)
 
 
 def _unanswered(state: State) -> Iterator[LeaseRecord]:
-    return (r for r in state.leases.values() if r.status in ("open", "released"))
+    return (r for r in state.leases.values() if r.status == "open")
 
 
 def _groups_in_order(state: State, *, past_awaited: bool) -> tuple[TrainedGroup, ...]:
@@ -369,12 +327,10 @@ def _idle_s(state: State) -> float:
     return max(state.policy.deadline_s, IDLE_DEADLINE_S)
 
 
-def _idle(state: State, now: float) -> Stalled | Waiting | None:
-    """If no step was open for too long, the run waits for its publisher or for a worker."""
-    if now < state.progress + _idle_s(state):
+def _idle(state: State, now: float) -> Stalled | None:
+    """Stall if no step was open for too long and the publisher is the reason."""
+    needed, newest = state.next_close - state.policy.async_level, state.newest
+    published = newest is not None and newest.version >= needed
+    if published or now < state.progress + _idle_s(state):
         return None
-    why = unopened(state, now)
-    published = state.newest is not None and state.newest.version >= (
-        state.next_close - state.policy.async_level
-    )
-    return Waiting(why.reason) if published else why
+    return unopened(state, now)

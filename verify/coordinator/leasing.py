@@ -20,7 +20,6 @@ from verify.coordinator.events import (
     LeaseGranted,
     LeaseOverdue,
     LeaseReleased,
-    LeaseResumed,
     NonceDrawn,
     SubmissionReceived,
     WorkerRegistered,
@@ -174,8 +173,6 @@ class Leasing:
                     self._journal.record(
                         NonceDrawn(now, step, nonce, len(self._journal.state.workers))
                     )
-                case filling.Resume(record):
-                    self._journal.record(LeaseResumed(now, record.digest))
                 case filling.Overdue(record):
                     self._journal.record(LeaseOverdue(now, record.digest))
                     _log.warning(
@@ -195,8 +192,7 @@ class Leasing:
     def release(self, key: str, digests: Collection[str]) -> None:
         """Takes back leases that their holder will not answer, so that others may have the groups.
 
-        Other leases stay as they are: not open, not the caller's, being answered just now, or more
-        than the step takes back (`filling.takes_back`).
+        Other leases stay as they are: not open, not the caller's, or being answered just now.
 
         Args:
             key: the worker's.
@@ -206,7 +202,7 @@ class Leasing:
             record = self._journal.state.leases.get(digest)
             if record is None or record.lease.worker != key or record.status != "open":
                 continue
-            if digest not in self._uploading and filling.takes_back(record):
+            if digest not in self._uploading:
                 self._journal.record(LeaseReleased(self._journal.clock(), digest))
 
     async def submit(

@@ -79,7 +79,7 @@ async def serve(
     journal = Journal(run_dir, Policy.of(spec), ledger=ledger)
     judging = Judging(journal, spec.name, noise)
     own = own_workers(run_dir, spec)
-    edge = Edge.of(journal, spec, roles, own, judging.submitted)
+    edge = Edge.of(journal, spec, roles, judging.submitted)
     admission = Admission(spec, roles, own, edge.new_keys)
     peers = Peers()
     closing = Closing(journal, spec.name, key, peers.workers)

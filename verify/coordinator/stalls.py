@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verify.coordinator.events import GroupGrade
-from verify.coordinator.state import Rank, State, Tally
+from verify.coordinator.state import State, Tally
 
 RUN_DIR = "RUN_DIR"
 """Stands in a remedy for the run directory, which a State does not know."""
@@ -71,16 +71,13 @@ def unfilled(state: State, number: int, *, had: int, now: float) -> Stalled:
     """
     policy, step = state.policy, state.steps[number]
     losses = _losses(state, state.tallies.get(number, Tally()))
-    enough = losses and had + sum(loss.groups for loss in losses) >= policy.min_groups
     parts = [
         f"step {number} stalled: {had} of {policy.groups} groups, at least {policy.min_groups} "
         f"needed, after {now - step.since:.0f} s and {step.leased} groups leased "
         f"(max_groups allows {policy.max_groups})",
         *(loss.text for loss in losses),
     ]
-    if not enough or any(state.awaited[number, rank] for rank in Rank):
-        parts.append(f"waited for {waited_for(state)}")
-    return Stalled("; ".join(parts), losses[0].remedy if enough else _WAIT_LONGER)
+    return Stalled("; ".join(parts), losses[0].remedy)
 
 
 def unopened(state: State, now: float) -> Stalled:

@@ -14,7 +14,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Literal
 
-from rpds import HashTrieMap, HashTrieSet
+from rpds import HashTrieMap
 
 from verify.coordinator.events import FailedAttempt, GroupGrade, VersionPublished
 from verify.coordinator.policy import Policy
@@ -89,8 +89,8 @@ class Worker:
 
     @property
     def unproven(self) -> bool:
-        """Whether it came without an invite and never had a submission accepted."""
-        return self.invite is None and self.standing.accepted == 0
+        """Whether it is a stranger that never had a submission accepted."""
+        return not self.own and self.invite is None and self.standing.accepted == 0
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,8 @@ class LeaseRecord:
     """From `since` to the submission."""
     overdue: bool = False
     """Whether others are leased its groups, for its worker is silent."""
-    late: bool = False
-    """Whether it was overdue when it was answered."""
     recomputed: bool = False
     """Whether its rollouts were recomputed before they were accepted."""
-    resumed: bool = False
-    """Whether its holder gave it back and took it up again."""
     deferred: str | None = None
     """The submission that its holder was told to send later."""
     deferred_until: float = 0.0
@@ -180,8 +176,6 @@ class State:
     policy: Policy
     newest: VersionPublished | None = None
     workers: HashTrieMap[str, Worker] = field(default_factory=HashTrieMap)
-    named: HashTrieSet[str] = field(default_factory=HashTrieSet)
-    """The keys of `workers` that are not of rank `NEW`, banned ones included."""
     unproven: int = 0
     """How many of `workers` are."""
     bans: HashTrieMap[str, str] = field(default_factory=HashTrieMap)
@@ -220,10 +214,10 @@ class State:
 
     @cached_property
     def unsettled(self) -> Mapping[str, Sequence[LeaseRecord]]:
-        """Open, released and submitted leases by worker, in lease order."""
+        """Open and submitted leases by worker, in lease order."""
         found: dict[str, list[LeaseRecord]] = defaultdict(list)
         for record in self.leases.values():
-            if record.status in ("open", "released", "submitted"):
+            if record.status in ("open", "submitted"):
                 found[record.lease.worker].append(record)
         return found
 

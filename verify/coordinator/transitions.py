@@ -22,7 +22,6 @@ from verify.coordinator.events import (
     LeaseGranted,
     LeaseOverdue,
     LeaseReleased,
-    LeaseResumed,
     NonceDrawn,
     QuarantineEnded,
     RolledBack,
@@ -106,8 +105,6 @@ def apply(state: State, event: Event) -> State:
             return _expire(state, event)
         case LeaseReleased():
             return _release(state, event)
-        case LeaseResumed():
-            return _resume(state, event)
         case SubmissionDeferred():
             return _defer(state, event)
         case SubmissionReceived():
@@ -130,7 +127,7 @@ def _ban(state: State, event: KeyBanned) -> State:
     _require(event.key not in state.bans, "a key is banned twice")
     state = replace(state, bans=state.bans.insert(event.key, event.reason))
     for record in list(state.leases.values()):
-        if record.lease.worker == event.key and record.status in ("open", "released"):
+        if record.lease.worker == event.key and record.status == "open":
             state = _end_lease(state, record)
     return _strike_unproven(state, event.key)
 
@@ -189,14 +186,7 @@ def _grant(state: State, event: LeaseGranted) -> State:
 def _receive(state: State, event: SubmissionReceived) -> State:
     record = _record(state, event.lease, "open")
     took_s = max(0.0, event.at - record.since)
-    received = replace(
-        record,
-        status="submitted",
-        submission=event.submission,
-        took_s=took_s,
-        overdue=False,
-        late=record.overdue,
-    )
+    received = replace(record, status="submitted", submission=event.submission, took_s=took_s)
     found = False
     for other in state.unsettled[record.lease.worker]:  # in lease order
         found |= other.digest == record.digest
@@ -214,7 +204,7 @@ def _overdue(state: State, event: LeaseOverdue) -> State:
 
 
 def _expire(state: State, event: LeaseExpired) -> State:
-    return _end_lease(state, _record(state, event.lease, "open", "released"))
+    return _end_lease(state, _record(state, event.lease, "open"))
 
 
 def _end_lease(state: State, record: LeaseRecord) -> State:
@@ -229,20 +219,13 @@ def _end_lease(state: State, record: LeaseRecord) -> State:
 
 
 def _release(state: State, event: LeaseReleased) -> State:
-    """Take a lease's groups out of the step's count, so that volunteers who come and go do not use
-    up what the step may lease. The lease itself counts as withheld at its end."""
+    """Take a lease's groups out of the step's count, so that workers who come and go do not use up
+    what the step may lease."""
     record = _record(state, event.lease, "open")
     state = _with_leased(state, record, -record.lease.groups)
     state = _with_lease(state, replace(record, status="released"))
     key = record.lease.worker
     return _with_standing(state, key, state.workers[key].standing.after_return())
-
-
-def _resume(state: State, event: LeaseResumed) -> State:
-    record = _record(state, event.lease, "released")
-    _require(record.lease.step in state.steps, "a lease of a step that is closed")
-    state = _with_leased(state, record, record.lease.groups)
-    return _with_lease(state, replace(record, status="open", resumed=True))
 
 
 def _defer(state: State, event: SubmissionDeferred) -> State:
@@ -272,7 +255,7 @@ def _judge(state: State, event: SubmissionJudged) -> State:
     worker, tally, lease = state.workers[record.lease.worker], _tally(state, record), record.lease
     recomputed = any(group.logprob_diff is not None for group in event.groups)
     standing = worker.standing.after_verdict(
-        0 if record.late else lease.groups, accepted=event.accepted, recomputed=recomputed
+        0 if record.overdue else lease.groups, accepted=event.accepted, recomputed=recomputed
     )
     worker = with_gaps(replace(worker, standing=standing), event.gap_excess, event.gap_noise)
     if not event.accepted:
@@ -395,13 +378,10 @@ def _with_lease(state: State, record: LeaseRecord) -> State:
 
 
 def _with_worker(state: State, key: str, worker: Worker) -> State:
-    before, named = state.workers.get(key), state.named
-    new = worker.rank is Rank.NEW
-    if before is None or (before.rank is Rank.NEW) != new:
-        named = named.discard(key) if new else named.insert(key)
+    before = state.workers.get(key)
     unproven = state.unproven + worker.unproven - (before is not None and before.unproven)
     workers = state.workers.insert(key, worker)
-    return replace(state, workers=workers, named=named, unproven=unproven)
+    return replace(state, workers=workers, unproven=unproven)
 
 
 def _with_standing(state: State, key: str, standing: Standing) -> State:

@@ -14,8 +14,8 @@ from verify.coordinator.events import (
     GroupGrade,
     LeaseExpired,
     LeaseGranted,
+    LeaseOverdue,
     LeaseReleased,
-    LeaseResumed,
     NonceDrawn,
     StepClosed,
     SubmissionJudged,
@@ -23,7 +23,7 @@ from verify.coordinator.events import (
     VersionPublished,
     WorkerRegistered,
 )
-from verify.coordinator.filling import Close, Grant, Held, NonceNeeded, Resume
+from verify.coordinator.filling import Close, Grant, Held, NonceNeeded, Overdue
 from verify.coordinator.policy import Policy
 from verify.coordinator.stalls import Stalled
 from verify.coordinator.state import LeaseRecord, State
@@ -79,8 +79,8 @@ class Filled:
             self.state = apply(self.state, follows)
             self.events.append(follows)
 
-    def register(self, name: str, pool: str = "a") -> None:
-        self.record(WorkerRegistered(self.now, key(name), pool))
+    def register(self, name: str, pool: str = "a", *, own: bool = False) -> None:
+        self.record(WorkerRegistered(self.now, key(name), pool, own=own))
 
     def publish(self, version: int) -> None:
         self.record(VersionPublished(self.now, version, digest("manifest", version)))
@@ -93,8 +93,8 @@ class Filled:
                     return None
                 case Held(record):
                     return record
-                case Resume(record):
-                    self.record(LeaseResumed(self.now, record.digest))
+                case Overdue(record):
+                    self.record(LeaseOverdue(self.now, record.digest))
                 case NonceNeeded(step):
                     draw = digest("nonce", step, len(self.events))
                     self.record(NonceDrawn(self.now, step, draw, len(self.state.workers)))
@@ -102,8 +102,7 @@ class Filled:
                     self.record(self._granted(name, decision))
 
     def release(self, record: LeaseRecord) -> None:
-        if filling.takes_back(self.state, record):
-            self.record(LeaseReleased(self.now, record.digest))
+        self.record(LeaseReleased(self.now, record.digest))
 
     def submit(self, record: LeaseRecord) -> None:
         self.record(SubmissionReceived(self.now, record.digest, digest("s", record.digest), 1))
@@ -177,9 +176,9 @@ class Filled:
 
 
 def started(**changes: object) -> Filled:
-    """A run of two workers, x and y, whose first version is out."""
+    """A run of two workers of its own, x and y, whose first version is out."""
     run = Filled(policy(**changes))
-    run.register("x")
-    run.register("y")
+    run.register("x", own=True)
+    run.register("y", own=True)
     run.publish(0)
     return run

@@ -45,7 +45,7 @@ def edge_of(
 ) -> Edge:
     """The edge of a run, on a disk of this size."""
     waiting = lambda: journal.state.to_judge  # noqa: E731
-    edge = Edge.of(journal, spec, roles or roles_of(), (), waiting)
+    edge = Edge.of(journal, spec, roles or roles_of(), waiting)
     limits = limits or spec.verify.backlog
     backlog = Backlog(journal, waiting, limits, free_bytes=lambda _: free_bytes())
     return replace(edge, backlog=backlog)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from runspec.core.roles import Roles
@@ -35,7 +35,6 @@ class Edge:
         journal: Journal,
         spec: RunSpec,
         roles: Roles,
-        own: Collection[str],
         waiting: Callable[[], Sequence[LeaseRecord]],
     ) -> Edge:
         """Make the edge of a run.
@@ -44,13 +43,12 @@ class Edge:
             journal: the run's.
             spec: the run's resolved spec.
             roles: the run's.
-            own: public keys of the run's own workers.
             waiting: returns the submissions that wait for a verdict.
         """
         limiter, proxies = Limiter(), networks(spec.verify.proxies)
         checker = RequestChecker(spec.name)
         return cls(
-            Authentication(journal, checker, limiter, roles, own, proxies),
-            NewKeys(limiter, own),
+            Authentication(journal, checker, limiter, roles, proxies),
+            NewKeys(limiter),
             Backlog(journal, waiting, spec.verify.backlog),
         )

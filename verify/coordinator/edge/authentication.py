@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -36,11 +36,10 @@ class Authentication:
         checker: RequestChecker,
         limiter: Limiter,
         roles: Roles,
-        own: Collection[str],
         proxies: Sequence[Network],
     ) -> None:
         self._journal, self._checker, self._limiter = journal, checker, limiter
-        self._staff, self._own = roles.coordinator | roles.validator, frozenset(own)
+        self._staff = roles.coordinator | roles.validator
         self._proxies = proxies
 
     def address(self, request: web.Request) -> str:
@@ -122,12 +121,11 @@ class Authentication:
                 yield
 
     def _newcomer(self, key: str, request: web.Request) -> tuple[Name, ...]:
-        """Names that a poll counts for; none if the key is the run's own or has accepted work."""
-        worker = self._journal.state.workers.get(key)
-        if key in self._own or (worker is not None and worker.rank is not Rank.NEW):
+        """Names that a poll counts for; none if the key is known or recorded (`Rank`)."""
+        state = self._journal.state
+        if key in state.workers and state.rank(key) is not Rank.NEW:
             return ()
-        invited = worker is not None and worker.invite is not None
-        kind = "invited poll" if invited else "newcomer poll"
+        kind = "newcomer poll"
         return Name("address", kind, self.address(request)), Name("all", kind)
 
     def _admit(self, kind: str | None, address: str, key: str) -> None:

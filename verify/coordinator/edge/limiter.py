@@ -64,13 +64,11 @@ AT_ONCE = {
     ("key", "poll"): 4,
     ("address", "newcomer poll"): 64,
     ("all", "newcomer poll"): 256,
-    ("address", "invited poll"): 64,
-    ("all", "invited poll"): 256,
     ("address", "download"): 32,
     ("all", "download"): 256,
 }
 """Limits by scope and kind. "poll": requests for a lease that wait. An event wakes all of them, so
-those of keys without accepted work are limited together, invited keys apart from the others.
+those of new workers (`Rank`) are limited together.
 "download": files and large answers that are being sent."""
 
 

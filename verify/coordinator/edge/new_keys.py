@@ -7,7 +7,7 @@ limited twice: those of one address in a day, and all that never had a submissio
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from verify.coordinator.edge.limiter import RATES, Limiter, Name
 from verify.coordinator.intake import Refusal
@@ -22,22 +22,15 @@ class NewKeys:
 
     Args:
         limiter: counts the keys of each address.
-        own: public keys of the run's own workers, which are not counted.
         clock: seconds, never going back.
     """
 
     def __init__(
         self,
         limiter: Limiter,
-        own: Collection[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._limiter, self._own, self._clock = limiter, frozenset(own), clock
-
-    def unproven(self, state: State) -> int:
-        """Return how many registered keys `MAX_UNPROVEN` counts."""
-        own = (state.workers.get(key) for key in self._own)
-        return state.unproven - sum(worker is not None and worker.unproven for worker in own)
+        self._limiter, self._clock = limiter, clock
 
     def take(self, state: State, address: str) -> None:
         """Count a key that registers.
@@ -49,7 +42,7 @@ class NewKeys:
         Raises:
             Refusal: 403, there are `MAX_UNPROVEN`; 429, the address has registered too many.
         """
-        if self.unproven(state) >= MAX_UNPROVEN:
+        if state.unproven >= MAX_UNPROVEN:
             raise Refusal(
                 403,
                 f"{MAX_UNPROVEN} keys without accepted work are registered, as many as may be: ask "
