@@ -1,0 +1,251 @@
+"""Many keys of one attacker: `python -m tests.attacks.hostile_keys ATTACK --keys N ...`.
+
+Each key asks for work without a pause and answers as a strategy of the simulator says. What it
+answers honestly is sampled with transformers, for vLLM takes long to start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from runspec.core.keys import SigningKey
+from runspec.simulate.population import StrategyBlock
+from runspec.simulate.strategies import Strategy, strategies
+from sampler.engine.requests import Sampled, SampleRequest
+from sampler.worker.rollouts import FinishedRollout, claim_rewards, make_rollouts, plan_rollouts
+from sampler.worker.versions import Versions
+from tests.harness import ROOT
+from tests.waiting import eventually
+from verify.activations import round_to_bf16
+from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
+from verify.formats.lease import Lease, lease_digest, open_lease
+from verify.formats.submission import Rollout, encode_rollouts, sign_submission
+from verify.noise import gumbel
+from verify.plugins import TaskSet, load_task_set
+from verify.toploc import CHUNK_ROWS, build_proofs_of
+from verify.toploc.selection import select
+
+ATTACKS = {
+    "rubbish": StrategyBlock(kind="rubbish"),
+    "silent": StrategyBlock(kind="collude", record=1, misdeed="withhold"),
+    "alternating": StrategyBlock(kind="alternate", honest=1, of=4, misdeed="withhold"),
+}
+RUBBISH_BYTES = 200
+POLL_S = 30.0
+"""How long one question for a lease stays open."""
+LOOK_S = 0.5
+"""Between two looks at the verdicts."""
+STARTS_S = 300.0
+"""How long a run may take until its coordinator has an address."""
+Sample = Callable[[bytes, Lease], list[Rollout]]
+"""Makes the honest rollouts of a signed lease."""
+
+
+class Member:
+    """One key: its client, and the strategy that decides how it answers."""
+
+    def __init__(self, client_of: Callable[[SigningKey], CoordinatorClient], strategy: Strategy):
+        self.key, self._strategy, self._accepted = SigningKey.generate(), strategy, 0
+        self._client = client_of(self.key)
+
+    def work(self, pool: str, sample: Sample) -> None:
+        """Answers leases until the run is finished, or refuses the key."""
+        with suppress(RunFinished):
+            self._client.register(pool, {})
+            while True:
+                if (signed := self._client.lease(POLL_S)) is not None:
+                    self._answer(signed, sample)
+
+    def judged(self, accepted: int) -> None:
+        """Tells the strategy how many submissions were accepted so far."""
+        for _ in range(accepted - self._accepted):
+            self._strategy.judged(True)
+        self._accepted = accepted
+
+    def _answer(self, signed: bytes, sample: Sample) -> None:
+        lease = open_lease(signed, coordinators=self._client.roles().coordinator)
+        what = self._strategy.answer(lease, time.time()).what
+        if what == "withhold":
+            return
+        honest = what == "rollouts"
+        table = encode_rollouts(sample(signed, lease)) if honest else os.urandom(RUBBISH_BYTES)
+        envelope = sign_submission(
+            table,
+            run=lease.run,
+            step=lease.step,
+            index=lease.index,
+            lease=lease_digest(signed),
+            key=self.key,
+        )
+        with suppress(SubmissionRefused):
+            self._client.submit(envelope, table)
+
+
+def attack(
+    name: str,
+    keys: int,
+    client_of: Callable[[SigningKey], CoordinatorClient],
+    *,
+    url: str,
+    pool: str,
+    sample: Sample,
+) -> None:
+    """Attacks a run with new keys until it is finished, or refuses all of them."""
+    make = strategies(ATTACKS[name])
+    members = [Member(client_of, make()) for _ in range(keys)]
+    threads = [threading.Thread(target=each.work, args=(pool, sample)) for each in members]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        time.sleep(LOOK_S)
+        with suppress(httpx.HTTPError, ValueError):  # the coordinator may be away
+            report = httpx.get(f"{url}/v1/status", timeout=LOOK_S).json()
+            found = {each["key"]: each["accepted_submissions"] for each in report["workers"]}
+            for member in members:
+                member.judged(found.get(member.key.public_hex, 0))
+
+
+class Sampler:
+    """Samples leases honestly with transformers; threads may share it.
+
+    Args:
+        client: of any key.
+        pool: whose leases.
+        versions: where policy versions come from.
+    """
+
+    def __init__(self, client: CoordinatorClient, pool: str, versions: Versions) -> None:
+        self._spec, self._versions = client.spec(), versions
+        self._pool = next(p for p in self._spec.samplers if p.name == pool)
+        self._tasks: TaskSet | None = None
+        self._one = threading.Lock()
+
+    def __call__(self, signed: bytes, lease: Lease) -> list[Rollout]:
+        with self._one:
+            from transformers import AutoModelForCausalLM  # takes seconds, and not every attack it
+
+            path = self._versions.get(lease.version, lease.manifest_digest)
+            self._tasks = tasks = self._tasks or load_task_set(self._spec, path, None)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+            size = self._spec.algorithm.group_size
+            plan = plan_rollouts(lease, tasks, self._pool, group_size=size)
+            requests = [planned.request for planned in plan]
+            groups = [requests[at : at + size] for at in range(0, len(requests), size)]
+            sampled = [row for group in groups for row in sample_group(model, group)]
+            claims = claim_rewards(plan, sampled, tasks)
+        proofs = build_proofs_of([each.selection for each in sampled])
+        finished = [
+            FinishedRollout(*row) for row in zip(plan, sampled, claims, proofs, strict=True)
+        ]
+        return make_rollouts(lease, lease_digest(signed), finished, tasks, self._pool)
+
+
+def sample_group(model: Any, requests: list[SampleRequest]) -> list[Sampled]:
+    """Samples one prompt under the noise of each request."""
+    import torch
+
+    first, given, past = requests[0], torch.tensor([r.prompt_tokens for r in requests]), None
+    keys = torch.tensor([r.noise_key for r in requests], dtype=torch.int32)
+    steps = []
+    with torch.inference_mode():
+        for position in range(first.max_new_tokens):
+            out = model(given, past_key_values=past, use_cache=True, output_hidden_states=True)
+            past, scaled = out.past_key_values, out.logits[:, -1].float() / first.temperature
+            at = torch.tensor(position, dtype=torch.int32)
+            every = torch.arange(scaled.shape[-1], dtype=torch.int32)
+            given = (scaled + gumbel(torch, keys[:, :1], keys[:, 1:], at, every)).argmax(-1, True)
+            logprobs = scaled.log_softmax(-1).gather(-1, given)
+            steps.append((given[:, 0], logprobs[:, 0], out.hidden_states[-1][:, -1]))
+    tokens, logprobs, hidden = (torch.stack(each, 1).numpy() for each in zip(*steps, strict=True))
+    return [_row(*each, first) for each in zip(tokens, logprobs, hidden, strict=True)]
+
+
+def _row(
+    tokens: np.ndarray, logprobs: np.ndarray, hidden: np.ndarray, request: SampleRequest
+) -> Sampled:
+    ends = np.flatnonzero(tokens == request.end_token)
+    length = int(ends[0]) + 1 if len(ends) else len(tokens)
+    bits = round_to_bf16(np.ascontiguousarray(hidden[:length]))
+    chunks = [bits[at : at + CHUNK_ROWS].ravel() for at in range(0, length, CHUNK_ROWS)]
+    return Sampled(
+        tokens[:length].astype(np.int32),
+        logprobs[:length],
+        "stop" if len(ends) else "length",
+        np.zeros(length, np.int32),
+        select(chunks),
+    )
+
+
+@contextmanager
+def hostile(run_dir: Path, name: str, keys: int) -> Iterator[None]:
+    """Runs an attacker's process beside a run that is being applied."""
+    log, endpoints = run_dir.parent / f"{name}.log", run_dir / "endpoints.json"
+    roles = run_dir / "keys" / "roles.json"
+    eventually(lambda: endpoints.exists() and roles.exists(), "an address", deadline_s=STARTS_S)
+    urls = json.loads(endpoints.read_text())
+    words = ["--run", run_dir.name, "--coordinator", urls["coordinator"]]
+    words += ["--weights", urls["origin"], "--pool", "volunteers", "--keys", str(keys)]
+    words += [
+        "--public-key",
+        json.loads(roles.read_text())["key"],
+        "--dir",
+        str(log.with_suffix("")),
+    ]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            ["nice", sys.executable, "-m", "tests.attacks.hostile_keys", name, *words],
+            cwd=ROOT,
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("attack", choices=list(ATTACKS))
+    for word in ("run", "coordinator", "weights", "public-key", "pool"):
+        parser.add_argument(f"--{word}", required=True)
+    parser.add_argument("--dir", required=True, type=Path)
+    parser.add_argument("--keys", required=True, type=int)
+    options = parser.parse_args()
+
+    def client_of(key: SigningKey) -> CoordinatorClient:
+        return CoordinatorClient(
+            options.coordinator, key, run=options.run, root_public_key=options.public_key
+        )
+
+    versions = Versions(
+        [options.weights],
+        run=options.run,
+        root_public_key=options.public_key,
+        cache_dir=options.dir,
+        fetch_s=60.0,
+        log=logging.getLogger(),
+    )
+    sample = Sampler(client_of(SigningKey.generate()), options.pool, versions)
+    where = {"url": options.coordinator, "pool": options.pool}
+    attack(options.attack, options.keys, client_of, **where, sample=sample)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Runs of 60 steps take at most 1.5 times as long while hostile keys attack them.
+
+Real runs of the laptop profile: one undisturbed, and one under each attack of
+`tests.attacks.hostile_keys`. Seconds count from the first lease of the run's own worker to the last
+step's batch.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import closing, nullcontext
+from functools import partial
+from pathlib import Path
+
+from benchmarks.runs import apply_command
+from runspec.core.keys import SigningKey
+from runspec.core.spec.resolved import load_resolved
+from tests.attacks.hostile_keys import hostile
+from verify.coordinator.events import KeyBanned, LeaseGranted, LeaseOverdue, StepClosed
+from verify.coordinator.events import WorkerQuarantined as Quarantined
+from verify.coordinator.policy import Policy
+from verify.coordinator.transitions import replay
+from verify.formats.layout import STATE_FILE
+from verify.ledger import Ledger
+
+STEPS = int(os.environ.get("LIVENESS_STEPS", "60"))
+KEYS = {"rubbish": 8, "silent": 8, "alternating": 1}
+MOST = 1.5
+"""Of the promise."""
+
+
+def run() -> dict[str, dict[str, object]]:
+    """Seconds and factor of each run, and what became of the hostile keys.
+
+    Raises:
+        AssertionError: a factor is beyond 1.5, or the run's own worker is banned or in quarantine.
+    """
+    found: dict[str, dict[str, object]] = {}
+    with tempfile.TemporaryDirectory(prefix="liveness-") as folder:
+        alone = 0.0
+        for name in ("undisturbed", *KEYS):
+            seconds, figures = _measured(Path(folder) / name, name)
+            alone = alone or seconds
+            found[name] = {"seconds": round(seconds, 1), "factor": round(seconds / alone, 2)}
+            found[name] |= figures
+            print(name, found[name], file=sys.stderr, flush=True)
+    assert all(each["factor"] <= MOST for each in found.values()), found
+    return found
+
+
+def _measured(folder: Path, name: str) -> tuple[float, dict[str, object]]:
+    """Seconds that a run took, and what became of the strangers."""
+    command, run_dir = apply_command("liveness", {"steps": STEPS}, folder), folder / "liveness"
+    attack = partial(hostile, run_dir, name, KEYS[name]) if name in KEYS else nullcontext
+    with subprocess.Popen(command, stdout=sys.stderr) as process, attack():
+        code = process.wait()
+    assert code == 0, f"the run ended with code {code}"
+    with closing(Ledger(run_dir / STATE_FILE)) as ledger:
+        events = list(ledger.events())
+    own = SigningKey.load(run_dir / "keys" / "volunteers-0.key").public_hex
+    state = replay(Policy.of(load_resolved(run_dir)), events)
+    assert own not in state.bans and state.workers[own].standing.quarantine is None
+    granted = [event for event in events if isinstance(event, LeaseGranted)]
+    begun = next(event.at for event in granted if event.lease.worker == own)
+    closed = [event.at for event in events if isinstance(event, StepClosed)]
+    assert len(closed) == STEPS
+    others = [state.workers[key].standing for key in state.workers if key != own]
+    return closed[-1] - begun, {
+        "strangers": len(others),
+        "their groups leased": sum(e.lease.groups for e in granted if e.lease.worker != own),
+        "submissions accepted": sum(each.accepted for each in others),
+        "rejected": sum(each.rejected for each in others),
+        "leases withheld": sum(each.withheld for each in others),
+        "overdue": sum(isinstance(event, LeaseOverdue) for event in events),
+        "quarantined": sum(isinstance(event, Quarantined) for event in events),
+        "banned": sum(isinstance(event, KeyBanned) for event in events),
+    }
