@@ -1,4 +1,4 @@
-"""Many keys of one attacker: `python -m tests.attacks.hostile_keys ATTACK --keys N ...`.
+"""Many keys of one attacker: `python -m tests.attacks.hostile_keys ATTACK=KEYS ...`.
 
 Each key asks for work without a pause and answers as a strategy of the simulator says. What it
 answers honestly is sampled with transformers, for vLLM takes long to start.
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import httpx
 import numpy as np
 
 from runspec.core.keys import SigningKey
+from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.simulate.population import StrategyBlock
 from runspec.simulate.strategies import Strategy, strategies
 from sampler.engine.requests import Sampled, SampleRequest
@@ -51,24 +52,32 @@ LOOK_S = 0.5
 """Between two looks at the verdicts."""
 STARTS_S = 300.0
 """How long a run may take until its coordinator has an address."""
+ClientOf = Callable[[SigningKey], CoordinatorClient]
 Sample = Callable[[bytes, Lease], list[Rollout]]
 """Makes the honest rollouts of a signed lease."""
 
 
 class Member:
-    """One key: its client, and the strategy that decides how it answers."""
+    """One hostile key of a run's pool.
 
-    def __init__(self, client_of: Callable[[SigningKey], CoordinatorClient], strategy: Strategy):
+    Args:
+        client_of: makes the client of a key.
+        strategy: decides how it answers a lease.
+        pool: that it registers for.
+        sample: makes what it answers honestly.
+    """
+
+    def __init__(self, client_of: ClientOf, strategy: Strategy, pool: str, sample: Sample) -> None:
         self.key, self._strategy, self._accepted = SigningKey.generate(), strategy, 0
-        self._client = client_of(self.key)
+        self._client, self._pool, self._sample = client_of(self.key), pool, sample
 
-    def work(self, pool: str, sample: Sample) -> None:
+    def work(self) -> None:
         """Answers leases until the run is finished, or refuses the key."""
         with suppress(RunFinished):
-            self._client.register(pool, {})
+            self._client.register(self._pool, {})
             while True:
                 if (signed := self._client.lease(POLL_S)) is not None:
-                    self._answer(signed, sample)
+                    self._answer(signed)
 
     def judged(self, accepted: int) -> None:
         """Tells the strategy how many submissions were accepted so far."""
@@ -76,62 +85,60 @@ class Member:
             self._strategy.judged(True)
         self._accepted = accepted
 
-    def _answer(self, signed: bytes, sample: Sample) -> None:
+    def _answer(self, signed: bytes) -> None:
         lease = open_lease(signed, coordinators=self._client.roles().coordinator)
-        what = self._strategy.answer(lease, time.time()).what
-        if what == "withhold":
-            return
-        honest = what == "rollouts"
-        table = encode_rollouts(sample(signed, lease)) if honest else os.urandom(RUBBISH_BYTES)
+        match self._strategy.answer(lease, time.time()).what:
+            case "rollouts":
+                table = encode_rollouts(self._sample(signed, lease))
+            case "rubbish":
+                table = os.urandom(RUBBISH_BYTES)
+            case _:
+                return
+        digest, key = lease_digest(signed), self.key
         envelope = sign_submission(
-            table,
-            run=lease.run,
-            step=lease.step,
-            index=lease.index,
-            lease=lease_digest(signed),
-            key=self.key,
+            table, run=lease.run, step=lease.step, index=lease.index, lease=digest, key=key
         )
         with suppress(SubmissionRefused):
             self._client.submit(envelope, table)
 
 
 def attack(
-    name: str,
-    keys: int,
-    client_of: Callable[[SigningKey], CoordinatorClient],
-    *,
-    url: str,
-    pool: str,
-    sample: Sample,
+    keys: Mapping[str, int], client_of: ClientOf, *, url: str, pool: str, sample: Sample
 ) -> None:
-    """Attacks a run with new keys until it is finished, or refuses all of them."""
-    make = strategies(ATTACKS[name])
-    members = [Member(client_of, make()) for _ in range(keys)]
-    threads = [threading.Thread(target=each.work, args=(pool, sample)) for each in members]
+    """Attacks a run until it is finished, or refuses all keys.
+
+    Args:
+        keys: how many of each attack.
+        client_of, pool, sample: of each key.
+        url: the coordinator's.
+    """
+    members = []
+    for name, count in keys.items():
+        make = strategies(ATTACKS[name])
+        members += [Member(client_of, make(), pool, sample) for _ in range(count)]
+    threads = [threading.Thread(target=member.work, daemon=True) for member in members]
     for thread in threads:
-        thread.daemon = True
         thread.start()
     while any(thread.is_alive() for thread in threads):
         time.sleep(LOOK_S)
-        with suppress(httpx.HTTPError, ValueError):  # the coordinator may be away
-            report = httpx.get(f"{url}/v1/status", timeout=LOOK_S).json()
-            found = {each["key"]: each["accepted_submissions"] for each in report["workers"]}
+        with suppress(httpx.HTTPError):  # the coordinator may be away
+            workers = httpx.get(f"{url}/v1/status").json()["workers"]
+            accepted = {each["key"]: each["accepted_submissions"] for each in workers}
             for member in members:
-                member.judged(found.get(member.key.public_hex, 0))
+                member.judged(accepted.get(member.key.public_hex, 0))
 
 
 class Sampler:
     """Samples leases honestly with transformers; threads may share it.
 
     Args:
-        client: of any key.
+        spec: of the run.
         pool: whose leases.
         versions: where policy versions come from.
     """
 
-    def __init__(self, client: CoordinatorClient, pool: str, versions: Versions) -> None:
-        self._spec, self._versions = client.spec(), versions
-        self._pool = next(p for p in self._spec.samplers if p.name == pool)
+    def __init__(self, spec: RunSpec, pool: SamplerPool, versions: Versions) -> None:
+        self._spec, self._pool, self._versions = spec, pool, versions
         self._tasks: TaskSet | None = None
         self._one = threading.Lock()
 
@@ -192,27 +199,28 @@ def _row(
 
 
 @contextmanager
-def hostile(run_dir: Path, name: str, keys: int) -> Iterator[None]:
-    """Runs an attacker's process beside a run that is being applied."""
-    log, endpoints = run_dir.parent / f"{name}.log", run_dir / "endpoints.json"
+def hostile(run_dir: Path, keys: Mapping[str, int]) -> Iterator[None]:
+    """Runs the attacker's process beside a run that is being applied.
+
+    Args:
+        run_dir: of the run.
+        keys: how many of each attack; without any it ends at once.
+    """
+    log, endpoints = run_dir.parent / "hostile.log", run_dir / "endpoints.json"
     roles = run_dir / "keys" / "roles.json"
     eventually(lambda: endpoints.exists() and roles.exists(), "an address", deadline_s=STARTS_S)
     urls = json.loads(endpoints.read_text())
-    words = ["--run", run_dir.name, "--coordinator", urls["coordinator"]]
-    words += ["--weights", urls["origin"], "--pool", "volunteers", "--keys", str(keys)]
+    words = [*(f"{name}={count}" for name, count in keys.items()), "--run", run_dir.name]
+    words += ["--coordinator", urls["coordinator"], "--weights", urls["origin"]]
     words += [
         "--public-key",
         json.loads(roles.read_text())["key"],
         "--dir",
-        str(log.with_suffix("")),
+        str(log.parent / "its"),
     ]
+    command = ["nice", sys.executable, "-m", "tests.attacks.hostile_keys", *words]
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            ["nice", sys.executable, "-m", "tests.attacks.hostile_keys", name, *words],
-            cwd=ROOT,
-            stdout=out,
-            stderr=out,
-        )
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
     try:
         yield
     finally:
@@ -222,29 +230,26 @@ def hostile(run_dir: Path, name: str, keys: int) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("attack", choices=list(ATTACKS))
-    for word in ("run", "coordinator", "weights", "public-key", "pool"):
+    parser.add_argument("attacks", nargs="*", metavar="ATTACK=KEYS")
+    for word in ("run", "coordinator", "weights", "public-key", "dir"):
         parser.add_argument(f"--{word}", required=True)
-    parser.add_argument("--dir", required=True, type=Path)
-    parser.add_argument("--keys", required=True, type=int)
     options = parser.parse_args()
+    pinned = {"run": options.run, "root_public_key": options.public_key}
 
     def client_of(key: SigningKey) -> CoordinatorClient:
-        return CoordinatorClient(
-            options.coordinator, key, run=options.run, root_public_key=options.public_key
-        )
+        return CoordinatorClient(options.coordinator, key, **pinned)
 
+    spec = client_of(SigningKey.generate()).spec()
     versions = Versions(
         [options.weights],
-        run=options.run,
-        root_public_key=options.public_key,
-        cache_dir=options.dir,
-        fetch_s=60.0,
+        **pinned,
+        cache_dir=Path(options.dir),
+        fetch_s=spec.verify.lease_timeout,
         log=logging.getLogger(),
     )
-    sample = Sampler(client_of(SigningKey.generate()), options.pool, versions)
-    where = {"url": options.coordinator, "pool": options.pool}
-    attack(options.attack, options.keys, client_of, **where, sample=sample)
+    keys = {name: int(count) for name, count in (each.split("=") for each in options.attacks)}
+    sample = Sampler(spec, spec.samplers[0], versions)
+    attack(keys, client_of, url=options.coordinator, pool=spec.samplers[0].name, sample=sample)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import closing, nullcontext
-from functools import partial
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 from benchmarks.runs import apply_command
@@ -27,7 +27,13 @@ from verify.formats.layout import STATE_FILE
 from verify.ledger import Ledger
 
 STEPS = int(os.environ.get("LIVENESS_STEPS", "60"))
-KEYS = {"rubbish": 8, "silent": 8, "alternating": 1}
+RUNS: Mapping[str, Mapping[str, int]] = {
+    "undisturbed": {},
+    "rubbish": {"rubbish": 8},
+    "silent": {"silent": 8},
+    "alternating": {"alternating": 1},
+}
+"""Hostile keys of each attack."""
 MOST = 1.5
 """Of the promise."""
 
@@ -41,8 +47,8 @@ def run() -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory(prefix="liveness-") as folder:
         alone = 0.0
-        for name in ("undisturbed", *KEYS):
-            seconds, figures = _measured(Path(folder) / name, name)
+        for name, keys in RUNS.items():
+            seconds, figures = _measured(Path(folder) / name, keys)
             alone = alone or seconds
             found[name] = {"seconds": round(seconds, 1), "factor": round(seconds / alone, 2)}
             found[name] |= figures
@@ -51,11 +57,10 @@ def run() -> dict[str, dict[str, object]]:
     return found
 
 
-def _measured(folder: Path, name: str) -> tuple[float, dict[str, object]]:
+def _measured(folder: Path, keys: Mapping[str, int]) -> tuple[float, dict[str, object]]:
     """Seconds that a run took, and what became of the strangers."""
     command, run_dir = apply_command("liveness", {"steps": STEPS}, folder), folder / "liveness"
-    attack = partial(hostile, run_dir, name, KEYS[name]) if name in KEYS else nullcontext
-    with subprocess.Popen(command, stdout=sys.stderr) as process, attack():
+    with subprocess.Popen(command, stdout=sys.stderr) as process, hostile(run_dir, keys):
         code = process.wait()
     assert code == 0, f"the run ended with code {code}"
     with closing(Ledger(run_dir / STATE_FILE)) as ledger:

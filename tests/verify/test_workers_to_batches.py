@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from runspec.core.spec.schema import RunSpec
 from tests.verify.bench import MODEL, packed
 from tests.verify.coordinator.deployment import Site
 from tests.verify.small_model import NumpyEngine, ParityTask, Worker, fixed_key, small_spec
@@ -53,10 +54,10 @@ def work(site: Site, worker: Worker) -> int:
         return answered
 
 
-def validate(site: Site, directory: Path) -> int:
+def validate(site: Site, directory: Path, spec: RunSpec = SPEC) -> int:
     """Judges until the run is finished; returns how many."""
     validator = Validator(
-        *(SPEC, site.validator, site.client(site.validator, deadline_s=DEADLINE_S)),
+        *(spec, site.validator, site.client(site.validator, deadline_s=DEADLINE_S)),
         NumpyEngine({0: MODEL}, directory),
         task_set_of=lambda weights: ParityTask(),
         log=logging.getLogger("validator"),

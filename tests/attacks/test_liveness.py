@@ -1,0 +1,82 @@
+"""Many keys of one attacker that would keep a run from its steps.
+
+Coordinator, worker, validator and attacker over HTTP, with real signatures and a small model. The
+same attacks on a whole run: `tests/e2e/test_whole_loop.py`, `python -m tests.campaigns liveness`.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from runspec.core.spec.schema import RunSpec
+from tests.attacks.hostile_keys import attack
+from tests.verify.bench import MODEL
+from tests.verify.coordinator.deployment import Site
+from tests.verify.small_model import ParityTask, Worker, fixed_key, small_spec
+from tests.verify.test_workers_to_batches import at_work, validate, work
+from tests.waiting import eventually
+from verify.coordinator.policy import Policy
+from verify.coordinator.reputation import Standing
+from verify.coordinator.transitions import replay
+from verify.formats.layout import STATE_FILE
+from verify.formats.lease import Lease
+from verify.formats.submission import Rollout
+from verify.ledger import Ledger
+
+OWN, DEADLINE_S, STEPS = fixed_key(5), 60.0, 12
+
+
+def spec_of_a_run() -> RunSpec:
+    """All steps are leased at version 0, and leases last a second."""
+    spec = small_spec()
+    algorithm = spec.algorithm.model_copy(update={"async_level": STEPS})
+    verify = spec.verify.model_copy(update={"lease_timeout": 1.0})
+    return spec.model_copy(update={"steps": STEPS, "algorithm": algorithm, "verify": verify})
+
+
+def standings(site: Site, spec: RunSpec) -> tuple[Standing | None, list[Standing]]:
+    """Of the run's own worker, and of all others."""
+    with closing(Ledger(site.run_dir / STATE_FILE)) as ledger:
+        workers = replay(Policy.of(spec), ledger.events()).workers
+    found = {key: worker.standing for key, worker in workers.items()}
+    return found.pop(OWN.public_hex, None), list(found.values())
+
+
+def misdeeds(site: Site, spec: RunSpec) -> int:
+    """Leases that strangers did not answer as they should."""
+    _, others = standings(site, spec)
+    return sum(each.rejected + each.withheld for each in others)
+
+
+class TestManyHostileKeys:
+    """Rubbish from eight keys, eight that go silent, and one that answers one lease in four."""
+
+    @pytest.mark.parametrize(("name", "keys"), [("rubbish", 8), ("silent", 8), ("alternating", 1)])
+    def test_every_step_is_closed_whole(self, tmp_path: Path, name: str, keys: int) -> None:
+        # given a run that hostile keys attack before its own worker asks for work
+        spec = spec_of_a_run()
+        site = Site(tmp_path, spec)
+        OWN.save(site.run_dir / "keys" / "home-0.key")
+
+        def sample(signed: bytes, lease: Lease) -> list[Rollout]:
+            return Worker(OWN, MODEL, spec, ParityTask()).rollouts(signed, lease)
+
+        with at_work(site), ThreadPoolExecutor(3) as pool:
+            where = {"url": site.url, "pool": "home"}
+            attacker = pool.submit(attack, {name: keys}, site.client, **where, sample=sample)
+            checked = pool.submit(validate, site, tmp_path / "weights", spec)
+            eventually(lambda: misdeeds(site, spec), "their first misdeed")
+            # when the worker works to the end of the run
+            answered = pool.submit(work, site, Worker(OWN, MODEL, spec, ParityTask()))
+            for each in (checked, answered, attacker):
+                each.result(DEADLINE_S)
+        # then every step was closed, complete
+        assert all(site.batch(step).complete for step in range(STEPS))
+        # and the worker has done no wrong
+        own, _ = standings(site, spec)
+        assert own is not None
+        assert (own.rejected, own.withheld, own.quarantine) == (0, 0, None)
