@@ -1,7 +1,8 @@
-"""One run to its end, in which every role is killed once.
+"""One run to its end, in which every role is killed once, and that hostile keys attack.
 
 Shows: a run starts, trains each step once and in order though each of its roles is killed, the
-learner in two processes; every rollout is accepted and sampler and validator agree on log-probs;
+learner in two processes, and though strangers answer leases with rubbish, go silent or answer one
+in four; every rollout of its own is accepted and sampler and validator agree on log-probs;
 asynchrony is real and bounded; the newest version and the report are written; a finished run says
 so when it is applied again, and can be deleted.
 """
@@ -9,21 +10,34 @@ so when it is applied again, and can be deleted.
 import json
 import os
 import signal
+import subprocess
+import sys
+from contextlib import closing
 
 import pytest
 
+from runspec.core.keys import SigningKey
+from runspec.core.spec.resolved import load_resolved
+from tests.attacks.hostile_keys import hostile
 from tests.e2e.quick import QuickRun
 from tests.harness import runspec
+from verify.coordinator.policy import Policy
+from verify.coordinator.transitions import replay
+from verify.formats.layout import STATE_FILE
+from verify.ledger import Ledger
 
 pytestmark = pytest.mark.slow
 STEPS = 14
 """Enough that some are left when the last role is killed."""
+HOSTILE = {"rubbish": 8, "silent": 8, "alternating": 1}
+"""Keys of each attack."""
 
 
 @pytest.fixture(scope="module")
 def finished(runs_dir):
-    with QuickRun(runs_dir, "whole", {"steps": STEPS, "learner.hosts": 2}) as run:
-        # given a run under way
+    overrides = {"steps": STEPS, "learner.hosts": 2}
+    with QuickRun(runs_dir, "whole", overrides) as run, hostile(run.dir, HOSTILE):
+        # given a run under way, attacked from the first second
         run.wait_for_step(1)
         names = sorted(run.pids().keys() - {"warm-start"})
         assert len(names) == 8
@@ -47,11 +61,24 @@ def test_every_step_is_trained_once_and_in_order(finished):
     assert all(line["complete"] for line in finished.metrics())
 
 
-def test_every_rollout_of_an_honest_run_is_accepted(finished):
+def test_every_rollout_of_its_own_is_accepted_and_rubbish_is_not(finished):
     summary = json.loads((finished.dir / "summary.json").read_text())
-    assert summary["rollouts_rejected"] == 0
+    own = SigningKey.load(finished.dir / "keys" / "volunteers-0.key").public_hex
+    with closing(Ledger(finished.dir / STATE_FILE)) as ledger:
+        state = replay(Policy.of(load_resolved(finished.dir)), ledger.events())
+    standing = state.workers[own].standing
+    assert (standing.rejected, standing.quarantine) == (0, None)
+    others = [worker.standing for key, worker in state.workers.items() if key != own]
+    assert len(others) == sum(HOSTILE.values())
+    assert sum(each.rejected for each in others) > 0 and own not in state.bans
     assert summary["rollouts_accepted"] >= STEPS * 16
     assert summary["steps"] == STEPS
+
+
+def test_an_audit_finds_nothing(finished):
+    audit = [sys.executable, "-m", "verify", "audit", str(finished.dir)]
+    done = subprocess.run(audit, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_asynchrony_is_real_and_bounded(finished):
