@@ -28,9 +28,9 @@ The rules (DESIGN, "Filling a step"; docs/public-runs.md has the promise that th
 - A worker that leaves gives its open leases back, and others are leased the groups at once. It
   gains little choice by that: a stranger that gave a lease back is new again.
 - `max_groups` bounds the groups of a step that known workers are leased, and those of others that
-  are accepted; of others only up to the deadline. A run ends only where known workers used it up,
-  or where nothing is published. Else a step with too few groups waits, and closes after its
-  deadline as soon as it has `min_groups`.
+  are accepted; of others only up to the deadline. A run ends only where known workers used it up
+  or are banned, or where nothing is published. Else a step with too few groups waits, and closes
+  after its deadline as soon as it has `min_groups`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from verify.coordinator.events import TrainedGroup
-from verify.coordinator.stalls import Stalled, unfilled, unopened
+from verify.coordinator.stalls import Stalled, banned, unfilled, unopened
 from verify.coordinator.state import LeaseRecord, Rank, State
 from verify.formats.lease import Lease
 
@@ -271,11 +271,13 @@ def decide_close(state: State, now: float) -> Close | Stalled | None:
     if state.finished:
         return None
     step = state.steps.get(number)
+    groups = _groups_in_order(state, past_awaited=False)
+    if step is not None and len(groups) >= policy.groups:
+        return Close(number, groups[: policy.groups], complete=True)
+    if _own_banned(state) and not any(record.awaited for record in state.leases.values()):
+        return banned(state)
     if step is None:
         return _idle(state, now)
-    groups = _groups_in_order(state, past_awaited=False)
-    if len(groups) >= policy.groups:
-        return Close(number, groups[: policy.groups], complete=True)
     exhausted = _exhausted(state, number)
     if now < step.since + policy.deadline_s and not exhausted:
         return None
@@ -321,6 +323,13 @@ def _exhausted(state: State, number: int) -> bool:
     """Whether known workers were leased all that a step may lease them, and it was not enough."""
     awaited = any(state.awaited[number, rank] for rank in Rank)
     return not awaited and state.steps[number].leased >= state.policy.max_groups
+
+
+def _own_banned(state: State) -> bool:
+    """Whether all who ever registered are banned, workers of the run's own among them."""
+    if not all(key in state.bans for key in state.workers):
+        return False
+    return any(worker.own for worker in state.workers.values())
 
 
 def _idle_s(state: State) -> float:

@@ -259,12 +259,16 @@ class State:
 
     @cached_property
     def sampling(self) -> Sequence[LeaseRecord]:
-        """Leases of open steps that are relied on and not answered, in lease order."""
+        """Leases of open steps that are relied on and not answered, in lease order.
+
+        Without those whose holders were told to come again.
+        """
         return [
             record
             for record in self.leases.values()
             if record.status == "open"
             and not record.overdue
+            and record.deferred is None
             and record.rank is not Rank.NEW
             and record.lease.step in self.steps
         ]
