@@ -108,8 +108,6 @@ class OpenStep:
     draws: tuple[Draw, ...]
     leased: int = 0
     """Groups leased to known workers, failed ones included; without those given back."""
-    accepted: int = 0
-    """Groups of other workers that were accepted, trainable or not."""
     next_index: HashTrieMap[str, int] = field(default_factory=HashTrieMap)
 
     def nonce_for(self, worker: Worker) -> str | None:
