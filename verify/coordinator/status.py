@@ -152,10 +152,18 @@ def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
         "reputation": round(reputation(standing), 4),
         "prefill_share": round(state.share_of(key), 4),
         "gap_excess": round(worker.gap_excess, 4),
-        "standing": "banned" if ban else "quarantined" if standing.quarantine else "free",
+        "standing": _standing(state, key),
         "reason": ban or standing.quarantine or "",
         "open_leases": open_leases,
     }
+
+
+def _standing(state: State, key: str) -> str:
+    """`banned`, `quarantined`, or its rank: `known`, `recorded` or `new`."""
+    if key in state.bans:
+        return "banned"
+    quarantined = state.workers[key].standing.quarantine is not None
+    return "quarantined" if quarantined else state.rank(key).name.lower()
 
 
 def _peer(peer: Peer | None, now: float) -> dict[str, Any]:
