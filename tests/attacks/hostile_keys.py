@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.simulate.population import StrategyBlock
@@ -46,7 +47,7 @@ ATTACKS = {
     "alternating": StrategyBlock(kind="alternate", honest=1, of=4, misdeed="withhold"),
 }
 RUBBISH_BYTES = 200
-POLL_S = 30.0
+POLL_S = 1.0
 """How long one question for a lease stays open."""
 LOOK_S = 0.5
 """Between two looks at the verdicts."""
@@ -73,11 +74,13 @@ class Member:
 
     def work(self) -> None:
         """Answers leases until the run is finished, or refuses the key."""
-        with suppress(RunFinished):
+        try:
             self._client.register(self._pool, {})
             while True:
                 if (signed := self._client.lease(POLL_S)) is not None:
                     self._answer(signed)
+        except (RunFinished, UserError) as end:
+            logging.info("key %s ends: %s", self.key.public_hex[:16], end)
 
     def judged(self, accepted: int) -> None:
         """Tells the strategy how many submissions were accepted so far."""
@@ -229,6 +232,8 @@ def hostile(run_dir: Path, keys: Mapping[str, int]) -> Iterator[None]:
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     parser = argparse.ArgumentParser()
     parser.add_argument("attacks", nargs="*", metavar="ATTACK=KEYS")
     for word in ("run", "coordinator", "weights", "public-key", "dir"):

@@ -124,7 +124,7 @@ class TestChoosingAmongLeases:
         delivered = wasted = 0
         for step in steps_of(step_s, give_back=give_back):
             # then new keys see so many of a step, however many they are
-            looks = NEWCOMER_GROUPS * (1 + math.ceil(step.seconds / LEASE_S))
+            looks = NEWCOMER_GROUPS * (1 + math.ceil(step_s / LEASE_S))
             assert step.unanswered[Rank.NEW] <= looks
             # and those with a record no more than was accepted of them
             delivered += step.answered
