@@ -35,9 +35,9 @@ from verify.limits import max_submission_bytes
 _log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Question:
-    """A request for a lease that is waiting for its answer."""
+    """A request for a lease that is waiting for its answer; two of one key are not the same."""
 
     holding: Collection[str]
     answer: LeaseRecord | None = None
@@ -148,12 +148,11 @@ class Leasing:
         late = self._overdue_at is not None and self._journal.clock() >= self._overdue_at
         asking = self._asking if late else new
         while asking or self._settled is not self._journal.state:
-            state = self._journal.state
+            state, now = self._journal.state, self._journal.clock()
             for key in filling.in_turn(state, asking or self._asking):
                 for question in self._asking[key]:
                     if question.answer is None:
                         question.answer = self._lease_now(key, question.holding)
-            now = self._journal.clock()
             self._overdue_at = filling.next_overdue(self._journal.state, self._asking, now)
             self._settled, asking = state, ()
 
