@@ -28,7 +28,6 @@ from verify.coordinator.policy import Policy
 from verify.coordinator.stalls import Stalled
 from verify.coordinator.state import LeaseRecord, State
 from verify.coordinator.transitions import apply
-from verify.formats.lease import Lease
 
 POLICY = Policy(
     steps=4,
@@ -79,7 +78,8 @@ class Filled:
             self.state = apply(self.state, follows)
             self.events.append(follows)
 
-    def register(self, name: str, pool: str = "a", *, own: bool = False) -> None:
+    def register(self, name: str, pool: str = "a", *, own: bool = True) -> None:
+        """Registers a worker of the run's own, or a stranger."""
         self.record(WorkerRegistered(self.now, key(name), pool, own=own))
 
     def publish(self, version: int) -> None:
@@ -159,26 +159,14 @@ class Filled:
         return decision.reason
 
     def _granted(self, name: str, grant: Grant) -> LeaseGranted:
-        lease = Lease(
-            run="run",
-            step=grant.step,
-            nonce=grant.nonce,
-            worker=key(name),
-            pool=self.state.workers[key(name)].pool,
-            index=grant.index,
-            groups=grant.groups,
-            version=grant.version,
-            manifest_digest=grant.manifest_digest,
-            issued=self.now,
-            expires=self.now + self.state.policy.lease_timeout_s,
-        )
+        lease = filling.granted_lease(self.state, key(name), grant, run="run", now=self.now)
         return LeaseGranted(self.now, lease, digest("lease", lease.seed.hex()), "signed")
 
 
 def started(**changes: object) -> Filled:
     """A run of two workers of its own, x and y, whose first version is out."""
     run = Filled(policy(**changes))
-    run.register("x", own=True)
-    run.register("y", own=True)
+    run.register("x")
+    run.register("y")
     run.publish(0)
     return run
