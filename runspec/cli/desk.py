@@ -1,7 +1,8 @@
-"""The operator's way to a coordinator: from the run directory, in the coordinator's own name."""
+"""The operator's way to a coordinator, or to its ledger while the run is stopped."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ from runspec.core.hashing import is_digest
 from runspec.core.keys import SigningKey
 from runspec.core.spec.resolved import load_resolved
 from runspec.local.endpoints import load_endpoints
-from runspec.local.run_dir import find_run
+from runspec.local.identity import load_roles
+from runspec.local.run_dir import find_run, hold, holder
 
 if TYPE_CHECKING:
     from verify.coordinator_http import CoordinatorHttp
@@ -24,31 +26,24 @@ LEAST_PREFIX = 8
 """Characters of a key that are enough to name it."""
 
 
-@dataclass(frozen=True)
-class Desk:
-    """A coordinator that is asked in its own name."""
+class Desk(ABC):
+    """Tells what a run's coordinator knows, and gives it orders."""
 
-    http: CoordinatorHttp
-
+    @abstractmethod
     def status(self) -> dict[str, Any]:
-        """Answer of `GET /v1/status`.
+        """`workers`, `banned` and `invites` as `GET /v1/status` has them.
 
         Raises:
-            UserError: the coordinator is down, or answers otherwise.
+            UserError: they cannot be had.
         """
-        answer = self.http.call("GET", "/v1/status", max_bytes=_MAX_STATUS_BYTES)
-        try:
-            return parse_object(answer.content, max_bytes=_MAX_STATUS_BYTES)
-        except MalformedJson as error:
-            raise self.http.not_believed(error) from error
 
-    def post(self, path: str, body: dict[str, str]) -> None:
-        """A signed order.
+    @abstractmethod
+    def order(self, verb: str, key: str, reason: str) -> None:
+        """Ban or unban a key, or revoke an invite.
 
         Raises:
-            UserError: the coordinator is down, or refuses; the message is its own.
+            UserError: it cannot be done, or is refused; the message is the coordinator's own.
         """
-        self.http.call("POST", path, body=canonical_json(body))
 
     def find_key(self, named: str) -> str:
         """A key by its 64 hex characters, or by the first eight and more of one that is known."""
@@ -57,6 +52,44 @@ class Desk:
         status = self.status()
         known = {worker["key"] for worker in status["workers"]} | set(status["banned"])
         return begun_by(named, known, "KEY", "one that `runspec workers` lists, or all 64")
+
+
+@dataclass(frozen=True)
+class _LiveDesk(Desk):
+    """Asks the coordinator, in its own name."""
+
+    http: CoordinatorHttp
+
+    def status(self) -> dict[str, Any]:
+        answer = self.http.call("GET", "/v1/status", max_bytes=_MAX_STATUS_BYTES)
+        try:
+            return parse_object(answer.content, max_bytes=_MAX_STATUS_BYTES)
+        except MalformedJson as error:
+            raise self.http.not_believed(error) from error
+
+    def order(self, verb: str, key: str, reason: str) -> None:
+        body = canonical_json({"key": key, "reason": reason})
+        self.http.call("POST", f"/v1/operator/{verb}", body=body)
+
+
+@dataclass(frozen=True)
+class _StoppedDesk(Desk):
+    """Reads and writes the ledger of a run that is not alive."""
+
+    run_dir: Path
+
+    def status(self) -> dict[str, Any]:
+        from verify.audit.workers import read_workers
+
+        return read_workers(self.run_dir, load_resolved(self.run_dir))
+
+    def order(self, verb: str, key: str, reason: str) -> None:
+        from verify.coordinator.operator import order_stopped
+
+        spec = load_resolved(self.run_dir)
+        with hold(self.run_dir):
+            roles = load_roles(self.run_dir, spec)
+            order_stopped(self.run_dir, spec, roles, verb, {"key": key, "reason": reason})
 
 
 def begun_by(named: str, known: set[str], place: str, of: str) -> str:
@@ -84,6 +117,8 @@ def desk(run: str, runs_dir: Path) -> Desk:
     from verify.coordinator_http import CoordinatorHttp
 
     run_dir = find_run(run, runs_dir)
+    if holder(run_dir) is None:
+        return _StoppedDesk(run_dir)
     endpoints = load_endpoints(run_dir)
     if endpoints is None:
         raise UserError(
@@ -96,7 +131,7 @@ def desk(run: str, runs_dir: Path) -> Desk:
         run=load_resolved(run_dir).name,
         deadline_s=PATIENCE_S,
     )
-    return Desk(http)
+    return _LiveDesk(http)
 
 
 def _from_here(url: str) -> str:

@@ -192,8 +192,8 @@ def progress_line(status: dict[str, Any], key: str) -> str:
         f"{mine['rejected_submissions']} submissions rejected",
         f"credit {mine['accepted_tokens']:,} tokens",
     ]
-    if mine.get("standing", "free") != "free":
-        reason = "".join(c if c.isprintable() else "?" for c in str(mine.get("reason", "")))
+    if mine.get("reason"):
+        reason = "".join(c if c.isprintable() else "?" for c in str(mine["reason"]))
         parts.append(f"{mine['standing']}: {reason}")
     return ", ".join(parts)
 

@@ -11,8 +11,6 @@ from rich.table import Table
 
 from runspec.cli.desk import desk
 from runspec.cli.view import plain_table
-from runspec.core.spec.resolved import load_resolved
-from runspec.local.run_dir import find_run, holder
 
 _SOURCES = {name: name for name in ("key", "pool", "standing", "reputation", "prefill_share")}
 _SOURCES |= {"credits": "accepted_tokens", "accepted": "accepted_submissions"}
@@ -25,7 +23,7 @@ _NEVER_REGISTERED |= {"standing": "banned", "reputation": 0.0, "prefill_share": 
 
 def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:
     """Lists the workers, those with the most credit first; returns the exit code."""
-    rows = worker_rows(_status(run, runs_dir))
+    rows = worker_rows(desk(run, runs_dir).status())
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:
@@ -35,16 +33,6 @@ def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:
     else:
         print("no worker has registered")
     return 0
-
-
-def _status(run: str, runs_dir: Path) -> dict[str, Any]:
-    """What the coordinator says, or the ledger of a run that is not alive."""
-    from verify.audit.workers import read_workers  # draws the coordinator
-
-    run_dir = find_run(run, runs_dir)
-    if holder(run_dir) is None:
-        return read_workers(run_dir, load_resolved(run_dir))
-    return desk(run, runs_dir).status()
 
 
 def worker_rows(status: dict[str, Any]) -> list[dict[str, Any]]:
@@ -106,8 +94,8 @@ def unban_command(run: str, key: str, reason: str, runs_dir: Path) -> int:
 
 
 def _order(verb: str, run: str, key: str, reason: str, runs_dir: Path) -> str:
-    """Sends an order about a key to the coordinator; returns the whole key."""
+    """Gives an order about a key; returns the whole key."""
     coordinator = desk(run, runs_dir)
     whole = coordinator.find_key(key)
-    coordinator.post(f"/v1/operator/{verb}", {"key": whole, "reason": reason})
+    coordinator.order(verb, whole, reason)
     return whole

@@ -10,7 +10,7 @@ from pathlib import Path
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.keys import SigningKey
-from runspec.core.roles import MAX_BYTES, open_roles, sign_roles
+from runspec.core.roles import MAX_BYTES, Roles, open_roles, sign_roles
 from runspec.core.signed import BadSignature
 from runspec.core.spec.role_names import elsewhere, validator_names, worker_names
 from runspec.core.spec.schema import RunSpec
@@ -105,6 +105,25 @@ def pinned_root_problem(run_dir: Path, spec: RunSpec) -> UserError | None:
                 remedy="sign a roles.json that does, or bring the right key",
             )
     return None
+
+
+def load_roles(run_dir: Path, spec: RunSpec) -> Roles:
+    """Reads the roles.json of a run.
+
+    Raises:
+        UserError: it is missing, or its root did not sign it.
+    """
+    folder = run_dir / "keys"
+    root = spec.identity.root_public_key or SigningKey.load(folder / "root.key").public_hex
+    try:
+        data = read_bounded(folder / "roles.json", MAX_BYTES)
+        return open_roles(data, root_public_key=root, run=spec.name)
+    except (OSError, BadSignature) as error:
+        raise UserError(
+            f"cannot be believed: {error}",
+            place=str(folder / "roles.json"),
+            remedy="start the run with `runspec apply`",
+        ) from error
 
 
 def _still_good(

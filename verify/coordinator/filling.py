@@ -27,10 +27,9 @@ The rules (DESIGN, "Filling a step"; docs/public-runs.md has the promise that th
   be chosen to suit a nonce, and no step depends on the workers that happened to come first.
 - A worker that leaves gives its open leases back, and others are leased the groups at once. It
   gains little choice by that: a stranger that gave a lease back is new again.
-- `max_groups` bounds the groups of a step that known workers are leased, and those of others that
-  are accepted; of others only up to the deadline. A run ends only where known workers used it up,
-  or where nothing is published. Else a step with too few groups waits, and closes after its
-  deadline as soon as it has `min_groups`.
+- `max_groups` bounds the groups of a step that known workers are leased. A run ends only where they
+  used it up or are banned, or where nothing is published. Else a step with too few groups waits for
+  workers, and after its deadline closes as soon as it has `min_groups`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from verify.coordinator.events import TrainedGroup
-from verify.coordinator.stalls import Stalled, unfilled, unopened
+from verify.coordinator.stalls import Stalled, banned, unfilled, unopened
 from verify.coordinator.state import LeaseRecord, Rank, State
 from verify.formats.lease import Lease
 
@@ -116,9 +115,7 @@ def decide_lease(
         deferred = record.lease.expires <= now
         if record.digest not in holding and not deferred:
             return Held(record)
-    if len(mine) >= MAX_OPEN_LEASES:
-        return None
-    if state.rank(key) is Rank.NEW and any(_undecided(state, key)):
+    if len(mine) >= MAX_OPEN_LEASES or _most_groups(state, key) <= 0:
         return None
     return _new_lease(state, key, now) or _overdue_lease(state, key, now)
 
@@ -149,16 +146,16 @@ def next_overdue(state: State, asking: Iterable[str], now: float) -> float | Non
 
 def _most_groups(state: State, key: str) -> int:
     """Groups of the next lease of a worker, at most."""
-    worker = state.workers[key]
+    worker, rank = state.workers[key], state.rank(key)
     most = state.policy.groups_per_submission[worker.pool]
-    match state.rank(key):
-        case Rank.KNOWN:
-            return most
-        case Rank.RECORDED:
-            held = sum(record.lease.groups for record in _undecided(state, key))
-            return min(most, worker.standing.trust - held)
-        case Rank.NEW:
-            return 1
+    if rank is Rank.KNOWN:
+        return most
+    undecided = sum(
+        record.lease.groups
+        for record in state.unsettled.get(key, ())
+        if record.status == "open" or state.lag(record) <= state.policy.async_level
+    )
+    return min(most, (worker.standing.trust if rank is Rank.RECORDED else 1) - undecided)
 
 
 def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Grant | None:
@@ -167,9 +164,8 @@ def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Grant | None
     if newest is None:
         return None
     short = False
-    for number in range(
-        state.next_close, min(policy.steps, newest.version + policy.async_level + 1)
-    ):
+    end = min(policy.steps, newest.version + policy.async_level + 1)
+    for number in range(state.next_close, end):
         step = state.steps.get(number)
         if step is None:
             return None if short else NonceNeeded(number)
@@ -235,29 +231,18 @@ def needed_groups(state: State, number: int) -> int:
 
 def leasable_groups(state: State, number: int, rank: Rank, now: float) -> int:
     """Groups of an open step that a worker of a rank may be leased now."""
-    policy, step = state.policy, state.steps[number]
-    needed = needed_groups(state, number)
-    if rank is Rank.KNOWN:
-        return min(needed, policy.max_groups - step.leased)
-    early = now < step.since + policy.deadline_s
-    left = policy.max_groups - step.accepted if early else needed
-    if rank is Rank.RECORDED:
-        return min(needed, left)
-    trials = policy.newcomer_groups - tried_groups(state, number, now)
-    return min(policy.groups - state.usable[number], left, trials)
+    policy = state.policy
+    if rank is Rank.NEW:
+        trials = policy.newcomer_groups - tried_groups(state, number, now)
+        return min(policy.groups - state.usable[number], trials)
+    left = policy.max_groups - state.steps[number].leased if rank is Rank.KNOWN else policy.groups
+    return min(needed_groups(state, number), left)
 
 
 def tried_groups(state: State, number: int, now: float) -> int:
     """Groups of an open step that new workers hold, or did not deliver lately."""
     ends = state.trials.get(number, ())
     return len(ends) - bisect_right(ends, now)
-
-
-def _undecided(state: State, key: str) -> Iterator[LeaseRecord]:
-    """The leases of a worker that are open or wait for a verdict that is still to come."""
-    for record in state.unsettled.get(key, ()):
-        if record.status != "submitted" or state.lag(record) <= state.policy.async_level:
-            yield record
 
 
 def expired_leases(state: State, now: float) -> list[LeaseRecord]:
@@ -271,11 +256,13 @@ def decide_close(state: State, now: float) -> Close | Stalled | None:
     if state.finished:
         return None
     step = state.steps.get(number)
+    groups = _groups_in_order(state, past_awaited=False)
+    if step is not None and len(groups) >= policy.groups:
+        return Close(number, groups[: policy.groups], complete=True)
+    if _own_banned(state) and not any(record.awaited for record in state.leases.values()):
+        return banned(state)
     if step is None:
         return _idle(state, now)
-    groups = _groups_in_order(state, past_awaited=False)
-    if len(groups) >= policy.groups:
-        return Close(number, groups[: policy.groups], complete=True)
     exhausted = _exhausted(state, number)
     if now < step.since + policy.deadline_s and not exhausted:
         return None
@@ -321,6 +308,13 @@ def _exhausted(state: State, number: int) -> bool:
     """Whether known workers were leased all that a step may lease them, and it was not enough."""
     awaited = any(state.awaited[number, rank] for rank in Rank)
     return not awaited and state.steps[number].leased >= state.policy.max_groups
+
+
+def _own_banned(state: State) -> bool:
+    """Whether all who ever registered are banned, workers of the run's own among them."""
+    if not all(key in state.bans for key in state.workers):
+        return False
+    return any(worker.own for worker in state.workers.values())
 
 
 def _idle_s(state: State) -> float:

@@ -1,18 +1,26 @@
 """The operator's service: bans, granted appeals and revoked invites, by the coordinator's own key.
 
+While the coordinator is down, `order_stopped` writes the same events into its ledger.
+
 `runspec ban`, `runspec unban` and `runspec invite --revoke` sign with `keys/coordinator.key` of the
 run directory. Who can read that file can sign leases and batches too, so it needs no further right.
 """
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+from runspec.core.errors import UserError
 from runspec.core.hashing import is_digest
 from runspec.core.roles import Roles
+from runspec.core.spec.schema import RunSpec
 from verify.coordinator.events import BY_OPERATOR, BanLifted, InviteRevoked, KeyBanned
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
+from verify.coordinator.policy import Policy
+from verify.ledger import open_ledger
 
 MAX_REASON = 500
 """Characters."""
@@ -58,6 +66,34 @@ class OperatorService:
         if invite in self._journal.state.revoked:
             raise Refusal(409, f"revoked already: {self._journal.state.revoked[invite]}")
         self._journal.record(InviteRevoked(self._journal.clock(), invite, reason, BY_OPERATOR))
+
+
+def order_stopped(
+    run_dir: Path, spec: RunSpec, roles: Roles, verb: str, body: dict[str, Any]
+) -> None:
+    """Carries out an order in the ledger of a run whose coordinator is down.
+
+    Args:
+        run_dir: the run directory.
+        spec: the run's resolved spec.
+        roles: the run's.
+        verb: ban, unban or revoke.
+        body: key and reason.
+
+    Raises:
+        UserError: the order is refused, or another process writes the ledger.
+    """
+    with closing(Journal(run_dir, Policy.of(spec), ledger=open_ledger(run_dir, spec))) as journal:
+        service = OperatorService(journal, roles)
+        orders = {"ban": service.ban, "unban": service.unban, "revoke": service.revoke}
+        try:
+            orders[verb](body)
+        except Refusal as refusal:
+            raise UserError(
+                f"{refusal.status}, {refusal.words}",
+                place=f"{verb} {body['key']}",
+                remedy="see `runspec workers`",
+            ) from refusal
 
 
 def _key_and_reason(body: dict[str, Any]) -> tuple[str, str]:

@@ -89,6 +89,15 @@ def unopened(state: State, now: float) -> Stalled:
     )
 
 
+def banned(state: State) -> Stalled:
+    """Says that nobody is left to work."""
+    reason = next(state.bans[key] for key, worker in state.workers.items() if worker.own)
+    return Stalled(
+        f"step {state.next_close} stalled: every worker is banned, the run's own too: {reason}",
+        _LOOK_AT_REJECTION,
+    )
+
+
 def waited_for(state: State) -> str:
     """Say whom the next step to close waits for."""
     if state.finished:

@@ -108,8 +108,6 @@ class OpenStep:
     draws: tuple[Draw, ...]
     leased: int = 0
     """Groups leased to known workers, failed ones included; without those given back."""
-    accepted: int = 0
-    """Groups of other workers that were accepted, trainable or not."""
     next_index: HashTrieMap[str, int] = field(default_factory=HashTrieMap)
 
     def nonce_for(self, worker: Worker) -> str | None:
@@ -259,12 +257,16 @@ class State:
 
     @cached_property
     def sampling(self) -> Sequence[LeaseRecord]:
-        """Leases of open steps that are relied on and not answered, in lease order."""
+        """Leases of open steps that are relied on and not answered, in lease order.
+
+        Without those whose holders were told to come again.
+        """
         return [
             record
             for record in self.leases.values()
             if record.status == "open"
             and not record.overdue
+            and record.deferred is None
             and record.rank is not Rank.NEW
             and record.lease.step in self.steps
         ]

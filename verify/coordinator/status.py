@@ -67,7 +67,6 @@ class Status:
             "steps_closed": state.next_close,
             "open_steps": [_step(state, number, now) for number in state.steps],
             **workers_report(state, self._workers, now),
-            "invites": [_invite(state, key) for key in sorted({*state.invited, *state.revoked})],
             "validators": [
                 {"key": key, **_peer(peer, now)} for key, peer in self._validators.peers.items()
             ],
@@ -118,7 +117,7 @@ def _invite(state: State, key: str) -> dict[str, Any]:
 
 
 def workers_report(state: State, heard: Activity | None = None, now: float = 0.0) -> dict[str, Any]:
-    """`workers`, in the order in which they registered, and `banned`: reasons by key.
+    """`workers`, in the order in which they registered, `banned`: reasons by key, and `invites`.
 
     Args:
         state: of the run.
@@ -131,7 +130,11 @@ def workers_report(state: State, heard: Activity | None = None, now: float = 0.0
         {**_worker(state, key, open_leases[key]), **_peer(known.get(key), now)}
         for key in sorted(state.workers, key=lambda key: state.workers[key].number)
     ]
-    return {"workers": workers, "banned": dict(sorted(state.bans.items()))}
+    return {
+        "workers": workers,
+        "banned": dict(sorted(state.bans.items())),
+        "invites": [_invite(state, key) for key in sorted({*state.invited, *state.revoked})],
+    }
 
 
 def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
@@ -149,10 +152,18 @@ def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
         "reputation": round(reputation(standing), 4),
         "prefill_share": round(state.share_of(key), 4),
         "gap_excess": round(worker.gap_excess, 4),
-        "standing": "banned" if ban else "quarantined" if standing.quarantine else "free",
+        "standing": _standing(state, key),
         "reason": ban or standing.quarantine or "",
         "open_leases": open_leases,
     }
+
+
+def _standing(state: State, key: str) -> str:
+    """`banned`, `quarantined`, or its rank: `known`, `recorded` or `new`."""
+    if key in state.bans:
+        return "banned"
+    quarantined = state.workers[key].standing.quarantine is not None
+    return "quarantined" if quarantined else state.rank(key).name.lower()
 
 
 def _peer(peer: Peer | None, now: float) -> dict[str, Any]:

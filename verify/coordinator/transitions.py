@@ -63,7 +63,7 @@ def apply(state: State, event: Event) -> State:
     match event:
         case CoordinatorStarted():
             steps = {
-                number: replace(step, since=event.at, leased=0, accepted=0)
+                number: replace(step, since=event.at, leased=0)
                 for number, step in state.steps.items()
             }
             return replace(state, steps=steps, progress=event.at)
@@ -274,7 +274,6 @@ def _judge(state: State, event: SubmissionJudged) -> State:
             accepted_tokens=worker.accepted_tokens + sum(g.tokens for g in earned),
             pace=(worker.pace or Pace(0.0, 0.0)).after(record.took_s, lease.groups),
         )
-        state = _with_accepted(state, record)
         tally = replace(tally, grades=tally.grades + event.groups)
         if dropped := len(event.groups) - len(earned):
             dropped += state.dropped_groups
@@ -347,14 +346,6 @@ def _without_usable(state: State, record: LeaseRecord) -> State:
     expired = tally.expired_groups + len(record.usable)
     state = _with_tally(state, record, replace(tally, expired_groups=expired))
     return _with_lease(state, replace(record, usable=()))
-
-
-def _with_accepted(state: State, record: LeaseRecord) -> State:
-    step = state.steps.get(record.lease.step)
-    if step is None or record.rank is Rank.KNOWN:
-        return state
-    step = replace(step, accepted=step.accepted + record.lease.groups)
-    return replace(state, steps={**state.steps, record.lease.step: step})
 
 
 def _record(state: State, lease: str, *statuses: str) -> LeaseRecord:

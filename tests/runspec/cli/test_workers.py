@@ -85,6 +85,26 @@ def test_a_ban_and_an_appeal_from_the_run_directory(site: Site):
     assert (kinds.count(KeyBanned), kinds.count(BanLifted)) == (2, 1)
 
 
+def test_a_ban_of_a_stopped_run_holds_when_it_goes_on(site: Site):
+    # given a run that is stopped
+    with site.serving(), hold(site.run_dir):
+        key, _ = site.worker()
+    site.root.save(site.run_dir / "keys" / "root.key")
+
+    # when a key is banned, and another one's ban is lifted that has none
+    banned = command("ban", site.run_dir, key.public_hex[:12], "--reason", "rubbish")
+    refused = command("unban", site.run_dir, "0" * 64, "--reason", "x")
+    role = command("ban", site.run_dir, site.validator.public_hex, "--reason", "x")
+
+    # then it is listed, what cannot be is refused, and the run knows of the ban when it goes on
+    assert banned.exit_code == 0, banned.output
+    assert "409, this key is not banned" in str(refused.exception)
+    assert "409, a key with a role" in str(role.exception)
+    assert [(r["standing"], r["reason"]) for r in rows(site)] == [("banned", "rubbish")]
+    with site.serving(), pytest.raises(UserError, match="403, this key is banned: rubbish"):
+        site.client(key).lease(0.0)
+
+
 def test_a_run_that_was_never_started_has_no_workers_and_a_damaged_ledger_is_named(tmp_path: Path):
     write_atomic(tmp_path / "spec.json", dump_resolved(tiny_spec()))
     assert "no worker has registered" in command("workers", tmp_path).output
@@ -96,7 +116,7 @@ def test_a_run_that_was_never_started_has_no_workers_and_a_damaged_ledger_is_nam
 
 
 def test_what_cannot_be_done_is_said(site: Site):
-    with site.serving():
+    with site.serving(), hold(site.run_dir):
         listens(site)
         site.worker()
         for words, said in (
