@@ -117,7 +117,8 @@ def decide_lease(
             return Held(record)
     if len(mine) >= MAX_OPEN_LEASES or _most_groups(state, key) <= 0:
         return None
-    return _new_lease(state, key, now) or _overdue_lease(state, key, now)
+    overdue = (Overdue(record) for at, record in _overdue_at(state, key) if at <= now)
+    return _new_lease(state, key, now) or next(overdue, None)
 
 
 def in_turn(state: State, asking: Iterable[str]) -> list[str]:
@@ -132,16 +133,19 @@ def in_turn(state: State, asking: Iterable[str]) -> list[str]:
 
 def next_overdue(state: State, asking: Iterable[str], now: float) -> float | None:
     """When a lease may next become overdue to one of the workers that ask."""
-    times = []
-    for key in asking:
-        pace, rank = state.workers[key].pace, state.rank(key)
-        if pace is not None and rank is not Rank.NEW:
-            times += [
-                since + PATIENCE * pace.seconds(groups)
-                for (holder, groups), since in state.silent.items()
-                if rank <= holder
-            ]
+    times = (at for key in asking for at, _ in _overdue_at(state, key))
     return min((at for at in times if at > now), default=None)
+
+
+def _overdue_at(state: State, key: str) -> Iterator[tuple[float, LeaseRecord]]:
+    """From when on a worker without work waits for others' leases no more, for those that were
+    silent for longest."""
+    pace, rank = state.workers[key].pace, state.rank(key)
+    if pace is None or rank is Rank.NEW:
+        return
+    for record in state.silent:
+        if rank <= record.rank and record.lease.worker != key:
+            yield record.since + PATIENCE * pace.seconds(record.lease.groups), record
 
 
 def _most_groups(state: State, key: str) -> int:
@@ -179,19 +183,6 @@ def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Grant | None
             return NonceNeeded(number)
         index = step.next_index.get(key, 0)
         return Grant(number, nonce, index, groups, newest.version, newest.manifest_digest)
-    return None
-
-
-def _overdue_lease(state: State, key: str, now: float) -> Overdue | None:
-    """The oldest lease that a worker without work waits for, if its holder is silent for longer
-    than the worker itself ever took lately."""
-    pace, rank = state.workers[key].pace, state.rank(key)
-    if pace is None or rank is Rank.NEW:
-        return None
-    silent = (r for r in state.sampling if rank <= r.rank and r.lease.worker != key)
-    for record in silent:
-        if now >= record.since + PATIENCE * pace.seconds(record.lease.groups):
-            return Overdue(record)
     return None
 
 

@@ -256,29 +256,25 @@ class State:
         return groups
 
     @cached_property
-    def sampling(self) -> Sequence[LeaseRecord]:
-        """Leases of open steps that are relied on and not answered, in lease order.
+    def silent(self) -> Sequence[LeaseRecord]:
+        """Leases of open steps that are relied on and not answered: for each rank and number of
+        groups the one whose worker was silent for longest.
 
         Without those whose holders were told to come again.
         """
-        return [
-            record
-            for record in self.leases.values()
-            if record.status == "open"
-            and not record.overdue
-            and record.deferred is None
-            and record.rank is not Rank.NEW
-            and record.lease.step in self.steps
-        ]
-
-    @cached_property
-    def silent(self) -> Mapping[tuple[Rank, int], float]:
-        """Since when no holder of a lease in `sampling` was heard of, by its rank and groups."""
-        since: dict[tuple[Rank, int], float] = {}
-        for record in self.sampling:
+        found: dict[tuple[Rank, int], LeaseRecord] = {}
+        for record in self.leases.values():
             kind = record.rank, record.lease.groups
-            since[kind] = min(since.get(kind, record.since), record.since)
-        return since
+            if (
+                record.status == "open"
+                and not record.overdue
+                and record.deferred is None
+                and record.rank is not Rank.NEW
+                and record.lease.step in self.steps
+                and (kind not in found or record.since < found[kind].since)
+            ):
+                found[kind] = record
+        return list(found.values())
 
     @cached_property
     def trials(self) -> Mapping[int, Sequence[float]]:
