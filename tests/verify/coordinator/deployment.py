@@ -113,7 +113,7 @@ class Site:
     def worker(
         self, pool: str = "near", *, invited: bool = True
     ) -> tuple[SigningKey, CoordinatorClient]:
-        """A registered worker; one that was not invited is a stranger, which steps do not rely on."""
+        """A registered worker; one without an invite is a stranger, which no step relies on."""
         key = SigningKey.generate()
         client = self.client(key)
         client.register(pool, {"host": "test"}, invite=self.invite if invited else None)

@@ -352,7 +352,7 @@ class Filling(RuleBasedStateMachine):
 
 TestFilling = Filling.TestCase
 TestFilling.settings = settings(
-    max_examples=200,
+    max_examples=120,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
