@@ -127,7 +127,7 @@ def told(*words: str | Path) -> Result:
 
 def test_a_revoked_invite_admits_nobody_and_who_came_with_it_stays(site: Site):
     # given three invites, of which one was used and one was made elsewhere
-    SigningKey.generate().save(site.run_dir / "keys" / "root.key")
+    site.root.save(site.run_dir / "keys" / "root.key")
     first, late = SigningKey.generate(), SigningKey.generate()
     with site.serving():
         save_endpoints(site.run_dir, Endpoints(site.url, site.weights, {}))
