@@ -28,7 +28,7 @@ from verify.coordinator.intake import Refusal, received, to_the_end, write_small
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.state import LeaseRecord, State
 from verify.formats.layout import SubmissionFiles, submission_files
-from verify.formats.lease import lease_digest, sign_lease
+from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope
 from verify.limits import max_submission_bytes
 
@@ -161,8 +161,8 @@ class Leasing:
             now = self._journal.clock()
             decision = filling.decide_lease(self._journal.state, key, now, holding=holding)
             match decision:
-                case filling.Held(record):
-                    return record
+                case LeaseRecord():
+                    return decision
                 case None:
                     return None
                 case _ if self._backlog.full() is not None:
@@ -172,21 +172,19 @@ class Leasing:
                     self._journal.record(
                         NonceDrawn(now, step, nonce, len(self._journal.state.workers))
                     )
-                case filling.Overdue(record):
-                    self._journal.record(LeaseOverdue(now, record.digest))
+                case LeaseOverdue():
+                    lease = self._journal.state.leases[decision.lease].lease
+                    self._journal.record(decision)
                     _log.warning(
                         "worker %s is silent: others are leased the groups of its lease %d of "
                         "step %d too",
-                        *(record.lease.worker[:16], record.lease.index, record.lease.step),
+                        *(lease.worker[:16], lease.index, lease.step),
                     )
-                case filling.Grant():
-                    self._journal.record(self._sign_lease(key, decision, now))
-
-    def _sign_lease(self, key: str, grant: filling.Grant, now: float) -> LeaseGranted:
-        state, run = self._journal.state, self._spec.name
-        lease = filling.granted_lease(state, key, grant, run=run, now=now)
-        document = sign_lease(lease, self._key)
-        return LeaseGranted(now, lease, lease_digest(document), document.decode())
+                case Lease():
+                    document = sign_lease(decision, self._key)
+                    self._journal.record(
+                        LeaseGranted(now, decision, lease_digest(document), document.decode())
+                    )
 
     def release(self, key: str, digests: Collection[str]) -> None:
         """Takes back leases that their holder will not answer, so that others may have the groups.

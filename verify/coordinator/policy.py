@@ -13,6 +13,8 @@ from runspec.core.spec.schema import RunSpec
 class Policy:
     """How steps fill, and how far workers are trusted; durations in seconds."""
 
+    run: str
+    """Its name, which leases carry."""
     steps: int
     groups: int
     """Groups a step asks for (`prompts_per_step`)."""
@@ -39,6 +41,7 @@ class Policy:
         algorithm, fill = spec.algorithm, spec.algorithm.fill
         groups = algorithm.prompts_per_step
         return cls(
+            run=spec.name,
             steps=spec.steps,
             groups=groups,
             group_size=algorithm.group_size,

@@ -23,13 +23,15 @@ from verify.coordinator.events import (
     VersionPublished,
     WorkerRegistered,
 )
-from verify.coordinator.filling import Close, Grant, Held, NonceNeeded, Overdue
+from verify.coordinator.filling import Close, NonceNeeded
 from verify.coordinator.policy import Policy
 from verify.coordinator.stalls import Stalled
 from verify.coordinator.state import LeaseRecord, State
 from verify.coordinator.transitions import apply
+from verify.formats.lease import Lease
 
 POLICY = Policy(
+    run="run",
     steps=4,
     groups=4,
     group_size=2,
@@ -91,15 +93,16 @@ class Filled:
             match decision:
                 case None:
                     return None
-                case Held(record):
-                    return record
-                case Overdue(record):
-                    self.record(LeaseOverdue(self.now, record.digest))
+                case LeaseRecord():
+                    return decision
+                case LeaseOverdue():
+                    self.record(decision)
                 case NonceNeeded(step):
                     draw = digest("nonce", step, len(self.events))
                     self.record(NonceDrawn(self.now, step, draw, len(self.state.workers)))
-                case Grant():
-                    self.record(self._granted(name, decision))
+                case Lease():
+                    name_of = digest("lease", decision.seed.hex())
+                    self.record(LeaseGranted(self.now, decision, name_of, "signed"))
 
     def release(self, record: LeaseRecord) -> None:
         self.record(LeaseReleased(self.now, record.digest))
@@ -157,10 +160,6 @@ class Filled:
         decision = filling.decide_close(self.state, self.now)
         assert isinstance(decision, Stalled), decision
         return decision.reason
-
-    def _granted(self, name: str, grant: Grant) -> LeaseGranted:
-        lease = filling.granted_lease(self.state, key(name), grant, run="run", now=self.now)
-        return LeaseGranted(self.now, lease, digest("lease", lease.seed.hex()), "signed")
 
 
 def started(**changes: object) -> Filled:

@@ -190,6 +190,16 @@ class TestOverdue:
         assert run.state.workers[key("s1")].standing.trust == 0  # late work earns no trust
         assert run.state.leases[other.digest].status == "open"
 
+    def test_no_run_ends_while_its_holder_may_still_answer(self):
+        run = started(max_groups=4, min_groups=4, lease_timeout_s=1000.0, steps=1)
+        slow = run.lease("x")
+        run.work("y")
+        run.now += 500.0
+        assert run.lease("y") is None  # all that the step may lease was leased
+        assert run.state.leases[slow.digest].overdue and run.advance() == []
+        run.answer(run.state.leases[slow.digest])
+        assert [closed.step for closed in run.advance()] == [0]
+
 
 class TestOrder:
     def test_a_lease_without_a_verdict_holds_back_its_rank_alone(self):
