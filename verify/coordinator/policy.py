@@ -22,7 +22,7 @@ class Policy:
     async_level: int
     zero_variance_filter: bool
     max_groups: int
-    """Groups leased a step at most."""
+    """Groups of a step that known workers are leased at most."""
     min_groups: int
     """Fewer than these are no batch."""
     deadline_s: float
@@ -34,7 +34,7 @@ class Policy:
     prefill_floor: float
     """The share with the best reputation."""
     newcomer_groups: int
-    """Groups of a step that newcomers may hold together."""
+    """Groups of a step that new workers may hold together."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Policy:
