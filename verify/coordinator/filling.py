@@ -103,14 +103,10 @@ def decide_lease(
     return lease
 
 
-def in_turn(state: State, asking: Iterable[str]) -> list[str]:
-    """Sort workers that ask for work: by rank, then who was served longest ago, however it asks."""
-
-    def turn(key: str) -> tuple[Rank, float, int]:
-        worker = state.workers[key]
-        return state.rank(key), worker.served, worker.number
-
-    return sorted(asking, key=turn)
+def turn(state: State, key: str) -> tuple[Rank, float, int]:
+    """What to sort those by who ask for work: rank, then who was served longest ago."""
+    worker = state.workers[key]
+    return state.rank(key), worker.served, worker.number
 
 
 def next_overdue(state: State, asking: Iterable[str], now: float) -> float | None:
@@ -181,8 +177,7 @@ def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None
 
 def needed_groups(state: State, number: int) -> int:
     """Groups that an open step has neither trainable nor under way, by workers it relies on."""
-    held = state.usable[number]
-    held += state.awaited[number, Rank.KNOWN] + state.awaited[number, Rank.RECORDED]
+    held = state.usable[number] + state.awaited[number]
     if number == state.next_close:  # late ones of closed steps too
         held += sum(groups for step, groups in state.usable.items() if step < number)
     return max(0, state.policy.groups - held)

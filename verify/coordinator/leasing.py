@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 class _Question:
     """A request for a lease that is waiting for its answer; two of one key are not the same."""
 
+    key: str
     holding: Collection[str]
     answer: LeaseRecord | None = None
 
@@ -69,8 +70,8 @@ class Leasing:
         self._staff = roles.publisher | roles.coordinator | roles.validator
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._uploading: set[str] = set()
-        self._asking: dict[str, list[_Question]] = {}
-        """Those who wait for a lease, by key."""
+        self._asking: list[_Question] = []
+        """Those who wait for a lease."""
         self._settled: State | None = None
         """The state in which there is no more work for those who wait."""
         self._overdue_at: float | None = None
@@ -118,10 +119,9 @@ class Leasing:
         if key not in self._journal.state.workers:
             raise Refusal(403, "this key is not registered: POST /v1/workers first")
         deadline = self._journal.clock() + wait_s
-        question = _Question(holding)
-        questions = self._asking.setdefault(key, [])
-        questions.append(question)
-        new = [key]
+        question = _Question(key, holding)
+        self._asking.append(question)
+        new = [question]
         try:
             while True:
                 if self._journal.state.finished:
@@ -133,11 +133,9 @@ class Leasing:
                 if not await self._journal.change(deadline, due=self._overdue_at):
                     return None
         finally:
-            questions.remove(question)
-            if not questions:
-                del self._asking[key]
+            self._asking.remove(question)
 
-    def _answer_in_turn(self, new: Sequence[str]) -> None:
+    def _answer_in_turn(self, new: Sequence[_Question]) -> None:
         """Answers the open questions for which there is work.
 
         All who wait call it when something changes; the first answers everybody.
@@ -149,11 +147,12 @@ class Leasing:
         asking = self._asking if late else new
         while asking or self._settled is not self._journal.state:
             state, now = self._journal.state, self._journal.clock()
-            for key in filling.in_turn(state, asking or self._asking):
-                for question in self._asking[key]:
-                    if question.answer is None:
-                        question.answer = self._lease_now(key, question.holding)
-            self._overdue_at = filling.next_overdue(self._journal.state, self._asking, now)
+            waiting = sorted(asking or self._asking, key=lambda each: filling.turn(state, each.key))
+            for question in waiting:
+                if question.answer is None:
+                    question.answer = self._lease_now(question.key, question.holding)
+            keys = [question.key for question in self._asking]
+            self._overdue_at = filling.next_overdue(self._journal.state, keys, now)
             self._settled, asking = state, ()
 
     def _lease_now(self, key: str, holding: Collection[str]) -> LeaseRecord | None:
