@@ -174,7 +174,7 @@ class World:
         if not asking or self.coordinator.full:
             return
         now, refused = self.clock.now, set[tuple]()
-        for key in filling.in_turn(self.coordinator.state, asking):
+        for key in sorted(asking, key=partial(filling.turn, self.coordinator.state)):
             worker, state = asking[key], self.coordinator.state
             if key in state.bans:
                 del self._waiting[worker]

@@ -39,7 +39,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from verify.coordinator.events import TrainedGroup
+from verify.coordinator.events import LeaseOverdue, TrainedGroup
 from verify.coordinator.stalls import Stalled, banned, unfilled, unopened
 from verify.coordinator.state import LeaseRecord, Rank, State
 from verify.formats.lease import Lease
@@ -54,36 +54,10 @@ engine idles at the end of each lease. More would tie groups to one worker and t
 
 
 @dataclass(frozen=True)
-class Held:
-    """The worker holds this lease already."""
-
-    record: LeaseRecord
-
-
-@dataclass(frozen=True)
-class Overdue:
-    """The worker of this lease was silent for too long: record that, then ask again."""
-
-    record: LeaseRecord
-
-
-@dataclass(frozen=True)
 class NonceNeeded:
     """Draw a nonce for this step over all registered keys, then ask again."""
 
     step: int
-
-
-@dataclass(frozen=True)
-class Grant:
-    """Sign this lease for the worker."""
-
-    step: int
-    nonce: str
-    index: int
-    groups: int
-    version: int
-    manifest_digest: str
 
 
 @dataclass(frozen=True)
@@ -97,7 +71,7 @@ class Close:
 
 def decide_lease(
     state: State, key: str, now: float, *, holding: Collection[str] = ()
-) -> Held | Overdue | NonceNeeded | Grant | None:
+) -> LeaseRecord | Lease | LeaseOverdue | NonceNeeded | None:
     """Decide what to answer a worker that asks for work; None: nothing now.
 
     Args:
@@ -106,6 +80,10 @@ def decide_lease(
         now: seconds since the epoch.
         holding: digests of the leases that the worker's process still works on. One that it does
             not know of (it was killed, or the answer was lost) is granted to it again.
+
+    Returns:
+        A lease that it holds already, or a new one to sign. If others' lease is overdue or a nonce
+        is needed, that is to be recorded before the worker is decided on again.
     """
     if key in state.bans:
         return None
@@ -114,34 +92,38 @@ def decide_lease(
     for record in mine:
         deferred = record.lease.expires <= now
         if record.digest not in holding and not deferred:
-            return Held(record)
+            return record
     if len(mine) >= MAX_OPEN_LEASES or _most_groups(state, key) <= 0:
         return None
-    return _new_lease(state, key, now) or _overdue_lease(state, key, now)
+    lease = _new_lease(state, key, now)
+    if lease is None:
+        for at, record in _overdue_at(state, key):
+            if at <= now:
+                return LeaseOverdue(now, record.digest)
+    return lease
 
 
-def in_turn(state: State, asking: Iterable[str]) -> list[str]:
-    """Sort workers that ask for work: by rank, then who was served longest ago, however it asks."""
-
-    def turn(key: str) -> tuple[Rank, float, int]:
-        worker = state.workers[key]
-        return state.rank(key), worker.served, worker.number
-
-    return sorted(asking, key=turn)
+def turn(state: State, key: str) -> tuple[Rank, float, int]:
+    """What to sort those by who ask for work: rank, then who was served longest ago."""
+    worker = state.workers[key]
+    return state.rank(key), worker.served, worker.number
 
 
 def next_overdue(state: State, asking: Iterable[str], now: float) -> float | None:
     """When a lease may next become overdue to one of the workers that ask."""
-    times = []
-    for key in asking:
-        pace, rank = state.workers[key].pace, state.rank(key)
-        if pace is not None and rank is not Rank.NEW:
-            times += [
-                since + PATIENCE * pace.seconds(groups)
-                for (holder, groups), since in state.silent.items()
-                if rank <= holder
-            ]
+    times = (at for key in asking for at, _ in _overdue_at(state, key))
     return min((at for at in times if at > now), default=None)
+
+
+def _overdue_at(state: State, key: str) -> Iterator[tuple[float, LeaseRecord]]:
+    """From when on a worker without work waits for others' leases no more, for those that were
+    silent for longest."""
+    pace, rank = state.workers[key].pace, state.rank(key)
+    if pace is None or rank is Rank.NEW:
+        return
+    for record in state.silent:
+        if rank <= record.rank and record.lease.worker != key:
+            yield record.since + PATIENCE * pace.seconds(record.lease.groups), record
 
 
 def _most_groups(state: State, key: str) -> int:
@@ -158,7 +140,7 @@ def _most_groups(state: State, key: str) -> int:
     return min(most, (worker.standing.trust if rank is Rank.RECORDED else 1) - undecided)
 
 
-def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Grant | None:
+def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None:
     """A lease of the lowest step that needs groups and may be leased to this worker."""
     policy, worker, newest = state.policy, state.workers[key], state.newest
     if newest is None:
@@ -177,53 +159,25 @@ def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Grant | None
         nonce = step.nonce_for(worker)
         if nonce is None:
             return NonceNeeded(number)
-        index = step.next_index.get(key, 0)
-        return Grant(number, nonce, index, groups, newest.version, newest.manifest_digest)
+        return Lease(
+            run=policy.run,
+            step=number,
+            nonce=nonce,
+            worker=key,
+            pool=worker.pool,
+            index=step.next_index.get(key, 0),
+            groups=groups,
+            version=newest.version,
+            manifest_digest=newest.manifest_digest,
+            issued=now,
+            expires=now + policy.lease_timeout_s,
+        )
     return None
-
-
-def _overdue_lease(state: State, key: str, now: float) -> Overdue | None:
-    """The oldest lease that a worker without work waits for, if its holder is silent for longer
-    than the worker itself ever took lately."""
-    pace, rank = state.workers[key].pace, state.rank(key)
-    if pace is None or rank is Rank.NEW:
-        return None
-    silent = (r for r in state.sampling if rank <= r.rank and r.lease.worker != key)
-    for record in silent:
-        if now >= record.since + PATIENCE * pace.seconds(record.lease.groups):
-            return Overdue(record)
-    return None
-
-
-def granted_lease(state: State, key: str, grant: Grant, *, run: str, now: float) -> Lease:
-    """The lease that a decision grants.
-
-    Args:
-        state: that the decision was made of.
-        key: the worker's.
-        grant: the decision.
-        run: the run's name.
-        now: seconds since the epoch.
-    """
-    return Lease(
-        run=run,
-        step=grant.step,
-        nonce=grant.nonce,
-        worker=key,
-        pool=state.workers[key].pool,
-        index=grant.index,
-        groups=grant.groups,
-        version=grant.version,
-        manifest_digest=grant.manifest_digest,
-        issued=now,
-        expires=now + state.policy.lease_timeout_s,
-    )
 
 
 def needed_groups(state: State, number: int) -> int:
     """Groups that an open step has neither trainable nor under way, by workers it relies on."""
-    held = state.usable[number]
-    held += state.awaited[number, Rank.KNOWN] + state.awaited[number, Rank.RECORDED]
+    held = state.usable[number] + state.awaited[number]
     if number == state.next_close:  # late ones of closed steps too
         held += sum(groups for step, groups in state.usable.items() if step < number)
     return max(0, state.policy.groups - held)
@@ -306,8 +260,10 @@ def _groups_in_order(state: State, *, past_awaited: bool) -> tuple[TrainedGroup,
 
 def _exhausted(state: State, number: int) -> bool:
     """Whether known workers were leased all that a step may lease them, and it was not enough."""
-    awaited = any(state.awaited[number, rank] for rank in Rank)
-    return not awaited and state.steps[number].leased >= state.policy.max_groups
+    undecided = chain(*state.unsettled.values())
+    if any(record.lease.step == number for record in undecided):
+        return False  # a lease that is overdue may still be answered
+    return state.steps[number].leased >= state.policy.max_groups
 
 
 def _own_banned(state: State) -> bool:
