@@ -1,12 +1,13 @@
 """Runs of 60 steps take at most 1.5 times as long while hostile keys attack them.
 
-Real runs of the laptop profile: one undisturbed, and one under each attack of
+Real runs of the laptop profile: two undisturbed, and one under each attack of
 `tests.attacks.hostile_keys`. Seconds count from the first lease of the run's own worker to the last
-step's batch.
+step's batch; factors are over the faster one of the undisturbed runs, for the first one compiles.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from verify.ledger import Ledger
 
 STEPS = int(os.environ.get("LIVENESS_STEPS", "60"))
 RUNS: Mapping[str, Mapping[str, int]] = {
+    "undisturbed, cold": {},
     "undisturbed": {},
     "rubbish": {"rubbish": 8},
     "silent": {"silent": 8},
@@ -46,14 +48,14 @@ def run() -> dict[str, dict[str, object]]:
     """
     found: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory(prefix="liveness-") as folder:
-        alone = 0.0
+        alone = math.inf
         for name, keys in RUNS.items():
-            seconds, figures = _measured(Path(folder) / name, keys)
-            alone = alone or seconds
+            seconds, figures = _measured(Path(folder) / name.replace(", ", "-"), keys)
+            alone = alone if keys else min(alone, seconds)
             found[name] = {"seconds": round(seconds, 1), "factor": round(seconds / alone, 2)}
             found[name] |= figures
             print(name, found[name], file=sys.stderr, flush=True)
-    assert all(each["factor"] <= MOST for each in found.values()), found
+    assert all(found[name]["factor"] <= MOST for name, keys in RUNS.items() if keys), found
     return found
 
 
