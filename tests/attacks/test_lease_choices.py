@@ -66,7 +66,7 @@ class Crowd:
         self.step()  # by the known worker alone
         self._strangers = [f"s{number}" for number in range(KEYS)]
         for name in self._strangers:
-            self.run.register(name)
+            self.run.register(name, own=False)
 
     def step(self) -> Step:
         """Fills a step: strangers ask first whenever the known worker asks."""
