@@ -143,17 +143,18 @@ class Leasing:
         Args:
             new: who asks since just now. Nobody else has to be heard if nothing changed.
         """
-        late = self._overdue_at is not None and self._journal.clock() >= self._overdue_at
-        asking = self._asking if late else new
-        while asking or self._settled is not self._journal.state:
+        due = self._overdue_at is not None and self._journal.clock() >= self._overdue_at
+        settled = self._settled is self._journal.state and not due
+        asking = new if settled else self._asking
+        while asking:
             state, now = self._journal.state, self._journal.clock()
-            waiting = sorted(asking or self._asking, key=lambda each: filling.turn(state, each.key))
-            for question in waiting:
+            for question in sorted(asking, key=lambda each: filling.turn(state, each.key)):
                 if question.answer is None:
                     question.answer = self._lease_now(question.key, question.holding)
             keys = [question.key for question in self._asking]
             self._overdue_at = filling.next_overdue(self._journal.state, keys, now)
-            self._settled, asking = state, ()
+            self._settled = state
+            asking = self._asking if state is not self._journal.state else ()
 
     def _lease_now(self, key: str, holding: Collection[str]) -> LeaseRecord | None:
         while True:

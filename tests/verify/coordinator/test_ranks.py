@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.verify.coordinator.filled import Filled, digest, key, started
+from runspec.core.keys import SigningKey
+from tests.verify.coordinator.deployment import tiny_spec
+from tests.verify.coordinator.filled import Filled, digest, key, policy, started
+from tests.verify.coordinator.services import edge_of, journal_of, leasing_of, roles_of
 from verify.coordinator import filling
 from verify.coordinator.edge.limiter import AT_ONCE
 from verify.coordinator.edge.new_keys import MAX_UNPROVEN
-from verify.coordinator.events import CoordinatorStarted, InviteRevoked, WorkerRegistered
+from verify.coordinator.events import (
+    CoordinatorStarted,
+    InviteRevoked,
+    VersionPublished,
+    WorkerRegistered,
+)
 from verify.coordinator.reputation import Standing
 from verify.coordinator.state import LeaseRecord, Pace, Rank, State
 
@@ -51,6 +62,29 @@ def test_those_who_wait_are_served_by_rank_and_then_who_was_served_longest_ago()
     assert sorted(asking, key=partial(filling.turn, run.state)) == [
         key(name) for name in ("x", "y", "s1", "s3", "s2")
     ]
+
+
+@pytest.mark.parametrize("comes", ["s1", "y"])
+def test_a_request_that_comes_as_something_changes_waits_for_its_turn(tmp_path: Path, comes: str):
+    """Else who asks very often would be served before those who wait already."""
+    run, spec = Filled(policy(groups=2, groups_per_submission={"near": 2})), tiny_spec()
+    run.register("x", "near")
+    run.register(comes, "near", own=comes == "y")
+
+    async def served() -> list[str]:
+        with closing(journal_of(run, tmp_path)) as journal:
+            edge = edge_of(journal, spec)
+            leasing = leasing_of(journal, spec, SigningKey.generate(), roles_of(), edge)
+            # given a worker that waits
+            waits = asyncio.create_task(leasing.lease(key("x"), (), 5.0))
+            await asyncio.sleep(0.0)
+            # when there is work, and another asks before the first has heard of it
+            journal.record(VersionPublished(run.now, 0, digest("manifest", 0)))
+            await leasing.lease(key(comes), (), 0.0)
+            await waits
+            return [record.lease.worker for record in journal.state.leases.values()]
+
+    assert asyncio.run(served())[0] == key("x")
 
 
 def test_who_was_invited_is_known_until_the_invite_is_revoked():
