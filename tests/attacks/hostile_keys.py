@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
+from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.simulate.population import StrategyBlock
 from runspec.simulate.strategies import Strategy, strategies
@@ -34,8 +35,13 @@ from tests.harness import ROOT
 from tests.waiting import eventually
 from verify.activations import round_to_bf16
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
+from verify.coordinator.policy import Policy
+from verify.coordinator.reputation import Standing
+from verify.coordinator.transitions import replay
+from verify.formats.layout import STATE_FILE
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
+from verify.ledger import Ledger
 from verify.noise import gumbel
 from verify.plugins import TaskSet, load_task_set
 from verify.toploc import CHUNK_ROWS, build_proofs_of
@@ -199,6 +205,14 @@ def _row(
         np.zeros(length, np.int32),
         select(chunks),
     )
+
+
+def standings(run_dir: Path, own: str) -> tuple[Standing | None, list[Standing]]:
+    """Of the run's own worker (None: not registered yet), and of all others, by the ledger."""
+    with closing(Ledger(run_dir / STATE_FILE)) as ledger:
+        workers = replay(Policy.of(load_resolved(run_dir)), ledger.events()).workers
+    found = {key: worker.standing for key, worker in workers.items()}
+    return found.pop(own, None), list(found.values())
 
 
 @contextmanager

@@ -7,25 +7,19 @@ same attacks on a whole run: `tests/e2e/test_whole_loop.py`, `python -m tests.ca
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from runspec.core.spec.schema import RunSpec
-from tests.attacks.hostile_keys import attack
+from tests.attacks.hostile_keys import attack, standings
 from tests.verify.bench import MODEL
 from tests.verify.coordinator.deployment import Site
 from tests.verify.small_model import ParityTask, Worker, fixed_key, small_spec
 from tests.verify.test_workers_to_batches import at_work, validate, work
 from tests.waiting import eventually
-from verify.coordinator.policy import Policy
-from verify.coordinator.reputation import Standing
-from verify.coordinator.transitions import replay
-from verify.formats.layout import STATE_FILE
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout
-from verify.ledger import Ledger
 
 OWN, DEADLINE_S, STEPS = fixed_key(5), 60.0, 12
 
@@ -38,17 +32,9 @@ def spec_of_a_run() -> RunSpec:
     return spec.model_copy(update={"steps": STEPS, "algorithm": algorithm, "verify": verify})
 
 
-def standings(site: Site, spec: RunSpec) -> tuple[Standing | None, list[Standing]]:
-    """Of the run's own worker, and of all others."""
-    with closing(Ledger(site.run_dir / STATE_FILE)) as ledger:
-        workers = replay(Policy.of(spec), ledger.events()).workers
-    found = {key: worker.standing for key, worker in workers.items()}
-    return found.pop(OWN.public_hex, None), list(found.values())
-
-
-def misdeeds(site: Site, spec: RunSpec) -> int:
+def misdeeds(site: Site) -> int:
     """Leases that strangers did not answer as they should."""
-    _, others = standings(site, spec)
+    _, others = standings(site.run_dir, OWN.public_hex)
     return sum(each.rejected + each.withheld for each in others)
 
 
@@ -73,7 +59,7 @@ class TestManyHostileKeys:
             where = {"url": site.url, "pool": "home"}
             attacker = pool.submit(attack, {name: keys}, site.client, **where, sample=sample)
             checked = pool.submit(validate, site, tmp_path / "weights", spec)
-            eventually(lambda: misdeeds(site, spec) >= most, f"{most} misdeeds")
+            eventually(lambda: misdeeds(site) >= most, f"{most} misdeeds")
             # when the worker works to the end of the run
             answered = pool.submit(work, site, Worker(OWN, MODEL, spec, ParityTask()))
             for each in (checked, answered, attacker):
@@ -81,6 +67,6 @@ class TestManyHostileKeys:
         # then every step was closed, complete
         assert all(site.batch(step).complete for step in range(STEPS))
         # and the worker has done no wrong
-        own, _ = standings(site, spec)
+        own, _ = standings(site.run_dir, OWN.public_hex)
         assert own is not None
         assert (own.rejected, own.withheld, own.quarantine) == (0, 0, None)
