@@ -120,28 +120,41 @@ def decide_lease(
     return _new_lease(state, key, now) or _overdue_lease(state, key, now)
 
 
-def in_turn(state: State, asking: Iterable[str]) -> list[str]:
-    """Sort workers that ask for work: by rank, then who was served longest ago, however it asks."""
+def in_turn(state: State, asking: Iterable[str], now: float) -> list[str]:
+    """Sort workers that ask for work: by rank, then who was served longest ago, however it asks.
+
+    Without those for whom there is none. Among many that wait they are nearly all.
+    """
+    served = {rank for rank in Rank if _leasable_step(state, rank, now) is not None}
+    ranks = {key: state.rank(key) for key in asking}
+
+    def hopes(key: str) -> bool:
+        held = any(record.status == "open" for record in state.unsettled.get(key, ()))
+        return held or ranks[key] in served or any(at <= now for at in _overdue_times(state, key))
 
     def turn(key: str) -> tuple[Rank, float, int]:
         worker = state.workers[key]
-        return state.rank(key), worker.served, worker.number
+        return ranks[key], worker.served, worker.number
 
-    return sorted(asking, key=turn)
+    return sorted(filter(hopes, ranks), key=turn)
 
 
 def next_overdue(state: State, asking: Iterable[str], now: float) -> float | None:
     """When a lease may next become overdue to one of the workers that ask."""
-    times = []
-    for key in asking:
-        pace, rank = state.workers[key].pace, state.rank(key)
-        if pace is not None and rank is not Rank.NEW:
-            times += [
-                since + PATIENCE * pace.seconds(groups)
-                for (holder, groups), since in state.silent.items()
-                if rank <= holder
-            ]
+    times = chain.from_iterable(_overdue_times(state, key) for key in asking)
     return min((at for at in times if at > now), default=None)
+
+
+def _overdue_times(state: State, key: str) -> Iterable[float]:
+    """When leases become overdue to a worker."""
+    pace = state.workers[key].pace
+    if pace is None or (rank := state.rank(key)) is Rank.NEW:
+        return ()
+    return [
+        since + PATIENCE * pace.seconds(groups)
+        for (holder, groups), since in state.silent.items()
+        if rank <= holder
+    ]
 
 
 def _most_groups(state: State, key: str) -> int:
@@ -158,28 +171,34 @@ def _most_groups(state: State, key: str) -> int:
     return min(most, (worker.standing.trust if rank is Rank.RECORDED else 1) - undecided)
 
 
-def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Grant | None:
-    """A lease of the lowest step that needs groups and may be leased to this worker."""
-    policy, worker, newest = state.policy, state.workers[key], state.newest
+def _leasable_step(state: State, rank: Rank, now: float) -> int | None:
+    """The lowest step that has groups for a worker of a rank, or that is to be opened for it."""
+    newest, short = state.newest, False
     if newest is None:
         return None
-    short = False
-    end = min(policy.steps, newest.version + policy.async_level + 1)
+    end = min(state.policy.steps, newest.version + state.policy.async_level + 1)
     for number in range(state.next_close, end):
-        step = state.steps.get(number)
-        if step is None:
-            return None if short else NonceNeeded(number)
-        room = leasable_groups(state, number, state.rank(key), now)
-        groups = min(_most_groups(state, key), room)
-        if groups <= 0:
-            short |= needed_groups(state, number) > 0
-            continue
-        nonce = step.nonce_for(worker)
-        if nonce is None:
-            return NonceNeeded(number)
-        index = step.next_index.get(key, 0)
-        return Grant(number, nonce, index, groups, newest.version, newest.manifest_digest)
+        if number not in state.steps:
+            return None if short else number
+        if leasable_groups(state, number, rank, now) > 0:
+            return number
+        short |= needed_groups(state, number) > 0
     return None
+
+
+def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Grant | None:
+    """A lease of the lowest step that needs groups and may be leased to this worker."""
+    worker, rank, newest = state.workers[key], state.rank(key), state.newest
+    number = _leasable_step(state, rank, now)
+    if number is None or newest is None:
+        return None
+    step = state.steps.get(number)
+    nonce = step and step.nonce_for(worker)
+    if step is None or nonce is None:
+        return NonceNeeded(number)
+    groups = min(_most_groups(state, key), leasable_groups(state, number, rank, now))
+    index = step.next_index.get(key, 0)
+    return Grant(number, nonce, index, groups, newest.version, newest.manifest_digest)
 
 
 def _overdue_lease(state: State, key: str, now: float) -> Overdue | None:

@@ -149,7 +149,7 @@ class Leasing:
         asking = self._asking if late else new
         while asking or self._settled is not self._journal.state:
             state = self._journal.state
-            for key in filling.in_turn(state, asking or self._asking):
+            for key in filling.in_turn(state, asking or self._asking, self._journal.clock()):
                 for question in self._asking[key]:
                     if question.answer is None:
                         question.answer = self._lease_now(key, question.holding)

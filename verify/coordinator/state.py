@@ -79,7 +79,7 @@ class Worker:
     gap_noise: GapNoise | None = None
     """Noise of the calibration that the sum belongs to."""
 
-    @property
+    @cached_property
     def rank(self) -> Rank:
         if self.standing.quarantine is not None:
             return Rank.NEW
@@ -292,9 +292,10 @@ class State:
     def rank(self, key: str) -> Rank:
         """Return a worker's rank; one whose invite was revoked is a stranger."""
         worker = self.workers[key]
-        if worker.rank is Rank.KNOWN and worker.invite in self.revoked:
+        rank = worker.rank
+        if rank is Rank.KNOWN and worker.invite in self.revoked:
             return Rank.RECORDED if worker.standing.trust else Rank.NEW
-        return worker.rank
+        return rank
 
     def share_of(self, worker: str) -> float:
         """How likely a submission of a worker's is to be recomputed."""
