@@ -16,9 +16,10 @@ The rules (DESIGN, "Filling a step"; docs/public-runs.md has the promise that th
   answer are few, and cost a step nothing.
 - A recorded worker holds no more groups than it delivered since it last failed, divided by one more
   than its failures (`Standing.trust`). So a key wastes at most what it gave.
-- A lease is overdue once its worker was silent for `PATIENCE` times what a worker of the same or a
-  better rank, which waits for it without other work, takes for as much. Others are then leased its
-  groups too. Its worker may still answer, and what comes in time is trained.
+- A lease is overdue once its worker was silent for `PATIENCE` times what a worker of a better rank,
+  which waits for it without other work, takes for as much; or for `PATIENCE_AMONG_EQUALS` times
+  what one of the same rank takes. Others are then leased its groups too. Its worker may still
+  answer, and what comes in time is trained.
 - Groups train in lease order within a rank, not in order of arrival, which would favour short
   outputs. So a lease without a verdict holds back those of its rank that were leased after it,
   until it is decided, overdue or expired. It holds back no better rank.
@@ -47,7 +48,9 @@ from verify.formats.lease import Lease
 IDLE_DEADLINE_S = 900.0
 """Least time in seconds that a run waits for its next version."""
 PATIENCE = 2.0
-"""A lease is overdue after this many times what the worker that waits for it takes for one."""
+"""A lease is overdue after this many times what a worker of a better rank takes that waits for it."""
+PATIENCE_AMONG_EQUALS = 4.0
+"""The same where the rank is the same: among honest workers some are so much slower."""
 MAX_OPEN_LEASES = 3
 """One fills the engine, one has its last sequences sampled, one is being submitted. With fewer, the
 engine idles at the end of each lease. More would tie groups to one worker and to older versions."""
@@ -151,7 +154,7 @@ def _overdue_times(state: State, key: str) -> Iterable[float]:
     if pace is None or (rank := state.rank(key)) is Rank.NEW:
         return ()
     return [
-        since + PATIENCE * pace.seconds(groups)
+        since + _patience(rank, holder) * pace.seconds(groups)
         for (holder, groups), since in state.silent.items()
         if rank <= holder
     ]
@@ -209,9 +212,13 @@ def _overdue_lease(state: State, key: str, now: float) -> Overdue | None:
         return None
     silent = (r for r in state.sampling if rank <= r.rank and r.lease.worker != key)
     for record in silent:
-        if now >= record.since + PATIENCE * pace.seconds(record.lease.groups):
+        if now >= record.since + _patience(rank, record.rank) * pace.seconds(record.lease.groups):
             return Overdue(record)
     return None
+
+
+def _patience(waiting: Rank, holder: Rank) -> float:
+    return PATIENCE if waiting < holder else PATIENCE_AMONG_EQUALS
 
 
 def granted_lease(state: State, key: str, grant: Grant, *, run: str, now: float) -> Lease:
