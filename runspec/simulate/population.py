@@ -43,7 +43,7 @@ class StrategyBlock(Block):
     of: Count = 4
     """`alternate`: leases of a round."""
     record: Count = 1
-    """`sleeper`, `collude`, `late`: accepted submissions of each member before the first misdeed."""
+    """`sleeper`, `collude`, `late`: accepted submissions of a member before its first misdeed."""
     margin: Duration = 1.0
     """`delay`: time before the end of a lease at which it is answered."""
     after: Duration | None = None

@@ -100,7 +100,7 @@ class Colluder(Sleeper):
 
 
 class Late(Sleeper):
-    """A sleeper that then asks for leases late in a step, when honest workers nearly finished it."""
+    """A sleeper that then asks for leases late in a step only."""
 
     def __init__(self, record: int, misdeed: Strategy, after_s: float) -> None:
         super().__init__(record, misdeed)

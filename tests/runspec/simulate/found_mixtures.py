@@ -5,3 +5,6 @@ from __future__ import annotations
 from tests.runspec.simulate.mixtures import Group, Run
 
 FOUND: list[tuple[Run, list[Group]]] = []
+"""Those that take less than a second."""
+SLOW: list[tuple[Run, list[Group]]] = []
+"""The others, for `python -m tests.campaigns open_runs`."""
